@@ -1,0 +1,68 @@
+# persistkv: everything sets itself up. `make demo` shows what it is for, `make test` checks that it works.
+#
+# torch: constraints-dev.txt pins 2.13.0. Where the package index offers a CUDA build of it (several gigabytes) and you
+# want the CPU build, point pip at PyTorch's index of CPU builds:  make demo PIP_FLAGS="--extra-index-url <that index>"
+
+PYTHON ?= python3
+PIP_FLAGS ?=
+N ?= 200
+SEED ?= 0
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+WHEEL_VENV := $(VENV)-wheel
+
+.PHONY: help setup demo test lint test-wheel fuzz crash bench clean
+
+help:
+	@echo "make demo        a model answers, is killed, and a new process answers from what it left"
+	@echo "make test        lint, types, import rules, tests"
+	@echo "make test-wheel  the built wheel, without torch and transformers"
+	@echo "make fuzz        100,000 broken packs, manifests and codec frames (5 minutes at most)"
+	@echo "make crash       kill a writer N times (N=200) and look at what it left"
+	@echo "make bench       the figures in docs/benchmarks.md (minutes)"
+	@echo "make clean       remove what these made"
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints-dev.txt --editable ".[dev,transformers,report]"
+	@touch $@
+
+demo: setup
+	@$(BIN)/persistkv demo $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test-wheel: setup
+	rm -rf dist $(WHEEL_VENV)
+	$(BIN)/python -m pip wheel --quiet $(PIP_FLAGS) --no-deps --wheel-dir dist .
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints-dev.txt dist/persistkv-*.whl pytest pytest-timeout hypothesis
+	$(WHEEL_VENV)/bin/python -m pytest tests/test_config.py tests/storage tests/backends tests/tools tests/test_without_torch.py
+
+fuzz: setup
+	$(BIN)/python -m tests.fuzz --cases 100000 --limit-s 300
+
+crash: setup
+	$(BIN)/python -m tests.crash.loop --kills $(N) --seed $(SEED)
+
+bench: setup
+	$(BIN)/python -m benchmarks.open_store
+	$(BIN)/python -m benchmarks.churn
+	$(BIN)/python -m benchmarks.busy_scheduler
+	$(BIN)/python -m benchmarks.scheduler_cost
+	$(BIN)/python -m benchmarks.worker_copy
+	$(BIN)/python -m benchmarks.persistence_overhead
+
+clean:
+	rm -rf $(VENV) $(WHEEL_VENV) dist build .persistkv-demo demo-report.png .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,226 @@
+"""The LMDB driver. LMDB is the source of truth: nothing else is on disk.
+
+1. One write transaction, synced, does all of a batch: packs, manifests, order of eviction, log of changes, totals; and
+   evicts, so that the next one finds room. Only where a batch finds none, others before it evict for it.
+2. A read takes one transaction and copies from the mapped pages into the caller's buffers. No snapshot outlives a call:
+   a reader that stays pins pages and grows the file.
+3. What mapped pages hold is copied before their transaction ends.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from persistkv.config import StoreUrl, convert_options
+from persistkv.errors import (
+    ConfigurationError,
+    CorruptPackError,
+    StoreError,
+    StoreUnavailableError,
+)
+from persistkv.storage.backend import (
+    Backend,
+    BackendStats,
+    Changes,
+    CommitBatch,
+    CommitResult,
+    Namespace,
+    ReadSpan,
+)
+from persistkv.storage.identity import Identity
+from persistkv.storage.manifest import ManifestKeys, RequestManifest, decode_manifest, decode_manifest_keys
+from persistkv.storage.pack import ID_BYTES, PackTable
+from persistkv_lmdb import environment
+from persistkv_lmdb.committing import Committing
+from persistkv_lmdb.errors import translated_at_open
+from persistkv_lmdb.layout import (
+    ADDED,
+    LOG_KEY,
+    NamespaceState,
+    Transaction,
+    cursor_sequence,
+    decode_namespace,
+    encode_namespace,
+    manifest_row,
+    pack_table,
+    rows,
+)
+from persistkv_lmdb.options import LmdbOptions
+from persistkv_lmdb.pieces import read_pieces
+
+_MANIFESTS_AT_ONCE = 256
+
+
+class LmdbBackend(Backend):
+    """One handle on a store, used from one thread. Handles of one process on one store share its environment."""
+
+    def __init__(self, shared: environment.Environment, *, read_only: bool, ttl_s: float | None = None) -> None:
+        self._shared: environment.Environment | None = shared
+        self._path = shared.path
+        self._read_only = read_only
+        self._ttl_s = ttl_s
+
+    @classmethod
+    def open(cls, url: StoreUrl, *, read_only: bool = False) -> LmdbBackend:
+        options = convert_options(LmdbOptions, url.options, where="lmdb")
+        path = _store_path(url.location)
+        _prepare_directory(path, read_only)
+        shared = environment.acquire(path, options.capacity_bytes, read_only=read_only)
+        return cls(shared, read_only=read_only, ttl_s=options.ttl_s)
+
+    def namespaces(self) -> Iterator[Namespace]:
+        with self._environment.transaction() as transaction:
+            found = [decode_namespace(key, row) for key, row in rows(transaction, transaction.db.namespaces, b"")]
+        return iter([namespace for namespace in found if namespace is not None])
+
+    def open_namespace(self, identity: Identity) -> Namespace:
+        name = identity.digest
+        with self._environment.transaction() as transaction:
+            if (found := _namespace(transaction, name)) is not None:
+                return found
+        if self._read_only:
+            raise StoreUnavailableError(f"{self._path} holds no namespace {name.hex()}, and is open read-only")
+        with self._environment.transaction(write=True) as transaction:
+            if (found := _namespace(transaction, name)) is not None:  # another process was faster
+                return found
+            txn, db = transaction
+            created = Namespace(identity, time.time())
+            txn.put(name, encode_namespace(created), db=db.namespaces)
+            txn.put(name, NamespaceState(os.urandom(8)).encode(), db=db.states, overwrite=False)
+            return created
+
+    def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
+        if self._read_only:
+            raise StoreError(f"{self._path} is open read-only")
+        if any(pack.namespace != namespace for pack in batch.packs):
+            raise StoreError(f"a pack of another namespace than {namespace.hex()}")
+        return Committing(self._environment, self._ttl_s, namespace, batch).run()
+
+    def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
+        with self._environment.transaction() as transaction:
+            state = self._state(transaction, namespace)
+            since = None if cursor is None else cursor_sequence(state, cursor)
+            moved = None if since is None else _moved(transaction, namespace, since, state.sequence)
+            if moved is None:
+                return Changes(state.cursor, _tables(transaction, namespace), reset=True)
+            came, went = moved
+            found = [_table(transaction, namespace + pack_id) for pack_id in came]
+        return Changes(state.cursor, [table for table in found if table is not None], went)
+
+    def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+        with self._environment.transaction() as transaction:
+            return [read_pieces(transaction, namespace + span.pack_id, span.offset, span.buffers) for span in spans]
+
+    def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
+        start = namespace
+        while start:
+            with self._environment.transaction() as transaction:
+                start, heads = _some_manifests(transaction, namespace, start)
+            yield from heads
+
+    def manifest_keys(self, namespace: bytes, manifest_id: str) -> ManifestKeys | None:
+        with self._environment.transaction() as transaction:
+            row = transaction.txn.get(manifest_row(namespace, manifest_id), db=transaction.db.manifest_keys)
+            try:
+                return None if row is None else decode_manifest_keys(row)
+            except CorruptPackError:
+                return None
+
+    def stats(self) -> BackendStats:
+        with self._environment.transaction() as transaction:
+            states = [NamespaceState.decode(row) for _, row in rows(transaction, transaction.db.states, b"")]
+        return BackendStats(
+            packs=sum(state.packs for state in states),
+            blocks=sum(state.blocks for state in states),
+            requests=sum(state.requests for state in states),
+            raw_bytes=sum(state.raw_bytes for state in states),
+            stored_bytes=sum(state.stored_bytes for state in states),
+            disk_bytes=self._environment.disk_bytes(),
+            capacity=self._environment.capacity,
+        )
+
+    def close(self) -> None:
+        if self._shared is not None:
+            shared, self._shared = self._shared, None
+            environment.release(shared)
+
+    @property
+    def _environment(self) -> environment.Environment:
+        if self._shared is None:
+            raise StoreError(f"{self._path} is closed")
+        return self._shared
+
+    def _state(self, transaction: Transaction, namespace: bytes) -> NamespaceState:
+        row = transaction.txn.get(namespace, db=transaction.db.states)
+        if row is None:
+            raise StoreError(f"{self._path} holds no namespace {namespace.hex()}")
+        return NamespaceState.decode(row)
+
+
+def _store_path(location: str) -> Path:
+    if "\0" in location:
+        raise ConfigurationError("url", location, "a path without NUL")
+    return Path(location).absolute()
+
+
+def _prepare_directory(path: Path, read_only: bool) -> None:
+    with translated_at_open(path):
+        if not read_only:
+            for directory in (*reversed(path.parents), path):
+                if not directory.exists():
+                    directory.mkdir(0o700, exist_ok=True)
+        if not stat.S_ISDIR(path.stat().st_mode):
+            raise StoreUnavailableError(f"{path}: a file lies where the store's directory belongs")
+
+
+def _namespace(transaction: Transaction, name: bytes) -> Namespace | None:
+    row = transaction.txn.get(name, db=transaction.db.namespaces)
+    return None if row is None else decode_namespace(name, row)
+
+
+def _table(transaction: Transaction, name: bytes) -> PackTable | None:
+    row = transaction.txn.get(name, db=transaction.db.packs)
+    return None if row is None else pack_table(name, row)
+
+
+def _tables(transaction: Transaction, namespace: bytes) -> list[PackTable]:
+    found = [pack_table(key, row) for key, row in rows(transaction, transaction.db.packs, namespace)]
+    return [table for table in found if table is not None]
+
+
+def _moved(
+    transaction: Transaction, namespace: bytes, since: int, until: int
+) -> tuple[dict[bytes, None], list[bytes]] | None:
+    """Ids of the packs that came and went after ``since``; None where the log does not reach back so far."""
+    came: dict[bytes, None] = {}
+    went: list[bytes] = []
+    log = transaction.txn.cursor(transaction.db.log)
+    for sequence in range(since + 1, until + 1):
+        key = LOG_KEY.pack(namespace, sequence)
+        if not log.set_key(key):
+            return None
+        entry = bytes(log.value())
+        if entry[:1] == ADDED:
+            came[entry[1:]] = None
+        else:
+            went.append(entry[1:])
+    return came, went
+
+
+def _some_manifests(transaction: Transaction, namespace: bytes, start: bytes) -> tuple[bytes, list[RequestManifest]]:
+    """Heads from ``start`` on, and where to go on; empty at the end."""
+    heads: list[RequestManifest] = []
+    cursor = transaction.txn.cursor(transaction.db.manifests)
+    found = cursor.set_range(start)
+    for _ in range(_MANIFESTS_AT_ONCE):
+        if not found or cursor.key()[:ID_BYTES] != namespace:
+            return b"", heads
+        with suppress(CorruptPackError):
+            heads.append(decode_manifest(cursor.value()))
+        found = cursor.next()
+    return (bytes(cursor.key()) if found else b""), heads

@@ -1,0 +1,279 @@
+"""The one LMDB environment that a process has of each store.
+
+1. LMDB's locks belong to the process, so a store is opened once in it; all handles on the same files share that.
+2. Remapping (another process grew the map, a new capacity) frees the memory that transactions read: it waits until none
+   runs in this process.
+3. An environment does not cross a fork: the child is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import lmdb
+
+from persistkv.config import PAGE_BYTES
+from persistkv.errors import StoreError
+from persistkv_lmdb.errors import free_disk_bytes, translated, translated_at_open
+from persistkv_lmdb.layout import (
+    Databases,
+    Transaction,
+    open_databases,
+    read_capacity,
+    read_clock,
+    write_capacity,
+    write_clock,
+)
+from persistkv_lmdb.options import DEFAULT_CAPACITY
+
+_MAX_READERS = 512
+_LOCK_FILE_BYTES = 64 << 10  # 64 KiB: lock.mdb for that many readers, with room
+_MIN_HEADROOM = 256 << 10  # 256 KiB
+_MAX_HEADROOM = 64 << 20  # 64 MiB
+_BEGIN_ATTEMPTS = 8
+
+
+class Environment:
+    """An open environment. Thread-safe.
+
+    :param capacity: bytes on disk, everything counted; None: as recorded, or the default for a new store.
+    :raises StoreUnavailableError: it cannot be opened.
+    :raises CorruptStoreError: something else lies there; it was not changed.
+    """
+
+    def __init__(self, path: Path, capacity: int | None, *, read_only: bool) -> None:
+        self.path = path
+        self.read_only = read_only
+        self.handles = 0
+        self.process = os.getpid()
+        self._inside = 0
+        self._freed = (0, 0)
+        self._gate = threading.Condition()
+        self._env, self._db = self._open(read_only)
+        self.file_id = file_id(path)
+        self.capacity = DEFAULT_CAPACITY
+        try:
+            self.capacity = self._recorded_capacity() or DEFAULT_CAPACITY
+            if not read_only:
+                self.set_capacity(capacity or self.capacity)
+        except BaseException:
+            self._env.close()
+            raise
+
+    @contextmanager
+    def transaction(self, *, write: bool = False) -> Iterator[Transaction]:
+        """Run a transaction: committed at the end of the block, undone where the block raises.
+
+        :raises StoreFullError: it does not fit.
+        :raises StoreError: anything else, also in a fork of the process that opened the store.
+        """
+        if self.process != os.getpid():
+            raise StoreError(f"{self.path} was opened by process {self.process}; after a fork, open it anew")
+        with translated(self.path):
+            for _ in range(_BEGIN_ATTEMPTS):
+                with self._entered():
+                    begun = self._begin(write)
+                    if isinstance(begun, lmdb.Transaction):
+                        with begun:
+                            yield Transaction(begun, self._db)
+                        return
+                with self._alone():
+                    begun()
+        raise StoreError(f"{self.path}: no transaction could begin in {_BEGIN_ATTEMPTS} attempts")
+
+    def set_capacity(self, capacity: int) -> None:
+        """Take another bound and record it. What is held stays, also where it is more."""
+        self.capacity = capacity
+        with translated(self.path), self._alone():
+            self._fit_map()
+        if capacity != self._recorded_capacity():
+            with self.transaction(write=True) as transaction:
+                write_capacity(transaction, capacity)
+
+    def limit_bytes(self, *, as_it_is: bool = False) -> int:
+        """What ``used_bytes`` may be after a commit that adds something: the capacity, or what the disk has, less the
+        share that is kept for deletions, because LMDB writes new pages to free old ones.
+
+        :param as_it_is: as if the file could not grow: a quota may say so, or pages that lie too scattered.
+        """
+        file = self._file_bytes()
+        disk = file if as_it_is else file + free_disk_bytes(self.path)
+        return min(_map_bytes(self.capacity), disk) - _headroom_bytes(self.capacity)
+
+    def pending_bytes(self, transaction: Transaction) -> int:
+        """What the transaction before this one freed: LMDB uses it again in the one after this."""
+        before, freed = self._freed
+        return freed if before == transaction.txn.id() - 1 else 0
+
+    def note_freed(self, transaction: Transaction, freed: int) -> None:
+        """Remember for ``pending_bytes`` what a transaction freed, in case it commits."""
+        self._freed = transaction.txn.id(), freed
+
+    def age(self) -> None:
+        """Commit a transaction that does nothing, so that the next one may use what the one before this freed."""
+        with self.transaction(write=True) as transaction:
+            write_clock(transaction, *read_clock(transaction))
+
+    def make_writable(self) -> None:
+        """Open again for writing; the handles on it do not notice. Where that fails, it stays open for reading."""
+        with self._alone():
+            self._reopen(read_only=False)
+            self.read_only = False
+
+    def disk_bytes(self) -> int:
+        """Bytes that the file system gives to the store."""
+        return sum(_allocated_bytes(self.path / name) for name in ("data.mdb", "lock.mdb"))
+
+    def close(self) -> None:
+        """Release it; nobody may be inside. A fork leaves it to its parent."""
+        if self.process == os.getpid():
+            self._env.close()
+
+    def _open(self, read_only: bool) -> tuple[lmdb.Environment, Databases]:
+        """A map size of 0 takes the recorded one; ``set_capacity`` sets what is wanted."""
+        with translated_at_open(self.path):
+            env = lmdb.open(
+                str(self.path),
+                map_size=0,
+                readonly=read_only,
+                mode=0o600,
+                create=False,
+                max_dbs=len(Databases._fields),
+                max_readers=_MAX_READERS,
+                max_spare_txns=0,  # a spare one keeps its reader's slot, also across a fork
+            )
+            try:
+                env.reader_check()
+                return env, open_databases(env)
+            except BaseException:
+                env.close()
+                raise
+
+    def _reopen(self, read_only: bool) -> None:
+        self._env.close()
+        try:
+            self._env, self._db = self._open(read_only)
+        except BaseException:
+            self._env, self._db = self._open(self.read_only)
+            raise
+        finally:
+            self._fit_map()
+
+    def _fit_map(self) -> None:
+        """Map as much as the capacity allows; where others have written more already, that and room to delete it."""
+        allowed, held = _map_bytes(self.capacity), self._file_bytes()
+        self._env.set_mapsize(allowed if held <= allowed else held + _headroom_bytes(self.capacity))
+
+    def _file_bytes(self) -> int:
+        return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
+
+    def _recorded_capacity(self) -> int | None:
+        with self.transaction() as transaction:
+            return read_capacity(transaction)
+
+    def _begin(self, write: bool) -> lmdb.Transaction[memoryview] | Callable[[], None]:
+        """A transaction, or what is to be done, alone, before one can begin."""
+        try:
+            return self._env.begin(write=write, buffers=True)
+        except lmdb.MapResizedError:
+            return self._fit_map
+        except lmdb.PanicError:  # a page of LMDB's own could not be written: the files are right, the handle is not
+            return partial(self._reopen, self.read_only)
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        with self._gate:
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._gate:
+                self._inside -= 1
+                self._gate.notify_all()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        with self._gate:
+            self._gate.wait_for(lambda: not self._inside)
+            yield
+
+
+class _Environments:
+    """The environments of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: list[Environment] = []
+        os.register_at_fork(after_in_child=self._forget)
+
+    def acquire(self, path: Path, capacity: int | None, *, read_only: bool) -> Environment:
+        with self._lock:
+            wanted = file_id(path)
+            found = next((env for env in self._open if env.file_id == wanted), None)
+            if found is None:
+                found = Environment(path, capacity, read_only=read_only)
+                self._open.append(found)
+            elif not read_only:
+                if found.read_only:
+                    found.make_writable()
+                if capacity not in (None, found.capacity):
+                    found.set_capacity(capacity)
+            found.handles += 1
+            return found
+
+    def release(self, environment: Environment) -> None:
+        with self._lock:
+            environment.handles -= 1
+            if not environment.handles:
+                self._open = [env for env in self._open if env is not environment]
+                environment.close()
+
+    def _forget(self) -> None:
+        """In a forked child: another thread of the parent may have held the lock."""
+        self._lock = threading.Lock()
+        self._open = []
+
+
+# State of the process, because what it stands for is: LMDB refuses to open an environment twice in one.
+_ENVIRONMENTS = _Environments()
+
+
+def acquire(path: Path, capacity: int | None, *, read_only: bool) -> Environment:
+    """The process's environment of these files, opened where it is not; errors as in ``Environment``. Thread-safe."""
+    return _ENVIRONMENTS.acquire(path, capacity, read_only=read_only)
+
+
+def release(environment: Environment) -> None:
+    """Give back what ``acquire`` gave; the last one closes it. Thread-safe."""
+    _ENVIRONMENTS.release(environment)
+
+
+def file_id(path: Path) -> tuple[int, int] | None:
+    """What tells a store's files from others', whatever their path; None where there are none yet."""
+    try:
+        status = (path / "data.mdb").stat()
+    except OSError:  # opening it says why
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _map_bytes(capacity: int) -> int:
+    return (capacity - _LOCK_FILE_BYTES) // PAGE_BYTES * PAGE_BYTES
+
+
+def _headroom_bytes(capacity: int) -> int:
+    return min(max(capacity // 64, _MIN_HEADROOM), _MAX_HEADROOM) // PAGE_BYTES * PAGE_BYTES
+
+
+def _allocated_bytes(path: Path) -> int:
+    """Holes left out, and what a file system reserves behind the end."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:  # no lock file on a read-only file system
+        return 0
+    return min(status.st_size, 512 * status.st_blocks)

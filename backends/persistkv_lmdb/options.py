@@ -1,0 +1,45 @@
+"""What a ``lmdb://`` URL may set."""
+
+from __future__ import annotations
+
+import msgspec
+
+from persistkv.config import parse_duration, parse_size
+from persistkv.errors import ConfigurationError
+
+DEFAULT_CAPACITY = 10 << 30  # 10 GiB
+MIN_CAPACITY = 1 << 20  # 1 MiB
+MAX_CAPACITY = 64 << 40  # 64 TiB: half of what a process can map on x86-64
+
+
+class LmdbOptions(msgspec.Struct, frozen=True):
+    """Options of one open."""
+
+    capacity: str | None = None
+    """The bound on the bytes that the store takes on disk, a size such as ``100GiB``. None: what the store was opened
+    with last, or 10 GiB for a new one."""
+
+    ttl: str | None = None
+    """How long what nobody uses is kept, a duration such as ``7d``. None: as long as there is room."""
+
+    def __post_init__(self) -> None:
+        size = self.capacity_bytes
+        if size is not None and not MIN_CAPACITY <= size <= MAX_CAPACITY:
+            raise ConfigurationError("lmdb option capacity", self.capacity, "a size from 1MiB to 64TiB")
+        _ = self.ttl_s  # raises where it is none
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """``capacity`` as a number.
+
+        :raises ConfigurationError: where it is no positive size.
+        """
+        return None if self.capacity is None else parse_size(self.capacity, name="lmdb option capacity")
+
+    @property
+    def ttl_s(self) -> float | None:
+        """``ttl`` in seconds.
+
+        :raises ConfigurationError: where it is no positive duration.
+        """
+        return None if self.ttl is None else parse_duration(self.ttl, name="lmdb option ttl")

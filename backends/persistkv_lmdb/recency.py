@@ -1,0 +1,124 @@
+"""Who was used when: what ``order`` lists is what may be evicted, first to go first.
+
+One transaction is one moment. What is listed twice, or wrongly, by damage is passed over by whoever reads ``order``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from persistkv.storage.pack import ID_BYTES
+from persistkv_lmdb.layout import MANIFEST, ORDER_KEY, Chain, Transaction, Use, read_clock, write_clock
+
+
+class Candidate(NamedTuple):
+    """Something that may be evicted."""
+
+    name: bytes
+    """Namespace and pack id, or namespace and digest of the manifest's id."""
+    is_manifest: bool
+    time: float
+    """Seconds since the epoch when it was used last."""
+
+    @property
+    def namespace(self) -> bytes:
+        """16 bytes."""
+        return self.name[:ID_BYTES]
+
+    @property
+    def id(self) -> bytes:
+        """16 bytes."""
+        return self.name[ID_BYTES:]
+
+
+class Recency:
+    """The order of eviction, within one write transaction."""
+
+    def __init__(self, transaction: Transaction) -> None:
+        self._transaction = transaction
+        self._txn, self._db = transaction
+        before, seconds = read_clock(transaction)
+        self.moment = before + 1
+        self.time = max(seconds, float(int(time.time())))  # the clock of a machine may go back
+        self._used = False
+
+    def add_pack(self, name: bytes, depth: int, pins: int) -> None:
+        """List a new pack as used now."""
+        self._put(name, Use(self.moment, self.time, depth, pins))
+
+    def touch(self, name: bytes) -> None:
+        """The pack was used now; nothing where it is not held."""
+        use = Use.decode(self._txn.get(name, db=self._db.uses))
+        if use is not None and use.moment != self.moment:
+            self._unlist(use.order_key(name))
+            self._put(name, use._replace(moment=self.moment, time=self.time))
+
+    def pin(self, name: bytes, count: int) -> None:
+        """Add to a pack's pins; nothing where it is not held."""
+        use = Use.decode(self._txn.get(name, db=self._db.uses))
+        if use is not None:
+            self._unlist(use.order_key(name))
+            self._put(name, use._replace(pins=max(0, use.pins + count)))
+
+    def remove_pack(self, name: bytes) -> None:
+        """Forget a pack."""
+        use = Use.decode(self._txn.get(name, db=self._db.uses))
+        if use is not None:
+            self._unlist(use.order_key(name))
+            self._txn.delete(name, db=self._db.uses)
+
+    def add_manifest(self, name: bytes, flags: int, packs: tuple[bytes, ...]) -> None:
+        """List a new manifest as used now."""
+        self._put_chain(name, Chain(self.moment, self.time, flags, packs))
+
+    def chain(self, name: bytes) -> Chain | None:
+        """A manifest's packs; None where it is not held."""
+        return Chain.decode(self._txn.get(name, db=self._db.chains))
+
+    def reflag(self, name: bytes, chain: Chain, flags: int) -> None:
+        """Give a manifest other flags."""
+        self._unlist(chain.order_key(name))
+        self._put_chain(name, chain._replace(flags=flags))
+
+    def remove_manifest(self, name: bytes, chain: Chain) -> None:
+        """Forget a manifest."""
+        self._unlist(chain.order_key(name))
+        self._txn.delete(name, db=self._db.chains)
+
+    def oldest(self) -> Iterator[Candidate]:
+        """What may be evicted, first to go first; it may change while this runs."""
+        key = b""
+        while (found := self._next(key)) is not None:
+            _, _, kind, name = ORDER_KEY.unpack(found)
+            row = self.chain(name) if kind == MANIFEST else Use.decode(self._txn.get(name, db=self._db.uses))
+            if row is None or row.order_key(name) != found:
+                self._unlist(found)
+            else:
+                yield Candidate(name, kind == MANIFEST, row.time)
+            key = found + b"\0"
+
+    def finish(self) -> None:
+        """Count the moment, where something was used at it."""
+        if self._used:
+            write_clock(self._transaction, self.moment, self.time)
+
+    def _next(self, key: bytes) -> bytes | None:
+        with self._txn.cursor(self._db.order) as cursor:
+            return bytes(cursor.key()) if cursor.set_range(key) else None
+
+    def _put(self, name: bytes, use: Use) -> None:
+        self._used = self._used or use.moment == self.moment
+        self._txn.put(name, use.encode(), db=self._db.uses)
+        if not use.pins:
+            self._txn.put(use.order_key(name), b"", db=self._db.order)
+
+    def _put_chain(self, name: bytes, chain: Chain) -> None:
+        self._used = self._used or chain.moment == self.moment
+        self._txn.put(name, chain.encode(), db=self._db.chains)
+        if not chain.pinned:
+            self._txn.put(chain.order_key(name), b"", db=self._db.order)
+
+    def _unlist(self, key: bytes) -> None:
+        self._txn.delete(key, db=self._db.order)

@@ -1,0 +1,1 @@
+"""Measurements, each a module: ``python -m benchmarks.NAME``. They print medians, and ratios within one run."""

@@ -1,0 +1,94 @@
+"""Whether a full store stays as fast and as large as it was: fill it, then replace its content again and again.
+
+Packs of 64 KiB to 32 MiB, sizes drawn evenly on a logarithmic scale, so that freed space never has the shape of what
+comes next. Each commit holds one pack, is synced, and evicts what is oldest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import tempfile
+import time
+
+import numpy as np
+
+from benchmarks.rig import show
+from persistkv.config import parse_size
+from persistkv.storage.backend import Backend, CommitBatch
+from persistkv.storage.codec import RawCodec
+from persistkv.storage.identity import Identity
+from persistkv.storage.pack import PackWriter, Segment
+from persistkv.storage.registry import open_backend
+from persistkv.testing.samples import ArraySource
+
+TARGET = 0.8
+BLOCK_BYTES = 64 << 10  # 64 KiB
+MAX_BLOCKS = 512  # 32 MiB
+
+
+class Churn:
+    """A store that packs of drawn sizes are written to."""
+
+    def __init__(self, backend: Backend, seed: int) -> None:
+        self._backend = backend
+        self._draw = random.Random(seed)
+        self._namespace = backend.open_namespace(Identity.of({"benchmark": "churn"})).id
+        blocks = np.random.default_rng(seed).integers(0, 256, (MAX_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
+        self._source = ArraySource(blocks)
+        self.evicted = 0
+        self.most_bytes = 0
+
+    def write(self, num_bytes: int) -> float:
+        """Write so many bytes of packs; the seconds that it took."""
+        written, seconds = 0, 0.0
+        while written < num_bytes:
+            count = round(math.exp(self._draw.uniform(0.0, math.log(MAX_BLOCKS))))
+            keys = [self._draw.randbytes(32) + bytes(4) for _ in range(count)]
+            pack = PackWriter(self._namespace, RawCodec(), [Segment(0, BLOCK_BYTES, keys, self._source, 0)])
+            begin = time.perf_counter()
+            result = self._backend.commit(self._namespace, CommitBatch([pack]))
+            seconds += time.perf_counter() - begin
+            written += pack.raw_length
+            self.evicted += len(result.evicted)
+            self.most_bytes = max(self.most_bytes, self._backend.stats().disk_bytes)
+        return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--capacity", default="1GiB")
+    parser.add_argument("--rounds", type=int, default=10, help="how often the whole content is replaced")
+    parser.add_argument("--directory", help="where the store is made; a temporary directory by default")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    capacity = parse_size(arguments.capacity, name="--capacity")
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+        url = f"lmdb://{directory}/store?capacity={capacity}"
+        backend = open_backend(url)
+        churn = Churn(backend, arguments.seed)
+        speeds, rows = [], []
+        for number in range(arguments.rounds + 1):
+            speeds.append(capacity / churn.write(capacity) / 1e9)
+            stats = backend.stats()
+            rows.append(
+                [
+                    "fill" if number == 0 else str(number),
+                    f"{speeds[-1]:.2f}",
+                    f"{speeds[-1] / speeds[min(number, 1)]:.2f}",
+                    f"{stats.stored_bytes / capacity:.3f}",
+                    f"{churn.most_bytes / capacity:.4f}",
+                    f"{churn.evicted:,}",
+                ]
+            )
+            print(*rows[-1], flush=True)
+        backend.close()
+    columns = ["round", "GB/s", "÷ round 1", "payload ÷ capacity", "most on disk ÷ capacity", "packs evicted"]
+    show(f"Replacing the content of a full store of {arguments.capacity}", columns, rows)
+    verdict = speeds[-1] / speeds[1] >= TARGET and churn.most_bytes <= capacity
+    print(f"last round ÷ first ≥ {TARGET} and never over capacity: {'yes' if verdict else 'NO'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""The abstractions of KV offloading: keys, request context, policies, load and store specs, managers, handlers, specs.
+
+Words are DESIGN's and vLLM's. torch is named here for checkers only; importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NewType
+
+from persistkv.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import torch
+
+OffloadKey = NewType("OffloadKey", bytes)
+"""Block hash, then the KV cache group's index, 4 bytes big-endian. Equal keys mean equal tokens, never equal model."""
+
+GROUP_INDEX_BYTES = 4
+
+
+def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
+    """The key of one block of one KV cache group; the hash may have any length.
+
+    :raises OverflowError: where the index is negative or does not fit 4 bytes.
+    """
+    return OffloadKey(block_hash + group_idx.to_bytes(GROUP_INDEX_BYTES, "big"))
+
+
+def get_offload_block_hash(key: OffloadKey) -> bytes:
+    """The block hash that the key was made of."""
+    return key[:-GROUP_INDEX_BYTES]
+
+
+def get_offload_group_idx(key: OffloadKey) -> int:
+    """The KV cache group that the key belongs to."""
+    return int.from_bytes(key[-GROUP_INDEX_BYTES:], "big")
+
+
+class RequestDescription:
+    """What an engine can tell of a request's whole context: the keys of each group in order, tokens, labels.
+
+    It grows with the request: the engine extends it as blocks fill. Not thread-safe.
+
+    :raises ConfigurationError: a label that is no text.
+    """
+
+    def __init__(self, num_groups: int = 1, labels: Mapping[str, str] | None = None) -> None:
+        self.group_keys: tuple[list[OffloadKey], ...] = tuple([] for _ in range(num_groups))
+        self.num_tokens = 0
+        self.labels: dict[str, str] = dict(labels or {})
+        _check_labels(self.labels)
+        self._depths: dict[OffloadKey, int] = {}
+
+    def extend(self, group_idx: int, keys: Iterable[OffloadKey]) -> None:
+        """Append the keys of a group's next blocks."""
+        chain = self.group_keys[group_idx]
+        for key in keys:
+            self._depths.setdefault(key, len(chain))
+            chain.append(key)
+
+    def depth(self, key: OffloadKey) -> int | None:
+        """How many blocks of its group come before this one; None where the key is not of this request."""
+        return self._depths.get(key)
+
+
+def _check_labels(labels: Mapping[str, str]) -> None:
+    for part in (*labels, *labels.values()):
+        try:
+            part.encode()
+        except (AttributeError, UnicodeEncodeError):
+            raise ConfigurationError("labels", labels, "names and values that are text") from None
+
+
+@dataclass(frozen=True)
+class ReqContext:
+    """The request that a call is made for."""
+
+    req_id: str
+    """Unique among the requests that live at one time in one engine."""
+    kv_transfer_params: Mapping[str, Any] | None = None
+    """Whatever the caller of the engine attached to the request."""
+    description: RequestDescription | None = None
+    """The request's keys in order; None where the engine cannot tell: order and depth are then unknown."""
+
+
+class OffloadPolicy(str, Enum):
+    """Which blocks of a request a tier wants to be given."""
+
+    BLOCK_LEVEL = "block_level"
+    """Blocks that were newly computed."""
+    REQUEST_LEVEL = "request_level"
+    """Every block of the request, prefix hits included."""
+
+
+@dataclass(frozen=True)
+class RequestOffloadingContext:
+    """A manager's answer to a new request."""
+
+    policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL
+
+
+class LoadStoreSpec(ABC):
+    """Where one side of a transfer lies."""
+
+    @staticmethod
+    @abstractmethod
+    def medium() -> str:
+        """The medium's name, e.g. ``GPU`` or ``CPU``."""
+
+
+class BlockIDsLoadStoreSpec(LoadStoreSpec):
+    """A side of a transfer that is a list of blocks."""
+
+    def __init__(self, block_ids: Sequence[int]) -> None:
+        self.block_ids: list[int] = list(block_ids)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.block_ids!r})"
+
+
+class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
+    """Blocks of the engine's KV cache, all groups of one job together.
+
+    :param block_ids: the blocks of group 0, then those of group 1, and so on.
+    :param group_sizes: how many blocks each group has here; one entry per KV cache group.
+    :param block_indices: logical index, within the request, of each group's first block. It tells how much of a larger
+        offloaded block to skip.
+    :raises ValueError: where the three do not agree.
+    """
+
+    def __init__(self, block_ids: Sequence[int], group_sizes: Sequence[int], block_indices: Sequence[int]) -> None:
+        super().__init__(block_ids)
+        if sum(group_sizes) != len(block_ids):
+            raise ValueError(
+                f"group_sizes {list(group_sizes)} add up to {sum(group_sizes)}, not to {len(block_ids)} blocks"
+            )
+        if len(block_indices) != len(group_sizes):
+            raise ValueError(f"block_indices has {len(block_indices)} entries, group_sizes {len(group_sizes)}")
+        self.group_sizes: tuple[int, ...] = tuple(group_sizes)
+        self.block_indices: tuple[int, ...] = tuple(block_indices)
+
+    @staticmethod
+    def medium() -> str:
+        return "GPU"
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.block_ids!r}, group_sizes={self.group_sizes!r}, "
+            f"block_indices={self.block_indices!r})"
+        )
+
+
+TransferSpec = tuple[LoadStoreSpec, LoadStoreSpec]
+"""(source, destination)"""
+
+
+@dataclass(frozen=True)
+class PrepareStoreOutput:
+    """What ``prepare_store`` allocated."""
+
+    keys_to_store: list[OffloadKey]
+    """The keys that are to be written, in the order asked; those held already are left out."""
+    store_spec: LoadStoreSpec
+    """Where to write them, in the same order."""
+    evicted_keys: list[OffloadKey]
+    """What had to go to make room."""
+
+
+@dataclass(frozen=True)
+class OffloadingEvent:
+    """Blocks that came to a medium or left it."""
+
+    keys: list[OffloadKey]
+    medium: str
+    removed: bool
+
+
+@dataclass(frozen=True)
+class CanonicalKVCacheTensor:
+    """One KV cache tensor, seen as pages of bytes."""
+
+    tensor: torch.Tensor
+    """int8, shape (num_gpu_blocks, at least page_size_bytes), rows contiguous."""
+    page_size_bytes: int
+    """Bytes of one block in this tensor."""
+
+
+@dataclass(frozen=True)
+class CanonicalKVCacheRef:
+    """A group's part of a tensor."""
+
+    tensor_idx: int
+    """Index into ``CanonicalKVCaches.tensors``."""
+    page_size_bytes: int
+    """Bytes that this group uses of each page; the rest is padding."""
+
+
+@dataclass(frozen=True)
+class CanonicalKVCaches:
+    """The engine's KV caches in the one form that workers understand."""
+
+    tensors: list[CanonicalKVCacheTensor]
+    group_data_refs: list[list[CanonicalKVCacheRef]]
+    """For each KV cache group, where its data lies."""
+
+
+@dataclass
+class TransferResult:
+    """How one transfer ended."""
+
+    job_id: int
+    success: bool
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+class OffloadingManager(ABC):
+    """The scheduler's side of offloading: which blocks are held, where, and what may be evicted.
+
+    Called from one thread, the scheduler's; no call blocks on I/O, the network, or a lock that is held over I/O.
+    """
+
+    @abstractmethod
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        """Whether the block is held and ready to be read; None: it is on its way, ask again in a later step."""
+
+    @abstractmethod
+    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        """Protect blocks from eviction and say where they lie, in the order of ``keys``.
+
+        :raises KeyError: where a key is not ready; nothing is protected then.
+        """
+
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:  # noqa: B027
+        """Mark blocks as used: the first of a prefix outlives the last. Keys that are not held are passed over."""
+
+    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:  # noqa: B027
+        """End the protection that ``prepare_load`` gave."""
+
+    @abstractmethod
+    def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """Allocate room for those blocks that are not held.
+
+        :returns: what to write and where, or None where there is no room even after eviction; nothing changed then.
+        """
+
+    def complete_store(  # noqa: B027
+        self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        """Make blocks readable once they are written; where the write failed, forget them without a trace."""
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """End the step and hand over what came and went since the last call. Call it once per step, always."""
+        return ()
+
+    @abstractmethod
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Learn of a request before its first lookup, and say which of its blocks are wanted."""
+
+    def on_request_finished(self, req_context: ReqContext) -> None:  # noqa: B027
+        """The request will not be looked up or stored for again; stores in flight may still complete."""
+
+    def reset_cache(self, weights_changed: bool = True) -> None:
+        """Forget everything. Never waits.
+
+        :raises NotImplementedError: where the manager cannot.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot reset its cache")
+
+    def shutdown(self) -> None:  # noqa: B027
+        """Release what the manager holds; idempotent."""
+
+
+class OffloadingHandler(ABC):
+    """The worker's side: moves bytes, asynchronously."""
+
+    @abstractmethod
+    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        """Start a transfer; False where it could not be started, and then it never reports."""
+
+    @abstractmethod
+    def get_finished(self) -> list[TransferResult]:
+        """The transfers that ended since the last call, each once. Does not wait."""
+
+    @abstractmethod
+    def wait(self, job_ids: set[int]) -> None:
+        """Block until these transfers have ended; they are still reported by ``get_finished``."""
+
+    def shutdown(self) -> None:  # noqa: B027
+        """Wait for what runs and release it; idempotent."""
+
+
+@dataclass
+class OffloadingSpec(ABC):
+    """Builds the two sides of offloading from one configuration."""
+
+    extra_config: Mapping[str, Any] = field(default_factory=dict)
+
+    @abstractmethod
+    def get_manager(self) -> OffloadingManager:
+        """The scheduler's side; the same object at each call."""
+
+    @abstractmethod
+    def get_handlers(
+        self, kv_caches: CanonicalKVCaches
+    ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
+        """The worker's side: (source spec, destination spec, handler), one entry a direction."""

@@ -1,0 +1,186 @@
+"""Typed configuration whose errors name the field, the value and what would be right."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import msgspec
+
+from persistkv.errors import ConfigurationError
+
+OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)
+
+PAGE_BYTES = 4 << 10  # 4 KiB: the page of every platform here and the alignment that O_DIRECT asks for
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGTP", start=1):
+    _UNITS[f"{_letter}iB"] = 1 << (10 * _power)
+    _UNITS[f"{_letter}B"] = 1000**_power
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhd])\s*", re.ASCII)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]?i?B?)\s*", re.ASCII)
+
+
+def parse_size(value: int | str, *, name: str) -> int:
+    """Bytes of a size such as ``100GiB``, ``512 MiB`` or ``4096``.
+
+    :raises ConfigurationError: naming ``name``, where the text is no size or not positive.
+    """
+    expected = "a positive size such as 512MiB or 100GiB"
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value)
+        if match is None or match[2] not in _UNITS:
+            raise ConfigurationError(name, value, expected)
+        size = int(Decimal(match[1]) * _UNITS[match[2]])
+    else:
+        size = value
+    if isinstance(size, bool) or size <= 0:
+        raise ConfigurationError(name, value, expected)
+    return size
+
+
+def parse_duration(value: str, *, name: str) -> float:
+    """Seconds of a duration such as ``30s``, ``12h`` or ``7d``.
+
+    :raises ConfigurationError: naming ``name``, where the text is no duration or not positive.
+    """
+    match = _DURATION.fullmatch(value)
+    seconds = float(Decimal(match[1]) * _SECONDS[match[2]]) if match else 0.0
+    if not 0 < seconds < math.inf:
+        raise ConfigurationError(name, value, "a positive duration such as 30s, 12h or 7d")
+    return seconds
+
+
+@dataclass(frozen=True)
+class StoreUrl:
+    """A store's URL, split: ``lmdb:///var/kv?capacity=100GiB`` is scheme, location and options."""
+
+    scheme: str
+    """Names the backend, e.g. ``lmdb``."""
+    location: str
+    """What the backend opens: a path (``/var/kv``), or bucket and prefix (``bucket/prefix``)."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """The query, one value a name."""
+
+    @classmethod
+    def parse(cls, url: str) -> StoreUrl:
+        """Split a URL.
+
+        :raises ConfigurationError: where there is no scheme, no location, user information (credentials never stand in
+            URLs), or an option that is given twice.
+        """
+        expected = "scheme://location?option=value, e.g. lmdb:///var/cache/kv?capacity=100GiB"
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise ConfigurationError("url", f"{url.partition('://')[0]}://…", f"{expected} ({error})") from None
+        location = unquote(parts.netloc + parts.path)
+        if "@" in parts.netloc:
+            raise ConfigurationError(
+                "url", f"{parts.scheme}://…", "no user information: credentials never stand in URLs"
+            )
+        if not parts.scheme or not location or "://" not in url:
+            raise ConfigurationError("url", url, expected)
+        if parts.fragment or url.endswith("#"):
+            raise ConfigurationError("url", url, "no fragment: in a path, # is written %23")
+        options: dict[str, str] = {}
+        for name, value in parse_qsl(parts.query, keep_blank_values=True):
+            if name in options:
+                raise ConfigurationError(f"url option {name}", value, "each option once")
+            options[name] = value
+        return cls(parts.scheme, location, options)
+
+
+def convert_options(kind: type[OptionsT], options: Mapping[str, Any], *, where: str) -> OptionsT:
+    """Build the typed options ``kind`` from loose ones; strings become numbers and flags.
+
+    :raises ConfigurationError: naming the option and ``where`` it stood.
+    """
+    known = {f.encode_name: f for f in msgspec.structs.fields(kind)}
+    for name in options:
+        if name not in known:
+            raise ConfigurationError(
+                f"{where} option {name}", options[name], f"one of {', '.join(sorted(known)) or 'none'}"
+            )
+    for name, option in known.items():
+        if option.required and name not in options:
+            raise ConfigurationError(f"{where} option {name}", None, "a value: there is no default")
+    values = {name: _plain_boolean(value) for name, value in options.items()}
+    try:
+        return msgspec.convert(values, kind, strict=False)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigurationError):  # raised by the struct itself: it knows better
+            raise error.__cause__ from None
+        message, _, path = str(error).partition(" - at `$.")
+        name = path.rstrip("`").split(".")[0].split("[")[0]
+        raise ConfigurationError(f"{where} option {name}", options.get(name), message) from None
+
+
+def _plain_boolean(value: Any) -> Any:
+    """URL options spell flags in words that msgspec's lax mode does not know."""
+    return {"yes": True, "on": True, "no": False, "off": False}.get(value, value) if isinstance(value, str) else value
+
+
+class GroupLayout(msgspec.Struct, frozen=True):
+    """Where the bytes of one KV cache group's block lie in a row of the primary tier."""
+
+    ranges: tuple[tuple[int, int], ...]
+    """(offset, length) in bytes, ascending, not overlapping. What lies between them is stale and never persisted."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of this group, padding left out."""
+        return sum(length for _, length in self.ranges)
+
+
+class RowLayout(msgspec.Struct, frozen=True):
+    """The geometry of the primary tier's rows."""
+
+    row_stride: int
+    """Bytes from one row to the next, a multiple of 4 KiB."""
+    groups: tuple[GroupLayout, ...]
+    """One entry per KV cache group."""
+
+    def __post_init__(self) -> None:
+        if self.row_stride <= 0 or self.row_stride % PAGE_BYTES:
+            raise ConfigurationError("row_stride", self.row_stride, "a positive multiple of 4096 bytes")
+        if not self.groups:
+            raise ConfigurationError("groups", self.groups, "at least one KV cache group")
+        for index, group in enumerate(self.groups):
+            end = 0
+            for offset, length in group.ranges:
+                if offset < end or length <= 0 or offset + length > self.row_stride:
+                    raise ConfigurationError(
+                        f"groups[{index}].ranges", group.ranges, f"ascending ranges within {self.row_stride} bytes"
+                    )
+                end = offset + length
+            if not end:
+                raise ConfigurationError(f"groups[{index}].ranges", group.ranges, "at least one range")
+
+
+@dataclass(frozen=True)
+class OffloadingConfig:
+    """What a secondary tier is told about the engine it serves."""
+
+    identity: Mapping[str, Any]
+    """Everything that must match for KV bytes to be valid, as JSON values (``persistkv.storage.identity``)."""
+    block_size: int
+    """Tokens in one offloaded block."""
+    layout: RowLayout
+    """Where each group's bytes lie in a row."""
+    num_blocks: int
+    """Rows of the primary tier."""
+    region_fd: int | None = None
+    """Descriptor of the primary tier's shared memory, which a host process maps; None where it cannot be had."""
+
+    def __post_init__(self) -> None:
+        if self.block_size <= 0:
+            raise ConfigurationError("block_size", self.block_size, "a positive number of tokens")
+        if self.num_blocks <= 0:
+            raise ConfigurationError("num_blocks", self.num_blocks, "a positive number of rows")

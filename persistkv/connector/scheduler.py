@@ -1,0 +1,362 @@
+"""The scheduler's side of the connector: which blocks to load, which to store, and what their ends mean.
+
+An engine calls, for each request: ``on_new_request``, ``update_keys``, ``get_num_new_matched_tokens`` (again in each
+step while it answers None), ``update_state_after_alloc``, ``update_computed_tokens`` as blocks fill, and
+``request_finished``. For each step, in this order: ``build_connector_meta``, ``update_connector_output`` with what the
+worker reports, ``take_events``.
+
+Groups differ: full attention needs the whole prefix, a sliding window only the blocks under its end. What is matched is
+what all of them can serve. Everything here is called from one thread and none of it waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from persistkv.base import (
+    LoadStoreSpec,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestDescription,
+    TransferResult,
+)
+from persistkv.connector.common import (
+    ConnectorMetadata,
+    ConnectorOutput,
+    ConnectorStats,
+    KVCacheGroupSpec,
+    LoadProgress,
+    TransferJob,
+)
+from persistkv.connector.matching import GroupBlocks, longest_match, longest_that_fits
+from persistkv.connector.planning import (
+    Offer,
+    check_tables,
+    filled_blocks,
+    group_without_blocks,
+    load_target,
+    needed_keys,
+    num_promoted_tokens,
+    store_source,
+)
+from persistkv.connector.request_state import BlockTable, GroupGeometry, JobRecord, RequestOffloadState
+from persistkv.errors import ConfigurationError
+
+
+class OffloadingConnectorScheduler:
+    """Plans transfers between the device and a manager's primary tier.
+
+    :param manager: what holds the blocks; the connector owns it from here on and shuts it down.
+    :param groups: the engine's KV cache groups in order.
+    :param block_size_factor: device blocks in one offloaded block.
+    :param max_load_blocks: offloaded blocks that one request may have in the primary tier, such as all its rows. It
+        matters to sliding windows: what cannot all be there at once is no match, and of a context that does not fit
+        another length is to be asked for in the first place. None: no bound.
+    :raises ConfigurationError: where there is no group, or a number is not positive.
+    """
+
+    def __init__(
+        self,
+        manager: OffloadingManager,
+        groups: Sequence[KVCacheGroupSpec],
+        block_size_factor: int = 1,
+        max_load_blocks: int | None = None,
+    ) -> None:
+        if not groups:
+            raise ConfigurationError("groups", list(groups), "at least one KV cache group")
+        if block_size_factor <= 0:
+            raise ConfigurationError("block_size_factor", block_size_factor, "a positive number of device blocks")
+        if max_load_blocks is not None and max_load_blocks <= 0:
+            raise ConfigurationError("max_load_blocks", max_load_blocks, "a positive number of offloaded blocks")
+        self.manager = manager
+        self.stats = ConnectorStats()
+        self._geometries = [GroupGeometry(spec, block_size_factor) for spec in groups]
+        self._match_unit = math.lcm(*(geometry.offloaded_tokens for geometry in self._geometries))
+        self._max_load_blocks = max_load_blocks if any(spec.sliding_window for spec in groups) else None
+        self._requests: dict[str, RequestOffloadState] = {}
+        self._to_plan: dict[str, RequestOffloadState] = {}
+        self._jobs: dict[int, JobRecord] = {}
+        self._job_ids = count()
+        self._loads: list[TransferJob] = []
+        self._released: list[str] = []
+
+    def on_new_request(
+        self,
+        req_id: str,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+        labels: Mapping[str, str] | None = None,
+        *,
+        store: bool = True,
+    ) -> ReqContext:
+        """Learn of a request before anything else is asked for it.
+
+        :param store: False: blocks are looked up and loaded for it, and none stored.
+        :raises ValueError: where a request of this id lives, one that finished with transfers in flight included.
+        """
+        if req_id in self._requests:
+            raise ValueError(f"a request {req_id!r} lives already")
+        description = RequestDescription(len(self._geometries), labels)
+        context = ReqContext(req_id, kv_transfer_params, description if store else None)
+        policy = self.manager.on_new_request(context).policy
+        self._requests[req_id] = RequestOffloadState.make(context, description, policy, stores=store)
+        return context
+
+    def update_keys(self, req_id: str, group_idx: int, keys: Iterable[OffloadKey], num_tokens: int) -> None:
+        """Append the keys of a group's next offloaded blocks, known by their tokens, computed or not.
+
+        :param num_tokens: tokens of the whole context now, those of an unfinished block included.
+        """
+        description = self._requests[req_id].description
+        description.extend(group_idx, keys)
+        description.num_tokens = num_tokens
+
+    def get_num_new_matched_tokens(self, req_id: str, num_computed_tokens: int) -> int | None:
+        """How many tokens behind those that the device holds can be loaded; at least one is always left to compute.
+
+        :param num_computed_tokens: tokens on the device, a multiple of each group's device block.
+        :returns: None while blocks of the prefix are on their way: ask again in a later step.
+        """
+        state = self._requests[req_id]
+        state.num_local_tokens = state.num_computed_tokens = num_computed_tokens
+        state.num_external_tokens = 0
+        return self._match(state, max(state.description.num_tokens - 1, 0))
+
+    def needed_device_blocks(self, req_id: str, num_external_tokens: int) -> list[range]:
+        """For each group, which of the request's device blocks a load of so many tokens fills, counted from its first.
+
+        :param num_external_tokens: a whole number of blocks behind the tokens on the device.
+        """
+        start = self._requests[req_id].num_local_tokens
+        return [geometry.device_blocks(start + num_external_tokens, start) for geometry in self._geometries]
+
+    def give_up_waiting(self, req_id: str) -> None:
+        """From now on ``get_num_new_matched_tokens`` counts only what is ready, and never answers None."""
+        state = self._requests[req_id]
+        self.stats.late_lookups += not state.gave_up_waiting
+        state.gave_up_waiting = True
+
+    def num_promoted_tokens(self, req_id: str) -> int:
+        """Of the tokens that the last load covers, how many a tier behind the primary one had to bring."""
+        return num_promoted_tokens(self._geometries, self._requests[req_id])
+
+    def update_state_after_alloc(
+        self, req_id: str, device_block_ids: Sequence[BlockTable], num_external_tokens: int
+    ) -> int:
+        """Plan the load of matched tokens into the device blocks that the engine allocated.
+
+        :param device_block_ids: for each group, the request's device blocks from its first token on. A sliding window
+            needs those of ``needed_device_blocks``; the others may be None.
+        :param num_external_tokens: what ``get_num_new_matched_tokens`` answered, or less.
+        :returns: tokens that will be loaded: fewer, where blocks went meanwhile, and none where a window would then
+            need device blocks that the engine did not allocate.
+        :raises ValueError: where the blocks do not cover the tokens, or these end within a block; nothing is planned.
+        """
+        state = self._requests[req_id]
+        end = state.num_local_tokens + num_external_tokens
+        check_tables(self._geometries, device_block_ids, end)
+        if any(end % geometry.block_size for geometry in self._geometries):
+            raise ValueError(f"{num_external_tokens} tokens behind {state.num_local_tokens} end within a block")
+        group = group_without_blocks(self._geometries, device_block_ids, state.num_local_tokens, end)
+        if group is not None:
+            raise ValueError(f"group {group} has no device blocks for all that {end} tokens need of it")
+        state.block_tables = [list(table) for table in device_block_ids]
+        state.num_external_tokens = num_external_tokens
+        source = self._prepare_load(state)
+        if source is not None:
+            keys = self._external_keys(state)
+            job_id = self._register(JobRecord(req_id, keys, is_load=True))
+            self._loads.append(TransferJob(job_id, (source, load_target(self._geometries, state))))
+        state.skip_stores(self._geometries, state.num_matched_tokens)
+        return state.num_external_tokens
+
+    def update_computed_tokens(
+        self, req_id: str, num_computed_tokens: int, device_block_ids: Sequence[BlockTable]
+    ) -> None:
+        """Tell that the KV of the first ``num_computed_tokens`` lies in the device blocks (loads have ended).
+
+        :param device_block_ids: for each group, the request's device blocks from its first token on; None where the
+            group has none any more, or never had: these are not stored.
+        :raises ValueError: where the blocks do not cover the tokens.
+        """
+        state = self._requests[req_id]
+        check_tables(self._geometries, device_block_ids, num_computed_tokens)
+        state.block_tables = [list(table) for table in device_block_ids]
+        state.num_computed_tokens = num_computed_tokens
+        self._to_plan[req_id] = state
+
+    def request_finished(self, req_id: str) -> None:
+        """Nothing more is computed or loaded for the request; what is filled and not stored yet is stored still.
+
+        Its device blocks belong to the connector until ``ConnectorOutput.released`` names it.
+        """
+        state = self._requests[req_id]
+        state.finished = True
+        self._to_plan[req_id] = state
+
+    def build_connector_meta(self) -> ConnectorMetadata:
+        """The transfers to start in this step: planned loads, and a store for each request with newly filled blocks."""
+        loads, self._loads = self._loads, []
+        planned, self._to_plan = self._to_plan, {}
+        stores = [job for state in planned.values() if (job := self._plan_store(state)) is not None]
+        for state in planned.values():
+            self._release_if_done(state)
+        return ConnectorMetadata(loads, stores)
+
+    def update_connector_output(self, results: Iterable[TransferResult]) -> ConnectorOutput:
+        """Take in how transfers ended.
+
+        :raises KeyError: where a result names a job that is not in flight.
+        """
+        output = ConnectorOutput()
+        for result in results:
+            record = self._jobs.pop(result.job_id)
+            state = self._requests[record.req_id]
+            state.jobs.discard(result.job_id)
+            if record.is_load:
+                output.loads[record.req_id] = self._end_load(state, record, result)
+            else:
+                self._end_store(state, record, result)
+            self._release_if_done(state)
+        output.released, self._released = self._released, []
+        return output
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """End the step. Call it once in each, always."""
+        return list(self.manager.take_events())
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request lives, or has transfers in flight."""
+        return bool(self._requests)
+
+    def shutdown(self) -> None:
+        """Shut the manager down; no transfer may be in flight. Idempotent."""
+        self.manager.shutdown()
+
+    def _match(self, state: RequestOffloadState, limit: int) -> int | None:
+        """What ``get_num_new_matched_tokens`` answers, for tokens up to ``limit``."""
+        local, waiting = state.num_local_tokens, set[OffloadKey]()
+        chains = state.description.group_keys
+        is_there = self._probe(state, waiting)
+        groups = [GroupBlocks(*pair, is_there) for pair in zip(self._geometries, chains, strict=True)]
+        if self._max_load_blocks is not None:
+            limit = longest_that_fits(self._geometries, self._match_unit, local, limit, self._max_load_blocks)
+        matched = longest_match(groups, self._match_unit, local, limit)
+        if not matched:
+            return 0
+        state.promoted |= waiting
+        if waiting and not waiting.isdisjoint(self._keys(state, local, matched)):
+            return None
+        self.manager.touch(self._keys(state, 0, matched), state.context)
+        return matched - local
+
+    def _probe(self, state: RequestOffloadState, waiting: set[OffloadKey]) -> Callable[[OffloadKey], bool]:
+        """Whether a block can be served, now or soon; those that come soon are put into ``waiting``.
+
+        A block on its way does not end the search: the manager learns of all that is needed in one step and promotes
+        it in one piece.
+        """
+        lookup, context, waits = self.manager.lookup, state.context, not state.gave_up_waiting
+
+        def is_there(key: OffloadKey) -> bool:
+            answer = lookup(key, context)
+            if answer is None and waits:
+                waiting.add(key)
+                return True
+            return answer or False
+
+        return is_there
+
+    def _keys(self, state: RequestOffloadState, start: int, stop: int) -> list[OffloadKey]:
+        return needed_keys(self._geometries, state.description.group_keys, start, stop)
+
+    def _external_keys(self, state: RequestOffloadState) -> list[OffloadKey]:
+        return self._keys(state, state.num_local_tokens, state.num_matched_tokens)
+
+    def _prepare_load(self, state: RequestOffloadState) -> LoadStoreSpec | None:
+        """Protect the blocks to load. Where some went since they were matched, try once more with what is left."""
+        for _ in range(2):
+            if not state.num_external_tokens:
+                return None
+            try:
+                return self.manager.prepare_load(self._external_keys(state), state.context)
+            except KeyError:
+                self.stats.failed_loads += 1
+                state.gave_up_waiting = True
+                state.num_external_tokens = self._match(state, state.num_matched_tokens) or 0
+                local, end = state.num_local_tokens, state.num_matched_tokens
+                if group_without_blocks(self._geometries, state.block_tables, local, end) is not None:
+                    break
+        state.num_external_tokens = 0
+        return None
+
+    def _plan_store(self, state: RequestOffloadState) -> TransferJob | None:
+        """Offer each filled block once."""
+        if not state.stores:
+            return None
+        offers, output = self._prepare_store(state, filled_blocks(self._geometries, state))
+        if output is None or not output.keys_to_store:
+            return None
+        if len(output.keys_to_store) < sum(len(offer.keys) for offer in offers):
+            wanted = set(output.keys_to_store)
+            offers = [offer.only(wanted) for offer in offers]
+        job_id = self._register(JobRecord(state.context.req_id, output.keys_to_store, is_load=False))
+        return TransferJob(job_id, (store_source(self._geometries, state, offers), output.store_spec))
+
+    def _prepare_store(
+        self, state: RequestOffloadState, offers: list[Offer]
+    ) -> tuple[list[Offer], PrepareStoreOutput | None]:
+        """Ask for room; where there is not enough, for each group's front half: a prefix is worth more than a suffix.
+
+        :returns: what room was asked for at last, and the manager's answer.
+        """
+        offered = asked = sum(len(offer.keys) for offer in offers)
+        output = None
+        while asked:
+            output = self.manager.prepare_store([key for offer in offers for key in offer.keys], state.context)
+            if output is not None:
+                break
+            offers = [offer.front_half() for offer in offers]
+            asked = sum(len(offer.keys) for offer in offers)
+        self.stats.dropped_blocks += offered - asked
+        return offers, output
+
+    def _register(self, record: JobRecord) -> int:
+        job_id = next(self._job_ids)
+        self._jobs[job_id] = record
+        self._requests[record.req_id].jobs.add(job_id)
+        return job_id
+
+    def _end_load(self, state: RequestOffloadState, record: JobRecord, result: TransferResult) -> LoadProgress:
+        self.manager.complete_load(record.keys, state.context)
+        num_tokens = state.num_external_tokens
+        if result.success:
+            self.stats.loaded_blocks += len(record.keys)
+            state.num_computed_tokens = state.num_matched_tokens
+            self._to_plan[record.req_id] = state
+        else:
+            self.stats.failed_loads += 1
+            state.num_external_tokens = 0
+            state.skip_stores(self._geometries, state.num_local_tokens)
+        return LoadProgress(result.success, num_tokens, result.num_bytes if result.success else 0)
+
+    def _end_store(self, state: RequestOffloadState, record: JobRecord, result: TransferResult) -> None:
+        self.manager.complete_store(record.keys, state.context, result.success)
+        if result.success:
+            self.stats.stored_blocks += len(record.keys)
+        else:
+            self.stats.failed_stores += 1
+
+    def _release_if_done(self, state: RequestOffloadState) -> None:
+        """The manager hears of the end after the last store was completed, so that all of it was handed on by then."""
+        req_id = state.context.req_id
+        if state.finished and not state.jobs and req_id not in self._to_plan:
+            del self._requests[req_id]
+            self.manager.on_request_finished(state.context)
+            self._released.append(req_id)

@@ -1,0 +1,1 @@
+"""The primary tier: rows of CPU memory that the worker copies KV blocks to and from, and who may use them when."""

@@ -1,0 +1,46 @@
+"""The interface of a device strategy."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from enum import Enum
+
+from persistkv.base import TransferResult
+from persistkv.cpu.transfer import KVMemory, PageCopies
+
+
+class Direction(Enum):
+    """Which way bytes go."""
+
+    STORE = "store"
+    """From the engine's pages to the primary tier's rows."""
+    LOAD = "load"
+    """From the rows to the pages."""
+
+
+class CopyEngine(ABC):
+    """Runs the copies of one direction in the order in which they were submitted. Called from one thread."""
+
+    def __init__(self, memory: KVMemory, direction: Direction) -> None:
+        self.memory = memory
+        self.direction = direction
+
+    @abstractmethod
+    def submit(self, job_id: int, copies: Sequence[PageCopies]) -> bool:
+        """Start a job; whatever the engine computed before this call is seen by it.
+
+        :returns: False where it could not be started; then no byte moves any more and it is not reported.
+        """
+
+    @abstractmethod
+    def finished(self) -> list[TransferResult]:
+        """The jobs that ended since the last call, in order. Does not wait."""
+
+    @abstractmethod
+    def wait(self, job_ids: set[int]) -> None:
+        """Block until these jobs have ended; unknown ones are passed over."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Block until all jobs have ended, and take no more; idempotent."""

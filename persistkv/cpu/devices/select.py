@@ -1,0 +1,24 @@
+"""Which strategy serves which kind of device."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import torch
+
+from persistkv.cpu.devices.base import CopyEngine
+from persistkv.cpu.devices.cpu import CPUCopyEngine
+from persistkv.cpu.devices.cuda import CUDACopyEngine
+from persistkv.errors import ConfigurationError
+
+_ENGINES = MappingProxyType[str, type[CopyEngine]]({"cpu": CPUCopyEngine, "cuda": CUDACopyEngine})
+
+
+def copy_engine_class(device: torch.device) -> type[CopyEngine]:
+    """The strategy for tensors on a device.
+
+    :raises ConfigurationError: where there is none.
+    """
+    if device.type not in _ENGINES:
+        raise ConfigurationError("kv_caches device", str(device), f"one of {', '.join(_ENGINES)}")
+    return _ENGINES[device.type]

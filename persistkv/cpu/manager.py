@@ -1,0 +1,249 @@
+"""Who may use which row of the primary tier.
+
+1. A row is in one of three states: free, holding a block of this epoch, or holding one of an earlier epoch until the
+   jobs that use it end.
+2. A block that is being written is not readable; a block that is being read or written is not evicted.
+3. A key has at most one row, over all epochs: a job that ends names keys, and each names one row beyond doubt.
+4. No call costs more than its own keys do, amortised; ``reset_cache`` alone walks over the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from persistkv.base import (
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from persistkv.cpu.common import CPULoadStoreSpec
+from persistkv.cpu.policies.registry import cache_policy_class
+from persistkv.errors import ConfigurationError
+
+_BEING_WRITTEN = -1  # in place of a number of readers
+
+
+class CPUOffloadingManager(OffloadingManager):
+    """Gives out the rows of the primary tier, and takes them back.
+
+    Not thread-safe: the scheduler's thread calls it. A call that raises changed nothing.
+
+    :param num_blocks: rows there are.
+    :param cache_policy: ``lru``, ``arc``, or the name of a policy from outside.
+    :param enable_events: whether to record what becomes readable and what is evicted, for ``take_events``.
+    :raises ConfigurationError: where there are no rows or no such policy.
+    """
+
+    def __init__(self, num_blocks: int, cache_policy: str = "lru", enable_events: bool = False) -> None:
+        if num_blocks <= 0:
+            raise ConfigurationError("num_blocks", num_blocks, "a positive number of rows")
+        self.num_blocks = num_blocks
+        self._rows: dict[OffloadKey, int] = {}
+        self._earlier_rows: dict[OffloadKey, int] = {}
+        # So that a lookup, of which there are most, does not have to follow the key to its row.
+        self._being_written: set[OffloadKey] = set()
+        # By row, plain numbers: a million objects would cost the engine dearly at each full garbage collection.
+        self._refs: list[int] = [0] * num_blocks
+        self._free: list[int] = list(range(num_blocks - 1, -1, -1))
+        self._num_evictable = 0
+        self._policy = cache_policy_class(cache_policy)(num_blocks, self._refs)
+        self._events: list[OffloadingEvent] | None = [] if enable_events else None
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        if key not in self._rows:
+            return False
+        return None if key in self._being_written else True
+
+    def is_ready(self, key: OffloadKey) -> bool:
+        """Whether the block is held and readable."""
+        return key in self._rows and key not in self._being_written
+
+    def num_free_or_evictable(self) -> int:
+        """Rows that a ``prepare_store`` could have now, exactly and in O(1); held blocks that it names do not count."""
+        return len(self._free) + self._num_evictable
+
+    def num_evictable_of(self, keys: Sequence[OffloadKey]) -> int:
+        """How many of these blocks, each named once, are held and unprotected."""
+        rows, refs = self._rows, self._refs
+        return sum(not refs[rows[key]] for key in keys if key in rows)
+
+    def get_block_id(self, key: OffloadKey, req_context: ReqContext) -> int:
+        """The row of a block that is held, readable or being written.
+
+        :raises KeyError: where it is not held.
+        """
+        return self._rows_of((key,))[0]
+
+    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
+        refs = self._refs
+        rows = self._rows_of(keys)
+        for key, row in zip(keys, rows, strict=True):
+            if refs[row] < 0:
+                raise KeyError(f"block {key.hex()} is still being written")
+        for row in rows:
+            if not refs[row]:
+                self._num_evictable -= 1
+            refs[row] += 1
+        return CPULoadStoreSpec(rows)
+
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        self._policy.touch(keys)
+
+    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """End the protection that ``prepare_load`` gave.
+
+        :raises KeyError: where a block is not being read.
+        """
+        keys, earlier = self._split_by_epoch(keys, reading=True)
+        refs = self._refs
+        rows = self._rows_of(keys)
+        for taken, row in enumerate(rows):
+            if refs[row] <= 0:
+                for undone in rows[:taken]:
+                    refs[undone] += 1
+                raise KeyError(f"block {keys[taken].hex()} is not being read")
+            refs[row] -= 1
+        self._num_evictable += len({row for row in rows if not refs[row]})
+        self._policy.release(keys)
+        self._end_earlier(earlier, -1)
+
+    def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """Allocate rows for those blocks that are not held.
+
+        A block that a job of an earlier epoch still uses is left out as well, although ``lookup`` calls it a miss: it
+        can be stored once that job has ended. Blocks in ``keys`` that are held are not evicted for the others.
+
+        :returns: what to write and where, or None where there is no room even after eviction; nothing changed then.
+        """
+        held, earlier = self._rows, self._earlier_rows
+        distinct = dict.fromkeys(keys)
+        wanted = [key for key in distinct if key not in held and key not in earlier]
+        if not wanted:
+            return PrepareStoreOutput([], CPULoadStoreSpec(()), [])
+        missing = len(wanted) - len(self._free)
+        evicted: list[OffloadKey] = []
+        if missing > 0:
+            spared = [key for key in distinct if key in held and not self._refs[held[key]]]
+            if missing > self._num_evictable - len(spared):
+                return None
+            evicted = self._evict(missing, spared)
+        rows = self._take_free(len(wanted))
+        held.update(zip(wanted, rows, strict=True))
+        self._being_written.update(wanted)
+        for row in rows:
+            self._refs[row] = _BEING_WRITTEN
+        self._policy.insert(wanted, rows)
+        return PrepareStoreOutput(wanted, CPULoadStoreSpec(rows), evicted)
+
+    def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        """Make blocks readable once they are written; where the write failed, forget them without a trace.
+
+        :raises KeyError: where a block is not being written.
+        """
+        keys, earlier = self._split_by_epoch(list(dict.fromkeys(keys)), reading=False)
+        refs = self._refs
+        rows = self._rows_of(keys)
+        for key, row in zip(keys, rows, strict=True):
+            if refs[row] != _BEING_WRITTEN:
+                raise KeyError(f"block {key.hex()} is not being written")
+        for row in rows:
+            refs[row] = 0
+        self._being_written.difference_update(keys)
+        if success:
+            self._num_evictable += len(rows)
+            self._policy.release(keys)
+            self._record(keys, removed=False)
+        else:
+            self._policy.remove(keys)
+            self._free.extend(rows)
+            for key in keys:
+                del self._rows[key]
+        self._end_earlier(earlier, +1)
+
+    def take_events(self) -> list[OffloadingEvent]:
+        if not self._events:
+            return []
+        taken, self._events = self._events, []
+        return taken
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def reset_cache(self, weights_changed: bool = True) -> None:
+        """Forget every block at once. Rows that jobs use come free as those jobs end, by their keys as always.
+
+        Never waits; costs a walk over the rows.
+        """
+        refs = self._refs
+        self._record([key for key, row in self._rows.items() if refs[row] >= 0], removed=True)
+        self._earlier_rows.update((key, row) for key, row in self._rows.items() if refs[row])
+        self._rows.clear()
+        self._being_written.clear()
+        self._policy.clear()
+        self._num_evictable = 0
+        self._free = [row for row in range(self.num_blocks - 1, -1, -1) if not refs[row]]
+
+    def _rows_of(self, keys: Sequence[OffloadKey]) -> list[int]:
+        try:
+            return list(map(self._rows.__getitem__, keys))
+        except KeyError as error:
+            raise KeyError(f"block {error.args[0].hex()} is not held") from None
+
+    def _take_free(self, count: int) -> list[int]:
+        """Rows in ascending order, so that blocks that follow each other tend to lie beside each other."""
+        rows = self._free[-count:]
+        del self._free[-count:]
+        rows.sort()
+        return rows
+
+    def _evict(self, count: int, spared: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Free ``count`` rows, which the caller knows to be there beside ``spared``."""
+        refs, held = self._refs, self._rows
+        for key in spared:
+            refs[held[key]] = 1
+        victims = self._policy.evict(count)
+        for key in spared:
+            refs[held[key]] = 0
+        self._policy.release(spared)
+        self._num_evictable -= len(victims)
+        evicted = [key for key, _ in victims]
+        self._free.extend(row for _, row in victims)
+        for key in evicted:
+            del held[key]
+        self._record(evicted, removed=True)
+        return evicted
+
+    def _split_by_epoch(
+        self, keys: Sequence[OffloadKey], *, reading: bool
+    ) -> tuple[Sequence[OffloadKey], Sequence[OffloadKey]]:
+        """The keys whose rows are this epoch's, and those whose rows a job of an earlier epoch reads or writes."""
+        if not self._earlier_rows:
+            return keys, ()
+        current: list[OffloadKey] = []
+        earlier: list[OffloadKey] = []
+        uses_left: dict[OffloadKey, int] = {}
+        for key in keys:
+            row = self._earlier_rows.get(key)
+            if row is not None and key not in uses_left:
+                uses_left[key] = self._refs[row] if reading else -self._refs[row]
+            if uses_left.get(key, 0) > 0:
+                uses_left[key] -= 1
+                earlier.append(key)
+            else:
+                current.append(key)
+        return current, earlier
+
+    def _end_earlier(self, keys: Sequence[OffloadKey], step: int) -> None:
+        for key in keys:
+            row = self._earlier_rows[key]
+            self._refs[row] += step
+            if not self._refs[row]:
+                del self._earlier_rows[key]
+                self._free.append(row)
+
+    def _record(self, keys: Sequence[OffloadKey], *, removed: bool) -> None:
+        if self._events is not None and keys:
+            self._events.append(OffloadingEvent(list(keys), CPULoadStoreSpec.medium(), removed))

@@ -1,0 +1,95 @@
+"""Registering host memory with CUDA, so that the GPU copies from and to it without a detour."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+
+if TYPE_CHECKING:
+    from persistkv.cpu.shared_offload_region import SharedOffloadRegion
+
+_RANGE_BYTES = 1 << 30  # 1 GiB: drivers refuse or stall on single registrations of hundreds of GiB
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the process
+
+logger = logging.getLogger(__name__)
+
+
+class CudaRuntime(Protocol):
+    """The part of the CUDA runtime that registers memory; each call returns an error code, 0 for success."""
+
+    def cudaHostRegister(self, address: int, size: int, flags: int, /) -> int: ...
+
+    def cudaHostUnregister(self, address: int, /) -> int: ...
+
+
+class PinnedMemory:
+    """Ranges that are registered, until ``release``."""
+
+    def __init__(self, runtime: CudaRuntime) -> None:
+        self._runtime = runtime
+        self._addresses: list[int] = []
+
+    def add(self, address: int, size: int) -> int:
+        """Register one range.
+
+        :returns: CUDA's error code; only with 0 is it registered.
+        """
+        code = int(self._runtime.cudaHostRegister(address, size, _PORTABLE))
+        if code == 0:
+            self._addresses.append(address)
+        return code
+
+    def release(self) -> None:
+        """Unregister all ranges, the last one first; what CUDA refuses is logged. Idempotent."""
+        while self._addresses:
+            address = self._addresses.pop()
+            code = int(self._runtime.cudaHostUnregister(address))
+            if code:
+                logger.warning("cudaHostUnregister(%#x) failed with error %d", address, code)
+
+
+def pin_mmap_region(region: SharedOffloadRegion, runtime: CudaRuntime | None = None) -> bool:
+    """Register a region's mapping with CUDA; ``cleanup`` of the region unregisters it.
+
+    Ranges end between two rows, since no single copy may touch two registrations. Where CUDA refuses one, those before
+    it are taken back, one warning is logged, and the region is used unpinned: right, but slower.
+
+    :param runtime: for tests; by default the CUDA runtime of torch.
+    :returns: whether the region is pinned.
+    """
+    if region.is_pinned:
+        return True
+    if runtime is None:
+        if not torch.cuda.is_available():
+            return False
+        runtime = cast(CudaRuntime, torch.cuda.cudart())  # type: ignore[no-untyped-call]
+    pinned = PinnedMemory(runtime)
+    step = max(1, _RANGE_BYTES // region.row_stride) * region.row_stride
+    for offset in range(0, region.total_size_bytes, step):
+        size = min(step, region.total_size_bytes - offset)
+        code = pinned.add(region.address + offset, size)
+        if code:
+            pinned.release()
+            _forget_cuda_error()
+            logger.warning(
+                "CUDA error %d while pinning %d bytes at offset %d of %s: transfers go on with unpinned memory",
+                code,
+                size,
+                offset,
+                region.mmap_path,
+            )
+            return False
+    region.adopt_pinned(pinned)
+    return True
+
+
+def _forget_cuda_error() -> None:
+    """CUDA reports a failure once more at the next kernel launch, whosever that is; let that be this one."""
+    if not torch.cuda.is_available():
+        return
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError as error:
+        logger.debug("the error of the registration was reported again: %s", error)

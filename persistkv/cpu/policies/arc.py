@@ -1,0 +1,96 @@
+"""Adaptive replacement (Megiddo and Modha, FAST 2003): recency and frequency, balanced by early evictions."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from persistkv.base import OffloadKey
+from persistkv.cpu.policies.base import CachePolicy, EvictionOrder
+
+
+class ARCCachePolicy(CachePolicy):
+    """Blocks used once and blocks used again, each in recency order, and the keys that each of the two gave up lately.
+
+    A block that comes back soon after it was given up tells which of the two was too small, and moves the target. A
+    scan of blocks that nobody asks for again passes through the first list and leaves the second alone.
+    """
+
+    def __init__(self, num_blocks: int, refs: Sequence[int]) -> None:
+        super().__init__(num_blocks, refs)
+        self._once = EvictionOrder(refs)
+        self._again = EvictionOrder(refs)
+        self._gone_once: OrderedDict[OffloadKey, None] = OrderedDict()
+        self._gone_again: OrderedDict[OffloadKey, None] = OrderedDict()
+        self._target = 0.0  # blocks that the first list should have
+
+    def insert(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
+        for key, row in zip(reversed(keys), reversed(rows), strict=True):
+            part = self._again if self._learn_from_return(key) else self._once
+            part.append((key,), (row,))
+        self._trim_gone()
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        for key in reversed(keys):
+            if key in self._again:
+                self._again.refresh((key,))
+                continue
+            row = self._once.discard(key)
+            if row is not None:
+                # Whoever stores a block touches it too: only a use of a block that can be read is a second one.
+                part = self._once if self._refs[row] < 0 else self._again
+                part.append((key,), (row,))
+
+    def release(self, keys: Sequence[OffloadKey]) -> None:
+        self._once.release(keys)
+        self._again.release(keys)
+
+    def remove(self, keys: Sequence[OffloadKey]) -> None:
+        for key in keys:
+            if self._once.discard(key) is None:
+                self._again.discard(key)
+
+    def evict(self, count: int) -> list[tuple[OffloadKey, int]]:
+        victims: list[tuple[OffloadKey, int]] = []
+        while len(victims) < count:
+            victim = self._evict_one()
+            if victim is None:
+                break
+            victims.append(victim)
+        self._trim_gone()
+        return victims
+
+    def clear(self) -> None:
+        for part in (self._once, self._again, self._gone_once, self._gone_again):
+            part.clear()
+        self._target = 0.0
+
+    def _learn_from_return(self, key: OffloadKey) -> bool:
+        """Whether the key was given up lately; moves the target towards the list that should have kept it."""
+        once, again = len(self._gone_once), len(self._gone_again)
+        if key in self._gone_once:
+            del self._gone_once[key]
+            self._target = min(float(self._num_blocks), self._target + max(1.0, again / once))
+            return True
+        if key in self._gone_again:
+            del self._gone_again[key]
+            self._target = max(0.0, self._target - max(1.0, once / again))
+            return True
+        return False
+
+    def _evict_one(self) -> tuple[OffloadKey, int] | None:
+        lists = ((self._once, self._gone_once), (self._again, self._gone_again))
+        for part, gone in lists if len(self._once) > self._target else reversed(lists):
+            victim = part.pop_coldest()
+            if victim is not None:
+                gone[victim[0]] = None
+                return victim
+        return None
+
+    def _trim_gone(self) -> None:
+        """As many keys are remembered as there are rows: with the first list at most one such number, in all two."""
+        while self._gone_once and len(self._once) + len(self._gone_once) > self._num_blocks:
+            self._gone_once.popitem(last=False)
+        held = len(self._once) + len(self._again)
+        while self._gone_again and held + len(self._gone_once) + len(self._gone_again) > 2 * self._num_blocks:
+            self._gone_again.popitem(last=False)

@@ -1,0 +1,192 @@
+"""The file behind a shared region: created once, attached by others, told from a leftover by its lock.
+
+1. Whoever uses the region holds a shared ``flock`` on a descriptor that is for nothing else, so a lock ends with its
+   process and no descriptor that is handed on can keep it alive.
+2. Only who holds the exclusive lock (so nobody uses it), or who created it and could not allocate it, unlinks the file.
+3. A file is used only when, with the lock held, the path still leads to it: between creation and lock it looks like a
+   leftover, and whoever took it away made room for another attempt.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from pathlib import Path
+
+from persistkv.errors import ConfigurationError, RegionError
+
+SHARED_MEMORY_DIRECTORY = "/dev/shm"
+
+_PREFIX = "persistkv_offload_"
+_SUFFIX = ".mmap"
+_POLL_SECONDS = 0.01
+_OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+
+logger = logging.getLogger(__name__)
+
+
+def region_path(instance_id: str, directory: str = SHARED_MEMORY_DIRECTORY) -> str:
+    """Where the region of an instance lies.
+
+    :raises ConfigurationError: where the instance's name cannot be part of a file's name.
+    """
+    if not instance_id or "/" in instance_id or "\0" in instance_id:
+        raise ConfigurationError("instance_id", instance_id, "a name without '/' that is not empty")
+    return f"{directory}/{_PREFIX}{instance_id}{_SUFFIX}"
+
+
+def remove_leftover_regions(directory: str = SHARED_MEMORY_DIRECTORY) -> list[str]:
+    """Unlink the regions that killed processes left; those in use, and those of other users, stay.
+
+    :returns: the paths that were removed.
+    """
+    return [str(path) for path in sorted(Path(directory).glob(f"{_PREFIX}*{_SUFFIX}")) if _remove_leftover(str(path))]
+
+
+class RegionFile:
+    """An allocated file and this process's lock on it. Make one with ``open``. Not thread-safe."""
+
+    def __init__(self, path: str, lock_fd: int, fd: int, created: bool) -> None:
+        self.path = path
+        self.fd = fd
+        """Descriptor to map and to hand on; carries no lock, closes on exec unless passed on."""
+        self.created = created
+        """Whether this process created the file."""
+        self._lock_fd = lock_fd
+        self._pid = os.getpid()
+        self._closed = False
+
+    @classmethod
+    def open(cls, path: str, size: int, timeout_s: float) -> RegionFile:
+        """Create the file with ``size`` bytes allocated, or attach to the one that another process made or is making.
+
+        A leftover is replaced. Others are waited for until the file has its size.
+
+        :raises ConfigurationError: where there is too little space; nothing is left of the file.
+        :raises RegionError: where the file did not get its size in time, or the directory cannot be used.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            file = cls._create(path, size) or cls._attach(path, size)
+            if file is not None:
+                return file
+            if time.monotonic() >= deadline:
+                raise RegionError(
+                    f"{path} has {_size_of(path)} bytes and did not get the expected {size} within {timeout_s:g} s: "
+                    "its creator hangs, or an engine of another geometry uses the same instance_id"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def close(self) -> None:
+        """Give the lock back; the last process to do so removes the file. Idempotent.
+
+        In a process forked off later nothing but its own descriptors is closed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        os.close(self.fd)
+        if os.getpid() == self._pid and _lock(self._lock_fd, fcntl.LOCK_EX):
+            _unlink_if_at(self._lock_fd, self.path)
+        os.close(self._lock_fd)
+
+    @classmethod
+    def _create(cls, path: str, size: int) -> RegionFile | None:
+        """None where the file is there already, or was taken for a leftover before it was locked."""
+        try:
+            lock_fd = os.open(path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return None
+        except OSError as error:
+            raise RegionError(f"{path} cannot be created: {error.strerror}") from error
+        return cls._adopt(path, lock_fd, size, created=True)
+
+    @classmethod
+    def _attach(cls, path: str, size: int) -> RegionFile | None:
+        """None where the file is not there, not ready, or was a leftover and has been removed."""
+        if _remove_leftover(path):
+            return None
+        try:
+            lock_fd = os.open(path, _OPEN_FLAGS)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise RegionError(f"{path} cannot be opened: {error.strerror}") from error
+        if os.fstat(lock_fd).st_size != size:
+            os.close(lock_fd)
+            return None
+        return cls._adopt(path, lock_fd, size, created=False)
+
+    @classmethod
+    def _adopt(cls, path: str, lock_fd: int, size: int, *, created: bool) -> RegionFile | None:
+        """Lock the file and use it. None, with the descriptor closed, where somebody else locked or removed it."""
+        try:
+            if _lock(lock_fd, fcntl.LOCK_SH) and _is_at(lock_fd, path):
+                if created:
+                    _allocate(lock_fd, path, size)
+                return cls(path, lock_fd, os.open(path, _OPEN_FLAGS), created)
+        except BaseException:
+            os.close(lock_fd)
+            raise
+        os.close(lock_fd)
+        return None
+
+
+def _allocate(fd: int, path: str, size: int) -> None:
+    """Back every byte by memory now, since a sparse file kills whoever touches it with SIGBUS when memory runs out."""
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        _unlink_if_at(fd, path)
+        directory = os.path.dirname(path)
+        free = os.statvfs(directory)
+        available = free.f_bavail * free.f_frsize
+        raise ConfigurationError(
+            "total_size_bytes", size, f"at most the {available} bytes free in {directory} ({error.strerror})"
+        ) from error
+
+
+def _remove_leftover(path: str) -> bool:
+    """Unlink the file if nobody uses it."""
+    try:
+        fd = os.open(path, _OPEN_FLAGS)
+    except OSError:
+        return False
+    try:
+        removed = _lock(fd, fcntl.LOCK_EX) and _unlink_if_at(fd, path)
+    finally:
+        os.close(fd)
+    if removed:
+        logger.info("removed %s, left by a process that was killed", path)
+    return removed
+
+
+def _lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(fd: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _unlink_if_at(fd: int, path: str) -> bool:
+    if not _is_at(fd, path):
+        return False
+    os.unlink(path)
+    return True
+
+
+def _size_of(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,160 @@
+"""The primary tier from one configuration dictionary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import msgspec
+
+from persistkv.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingHandler,
+    OffloadingManager,
+    OffloadingSpec,
+)
+from persistkv.config import convert_options, parse_size
+from persistkv.cpu.common import CPULoadStoreSpec
+from persistkv.cpu.gpu_worker import CpuGpuOffloadingHandlers
+from persistkv.cpu.layout import cell_bytes
+from persistkv.cpu.policies.registry import cache_policy_class
+from persistkv.cpu.primary import CPUPrimaryTierOffloadingManager
+from persistkv.cpu.shared_offload_region import SharedOffloadRegion, row_stride_bytes
+from persistkv.errors import ConfigurationError
+
+
+class CPUOffloadingOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a user may set."""
+
+    cpu_bytes_to_use: int | str
+    """Size of the primary tier, all workers together, such as ``100GiB``."""
+    block_size: int | None = None
+    """Tokens in an offloaded block, a multiple of the GPU's; by default the GPU's."""
+    eviction_policy: str = "lru"
+    """``lru``, ``arc``, or the name of a policy from outside."""
+    enable_events: bool = False
+    """Whether to tell what was stored and evicted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerGeometry:
+    """What an engine knows of itself and its process before it has allocated KV caches."""
+
+    instance_id: str
+    """The same in all processes of one engine, and in no other engine of the machine."""
+    gpu_block_size: int
+    """Tokens in a GPU block."""
+    gpu_block_bytes: int
+    """Bytes of a GPU block in the KV tensors of one worker, padding included; of the widest KV cache group."""
+    rank: int | None = 0
+    """Which worker this process is; None where it is the scheduler only."""
+    num_workers: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("gpu_block_size", "gpu_block_bytes", "num_workers"):
+            if getattr(self, name) <= 0:
+                raise ConfigurationError(name, getattr(self, name), "a positive number")
+
+
+@dataclass(kw_only=True)
+class CPUOffloadingSpec(OffloadingSpec):
+    """Manager, region and handlers that fit each other. What is not asked for is not made.
+
+    :raises ConfigurationError: at construction, naming the field of ``extra_config`` that is wrong.
+    """
+
+    options_type: ClassVar[type[CPUOffloadingOptions]] = CPUOffloadingOptions
+    """A subclass with more options says so here."""
+
+    geometry: WorkerGeometry
+    options: CPUOffloadingOptions = field(init=False)
+    block_size_factor: int = field(init=False)
+    """GPU blocks in one offloaded block."""
+    num_blocks: int = field(init=False)
+    """Rows of the primary tier."""
+
+    def __post_init__(self) -> None:
+        self.options = convert_options(self.options_type, self.extra_config, where="offloading")
+        self.block_size_factor = self._checked_factor()
+        cache_policy_class(self.options.eviction_policy, option="eviction_policy")
+        size = parse_size(self.options.cpu_bytes_to_use, name="cpu_bytes_to_use")
+        self.num_blocks = size // self.row_stride
+        if not self.num_blocks:
+            raise ConfigurationError("cpu_bytes_to_use", size, f"{self.row_stride} bytes or more, one offloaded block")
+        self._region: SharedOffloadRegion | None = None
+        self._manager: OffloadingManager | None = None
+        self._handlers: CpuGpuOffloadingHandlers | None = None
+
+    @property
+    def cpu_page_size(self) -> int:
+        """Bytes of one worker's cell in a row."""
+        return self.geometry.gpu_block_bytes * self.block_size_factor
+
+    @property
+    def row_stride(self) -> int:
+        """Bytes of a row."""
+        return row_stride_bytes(self.geometry.num_workers, self.cpu_page_size)
+
+    def get_region(self) -> SharedOffloadRegion:
+        """The primary tier's memory; the same object at each call, errors as ``SharedOffloadRegion``."""
+        if self._region is None:
+            self._region = SharedOffloadRegion(
+                self.geometry.instance_id,
+                self.num_blocks * self.row_stride,
+                self.num_blocks,
+                self.geometry.rank,
+                self.geometry.num_workers,
+                self.cpu_page_size,
+            )
+        return self._region
+
+    def get_manager(self) -> OffloadingManager:
+        if self._manager is None:
+            self._manager = self.make_manager()
+        return self._manager
+
+    def make_manager(self) -> OffloadingManager:
+        """Build the scheduler's side; called once. A subclass puts tiers behind it."""
+        return CPUPrimaryTierOffloadingManager(
+            self.num_blocks, self.get_region(), self.options.eviction_policy, self.options.enable_events
+        )
+
+    def get_handlers(
+        self, kv_caches: CanonicalKVCaches
+    ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
+        """The worker's side, the same at each call.
+
+        :raises ConfigurationError: where the caches are not of the size that the geometry tells.
+        """
+        if self._handlers is None:
+            cell = cell_bytes(kv_caches, self.block_size_factor)
+            if cell != self.cpu_page_size:
+                expected = f"{cell // self.block_size_factor}, as the KV caches have"
+                raise ConfigurationError("gpu_block_bytes", self.geometry.gpu_block_bytes, expected)
+            self._handlers = CpuGpuOffloadingHandlers(
+                kv_caches, self.block_size_factor, self.num_blocks, self.get_region()
+            )
+        return iter(
+            (
+                (GPULoadStoreSpec, CPULoadStoreSpec, self._handlers.gpu_to_cpu_handler),
+                (CPULoadStoreSpec, GPULoadStoreSpec, self._handlers.cpu_to_gpu_handler),
+            )
+        )
+
+    def shutdown(self) -> None:
+        """End transfers, then the manager, then the region; idempotent."""
+        for part in (self._handlers, self._manager):
+            if part is not None:
+                part.shutdown()
+        if self._region is not None:
+            self._region.cleanup()
+
+    def _checked_factor(self) -> int:
+        size = self.geometry.gpu_block_size if self.options.block_size is None else self.options.block_size
+        if size <= 0 or size % self.geometry.gpu_block_size:
+            expected = f"a positive multiple of {self.geometry.gpu_block_size}, the GPU's block size"
+            raise ConfigurationError("block_size", size, expected)
+        return size // self.geometry.gpu_block_size

@@ -1,0 +1,1 @@
+"""Engines that persistkv is built into."""

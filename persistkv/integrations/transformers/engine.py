@@ -1,0 +1,258 @@
+"""A small real engine around a Hugging Face model: paged KV cache, prefix reuse, and tiers that outlive the process."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from persistkv.config import parse_size
+from persistkv.errors import ConfigurationError
+from persistkv.integrations.transformers.hashing import BlockHashChain
+from persistkv.integrations.transformers.identity import model_identity
+from persistkv.integrations.transformers.kv_cache import KVGeometry, PagedKVCache
+from persistkv.integrations.transformers.loading import load_model
+from persistkv.integrations.transformers.offload import OffloadLoop
+from persistkv.integrations.transformers.probe import probe_model
+from persistkv.integrations.transformers.request_run import EngineParts, RequestRun
+from persistkv.integrations.transformers.results import EngineStats, GenerateResult
+from persistkv.integrations.transformers.sampling import Sampling
+from persistkv.integrations.transformers.stack import OffloadingStack, StackOptions, build_stack
+
+_DEFAULT_DEVICE_TOKENS = 8192
+LOOKUP_PARAM = "persistkv.lookup"
+STORE_PARAM = "persistkv.store"
+
+
+class Engine:
+    """Answers one request at a time; what it computed is kept on the device, in the primary tier, and in a store.
+
+    Made by ``Engine.open``; to be closed, or used in a ``with`` statement. Called from one thread, never after a fork.
+    """
+
+    def __init__(self, model: Any, device: PagedKVCache, stack: OffloadingStack, lookup_deadline_s: float) -> None:
+        """Use ``Engine.open``."""
+        self._id = uuid.uuid4().hex
+        self._num_requests = 0
+        self._stack = stack
+        self._runs: dict[str, RequestRun] = {}
+        self._closed = False
+        loop = OffloadLoop(stack.scheduler, stack.worker, self._release, lookup_deadline_s)
+        self._parts = EngineParts(model, _forward_options(model), device, loop)
+
+    @classmethod
+    def open(
+        cls,
+        model: Any,
+        url: str | None = None,
+        *,
+        block_size: int = 16,
+        device_blocks: int | None = None,
+        cpu_bytes: int | str = "1GiB",
+        codec: str = "raw",
+        host: str = "process",
+        strict_identity: bool = False,
+        lookup_deadline_s: float = 10.0,
+        dtype: torch.dtype | str = "auto",
+        attn_implementation: str | None = None,
+        device: torch.device | str | None = None,
+    ) -> Engine:
+        """Open a model, and the store that keeps its KV.
+
+        :param model: a directory with a checkpoint, a name that transformers knows, or a model object, which is put
+            into evaluation mode. A checkpoint's KV is shared between all that open these weights; that of an object is
+            known by its state dict.
+        :param url: the store, such as ``lmdb:///var/kv?capacity=100GiB``; None keeps nothing beyond this process.
+        :param block_size: tokens in a block.
+        :param device_blocks: blocks of the device cache for each KV cache group; by default enough for 8,192 tokens.
+        :param cpu_bytes: size of the primary tier.
+        :param codec: ``raw``, ``zstd`` or ``zstd:LEVEL``.
+        :param host: where the store runs: ``process``, ``thread`` or ``inline``.
+        :param strict_identity: refuse a store that holds KV of other identities only.
+        :param lookup_deadline_s: seconds that a request waits for blocks on their way from the store.
+        :param dtype: of a model that is loaded here, as are ``attn_implementation`` and ``device``.
+        :raises ConfigurationError: an option is wrong.
+        :raises UnsupportedModelError: the model keeps a cache that this engine cannot hold.
+        :raises IdentityMismatchError: see ``strict_identity``.
+        :raises StoreUnavailableError: the store cannot be opened.
+        """
+        blocks = _DEFAULT_DEVICE_TOKENS // max(block_size, 1) if device_blocks is None else device_blocks
+        for name, value in (("block_size", block_size), ("device_blocks", blocks)):
+            if value <= 0:
+                raise ConfigurationError(name, value, "a positive number")
+        options = StackOptions(parse_size(cpu_bytes, name="cpu_bytes"), url, codec, host, strict_identity)
+        checkpoint: Path | None = None
+        if isinstance(model, (str, Path)):
+            model, checkpoint = load_model(model, dtype, attn_implementation, device)
+        model.eval()
+        geometry = probe_model(model)
+        identity = model_identity(model, checkpoint, geometry, block_size) if url is not None else {}
+        cache = PagedKVCache(geometry, blocks, block_size)
+        return cls(model, cache, build_stack(cache, identity, options), lookup_deadline_s)
+
+    def generate(
+        self,
+        token_ids: Sequence[int],
+        max_new_tokens: int = 16,
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop_token_ids: Collection[int] | None = None,
+        salt: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        reuse: bool = True,
+        store: bool = True,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+    ) -> GenerateResult:
+        """Continue a prompt.
+
+        Blocks are stored while it runs; they are durable some time later (``wait_persisted``).
+
+        :param temperature: 0 chooses the most likely token.
+        :param stop_token_ids: tokens that end the answer; by default the model's own.
+        :param salt: contexts of different salt share nothing.
+        :param labels: stored beside the context, for people.
+        :param reuse: False computes the whole prompt. The key ``persistkv.lookup`` of ``kv_transfer_params`` says the
+            same to an engine behind a server.
+        :param store: False hands nothing of this request on to the tiers; also as the key ``persistkv.store``.
+        :raises ConfigurationError: an option is wrong, or the context does not fit the device cache. Nothing ran then.
+        """
+        self._check_open()
+        prompt = self._checked_prompt(token_ids, max_new_tokens)
+        stop = self._stop_tokens() if stop_token_ids is None else frozenset(stop_token_ids)
+        chooser = Sampling(temperature, top_p, seed).chooser(self._parts.model.device)
+        params = kv_transfer_params or {}
+        reuse = reuse and bool(params.get(LOOKUP_PARAM, True))
+        store = store and bool(params.get(STORE_PARAM, True))
+        req_id = f"{self._id}-{self._num_requests}"
+        self._num_requests += 1
+        self._stack.scheduler.on_new_request(req_id, kv_transfer_params, labels, store=store)
+        run = RequestRun(self._parts, req_id, BlockHashChain(self._parts.device.block_size, salt))
+        self._runs[req_id] = run
+        self._parts.loop.begin(req_id)
+        try:
+            with torch.no_grad():
+                return run.run(prompt, max_new_tokens, chooser, stop, reuse)
+        finally:
+            self._stack.scheduler.request_finished(req_id)
+            self._parts.loop.step()
+
+    def wait_persisted(self, request: GenerateResult | str, timeout_s: float = 60.0) -> bool:
+        """Wait until a request's context is durable; False: not in time, dropped, or there is no store."""
+        self._check_open()
+        req_id = request if isinstance(request, str) else request.req_id
+        deadline = time.monotonic() + timeout_s
+        if self._stack.persistent is None or not self._parts.loop.drain(deadline, req_id):
+            return False
+        return self._stack.persistent.wait_persisted(req_id, max(deadline - time.monotonic(), 0.0))
+
+    def flush(self, timeout_s: float = 60.0) -> bool:
+        """Wait until all that was handed on is durable; False where it is not in time."""
+        self._check_open()
+        deadline = time.monotonic() + timeout_s
+        if not self._parts.loop.drain(deadline):
+            return False
+        persistent = self._stack.persistent
+        return persistent is None or persistent.flush(max(deadline - time.monotonic(), 0.0))
+
+    def stats(self) -> EngineStats:
+        """Totals since the engine was opened. Waits for the store's answer, some seconds at most."""
+        persistent = self._stack.persistent
+        pools = [group.pool for group in self._parts.device.groups]
+        return EngineStats(
+            self._num_requests,
+            sum(pool.num_blocks for pool in pools),
+            sum(pool.num_resident for pool in pools),
+            self._stack.num_cpu_blocks,
+            self._parts.device.block_bytes,
+            self._stack.scheduler.stats,
+            None if persistent is None else persistent.store_stats(),
+        )
+
+    @property
+    def notices(self) -> Sequence[str]:
+        """What a person should know of the store, such as why it holds nothing for this model."""
+        return () if self._stack.persistent is None else tuple(self._stack.persistent.notices)
+
+    @property
+    def model(self) -> Any:
+        """The model that answers."""
+        return self._parts.model
+
+    @property
+    def geometry(self) -> KVGeometry:
+        """The model's KV cache groups, and the shape of their KV."""
+        return self._parts.device.geometry
+
+    def resident_pages(self, group_idx: int = 0) -> dict[bytes, torch.Tensor]:
+        """A group's reusable pages by block hash: views of shape (layers, 2, kv_heads, block_size, head_dim).
+
+        :param group_idx: index into ``geometry``.
+        """
+        group = self._parts.device.groups[group_idx]
+        return {block_hash: group.pages[index] for block_hash, index in group.pool.resident().items()}
+
+    def forget_device(self) -> None:
+        """Let go of what the device kept of finished requests, transfers from it awaited; the tiers keep theirs."""
+        self._check_open()
+        self._parts.loop.drain(math.inf)
+        for group in self._parts.device.groups:
+            group.pool.forget()
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Hand on what is stored, wait for its durability at most so long, release everything. Idempotent."""
+        if self._closed:
+            return
+        try:
+            self.flush(timeout_s)
+        finally:
+            self._closed = True
+            self._stack.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _release(self, req_id: str) -> None:
+        self._runs.pop(req_id).blocks.release()
+
+    def _checked_prompt(self, token_ids: Sequence[int], max_new_tokens: int) -> list[int]:
+        prompt = [int(token) for token in token_ids]
+        vocabulary = self._parts.model.get_input_embeddings().num_embeddings
+        if not prompt or min(prompt) < 0 or max(prompt) >= vocabulary:
+            shown = f"{len(prompt)} tokens" if prompt else "no tokens"
+            raise ConfigurationError("token_ids", shown, f"at least one token, each from 0 to {vocabulary - 1}")
+        if max_new_tokens <= 0:
+            raise ConfigurationError("max_new_tokens", max_new_tokens, "a positive number")
+        blocks = (len(prompt) + max_new_tokens) // self._parts.device.block_size
+        available = self._parts.device.num_blocks
+        if blocks > available:
+            raise ConfigurationError("device_blocks", available, f"at least {blocks} for this request")
+        return prompt
+
+    def _stop_tokens(self) -> frozenset[int]:
+        found = getattr(getattr(self._parts.model, "generation_config", None), "eos_token_id", None)
+        if found is None:
+            return frozenset()
+        return frozenset((found,) if isinstance(found, int) else found)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigurationError("engine", "closed", "an open engine")
+
+
+def _forward_options(model: Any) -> dict[str, Any]:
+    """Models that can, compute the logits of the last position only."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}

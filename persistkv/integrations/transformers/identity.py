@@ -1,0 +1,100 @@
+"""The identity of a model's KV bytes (DESIGN §5.6), from the model and the checkpoint that it was loaded from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from persistkv.errors import UnsupportedModelError
+from persistkv.integrations.transformers.hashing import HASH_NAME
+from persistkv.integrations.transformers.kv_cache import KVGeometry, KVGroupGeometry
+from persistkv.storage.codec import Buffer
+from persistkv.storage.fingerprint import fingerprint_checkpoint, fingerprint_tensors
+
+IDENTITY_VERSION = 1
+KV_LAYOUT = "per group: block, layer, key or value, head, token, head size"
+
+_IRRELEVANT = frozenset(
+    {
+        # where the model came from and what wrote it
+        *("_name_or_path", "name_or_path", "_commit_hash", "transformers_version"),
+        # what a forward pass returns, not what it computes
+        *("use_cache", "output_attentions", "output_hidden_states", "return_dict"),
+        # names of a classifier's outputs
+        *("id2label", "label2id", "problem_type"),
+        # its own field: it is asked of the model, which may have been cast
+        *("dtype", "torch_dtype"),
+    }
+)
+_PART = "_config"
+_QUANTIZATION = "quantization_config"  # of its own kind: a dtype in it is no repetition
+
+
+def model_identity(model: Any, checkpoint: Path | None, geometry: KVGeometry, block_size: int) -> dict[str, Any]:
+    """Everything that must match for this model's KV bytes to be valid, as JSON values.
+
+    :param checkpoint: the directory that the model was loaded from; None hashes the state dict instead.
+    :raises ConfigurationError: where the checkpoint does not read.
+    :raises UnsupportedModelError: where a weight's bytes cannot be had.
+    """
+    weights = fingerprint_checkpoint(checkpoint) if checkpoint else fingerprint_tensors(_state(model))
+    return {
+        "version": IDENTITY_VERSION,
+        "weights": weights,
+        "config": _plain_config(model.config.to_dict()),
+        "architecture": type(model).__name__,
+        "attention": str(getattr(model.config, "_attn_implementation", None)),
+        "dtype": {"model": _dtype_name(model.dtype), "kv": _dtype_name(geometry[0].dtype)},
+        "kv_layout": KV_LAYOUT,
+        "groups": [_group(group) for group in geometry],
+        "block_size": block_size,
+        "world": {"tensor_parallel": 1, "pipeline_parallel": 1},
+        "hash": HASH_NAME,
+    }
+
+
+def _group(group: KVGroupGeometry) -> dict[str, Any]:
+    return {
+        "kind": "full_attention" if group.sliding_window is None else "sliding_attention",
+        "sliding_window": group.sliding_window,
+        "layers": list(group.layers),
+        "heads": group.num_heads,
+        "head_size": group.head_dim,
+    }
+
+
+def _plain_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration and those of its parts, as JSON values, without what is proven to leave KV bytes alone."""
+    return {
+        name: _plain_config(item) if name.endswith(_PART) and name != _QUANTIZATION and item else _plain(item)
+        for name, item in config.items()
+        if name not in _IRRELEVANT
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((_plain(item) for item in value), key=json.dumps)
+    if isinstance(value, float) and value - value != 0:
+        return str(value)  # JSON knows neither infinity nor NaN
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def _state(model: Any) -> Iterator[tuple[str, str, tuple[int, ...], Buffer]]:
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, torch.Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+            raise UnsupportedModelError(f"the bytes of {name!r} cannot be had, so the weights cannot be identified")
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        yield name, _dtype_name(tensor.dtype), tuple(tensor.shape), data
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

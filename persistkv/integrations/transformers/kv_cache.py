@@ -1,0 +1,210 @@
+"""The device's KV cache: pages that outlive requests, and the contiguous buffers that a model works on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+from persistkv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from persistkv.connector.common import KVCacheGroupSpec
+from persistkv.connector.request_state import GroupGeometry
+from persistkv.integrations.transformers.block_pool import BlockPool
+
+
+@dataclass(frozen=True)
+class KVGroupGeometry:
+    """Layers of one kind, and the shape of one token's KV, alike in all of them: a KV cache group."""
+
+    layers: tuple[int, ...]
+    """Indices of the model's layers, ascending."""
+    num_heads: int
+    """KV heads of a layer."""
+    head_dim: int
+    sliding_window: int | None
+    """Tokens that a token attends to, itself included; None: all before it."""
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of keys and values of one token in all layers of the group."""
+        return 2 * len(self.layers) * self.num_heads * self.head_dim * self.dtype.itemsize
+
+
+KVGeometry = tuple[KVGroupGeometry, ...]
+"""A model's KV cache groups; each layer is in one of them."""
+
+
+class RequestLayer(DynamicLayer):  # type: ignore[misc]
+    """One layer of a request's cache: a view into buffers that were allocated once.
+
+    The buffers hold each token at its own position, those that a sliding window has passed by included: these are kept
+    for the pages and never shown to the model.
+    """
+
+    def __init__(self, buffer: torch.Tensor, sliding_window: int | None) -> None:
+        """:param buffer: shape (2, kv_heads, capacity, head_dim): keys, then values."""
+        super().__init__()
+        self._buffer = buffer.unsqueeze(1)
+        self.dtype, self.device = buffer.dtype, buffer.device
+        self.sliding_window = sliding_window
+        self.is_sliding = sliding_window is not None
+        self.is_initialized = True
+        self.set_length(0)
+
+    def set_length(self, length: int) -> None:
+        """Say how many tokens the layer has seen."""
+        self._length = length
+        self.keys, self.values = self._buffer[:, :, :, self._first_visible(length) : length]
+
+    def _first_visible(self, length: int) -> int:
+        """The first token that the one behind ``length`` others attends to."""
+        return 0 if self.sliding_window is None else max(0, length - self.sliding_window + 1)
+
+    def get_seq_length(self) -> int:
+        """Tokens that the layer has seen, no longer visible ones included."""
+        return self._length
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """Tokens that ``update`` will return, and the position of the first of them.
+
+        :param query_length: the number of new tokens, or, as transformers 4 has it, their positions.
+        """
+        num_new = query_length if isinstance(query_length, int) else len(query_length)
+        first = self._first_visible(self._length)
+        return self._length - first + num_new, first
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: the buffer is there."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append tokens.
+
+        :param key_states: shape (1, kv_heads, tokens, head_dim), as ``value_states``.
+        :returns: keys and values of all tokens that one of the new ones attends to.
+        """
+        start, stop = self._length, self._length + key_states.shape[-2]
+        self._buffer[0, :, :, start:stop] = key_states
+        self._buffer[1, :, :, start:stop] = value_states
+        self.set_length(stop)
+        if self.sliding_window is None:
+            return self.keys, self.values
+        keys, values = self._buffer[:, :, :, self._first_visible(start) : stop]
+        return keys, values
+
+
+class RequestCache(Cache):  # type: ignore[misc]
+    """The cache that a model is given for one request.
+
+    :ivar buffers: for each group, shape (layers, 2, kv_heads, capacity, head_dim).
+    """
+
+    def __init__(self, geometry: KVGeometry, capacity: int) -> None:
+        """:param capacity: tokens that fit."""
+        self.buffers = [
+            torch.empty(
+                (len(group.layers), 2, group.num_heads, capacity, group.head_dim),
+                dtype=group.dtype,
+                device=group.device,
+            )
+            for group in geometry
+        ]
+        layers = {
+            layer_idx: RequestLayer(layer, group.sliding_window)
+            for group, buffer in zip(geometry, self.buffers, strict=True)
+            for layer_idx, layer in zip(group.layers, buffer, strict=True)
+        }
+        super().__init__(layers=[layers[layer_idx] for layer_idx in sorted(layers)])
+
+    def set_length(self, length: int) -> None:
+        """Say how many tokens the layers have seen."""
+        for layer in self.layers:
+            layer.set_length(length)
+
+
+class GroupPages:
+    """The pages of one group, ``block_size`` tokens each, all layers of a page contiguous.
+
+    :ivar pages: shape (num_blocks, layers, 2, kv_heads, block_size, head_dim).
+    :ivar pool: who uses which page.
+    :ivar blocks: how a context is cut, and which blocks it needs.
+    """
+
+    def __init__(self, geometry: KVGroupGeometry, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.page_bytes = geometry.token_bytes * block_size
+        self.pool = BlockPool(num_blocks)
+        self.blocks = GroupGeometry(KVCacheGroupSpec(block_size, geometry.sliding_window), factor=1)
+        shape = (num_blocks, len(geometry.layers), 2, geometry.num_heads, block_size, geometry.head_dim)
+        self.pages = torch.zeros(shape, dtype=geometry.dtype, device=geometry.device)
+
+    def gather(self, buffer: torch.Tensor, positions: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Fill a request's buffer from pages.
+
+        :param buffer: shape (layers, 2, kv_heads, capacity, head_dim).
+        :param positions: for each page, the blocks of the request before it.
+        """
+        for start, length in _runs(positions, block_ids):
+            pages = self.pages[block_ids[start] : block_ids[start] + length]
+            self._paged(buffer, positions[start], length).copy_(pages.permute(1, 2, 3, 0, 4, 5))
+
+    def scatter(self, buffer: torch.Tensor, positions: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Copy full blocks of a request's buffer to pages; parameters as for ``gather``."""
+        for start, length in _runs(positions, block_ids):
+            pages = self.pages[block_ids[start] : block_ids[start] + length]
+            pages.copy_(self._paged(buffer, positions[start], length).permute(3, 0, 1, 2, 4, 5))
+
+    def _paged(self, buffer: torch.Tensor, first_block: int, count: int) -> torch.Tensor:
+        """Blocks of a buffer as (layers, 2, kv_heads, blocks, block_size, head_dim), without a copy."""
+        start, stop = first_block * self.block_size, (first_block + count) * self.block_size
+        run = buffer[:, :, :, start:stop]
+        return run.view(*run.shape[:3], -1, self.block_size, run.shape[4])
+
+
+class PagedKVCache:
+    """The pages of all groups, a pool for each, as large as each other in blocks.
+
+    A group's pages are a KV tensor of their own: on the device no page is larger than its group needs. Rows of the
+    primary tier are as wide as ``cpu.layout`` makes them for such tensors.
+    """
+
+    def __init__(self, geometry: KVGeometry, num_blocks: int, block_size: int) -> None:
+        """:param num_blocks: pages of each group."""
+        self.geometry = geometry
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.groups = [GroupPages(group, num_blocks, block_size) for group in geometry]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of each group together."""
+        return sum(group.page_bytes for group in self.groups)
+
+    def specs(self) -> list[KVCacheGroupSpec]:
+        """The groups as the connector knows them."""
+        return [group.blocks.spec for group in self.groups]
+
+    def canonical(self) -> CanonicalKVCaches:
+        """The pages as the workers see them: for each group a tensor of bytes."""
+        tensors = [
+            CanonicalKVCacheTensor(group.pages.view(torch.int8).view(self.num_blocks, -1), group.page_bytes)
+            for group in self.groups
+        ]
+        refs = [[CanonicalKVCacheRef(index, group.page_bytes)] for index, group in enumerate(self.groups)]
+        return CanonicalKVCaches(tensors, refs)
+
+
+def _runs(*columns: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(position, length) of each stretch in which all columns count up by one: it is copied in one piece."""
+    rows = list(zip(*columns, strict=True))
+    start = 0
+    for position in range(1, len(rows) + 1):
+        if position == len(rows) or any(b != a + 1 for a, b in zip(rows[position - 1], rows[position], strict=True)):
+            yield start, position - start
+            start = position

@@ -1,0 +1,108 @@
+"""The engine's step: what the connector's two sides do between two forward passes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from persistkv.connector.common import LoadProgress
+from persistkv.connector.request_state import BlockTable
+from persistkv.connector.scheduler import OffloadingConnectorScheduler
+from persistkv.connector.worker import OffloadingConnectorWorker
+
+_POLL_S = 0.0005  # far below a forward pass, far above what a poll costs
+
+
+class LoadedPrefix(NamedTuple):
+    """What the tiers gave to a request."""
+
+    num_tokens: int
+    num_promoted_tokens: int
+    """Of these, the tokens that came from behind the primary tier."""
+    num_bytes: int
+
+
+class OffloadLoop:
+    """Drives scheduler and worker. Called from one thread.
+
+    :param on_released: told the ids of finished requests whose device blocks are no longer read.
+    :param lookup_deadline_s: how long a request waits for blocks that are on their way.
+    """
+
+    def __init__(
+        self,
+        scheduler: OffloadingConnectorScheduler,
+        worker: OffloadingConnectorWorker,
+        on_released: Callable[[str], None],
+        lookup_deadline_s: float,
+    ) -> None:
+        self.scheduler = scheduler
+        self._worker = worker
+        self._on_released = on_released
+        self._lookup_deadline_s = lookup_deadline_s
+        self._live: set[str] = set()
+
+    def begin(self, req_id: str) -> None:
+        """Remember that a request lives, for ``drain``."""
+        self._live.add(req_id)
+
+    def step(self, *, wait: bool = False) -> dict[str, LoadProgress]:
+        """Start what is planned, take in what ended, end the step.
+
+        :param wait: block until all transfers have ended.
+        :returns: the loads that ended, by request.
+        """
+        metadata = self.scheduler.build_connector_meta()
+        self._worker.start(metadata)
+        if wait:
+            self._worker.wait_all()
+        else:
+            self._worker.wait(job.job_id for job in metadata.loads)
+        output = self.scheduler.update_connector_output(self._worker.get_finished())
+        self.scheduler.take_events()
+        for req_id in output.released:
+            self._live.discard(req_id)
+            self._on_released(req_id)
+        return output.loads
+
+    def match(self, req_id: str, num_computed_tokens: int) -> int:
+        """Tokens behind the computed ones that can be loaded. Waits for blocks on their way, up to the deadline."""
+        deadline = time.monotonic() + self._lookup_deadline_s
+        while (matched := self.scheduler.get_num_new_matched_tokens(req_id, num_computed_tokens)) is None:
+            if time.monotonic() >= deadline:
+                self.scheduler.give_up_waiting(req_id)
+            else:
+                self.step()
+                time.sleep(_POLL_S)
+        return matched
+
+    def load(self, req_id: str, tables: Sequence[BlockTable], num_tokens: int) -> LoadedPrefix:
+        """Load matched tokens into device blocks, and wait for it.
+
+        :param tables: for each group, the request's device blocks from its first token on.
+        :returns: what was loaded; nothing where it failed: the blocks are undefined then.
+        """
+        if not self.scheduler.update_state_after_alloc(req_id, tables, num_tokens):
+            return LoadedPrefix(0, 0, 0)
+        promoted = self.scheduler.num_promoted_tokens(req_id)
+        loads = self.step()
+        while req_id not in loads:
+            time.sleep(_POLL_S)
+            loads = self.step()
+        progress = loads[req_id]
+        if not progress.success:
+            return LoadedPrefix(0, 0, 0)
+        return LoadedPrefix(progress.num_tokens, promoted, progress.num_bytes)
+
+    def drain(self, deadline: float, req_id: str | None = None) -> bool:
+        """Step until a finished request, or every one, has handed on its blocks.
+
+        :param deadline: a ``time.monotonic`` time.
+        :returns: whether that was so in time.
+        """
+        while self._live if req_id is None else req_id in self._live:
+            if time.monotonic() >= deadline:
+                return False
+            self.step(wait=True)
+        return True

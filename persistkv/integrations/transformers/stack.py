@@ -1,0 +1,97 @@
+"""The tiers behind an engine: region, primary tier, persistent tier, and the connector's two sides over them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from persistkv.base import GPULoadStoreSpec, OffloadingManager
+from persistkv.config import OffloadingConfig, RowLayout
+from persistkv.connector.scheduler import OffloadingConnectorScheduler
+from persistkv.connector.worker import OffloadingConnectorWorker
+from persistkv.cpu.common import CPULoadStoreSpec
+from persistkv.cpu.gpu_worker import CpuGpuOffloadingHandlers
+from persistkv.cpu.layout import cell_bytes, group_layouts
+from persistkv.cpu.primary import CPUPrimaryTierOffloadingManager
+from persistkv.cpu.shared_offload_region import SharedOffloadRegion, remove_leftover_regions, row_stride_bytes
+from persistkv.errors import ConfigurationError
+from persistkv.integrations.transformers.kv_cache import PagedKVCache
+from persistkv.tiering.manager import TieringOffloadingManager
+from persistkv.tiering.persistent import PersistentTier
+
+
+@dataclass(frozen=True)
+class StackOptions:
+    """How the tiers are built."""
+
+    cpu_bytes: int
+    """Size of the primary tier; rows of less than it all are left out."""
+    url: str | None
+    """The store; None: there is no persistent tier."""
+    codec: str
+    host: str
+    strict_identity: bool
+
+
+@dataclass
+class OffloadingStack:
+    """The built tiers."""
+
+    scheduler: OffloadingConnectorScheduler
+    worker: OffloadingConnectorWorker
+    persistent: PersistentTier | None
+    num_cpu_blocks: int
+
+    def close(self) -> None:
+        """Wait for transfers, then release the worker before the rows that it copies to."""
+        try:
+            self.worker.shutdown()
+        finally:
+            self.scheduler.shutdown()
+
+
+def build_stack(device: PagedKVCache, identity: Mapping[str, Any], options: StackOptions) -> OffloadingStack:
+    """Build what lies behind a paged cache; nothing is left behind where a part cannot be built.
+
+    :param identity: of the KV bytes, as JSON values.
+    :raises ConfigurationError: where not one block fits the primary tier, or an option is wrong.
+    """
+    caches = device.canonical()
+    cell = cell_bytes(caches, 1)
+    stride = row_stride_bytes(1, cell)
+    num_blocks = options.cpu_bytes // stride
+    if not num_blocks:
+        raise ConfigurationError("cpu_bytes", options.cpu_bytes, f"room for one block, {stride} bytes, or more")
+    remove_leftover_regions()  # each engine's file has a name of its own: nobody else takes over what a killed one left
+    with ExitStack() as undo:
+        region = SharedOffloadRegion(uuid.uuid4().hex, num_blocks * stride, num_blocks, 0, 1, cell)
+        undo.callback(region.cleanup)
+        primary = CPUPrimaryTierOffloadingManager(num_blocks, region)
+        undo.callback(primary.shutdown)
+        persistent = None
+        if options.url is not None:
+            layout = RowLayout(stride, group_layouts(caches, 1))
+            config = OffloadingConfig(identity, device.block_size, layout, num_blocks, region.fd)
+            persistent = PersistentTier(
+                config,
+                primary.get_kv_memoryview(),
+                url=options.url,
+                codec=options.codec,
+                host=options.host,
+                strict_identity=options.strict_identity,
+            )
+            undo.callback(persistent.shutdown)
+        manager: OffloadingManager = TieringOffloadingManager(primary, [persistent] if persistent else [])
+        handlers = CpuGpuOffloadingHandlers(caches, 1, num_blocks, region)  # last: it holds on to the region's memory
+        undo.pop_all()
+    worker = OffloadingConnectorWorker(
+        [
+            (GPULoadStoreSpec, CPULoadStoreSpec, handlers.gpu_to_cpu_handler),
+            (CPULoadStoreSpec, GPULoadStoreSpec, handlers.cpu_to_gpu_handler),
+        ]
+    )
+    scheduler = OffloadingConnectorScheduler(manager, device.specs(), max_load_blocks=num_blocks)
+    return OffloadingStack(scheduler, worker, persistent, num_blocks)

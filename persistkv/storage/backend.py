@@ -1,0 +1,216 @@
+"""The driver of one storage medium: what a backend is asked, and nothing else.
+
+Contract shared by all methods: vendor exceptions come out as ``StoreError``s. What a method hands out is the caller's
+to keep. A backend is used from one thread at a time.
+
+**Eviction.** A store with a capacity makes room by itself, in ``commit``, over all its namespaces:
+
+1. Each commit that uses something (writes it, or names it in ``touches``) is one moment. What was used at the oldest
+   moment goes first; of one moment, the packs that lie deeper in their chains, those of unknown depth before all, and
+   manifests last. Moments are counted, not timed, so that clocks do not matter.
+2. With a request's manifest its whole chain is touched, so a pack is never older than what depends on it.
+3. A pack takes the manifests that name it with it: what is left of such a request is found by its keys, but it is not
+   the whole context that a manifest promises. Packs that stand behind it in such a manifest cannot be reached without
+   it, and go too where no other manifest names them. What cannot be reached and stands in no manifest is not used any
+   more, and goes in its turn.
+4. A manifest is used when it is written; packs that later requests use do not keep it.
+5. Neither a pinned manifest nor its packs are evicted or expire. ``deletions`` delete them all the same.
+6. With a ttl, what was not used for so long goes with the next commits, whether room is needed or not.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from persistkv.config import StoreUrl
+from persistkv.storage.identity import Identity
+from persistkv.storage.manifest import ManifestKeys, RequestManifest
+from persistkv.storage.pack import PackTable, PackWriter
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a driver can do beyond the methods that all have. Tests and callers ask it."""
+
+    persistent: bool = True
+    """What was committed is there when the store is opened again, by any process."""
+    shared: bool = True
+    """Several processes may have the store open and write to it."""
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """All that a store holds under one identity."""
+
+    identity: Identity
+    created: float
+    """Seconds since the epoch."""
+
+    @property
+    def id(self) -> bytes:
+        """16 bytes: the identity's digest."""
+        return self.identity.digest
+
+
+@dataclass(frozen=True)
+class ManifestWrite:
+    """A manifest on its way to the store."""
+
+    manifest: RequestManifest
+    keys: ManifestKeys
+    packs: Sequence[bytes] = ()
+    """Ids of the packs that hold the keys, the ones nearest to the begin of the context first. They are touched."""
+
+
+@dataclass(frozen=True)
+class CommitBatch:
+    """What one transaction does."""
+
+    packs: Sequence[PackWriter] = ()
+    """Each is streamed at most once per attempt. A pack whose id is held already is left as it is: the first wins. One
+    whose catalogue row does not read is not held."""
+    manifests: Sequence[ManifestWrite] = ()
+    """A manifest whose id is held already is replaced; where that one was pinned, the new one is."""
+    deletions: Sequence[bytes] = ()
+    """Ids of packs to delete, before ``packs`` are written: a batch can replace a pack. Those that are not held are
+    passed over."""
+    touches: Sequence[bytes] = ()
+    """Ids of packs that were used; those that are not held are passed over. All of a batch are used at one moment: name
+    a pack together with those that it depends on."""
+    pins: Sequence[tuple[str, bool]] = ()
+    """(manifest id, whether it is to be pinned), done after ``manifests``. Those that are not held are passed over."""
+    seen: bytes | None = None
+    """The cursor up to which the caller has applied changes: the commit is refused as stale where there are newer ones.
+    None: commit whatever happened meanwhile."""
+
+
+@dataclass(frozen=True)
+class CommitResult:
+    """How a transaction ended."""
+
+    cursor: bytes
+    """Behind this commit; behind nothing, where it was stale."""
+    evicted: Sequence[PackTable] = ()
+    """Packs of all namespaces that went, deleted ones included. Where rows of a pack did not read, it is missing here:
+    ``changes`` names it."""
+    stale: bool = False
+    """Nothing was done: others committed after ``seen``. Apply ``changes`` and try again."""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """How a namespace's catalogue moved."""
+
+    cursor: bytes
+    """Where the next call goes on."""
+    added: Sequence[PackTable]
+    removed: Sequence[bytes] = ()
+    """Pack ids. They went before ``added`` came: a pack may have gone and come again."""
+    reset: bool = False
+    """``added`` is the whole catalogue: forget what you knew (the first call, or a cursor that is too old)."""
+
+
+@dataclass(frozen=True)
+class ReadSpan:
+    """Consecutive bytes of one pack's payload and where they go."""
+
+    pack_id: bytes
+    offset: int
+    """First byte, counted from the pack's begin."""
+    buffers: Sequence[memoryview] = field(repr=False)
+    """Writable and contiguous, filled one after the other; together they decide how much is read."""
+
+
+@dataclass(frozen=True)
+class BackendStats:
+    """Totals over all namespaces of the store."""
+
+    packs: int
+    blocks: int
+    requests: int
+    raw_bytes: int
+    """Bytes of all blocks in all packs, before the codec."""
+    stored_bytes: int
+    """Bytes of all payloads, padding included."""
+    disk_bytes: int
+    """Bytes that the medium gives to the store, catalogue included."""
+    capacity: int | None
+    """The bound on ``disk_bytes``; None where there is none."""
+
+
+class Backend(ABC):
+    """One open store."""
+
+    capabilities: Capabilities = Capabilities()
+
+    @classmethod
+    @abstractmethod
+    def open(cls, url: StoreUrl, *, read_only: bool = False) -> Backend:
+        """Open the store, creating it where it is absent and not ``read_only``.
+
+        :raises ConfigurationError: an option is wrong; nothing was created.
+        :raises StoreUnavailableError: it cannot be opened (permission, a file in the way, absent and ``read_only``).
+        :raises CorruptStoreError: something else lies there, or a newer format; it was not changed.
+        """
+
+    @abstractmethod
+    def namespaces(self) -> Iterator[Namespace]:
+        """All namespaces, in any order."""
+
+    @abstractmethod
+    def open_namespace(self, identity: Identity) -> Namespace:
+        """The namespace of this identity, created durably where it is absent (never on a read-only store).
+
+        :raises StoreFullError: there is no room for it.
+        :raises StoreUnavailableError: absent, and the store is read-only.
+        """
+
+    @abstractmethod
+    def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
+        """Do all of the batch, or nothing. What it did is durable on return, and totals are exact.
+
+        Where there is no room, packs are evicted, but none that the batch writes or that its manifests name. That, and
+        ``touches``, may be durable before the rest.
+
+        State after failure: as before the call, but for these (``changes`` names what was evicted); the handle stays
+        usable and the next commit may succeed. After a process was killed in here: all of the batch, or nothing, and
+        totals are exact.
+
+        :raises StoreFullError: it does not fit, whatever may be evicted. The store tried twice.
+        :raises StoreError: anything else: no such namespace, a pack of another one, a store that is open read-only.
+            What a pack's stream raises comes through as it is.
+        """
+
+    @abstractmethod
+    def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
+        """Packs that were added and removed after ``cursor``, by anyone; the whole catalogue for None.
+
+        A catalogue row that does not read is left out, never raised: its blocks are misses.
+        """
+
+    @abstractmethod
+    def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+        """Fill the spans' buffers; for each span, whether it was filled. False: the pack is gone, or shorter. A miss.
+
+        Bytes are handed over as they lie there, unverified. What a buffer holds after False is undefined.
+
+        :raises StoreError: the medium failed; no span may be used then.
+        """
+
+    @abstractmethod
+    def manifests(self, namespace: bytes) -> Iterable[RequestManifest]:
+        """The heads of all manifests, in any order; damaged ones are left out. Holds no snapshot between items."""
+
+    @abstractmethod
+    def manifest_keys(self, namespace: bytes, manifest_id: str) -> ManifestKeys | None:
+        """The keys of one manifest; None where it is gone or damaged."""
+
+    @abstractmethod
+    def stats(self) -> BackendStats:
+        """Totals, without a scan."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the store; idempotent. What was committed stays."""

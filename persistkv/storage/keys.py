@@ -1,0 +1,60 @@
+"""Many keys as a few byte strings, so that messages and tables cost the same for one block as for a thousand."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from itertools import accumulate
+
+import msgspec
+
+from persistkv.errors import CorruptPackError
+
+MAX_KEY_BYTES = 0xFFFF
+
+
+class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
+    """Keys in order, joined."""
+
+    data: bytes = b""
+    """The keys, one behind the other."""
+    key_length: int = 0
+    """Bytes of each key; 0 where they differ in length."""
+    lengths: bytes = b""
+    """Bytes of each key as little-endian u16, only where they differ."""
+
+    @classmethod
+    def of(cls, keys: Sequence[bytes]) -> PackedKeys:
+        """Join keys.
+
+        :raises ValueError: where a key is empty or longer than 65,535 bytes.
+        """
+        lengths = list(map(len, keys))
+        if lengths and (min(lengths) == 0 or max(lengths) > MAX_KEY_BYTES):
+            raise ValueError(f"keys have {min(lengths)} to {max(lengths)} bytes; 1 to {MAX_KEY_BYTES} are possible")
+        uniform = lengths.count(lengths[0]) == len(lengths) if lengths else False
+        if uniform or not lengths:
+            return cls(b"".join(keys), lengths[0] if lengths else 0)
+        return cls(b"".join(keys), 0, struct.pack(f"<{len(lengths)}H", *lengths))
+
+    def __len__(self) -> int:
+        return len(self.data) // self.key_length if self.key_length else len(self.lengths) // 2
+
+    def unpack(self) -> list[bytes]:
+        """The keys, in order.
+
+        :raises CorruptPackError: where the parts do not agree.
+        """
+        if self.key_length:
+            if self.key_length < 0 or len(self.data) % self.key_length:
+                raise CorruptPackError("keys", f"{len(self.data)} bytes are no multiple of {self.key_length}")
+            return [key for (key,) in struct.iter_unpack(f"{self.key_length}s", self.data)]
+        if len(self.lengths) % 2:
+            raise CorruptPackError("key lengths", f"{len(self.lengths)} bytes are no run of 16-bit numbers")
+        lengths = struct.unpack(f"<{len(self.lengths) // 2}H", self.lengths)
+        if sum(lengths) != len(self.data):
+            raise CorruptPackError(
+                "key lengths", f"they add up to {sum(lengths)}, the keys have {len(self.data)} bytes"
+            )
+        ends = list(accumulate(lengths))
+        return [self.data[end - length : end] for end, length in zip(ends, lengths, strict=True)]

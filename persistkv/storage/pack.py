@@ -1,0 +1,336 @@
+"""Packs: the unit of durable writing. An immutable run of frames, then a checksummed table of their keys.
+
+Byte by byte in docs/format.md. Invariants of this file:
+
+1. A pack alone (frames, table, trailer) is enough to recover its blocks.
+2. A frame's checksum covers its stored bytes and is seeded with its keys and namespace: payload that lies in another's
+   place does not verify.
+3. Parsing trusts nothing: each count and length is checked against what is there before it is used.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from persistkv.config import PAGE_BYTES
+from persistkv.errors import CorruptPackError
+from persistkv.storage.codec import Buffer, Codec, CodecPolicy, join_codecs, split_codecs, stored_codec
+from persistkv.storage.keys import PackedKeys
+
+PACK_VERSION = 1
+ID_BYTES = 16
+FRAME_BYTES = 1 << 20  # 1 MiB: raw bytes that a frame holds at most, unless one block is larger
+MAX_PACK_BYTES = 64 << 20  # 64 MiB of raw bytes
+UNKNOWN_DEPTH = 0xFFFFFFFF
+
+_HEADER = struct.Struct("<HHIIIQQ16s16s")
+_FRAME = struct.Struct("<IIIIIIQQQ")
+_TRAILER = struct.Struct("<QQ8s")
+_MAGIC = b"PKVPACK1"
+
+ByteArray = npt.NDArray[np.uint8]
+
+
+class Frame(NamedTuple):
+    """Consecutive blocks of one group: the unit of codec and checksum."""
+
+    group: int
+    block_count: int
+    block_bytes: int
+    """Raw bytes of one block."""
+    depth: int
+    """Blocks of the group before the first one in its request; UNKNOWN_DEPTH where nobody told."""
+    codec: int
+    """Which of the pack's codecs was applied, counted from 1; 0: none, the stored bytes are the raw ones."""
+    reserved: int
+    offset: int
+    """Byte offset in the pack, a multiple of 4 KiB."""
+    stored_length: int
+    """Bytes at rest, padding left out."""
+    checksum: int
+    """xxh3-64 of the stored bytes, seeded by ``frame_seed``."""
+
+    @property
+    def encoded(self) -> bool:
+        """Whether a codec was applied."""
+        return self.codec != 0
+
+    @property
+    def raw_length(self) -> int:
+        """Bytes of all blocks."""
+        return self.block_count * self.block_bytes
+
+
+def frame_seed(namespace: bytes, keys: bytes) -> int:
+    """The seed that binds a frame's checksum to its (joined) keys and namespace."""
+    return xxhash.xxh3_64_intdigest(keys, seed=int.from_bytes(namespace[:8], "little"))
+
+
+def align(length: int) -> int:
+    """The next multiple of 4 KiB."""
+    return -(-length // PAGE_BYTES) * PAGE_BYTES
+
+
+def pack_id(namespace: bytes, keys: PackedKeys, codecs: str) -> bytes:
+    """A pack's name: the digest of namespace, ordered keys and codecs."""
+    digest = blake2b(namespace, digest_size=ID_BYTES)
+    digest.update(codecs.encode() + b"\0")
+    digest.update(keys.key_length.to_bytes(2, "little") + keys.lengths)
+    digest.update(keys.data)
+    return digest.digest()
+
+
+class PackTable(msgspec.Struct, frozen=True):
+    """All of a pack but its payload; what a catalogue keeps."""
+
+    namespace: bytes
+    """16 bytes: the digest of the identity."""
+    pack_id: bytes
+    """16 bytes."""
+    codecs: str
+    """Text forms of the codecs that frames name by number."""
+    payload_length: int
+    """Bytes of the frames with their padding: where the table begins."""
+    raw_length: int
+    """Bytes of all blocks before the codec."""
+    frames: tuple[Frame, ...]
+    keys: PackedKeys
+    """The keys of all blocks, frame after frame."""
+
+    def encode(self) -> bytes:
+        """Table and trailer."""
+        codecs = self.codecs.encode()
+        header = _HEADER.pack(
+            PACK_VERSION,
+            self.keys.key_length,
+            len(self.frames),
+            len(self.keys),
+            len(codecs),
+            self.payload_length,
+            self.raw_length,
+            self.namespace,
+            self.pack_id,
+        )
+        frames = b"".join([_FRAME.pack(*frame) for frame in self.frames])
+        table = b"".join((header, codecs, frames, self.keys.lengths, self.keys.data))
+        return table + _TRAILER.pack(len(table), xxhash.xxh3_64_intdigest(table), _MAGIC)
+
+    @classmethod
+    def parse(cls, data: Buffer) -> PackTable:
+        """Read table and trailer from the end of ``data`` (a whole pack, or its last bytes).
+
+        :raises CorruptPackError: naming the field that is wrong.
+        """
+        table = _checked_table(data)
+        version, key_length, frame_count, block_count, codec_length, payload, raw, namespace, name = (
+            _HEADER.unpack_from(table)
+        )
+        if version != PACK_VERSION:
+            raise CorruptPackError("version", f"{version}; this release reads {PACK_VERSION}")
+        frames_at = _HEADER.size + codec_length
+        lengths_at = frames_at + frame_count * _FRAME.size
+        keys_at = lengths_at + (0 if key_length else 2 * block_count)
+        if keys_at > len(table):
+            raise CorruptPackError(
+                "counts", f"{frame_count} frames and {block_count} blocks do not fit {len(table)} bytes"
+            )
+        keys = PackedKeys(table[keys_at:], key_length, table[lengths_at:keys_at])
+        if key_length and len(keys.data) != key_length * block_count:
+            raise CorruptPackError("keys", f"{len(keys.data)} bytes are not {block_count} keys of {key_length}")
+        if not key_length:
+            _check_key_lengths(keys)
+        frames = tuple(map(Frame._make, _FRAME.iter_unpack(table[frames_at:lengths_at])))
+        try:
+            codecs = table[_HEADER.size : frames_at].decode()
+        except UnicodeDecodeError:
+            raise CorruptPackError("codecs", "their names are not text") from None
+        _check_frames(frames, payload, block_count, raw, len(split_codecs(codecs)))
+        return cls(namespace, name, codecs, payload, raw, frames, keys)
+
+
+def _checked_table(data: Buffer) -> bytes:
+    view = memoryview(data)
+    if len(view) < _TRAILER.size + _HEADER.size:
+        raise CorruptPackError("trailer", f"{len(view)} bytes are too few for a pack")
+    length, checksum, magic = _TRAILER.unpack_from(view, len(view) - _TRAILER.size)
+    if magic != _MAGIC:
+        raise CorruptPackError("magic", f"{magic!r} instead of {_MAGIC!r}")
+    if not _HEADER.size <= length <= len(view) - _TRAILER.size:
+        raise CorruptPackError("table length", f"{length} does not lie within {len(view)} bytes")
+    table = bytes(view[len(view) - _TRAILER.size - length : len(view) - _TRAILER.size])
+    if xxhash.xxh3_64_intdigest(table) != checksum:
+        raise CorruptPackError("table checksum", "does not match")
+    return table
+
+
+def _check_key_lengths(keys: PackedKeys) -> None:
+    lengths = struct.unpack(f"<{len(keys.lengths) // 2}H", keys.lengths)
+    if sum(lengths) != len(keys.data) or 0 in lengths:
+        raise CorruptPackError("key lengths", f"{len(lengths)} of them are not those of {len(keys.data)} bytes of keys")
+
+
+def _check_frames(frames: Sequence[Frame], payload: int, block_count: int, raw: int, codec_count: int) -> None:
+    end = blocks = total = 0
+    for _, count, block_bytes, _, codec, reserved, offset, stored, _ in frames:
+        length = count * block_bytes
+        if codec > codec_count:
+            raise CorruptPackError("frame codec", f"number {codec} of {codec_count}")
+        if reserved:
+            raise CorruptPackError("frame", f"{reserved:#x} where 0 belongs")
+        if not length or (length > FRAME_BYTES and count > 1):
+            raise CorruptPackError("frame length", f"{count} blocks of {block_bytes} bytes")
+        if stored > length or not (codec or stored == length):
+            raise CorruptPackError("frame length", f"{stored} stored bytes for {length} raw ones")
+        if offset != end:
+            raise CorruptPackError("frame offset", f"{offset} instead of {end}")
+        end = align(offset + stored)
+        blocks += count
+        total += length
+    if blocks != block_count:
+        raise CorruptPackError("block count", f"frames hold {blocks}, the table names {block_count}")
+    if total != raw:
+        raise CorruptPackError("raw length", f"frames hold {total}, the table says {raw}")
+    if end != payload:
+        raise CorruptPackError("payload length", f"frames end at {end}, the table says {payload}")
+
+
+class BlockSource(Protocol):
+    """Where a pack's blocks come from: rows of the primary tier, or staged copies of them."""
+
+    def gather(self, start: int, stop: int) -> ByteArray:
+        """Blocks ``start`` to ``stop`` side by side, contiguous; valid until the next call."""
+        ...
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive blocks of one group that go into a pack."""
+
+    group: int
+    block_bytes: int
+    keys: Sequence[bytes]
+    source: BlockSource
+    depth: int = UNKNOWN_DEPTH
+    """Depth of the first block; the others follow it."""
+
+    @property
+    def raw_length(self) -> int:
+        """Bytes of all blocks."""
+        return len(self.keys) * self.block_bytes
+
+    def frame_bounds(self) -> Iterator[tuple[int, int]]:
+        """First block and end of each frame."""
+        per_frame = max(1, FRAME_BYTES // self.block_bytes)
+        for start in range(0, len(self.keys), per_frame):
+            yield start, min(start + per_frame, len(self.keys))
+
+    def raw(self, start: int, stop: int) -> memoryview:
+        """The bytes of these blocks; valid until the next call."""
+        return self.source.gather(start, stop).data.cast("B")
+
+    def sample(self) -> memoryview:
+        """The bytes of the first frame, for a codec to be chosen by; valid until the next call of ``raw``."""
+        return self.raw(*next(self.frame_bounds()))
+
+
+@dataclass
+class PackWriter:
+    """Turns segments into a pack, one frame in memory at a time.
+
+    What ``codec`` chooses for the segments' groups is settled here, for the pack is named after it. ``stream`` may be
+    called again (a commit that is retried); the table then describes the newest run.
+    """
+
+    namespace: bytes
+    codec: CodecPolicy
+    segments: Sequence[Segment]
+    keys: PackedKeys = field(init=False)
+    pack_id: bytes = field(init=False)
+    raw_length: int = field(init=False)
+    """Bytes of all blocks."""
+    codecs: tuple[Codec, ...] = field(init=False)
+    """Those that the frames are written with, each once."""
+    _codec_numbers: dict[int, int] = field(init=False)
+    """For each group, which of ``codecs``, counted from 1."""
+    _table: PackTable | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        first = {segment.group: segment for segment in reversed(self.segments)}
+        chosen = {group: self.codec.choose(group, segment.sample) for group, segment in sorted(first.items())}
+        self.codecs = tuple(dict.fromkeys(chosen.values()))
+        self._codec_numbers = {group: self.codecs.index(codec) + 1 for group, codec in chosen.items()}
+        self.keys = PackedKeys.of([key for segment in self.segments for key in segment.keys])
+        self.pack_id = pack_id(self.namespace, self.keys, join_codecs(self.codecs))
+        self.raw_length = sum(segment.raw_length for segment in self.segments)
+
+    @property
+    def written(self) -> bool:
+        """Whether ``stream`` has run to its end: a backend that held the pack already never asked for it."""
+        return self._table is not None
+
+    @property
+    def table(self) -> PackTable:
+        """The pack's table; there once ``stream`` has run to its end.
+
+        :raises ValueError: before that.
+        """
+        if self._table is None:
+            raise ValueError("a pack's table exists after its stream has run to the end")
+        return self._table
+
+    def stream(self) -> Iterator[Buffer]:
+        """The payload in order, padding included. Each piece is valid until the next one is asked for."""
+        frames: list[Frame] = []
+        offset = 0
+        for segment in self.segments:
+            for start, stop in segment.frame_bounds():
+                frame, stored = self._frame(segment, start, stop, offset)
+                frames.append(frame)
+                yield stored
+                offset = align(frame.offset + frame.stored_length)
+                if padding := offset - frame.offset - frame.stored_length:
+                    yield bytes(padding)
+        codecs = join_codecs(self.codecs)
+        self._table = PackTable(self.namespace, self.pack_id, codecs, offset, self.raw_length, tuple(frames), self.keys)
+
+    def _frame(self, segment: Segment, start: int, stop: int, offset: int) -> tuple[Frame, Buffer]:
+        raw = segment.raw(start, stop)
+        number = self._codec_numbers[segment.group]
+        stored = self.codecs[number - 1].encode(raw)
+        if len(stored) >= len(raw):
+            stored, number = raw, 0
+        seed = frame_seed(self.namespace, b"".join(segment.keys[start:stop]))
+        checksum = xxhash.xxh3_64_intdigest(stored, seed=seed)
+        depth = segment.depth if segment.depth == UNKNOWN_DEPTH else segment.depth + start
+        frame = Frame(segment.group, stop - start, segment.block_bytes, depth, number, 0, offset, len(stored), checksum)
+        return frame, stored
+
+
+def verify_frame(frame: Frame, stored: Buffer, seed: int) -> None:
+    """Check a frame's stored bytes.
+
+    :raises CorruptPackError: where they are not what was written under these keys.
+    """
+    if len(stored) != frame.stored_length or xxhash.xxh3_64_intdigest(stored, seed=seed) != frame.checksum:
+        raise CorruptPackError("frame checksum", f"does not match at offset {frame.offset}")
+
+
+def decode_frame(codecs: str, frame: Frame, stored: Buffer, out: memoryview) -> None:
+    """Fill ``out`` with the frame's blocks, side by side.
+
+    :param codecs: as in the pack's table.
+    :param stored: verified.
+    :param out: ``frame.raw_length`` bytes.
+    :raises CorruptPackError: where they do not decode to that, or with no codec of this release; what ``out`` holds is
+        then undefined.
+    """
+    stored_codec(codecs, frame.codec).decode_into(stored, out)

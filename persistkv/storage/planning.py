@@ -1,0 +1,97 @@
+"""How a job's blocks are cut into packs.
+
+Where the depth of blocks in their chain is known, packs are cut at fixed depths, so that two engines that store one
+prefix cut the same packs, which then have the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from persistkv.storage.pack import MAX_PACK_BYTES, UNKNOWN_DEPTH, Segment
+from persistkv.storage.rows import RowBlocks, Rows
+
+TARGET_PACK_BYTES = 32 << 20  # 32 MiB: the largest pack that a cut at fixed depths makes
+DIRECT_BYTES = 4 << 20  # 4 MiB: smaller packs wait in staging for company
+
+
+class Block(NamedTuple):
+    """One block of a job."""
+
+    key: bytes
+    group: int
+    row: int
+    depth: int
+    """UNKNOWN_DEPTH where nobody told."""
+
+
+@dataclass
+class PlannedPack:
+    """Blocks that lie in rows and go into one pack."""
+
+    segments: list[Segment] = field(default_factory=list)
+
+    @property
+    def raw_length(self) -> int:
+        """Bytes of all blocks."""
+        return sum(segment.raw_length for segment in self.segments)
+
+
+def blocks_per_pack(rows: Rows) -> int:
+    """Depths between two cuts: the largest power of two of blocks, one of each group, that fits the target."""
+    one_of_each = sum(group.block_bytes for group in rows.layout.groups)
+    return 1 << max(0, (TARGET_PACK_BYTES // one_of_each).bit_length() - 1)
+
+
+def plan_packs(rows: Rows, blocks: Iterable[Block]) -> list[PlannedPack]:
+    """Cut blocks into packs: by depth where it is known, else whenever one is full."""
+    cut = blocks_per_pack(rows)
+    by_bucket: dict[int, list[Block]] = {}
+    unknown: list[Block] = []
+    for block in blocks:
+        if block.depth == UNKNOWN_DEPTH:
+            unknown.append(block)
+        else:
+            by_bucket.setdefault(block.depth // cut, []).append(block)
+    packs = [
+        PlannedPack(_segments(rows, sorted(bucket, key=lambda b: (b.group, b.depth)))) for bucket in by_bucket.values()
+    ]
+    return packs + [PlannedPack(_segments(rows, run)) for run in _full_runs(rows, unknown)]
+
+
+def _full_runs(rows: Rows, blocks: Iterable[Block]) -> Iterable[list[Block]]:
+    run: list[Block] = []
+    size = 0
+    for block in blocks:
+        length = rows.layout.groups[block.group].block_bytes
+        if run and size + length > MAX_PACK_BYTES:
+            yield run
+            run, size = [], 0
+        run.append(block)
+        size += length
+    if run:
+        yield run
+
+
+def _segments(rows: Rows, blocks: Sequence[Block]) -> list[Segment]:
+    """Runs of one group whose depths follow one another, as frames ask for."""
+    runs: list[list[Block]] = []
+    for block in blocks:
+        last = runs[-1][-1] if runs else None
+        if last is not None and last.group == block.group and _follows(last.depth, block.depth):
+            runs[-1].append(block)
+        else:
+            runs.append([block])
+    return [_segment(rows, run) for run in runs]
+
+
+def _follows(before: int, depth: int) -> bool:
+    return depth == before == UNKNOWN_DEPTH or depth == before + 1
+
+
+def _segment(rows: Rows, run: Sequence[Block]) -> Segment:
+    group = run[0].group
+    source = RowBlocks(rows, group, [block.row for block in run])
+    return Segment(group, rows.layout.groups[group].block_bytes, [b.key for b in run], source, run[0].depth)

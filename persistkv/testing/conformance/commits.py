@@ -1,0 +1,197 @@
+"""Commits: all or nothing, the first wins, deletions, staleness, totals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from persistkv.errors import StoreFullError
+from persistkv.storage.backend import Backend, CommitBatch
+from persistkv.storage.codec import RawCodec, ZstdCodec
+from persistkv.storage.pack import PackWriter, Segment
+from persistkv.testing.conformance.suite import BackendSuite, check_totals, read_pack, sample_identity, tables
+from persistkv.testing.samples import (
+    FailingSource,
+    SourceFailure,
+    payload_of,
+    sample_blocks,
+    sample_keys,
+    sample_manifest,
+    sample_pack,
+    sample_segment,
+)
+
+
+class CommitTests(BackendSuite):
+    """``commit`` and ``stats``."""
+
+    @pytest.mark.parametrize("codec", [RawCodec(), ZstdCodec(1)], ids=str)
+    def test_pack_of_two_groups(self, backend: Backend, namespace: bytes, codec: RawCodec | ZstdCodec) -> None:
+        segments = [
+            sample_segment(1, group=0, blocks=20, block_bytes=100_000),
+            sample_segment(2, group=1, blocks=7, block_bytes=4097, hash_bytes=8),
+        ]
+        pack = PackWriter(namespace, codec, segments)
+        backend.commit(namespace, CommitBatch([pack]))
+        (table,) = backend.changes(namespace, None).added
+        assert table == pack.table
+        assert table.keys.unpack() == [*segments[0].keys, *segments[1].keys]
+        assert read_pack(backend, namespace, table) == payload_of(pack)
+        assert check_totals(backend).blocks == 27
+
+    @pytest.mark.parametrize("block_bytes", [1, 4095, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 3 * (1 << 20) + 5])
+    def test_blocks_of_any_size(self, backend: Backend, namespace: bytes, block_bytes: int) -> None:
+        pack = sample_pack(namespace, 1, blocks=3, block_bytes=block_bytes)
+        backend.commit(namespace, CommitBatch([pack]))
+        assert tables(backend, namespace) == {pack.pack_id: pack.table}
+        assert read_pack(backend, namespace, pack.table) == payload_of(pack)
+        check_totals(backend)
+
+    def test_several_packs_and_manifests(self, backend: Backend, namespace: bytes) -> None:
+        packs = [sample_pack(namespace, seed) for seed in range(5)]
+        manifests = [sample_manifest(f"r{seed}", seed) for seed in range(3)]
+        result = backend.commit(namespace, CommitBatch(packs, manifests))
+        assert not result.stale
+        assert not result.evicted
+        assert tables(backend, namespace) == {pack.pack_id: pack.table for pack in packs}
+        assert {manifest.id for manifest in backend.manifests(namespace)} == {"r0", "r1", "r2"}
+        check_totals(backend)
+
+    def test_stream_that_raises_undoes_all(self, backend: Backend, namespace: bytes) -> None:
+        held, good = sample_pack(namespace, 1), sample_pack(namespace, 2)
+        cursor = backend.commit(namespace, CommitBatch([held])).cursor
+        stats = backend.stats()
+        source = FailingSource(sample_blocks(3, 40, 1 << 18), fails_at=30)
+        torn = PackWriter(namespace, RawCodec(), [Segment(0, 1 << 18, sample_keys(3, 40), source)])
+        with pytest.raises(SourceFailure):
+            backend.commit(namespace, CommitBatch([good, torn], [sample_manifest("r1")], [held.pack_id]))
+
+        assert tables(backend, namespace) == {held.pack_id: held.table}
+        assert read_pack(backend, namespace, held.table) == payload_of(held)
+        assert read_pack(backend, namespace, good.table) is None
+        assert list(backend.manifests(namespace)) == []
+        assert backend.changes(namespace, cursor).added == []
+        assert replace(check_totals(backend), disk_bytes=0) == replace(stats, disk_bytes=0)
+        backend.commit(namespace, CommitBatch([good], seen=cursor))
+        assert read_pack(backend, namespace, good.table) == payload_of(good)
+
+    def test_full_store_undoes_all_and_goes_on(self, small_url: str | None) -> None:
+        if small_url is None:
+            pytest.skip("the driver knows no bound")
+        backend = self.open(small_url)
+        namespace = backend.open_namespace(sample_identity()).id
+        held = sample_pack(namespace, 1, blocks=8, block_bytes=1 << 18)
+        cursor = backend.commit(namespace, CommitBatch([held])).cursor
+        large = sample_pack(namespace, 2, blocks=32, block_bytes=1 << 18)
+        with pytest.raises(StoreFullError):
+            backend.commit(namespace, CommitBatch([large], [sample_manifest("r1")], [held.pack_id]))
+        assert tables(backend, namespace) == {held.pack_id: held.table}
+        assert read_pack(backend, namespace, held.table) == payload_of(held)
+        assert list(backend.manifests(namespace)) == []
+        check_totals(backend)
+
+        small = sample_pack(namespace, 3)
+        assert not backend.commit(namespace, CommitBatch([small], seen=cursor)).stale
+        assert read_pack(backend, namespace, small.table) == payload_of(small)
+        check_totals(backend)
+        backend.close()
+
+    def test_full_store_can_be_emptied_and_filled_again(self, small_url: str | None) -> None:
+        if small_url is None:
+            pytest.skip("the driver knows no bound")
+        backend = self.open(small_url)
+        namespace = backend.open_namespace(sample_identity()).id
+        for round_number in range(3):
+            for number in range(60):
+                size = (200_000, 4096)[number % 2]
+                pack = sample_pack(namespace, 100 * round_number + number, blocks=1, block_bytes=size)
+                backend.commit(namespace, CommitBatch([pack]))
+            assert check_totals(backend).packs >= 10
+            for pack_id in tables(backend, namespace):
+                backend.commit(namespace, CommitBatch(deletions=[pack_id]))
+            assert check_totals(backend).packs == 0
+        backend.close()
+
+    def test_first_writer_wins(self, backend: Backend, namespace: bytes) -> None:
+        first, second = sample_pack(namespace, 1, content=10), sample_pack(namespace, 1, content=20)
+        assert first.pack_id == second.pack_id
+        cursor = backend.commit(namespace, CommitBatch([first])).cursor
+        backend.commit(namespace, CommitBatch([second]))
+        assert tables(backend, namespace) == {first.pack_id: first.table}
+        assert read_pack(backend, namespace, first.table) == payload_of(first)
+        assert backend.changes(namespace, cursor).added == []
+        check_totals(backend)
+
+    def test_first_wins_within_a_batch(self, backend: Backend, namespace: bytes) -> None:
+        first, second = sample_pack(namespace, 1, content=10), sample_pack(namespace, 1, content=20)
+        backend.commit(namespace, CommitBatch([first, second]))
+        assert read_pack(backend, namespace, first.table) == payload_of(first)
+        assert check_totals(backend).packs == 1
+
+    def test_deletion(self, backend: Backend, namespace: bytes) -> None:
+        kept, gone = sample_pack(namespace, 1), sample_pack(namespace, 2, blocks=30, block_bytes=70_000)
+        cursor = backend.commit(namespace, CommitBatch([kept, gone])).cursor
+        result = backend.commit(namespace, CommitBatch(deletions=[gone.pack_id, bytes(16), gone.pack_id]))
+        assert list(result.evicted) == [gone.table]
+        assert read_pack(backend, namespace, gone.table) is None
+        assert read_pack(backend, namespace, kept.table) == payload_of(kept)
+        changes = backend.changes(namespace, cursor)
+        assert list(changes.removed) == [gone.pack_id]
+        assert changes.cursor == result.cursor
+        assert check_totals(backend).packs == 1
+
+        back = sample_pack(namespace, 2, blocks=30, block_bytes=70_000, content=5)
+        backend.commit(namespace, CommitBatch([back]))
+        assert read_pack(backend, namespace, back.table) == payload_of(back)
+
+    def test_pack_replaced_in_one_batch(self, backend: Backend, namespace: bytes) -> None:
+        bad, good = sample_pack(namespace, 1, content=10), sample_pack(namespace, 1, content=20)
+        cursor = backend.commit(namespace, CommitBatch([bad])).cursor
+        result = backend.commit(namespace, CommitBatch([good], deletions=[bad.pack_id]))
+        assert list(result.evicted) == [bad.table]
+        assert read_pack(backend, namespace, good.table) == payload_of(good)
+        changes = backend.changes(namespace, cursor)
+        assert list(changes.removed) == [bad.pack_id]
+        assert list(changes.added) == [good.table]
+        check_totals(backend)
+
+    def test_empty_batch_changes_nothing(self, backend: Backend, namespace: bytes) -> None:
+        cursor = backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)])).cursor
+        assert backend.commit(namespace, CommitBatch()).cursor == cursor
+
+    def test_stale_commit_does_nothing(self, backend: Backend, namespace: bytes) -> None:
+        seen = backend.changes(namespace, None).cursor
+        first, second = sample_pack(namespace, 1), sample_pack(namespace, 2)
+        cursor = backend.commit(namespace, CommitBatch([first], seen=seen)).cursor
+        result = backend.commit(namespace, CommitBatch([second], [sample_manifest("r1")], [first.pack_id], seen=seen))
+        assert result.stale
+        assert backend.changes(namespace, result.cursor).added == [first.table]
+        assert tables(backend, namespace) == {first.pack_id: first.table}
+        assert list(backend.manifests(namespace)) == []
+
+        assert not backend.commit(namespace, CommitBatch([second], seen=cursor)).stale
+        assert not backend.commit(namespace, CommitBatch(deletions=[first.pack_id])).stale
+        assert tables(backend, namespace) == {second.pack_id: second.table}
+
+    def test_manifests_make_no_one_stale(self, backend: Backend, namespace: bytes) -> None:
+        cursor = backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)])).cursor
+        backend.commit(namespace, CommitBatch(manifests=[sample_manifest("r1")]))
+        assert not backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)], seen=cursor)).stale
+
+    def test_totals_after_many_commits(self, backend: Backend) -> None:
+        names = [backend.open_namespace(sample_identity(number)).id for number in range(2)]
+        rng = np.random.default_rng(7)
+        for step in range(40):
+            namespace = names[step % 2]
+            held = list(tables(backend, namespace))
+            packs = [
+                sample_pack(namespace, int(rng.integers(30)), blocks=int(rng.integers(1, 9)), codec=ZstdCodec(1))
+                for _ in range(rng.integers(3))
+            ]
+            gone = [held[index] for index in rng.permutation(len(held))[: rng.integers(3)]]
+            manifests = [sample_manifest(f"r{rng.integers(12)}", step)] if step % 3 else []
+            backend.commit(namespace, CommitBatch(packs, manifests, gone))
+            check_totals(backend)
+        assert backend.stats().packs

@@ -1,0 +1,316 @@
+"""Eviction: its order, what goes with what, pins, ttl, and the bound."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from persistkv.errors import StoreFullError
+from persistkv.storage.backend import Backend, CommitBatch
+from persistkv.storage.pack import UNKNOWN_DEPTH, PackWriter
+from persistkv.testing.conformance.suite import BackendSuite, check_totals, read_pack, sample_identity, tables
+from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
+
+_BLOCK_BYTES = 100_000
+_HOUR_S = 3600
+
+
+class EvictionTests(BackendSuite):
+    """The rules at the top of ``persistkv.storage.backend``."""
+
+    @pytest.fixture
+    def small(self, small_url: str | None) -> Iterator[Backend]:
+        """A store of 4 MiB: some 10 packs of 3 blocks."""
+        if small_url is None:
+            pytest.skip("the driver knows no bound")
+        backend = self.open(small_url)
+        yield backend
+        check_totals(backend)
+        backend.close()
+
+    @pytest.fixture
+    def name(self, small: Backend) -> bytes:
+        return small.open_namespace(sample_identity()).id
+
+    @pytest.fixture
+    def aging(self, ttl_url: str | None) -> Iterator[Backend]:
+        if ttl_url is None:
+            pytest.skip("the driver knows no ttl")
+        backend = self.open(ttl_url)
+        yield backend
+        check_totals(backend)
+        backend.close()
+
+    @pytest.fixture
+    def later(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+        """Sets the clock forward."""
+        now = time.time
+
+        def later(seconds: float) -> None:
+            monkeypatch.setattr(time, "time", lambda: now() + seconds)
+
+        return later
+
+    def test_last_used_goes_last(self, small: Backend, name: bytes) -> None:
+        packs = [_pack(name, seed) for seed in range(8)]
+        for pack in packs:
+            assert not small.commit(name, CommitBatch([pack])).evicted
+        order = [4, 1, 6, 3, 0, 7, 2, 5]
+        for number in order:
+            small.commit(name, CommitBatch(touches=[packs[number].pack_id]))
+        gone = _press(small, name, until=packs[5].pack_id)
+        assert gone[:8] == [packs[number].pack_id for number in order]
+
+    def test_writing_what_is_held_uses_it(self, small: Backend, name: bytes) -> None:
+        first, second = _pack(name, 1), _pack(name, 2)
+        small.commit(name, CommitBatch([first]))
+        small.commit(name, CommitBatch([second]))
+        small.commit(name, CommitBatch([_pack(name, 1)]))
+        assert _press(small, name, until=first.pack_id)[:2] == [second.pack_id, first.pack_id]
+
+    def test_deeper_goes_first_and_manifests_last(self, small: Backend, name: bytes) -> None:
+        depths = [0, 16, 8, UNKNOWN_DEPTH, 24]
+        packs = [_pack(name, seed, blocks=2, depth=depth) for seed, depth in enumerate(depths)]
+        small.commit(name, CommitBatch(packs, [sample_manifest("r")]))
+        gone = _press(small, name, until=packs[0].pack_id)
+        assert gone[:5] == [packs[number].pack_id for number in (3, 4, 1, 2, 0)]
+        _press(small, name, rounds=3)
+        assert not list(small.manifests(name))
+
+    def test_touches_of_one_batch_are_of_one_moment(self, small: Backend, name: bytes) -> None:
+        packs = [_pack(name, seed, depth=3 * seed) for seed in range(4)]
+        for pack in packs:
+            small.commit(name, CommitBatch([pack]))
+        small.commit(name, CommitBatch(touches=[packs[number].pack_id for number in (2, 0, 1)] + [bytes(16)]))
+        gone = _press(small, name, until=packs[0].pack_id)
+        assert gone[:4] == [packs[number].pack_id for number in (3, 2, 1, 0)]
+
+    def test_evicted_is_exact(self, small: Backend, name: bytes) -> None:
+        rng = np.random.default_rng(3)
+        written: dict[bytes, PackWriter] = {}
+        cursor = small.changes(name, None).cursor
+        for step in range(60):
+            pack = _pack(name, step, blocks=int(rng.integers(1, 9)))
+            held = set(tables(small, name))
+            result = small.commit(name, CommitBatch([pack], seen=cursor))
+            assert not result.stale
+            written[pack.pack_id] = pack
+            gone = {table.pack_id for table in result.evicted}
+            assert {*held, pack.pack_id} - gone == set(tables(small, name))
+            assert gone <= held
+            changes = small.changes(name, cursor)
+            assert set(changes.removed) == gone or changes.reset
+            cursor = result.cursor
+            assert changes.cursor == cursor
+            check_totals(small)
+        for table in tables(small, name).values():
+            assert read_pack(small, name, table) == payload_of(written[table.pack_id])
+
+    def test_capacity_is_used(self, small: Backend, name: bytes) -> None:
+        _press(small, name, rounds=40)
+        assert check_totals(small).stored_bytes >= 2 << 20
+
+    def test_large_batch_replaces_much(self, small: Backend, name: bytes) -> None:
+        for seed in range(100, 130):
+            small.commit(name, CommitBatch([_pack(name, seed, blocks=1)]))
+        large = _pack(name, 1, blocks=24)
+        small.commit(name, CommitBatch([large]))
+        assert read_pack(small, name, large.table) == payload_of(large)
+        check_totals(small)
+        small.commit(name, CommitBatch([_pack(name, 2, blocks=24)]))
+        assert large.pack_id not in tables(small, name)
+
+    def test_what_a_batch_names_stays(self, small: Backend, name: bytes) -> None:
+        held = [_pack(name, seed) for seed in range(3)]
+        for pack in held:
+            small.commit(name, CommitBatch([pack]))
+        _press(small, name, rounds=6)
+        manifest = sample_manifest("r", packs=[held[0].pack_id, held[1].pack_id])
+        batch = CommitBatch([_pack(name, 50, blocks=20)], [manifest], touches=[held[2].pack_id])
+        gone = [table.pack_id for table in small.commit(name, batch).evicted]
+        assert gone
+        assert not {pack.pack_id for pack in held} & set(gone)
+        assert [manifest.id for manifest in small.manifests(name)] == ["r"]
+
+    def test_touching_everything_leaves_room_for_more(self, small: Backend, name: bytes) -> None:
+        packs = [_pack(name, seed, depth=3 * seed) for seed in range(10)]
+        for pack in packs:
+            small.commit(name, CommitBatch([pack]))
+        gone = small.commit(name, CommitBatch([_pack(name, 50, blocks=18)], touches=list(tables(small, name)))).evicted
+        assert gone
+        assert [table.pack_id for table in gone] == [pack.pack_id for pack in packs[::-1]][: len(gone)]
+
+    def test_manifest_goes_with_its_packs(self, small: Backend, name: bytes) -> None:
+        packs = [_pack(name, seed, depth=3 * seed) for seed in range(3)]
+        ids = [pack.pack_id for pack in packs]
+        small.commit(name, CommitBatch(packs, [sample_manifest("long", packs=ids)]))
+        small.commit(name, CommitBatch(manifests=[sample_manifest("short", packs=ids[:1])]))
+        gone = _press(small, name, until=ids[2])
+        assert gone[0] == ids[2]
+        assert [manifest.id for manifest in small.manifests(name)] == ["short"]
+        assert small.manifest_keys(name, "long") is None
+        assert ids[0] in tables(small, name)
+
+    def test_old_manifest_of_used_packs_goes_alone(self, small: Backend, name: bytes) -> None:
+        used = _pack(name, 1, blocks=1)
+        small.commit(name, CommitBatch([used], [sample_manifest("old", packs=[used.pack_id])]))
+        seed = 1000
+        while list(small.manifests(name)):
+            small.commit(name, CommitBatch([_pack(name, seed)], touches=[used.pack_id]))
+            seed += 1
+            assert seed < 1100
+        assert used.pack_id in tables(small, name)
+
+    def test_deleting_a_pack_takes_what_only_it_made_reachable(self, backend: Backend, namespace: bytes) -> None:
+        packs = [_pack(namespace, seed, depth=3 * seed) for seed in range(5)]
+        ids = [pack.pack_id for pack in packs]
+        other = _pack(namespace, 9)
+        first = sample_manifest("first", packs=ids[:4])
+        second = sample_manifest("second", packs=[other.pack_id, ids[2]])
+        loose = sample_manifest("loose", packs=[ids[1], ids[4]], ordered=False)
+        backend.commit(namespace, CommitBatch([*packs, other], [first, second, loose]))
+        result = backend.commit(namespace, CommitBatch(deletions=[ids[1]]))
+        assert {table.pack_id for table in result.evicted} == {ids[1], ids[3]}
+        assert set(tables(backend, namespace)) == {ids[0], ids[2], ids[4], other.pack_id}
+        assert [manifest.id for manifest in backend.manifests(namespace)] == ["second"]
+        check_totals(backend)
+
+    def test_unreachable_pack_ages_out(self, small: Backend, name: bytes) -> None:
+        begin, end = _pack(name, 1), _pack(name, 2, depth=3)
+        small.commit(name, CommitBatch([begin, end]))
+        small.commit(name, CommitBatch(deletions=[begin.pack_id]))
+        assert end.pack_id in tables(small, name)
+        assert _press(small, name, until=end.pack_id)[0] == end.pack_id
+
+    def test_pinned_requests_stay(self, small: Backend, name: bytes) -> None:
+        packs = [_pack(name, seed, depth=3 * seed) for seed in range(2)]
+        ids = [pack.pack_id for pack in packs]
+        batch = CommitBatch(packs, [sample_manifest("r", packs=ids)], pins=[("r", True), ("nobody", True)])
+        small.commit(name, batch)
+        _press(small, name, rounds=30)
+        assert [manifest.id for manifest in small.manifests(name)] == ["r"]
+        for pack in packs:
+            assert read_pack(small, name, pack.table) == payload_of(pack)
+        check_totals(small)
+
+        small.commit(name, CommitBatch(manifests=[sample_manifest("r", 1, packs=ids[:1])]))
+        gone = _press(small, name, rounds=30)
+        assert ids[1] in gone, "the new manifest does not name it"
+        assert ids[0] not in gone, "the new manifest is pinned, as the old one was"
+        small.commit(name, CommitBatch(pins=[("r", False)]))
+        assert ids[0] in _press(small, name, rounds=30)
+        assert not list(small.manifests(name))
+
+    def test_two_pins_on_one_pack(self, small: Backend, name: bytes) -> None:
+        pack = _pack(name, 1)
+        manifests = [sample_manifest(number, packs=[pack.pack_id]) for number in "ab"]
+        small.commit(name, CommitBatch([pack], manifests, pins=[("a", True), ("b", True), ("b", True)]))
+        small.commit(name, CommitBatch(pins=[("a", False), ("a", False)]))
+        assert pack.pack_id not in _press(small, name, rounds=30)
+        small.commit(name, CommitBatch(pins=[("b", False)]))
+        assert pack.pack_id in _press(small, name, rounds=30)
+
+    def test_deletions_delete_what_is_pinned(self, backend: Backend, namespace: bytes) -> None:
+        pack = _pack(namespace, 1)
+        manifest = sample_manifest("r", packs=[pack.pack_id])
+        backend.commit(namespace, CommitBatch([pack], [manifest], pins=[("r", True)]))
+        backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))
+        assert (check_totals(backend).packs, backend.stats().requests) == (0, 0)
+
+    def test_store_full_of_pins_refuses_and_changes_nothing(self, small: Backend, name: bytes) -> None:
+        packs = [_pack(name, seed, blocks=8) for seed in range(3)]
+        manifest = sample_manifest("r", packs=[pack.pack_id for pack in packs])
+        small.commit(name, CommitBatch(packs, [manifest], pins=[("r", True)]))
+        loose = _pack(name, 5, blocks=1)
+        cursor = small.commit(name, CommitBatch([loose])).cursor
+        with pytest.raises(StoreFullError):
+            small.commit(name, CommitBatch([_pack(name, 6, blocks=24)]))
+        assert loose.pack_id in tables(small, name), "what would not have been enough is not evicted"
+        assert not small.commit(name, CommitBatch(touches=[loose.pack_id], seen=cursor)).stale
+        assert check_totals(small).packs == 4
+
+    def test_capacity_is_one_for_all_namespaces(self, small: Backend, name: bytes) -> None:
+        other = small.open_namespace(sample_identity(1)).id
+        ours, theirs = _pack(name, 1), _pack(other, 1)
+        cursor = small.commit(other, CommitBatch([theirs], [sample_manifest("r", packs=[theirs.pack_id])])).cursor
+        small.commit(name, CommitBatch([ours]))
+        gone = _press(small, name, until=ours.pack_id)
+        assert gone[:2] == [theirs.pack_id, ours.pack_id]
+        assert list(small.changes(other, cursor).removed) == [theirs.pack_id]
+        assert not list(small.manifests(other))
+        check_totals(small)
+
+    def test_order_outlives_the_handle(self, small_url: str | None) -> None:
+        self.need_persistence()
+        if small_url is None:
+            pytest.skip("the driver knows no bound")
+        packs: list[PackWriter] = []
+        for step, used in enumerate((None, None, None, 1, 0)):
+            backend = self.open(small_url)
+            name = backend.open_namespace(sample_identity()).id
+            if used is None:
+                packs.append(_pack(name, step))
+                backend.commit(name, CommitBatch([packs[-1]]))
+            else:
+                backend.commit(name, CommitBatch(touches=[packs[used].pack_id]))
+            backend.close()
+        backend = self.open(small_url)
+        gone = _press(backend, name, until=packs[0].pack_id)
+        assert gone[:3] == [packs[number].pack_id for number in (2, 1, 0)]
+        backend.close()
+
+    def test_ttl_counts_from_the_last_use(self, aging: Backend, later: Callable[[float], None]) -> None:
+        name = aging.open_namespace(sample_identity()).id
+        used, idle, pinned = (_pack(name, seed, blocks=1) for seed in range(3))
+        manifests = [sample_manifest("r", packs=[idle.pack_id]), sample_manifest("p", packs=[pinned.pack_id])]
+        aging.commit(name, CommitBatch([used, idle, pinned], manifests, pins=[("p", True)]))
+        later(0.6 * _HOUR_S)
+        assert not aging.commit(name, CommitBatch(touches=[used.pack_id])).evicted
+        later(1.2 * _HOUR_S)
+        assert [table.pack_id for table in aging.commit(name, CommitBatch()).evicted] == [idle.pack_id]
+        assert [manifest.id for manifest in aging.manifests(name)] == ["p"]
+        later(1.5 * _HOUR_S)
+        assert not aging.commit(name, CommitBatch()).evicted
+        later(1.8 * _HOUR_S)
+        assert [table.pack_id for table in aging.commit(name, CommitBatch()).evicted] == [used.pack_id]
+        assert set(tables(aging, name)) == {pinned.pack_id}
+
+    def test_many_expire_in_the_end(self, aging: Backend, later: Callable[[float], None]) -> None:
+        name = aging.open_namespace(sample_identity()).id
+        packs = [sample_pack(name, seed, blocks=1, block_bytes=1) for seed in range(300)]
+        aging.commit(name, CommitBatch(packs, [sample_manifest(f"r{number}") for number in range(50)]))
+        later(2 * _HOUR_S)
+        for _ in range(50):
+            aging.commit(name, CommitBatch())
+        assert (aging.stats().packs, aging.stats().requests) == (0, 0)
+
+    def test_clock_that_goes_back_spoils_nothing(self, aging: Backend, later: Callable[[float], None]) -> None:
+        name = aging.open_namespace(sample_identity()).id
+        first, second = _pack(name, 1, blocks=1), _pack(name, 2, blocks=1)
+        aging.commit(name, CommitBatch([first]))
+        later(-10 * _HOUR_S)
+        aging.commit(name, CommitBatch([second]))
+        assert set(tables(aging, name)) == {first.pack_id, second.pack_id}
+        later(0.0)
+        assert not aging.commit(name, CommitBatch()).evicted
+
+
+def _pack(namespace: bytes, seed: int, *, blocks: int = 3, depth: int = 0) -> PackWriter:
+    return sample_pack(namespace, seed, blocks=blocks, block_bytes=_BLOCK_BYTES, depth=depth)
+
+
+def _press(backend: Backend, namespace: bytes, *, until: bytes = b"", rounds: int = 100) -> list[bytes]:
+    """Write new packs until a certain one is evicted, or so many; the ids of those that went, in order."""
+    gone: list[bytes] = []
+    first = 1000 + 1000 * backend.stats().packs  # never the same twice in a test
+    for seed in range(first, first + rounds):
+        if until in gone:
+            return gone
+        pack = _pack(namespace, int.from_bytes(namespace[:2], "big") + seed)
+        gone += [table.pack_id for table in backend.commit(namespace, CommitBatch([pack])).evicted]
+        check_totals(backend)
+    assert not until, "it was not evicted"
+    return gone

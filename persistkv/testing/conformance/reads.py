@@ -1,0 +1,107 @@
+"""Reads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from persistkv.storage.backend import Backend, CommitBatch, ReadSpan
+from persistkv.testing.conformance.suite import BackendSuite, RawKind, RawStore, read_pack
+from persistkv.testing.samples import payload_of, sample_pack
+
+_MIB = 1 << 20
+
+
+class ReadTests(BackendSuite):
+    """``read``."""
+
+    @pytest.mark.parametrize(
+        ("offset", "lengths"),
+        [
+            (0, [4096]),
+            (1, [1]),
+            (4095, [3, 7, 1]),
+            (_MIB - 1, [2]),
+            (_MIB - 5, [5, 5]),
+            (_MIB, [_MIB]),
+            (_MIB - 4096, [8192, 100, 2 * _MIB]),
+            (3, [_MIB - 3, 0, _MIB, 17]),
+            (7, []),
+        ],
+    )
+    def test_span(self, backend: Backend, namespace: bytes, offset: int, lengths: list[int]) -> None:
+        pack = sample_pack(namespace, 1, blocks=9, block_bytes=500_000)
+        backend.commit(namespace, CommitBatch([pack]))
+        buffers = [bytearray(length) for length in lengths]
+        assert backend.read(
+            namespace, [ReadSpan(pack.pack_id, offset, [memoryview(buffer) for buffer in buffers])]
+        ) == [True]
+        assert b"".join(buffers) == payload_of(pack)[offset : offset + sum(lengths)]
+
+    def test_rows_of_an_array(self, backend: Backend, namespace: bytes) -> None:
+        pack = sample_pack(namespace, 1, blocks=40, block_bytes=65_536)
+        backend.commit(namespace, CommitBatch([pack]))
+        rows = np.zeros((40, 2, 50_000), np.int8)
+        order = np.random.default_rng(3).permutation(40)
+        spans = [ReadSpan(pack.pack_id, int(block) * 65_536, [memoryview(rows[block, 0])]) for block in order]
+        assert backend.read(namespace, spans) == [True] * 40
+        stored = np.frombuffer(payload_of(pack), np.int8).reshape(40, 65_536)
+        assert np.array_equal(rows[:, 0], stored[:, :50_000])
+        assert not rows[:, 1].any()
+
+    def test_random_spans_over_several_packs(self, backend: Backend, namespace: bytes) -> None:
+        packs = [sample_pack(namespace, seed, blocks=5, block_bytes=300_001) for seed in range(4)]
+        backend.commit(namespace, CommitBatch(packs))
+        payloads = [payload_of(pack) for pack in packs]
+        rng = np.random.default_rng(11)
+        spans, expected = [], []
+        for _ in range(60):
+            which = int(rng.integers(4))
+            offset = int(rng.integers(len(payloads[which])))
+            length = int(rng.integers(len(payloads[which]) - offset))
+            cut = int(rng.integers(length + 1))
+            buffers = [memoryview(bytearray(cut)), memoryview(bytearray(length - cut))]
+            spans.append(ReadSpan(packs[which].pack_id, offset, buffers))
+            expected.append(payloads[which][offset : offset + length])
+        assert backend.read(namespace, spans) == [True] * 60
+        assert [b"".join(span.buffers) for span in spans] == expected
+
+    def test_misses_stand_beside_hits(self, backend: Backend, namespace: bytes) -> None:
+        pack, gone = sample_pack(namespace, 1), sample_pack(namespace, 2)
+        backend.commit(namespace, CommitBatch([pack, gone]))
+        backend.commit(namespace, CommitBatch(deletions=[gone.pack_id]))
+        payload = payload_of(pack)
+        hit = bytearray(len(payload))
+        spans = [
+            ReadSpan(bytes(16), 0, [memoryview(bytearray(10))]),
+            ReadSpan(gone.pack_id, 0, [memoryview(bytearray(10))]),
+            ReadSpan(pack.pack_id, 0, [memoryview(hit)]),
+            ReadSpan(pack.pack_id, 1, [memoryview(bytearray(len(payload)))]),
+            ReadSpan(pack.pack_id, len(payload), [memoryview(bytearray(1))]),
+            ReadSpan(pack.pack_id, 1 << 40, [memoryview(bytearray(1))]),
+            ReadSpan(pack.pack_id, len(payload) - 4, [memoryview(bytearray(2)), memoryview(bytearray(3))]),
+        ]
+        assert backend.read(namespace, spans) == [False, False, True, False, False, False, False]
+        assert hit == payload
+
+    def test_bytes_come_as_they_lie_there(self, backend: Backend, namespace: bytes, raw: RawStore) -> None:
+        pack = sample_pack(namespace, 1, blocks=30, block_bytes=70_000)
+        backend.commit(namespace, CommitBatch([pack]))
+        expected = bytearray(payload_of(pack))
+        assert raw.get(RawKind.PAYLOAD, namespace, pack.pack_id) == expected
+        for offset in (0, 1_048_576, 1_500_000):
+            raw.flip(RawKind.PAYLOAD, namespace, pack.pack_id, offset)
+            expected[offset] ^= 0xFF
+        assert read_pack(backend, namespace, pack.table) == bytes(expected)
+
+    def test_what_was_read_outlives_the_pack(self, backend: Backend, namespace: bytes) -> None:
+        pack = sample_pack(namespace, 1, blocks=8, block_bytes=100_000)
+        backend.commit(namespace, CommitBatch([pack]))
+        held = backend.changes(namespace, None).added
+        bytes_read = read_pack(backend, namespace, pack.table)
+        backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))
+        for seed in range(2, 6):
+            backend.commit(namespace, CommitBatch([sample_pack(namespace, seed, blocks=8, block_bytes=100_000)]))
+        backend.close()
+        assert bytes_read == payload_of(pack)
+        assert list(held) == [pack.table]

@@ -1,0 +1,123 @@
+"""Packs and manifests of a seed: what tests store. The same seed makes the same keys and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from persistkv.base import make_offload_key
+from persistkv.storage.backend import ManifestWrite
+from persistkv.storage.codec import Codec, RawCodec
+from persistkv.storage.keys import PackedKeys
+from persistkv.storage.manifest import RequestManifest
+from persistkv.storage.pack import ByteArray, PackWriter, Segment
+
+
+class ArraySource:
+    """Blocks that lie in one array.
+
+    :param blocks: shape (blocks, bytes of a block).
+    """
+
+    def __init__(self, blocks: ByteArray) -> None:
+        self.blocks = blocks
+
+    def gather(self, start: int, stop: int) -> ByteArray:
+        return self.blocks[start:stop].reshape(-1)
+
+
+class SourceFailure(Exception):
+    """What a ``FailingSource`` raises."""
+
+
+class FailingSource(ArraySource):
+    """Raises where block ``fails_at`` is asked for."""
+
+    def __init__(self, blocks: ByteArray, fails_at: int) -> None:
+        super().__init__(blocks)
+        self.fails_at = fails_at
+
+    def gather(self, start: int, stop: int) -> ByteArray:
+        if start <= self.fails_at < stop:
+            raise SourceFailure(f"block {self.fails_at}")
+        return super().gather(start, stop)
+
+
+def sample_keys(seed: int, count: int, *, group: int = 0, hash_bytes: int = 32) -> list[bytes]:
+    """Keys of one group."""
+    rng = np.random.default_rng(seed)
+    return [make_offload_key(rng.bytes(hash_bytes), group) for _ in range(count)]
+
+
+def sample_blocks(seed: int, count: int, block_bytes: int) -> ByteArray:
+    """Random bytes, shape (count, block_bytes); each block's second half repeats one byte, so that codecs have work."""
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (count, block_bytes), dtype=np.uint8)
+    blocks[:, block_bytes // 2 :] = blocks[:, :1]
+    return blocks
+
+
+def sample_segment(
+    seed: int,
+    *,
+    group: int = 0,
+    blocks: int = 4,
+    block_bytes: int = 4096,
+    hash_bytes: int = 32,
+    content: int | None = None,
+    depth: int = 0,
+) -> Segment:
+    """Consecutive blocks.
+
+    :param content: the seed of the bytes, where it is not that of the keys.
+    """
+    source = ArraySource(sample_blocks(seed if content is None else content, blocks, block_bytes))
+    keys = sample_keys(seed, blocks, group=group, hash_bytes=hash_bytes)
+    return Segment(group, block_bytes, keys, source, depth)
+
+
+def sample_pack(
+    namespace: bytes,
+    seed: int,
+    *,
+    codec: Codec | None = None,
+    blocks: int = 4,
+    block_bytes: int = 4096,
+    content: int | None = None,
+    depth: int = 0,
+) -> PackWriter:
+    """A pack of one segment."""
+    segment = sample_segment(seed, blocks=blocks, block_bytes=block_bytes, content=content, depth=depth)
+    return PackWriter(namespace, codec or RawCodec(), [segment])
+
+
+def payload_of(pack: PackWriter) -> bytes:
+    """What the pack streams."""
+    return b"".join(map(bytes, pack.stream()))
+
+
+def sample_manifest(
+    manifest_id: str,
+    seed: int = 0,
+    *,
+    blocks: int = 3,
+    labels: dict[str, str] | None = None,
+    packs: Sequence[bytes] = (),
+    ordered: bool = True,
+) -> ManifestWrite:
+    """A manifest of one group.
+
+    :param packs: ids of the packs that it names.
+    """
+    keys = PackedKeys.of(sample_keys(seed, blocks))
+    manifest = RequestManifest(
+        id=manifest_id,
+        created=1_700_000_000.0 + seed,
+        tokens=16 * blocks,
+        group_blocks=(blocks,),
+        raw_bytes=4096 * blocks,
+        ordered=ordered,
+        labels=labels or {},
+    )
+    return ManifestWrite(manifest, (keys,), packs)

@@ -1,0 +1,207 @@
+"""The contract of ``SecondaryTierManager`` as tests, for any tier.
+
+Subclass ``SecondaryTierConformance`` and give it ``open_tier``. Needs pytest and numpy; no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from persistkv.base import OffloadKey, ReqContext, RequestDescription, make_offload_key
+from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
+from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+
+NUM_ROWS = 48
+STRIDE = 12288
+LAYOUT = RowLayout(STRIDE, (GroupLayout(((0, 4096),)), GroupLayout(((4096, 100), (8192, 4096)))))
+TIMEOUT_S = 30.0
+
+
+class TierRig:
+    """A tier and the rows that it works on."""
+
+    def __init__(self, tier: SecondaryTierManager, rows: npt.NDArray[np.uint8]) -> None:
+        self.tier = tier
+        self.rows = rows
+        self._job_ids = itertools.count()
+
+    def store(self, keys: Sequence[OffloadKey], block_ids: Sequence[int], req: ReqContext) -> int:
+        """Submit; returns the job's id."""
+        return self._submit(keys, block_ids, req, is_promotion=False)
+
+    def load(self, keys: Sequence[OffloadKey], block_ids: Sequence[int], req: ReqContext) -> int:
+        """Submit; returns the job's id."""
+        return self._submit(keys, block_ids, req, is_promotion=True)
+
+    def _submit(self, keys: Sequence[OffloadKey], rows: Sequence[int], req: ReqContext, *, is_promotion: bool) -> int:
+        job = JobMetadata(next(self._job_ids), list(keys), list(rows), is_promotion, req)
+        (self.tier.submit_load if is_promotion else self.tier.submit_store)(job)
+        return job.job_id
+
+    def results(self, job_ids: Collection[int]) -> dict[int, JobResult]:
+        """Poll until each of the jobs has its one result."""
+        found: dict[int, JobResult] = {}
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(found) < len(job_ids):
+            for result in self.tier.get_finished_jobs():
+                assert result.job_id in job_ids, f"job {result.job_id} was not submitted, or answered twice"
+                assert result.job_id not in found, f"job {result.job_id} was answered twice"
+                found[result.job_id] = result
+            assert time.monotonic() < deadline, f"no result for jobs {set(job_ids) - set(found)}"
+            time.sleep(0.0005)
+        return found
+
+    def run(self, job_id: int) -> JobResult:
+        """The result of one job."""
+        return self.results([job_id])[job_id]
+
+    def wait_held(self, keys: Sequence[OffloadKey], req: ReqContext) -> None:
+        """Poll until a lookup finds all keys: a tier may need its time to make them durable."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not all(self.tier.lookup(key, req) for key in keys):
+            assert not list(self.tier.get_finished_jobs())
+            self.tier.take_events()
+            assert time.monotonic() < deadline, "stored blocks do not become visible"
+            time.sleep(0.0005)
+
+
+def block_bytes(rows: npt.NDArray[np.uint8], key: OffloadKey, row: int) -> bytes:
+    """What of a row belongs to the block."""
+    return b"".join(rows[row, offset : offset + size].tobytes() for offset, size in LAYOUT.groups[key[-1]].ranges)
+
+
+class SecondaryTierConformance(ABC):
+    """Run by pytest in a subclass whose name begins with ``Test``."""
+
+    num_blocks = 16
+    """Blocks that the tier must be able to hold."""
+
+    @abstractmethod
+    def open_tier(self, config: OffloadingConfig, view: memoryview) -> SecondaryTierManager:
+        """A fresh, empty tier on these rows."""
+
+    @pytest.fixture
+    def rig(self) -> Iterator[TierRig]:
+        """An open tier on rows of random bytes."""
+        memory = bytearray(np.random.default_rng(11).integers(0, 256, NUM_ROWS * STRIDE, dtype=np.uint8).tobytes())
+        view = memoryview(memory).cast("B", (NUM_ROWS, STRIDE))
+        config = OffloadingConfig({"weights": "w"}, 16, LAYOUT, NUM_ROWS)
+        tier = self.open_tier(config, view)
+        rig = TierRig(tier, np.frombuffer(memory, dtype=np.uint8).reshape(NUM_ROWS, STRIDE))
+        yield rig
+        tier.drain_jobs(TIMEOUT_S)
+        tier.shutdown()
+        tier.shutdown()  # idempotent
+        view.release()  # raises BufferError where the tier still holds the rows
+
+    @pytest.fixture
+    def request_of(self, rig: TierRig) -> Iterator[ReqContext]:
+        """A request of two groups with eight blocks each, which the tier knows."""
+        description = RequestDescription(2)
+        for group in range(2):
+            keys = [make_offload_key(bytes((depth + 1,)) * 32, group) for depth in range(self.num_blocks // 2)]
+            description.extend(group, keys)
+        description.num_tokens = 16 * (self.num_blocks // 2)
+        context = ReqContext("request", None, description)
+        rig.tier.on_new_request(context)
+        yield context
+        rig.tier.on_request_finished(context)
+
+    @staticmethod
+    def keys_of(context: ReqContext) -> list[OffloadKey]:
+        """All keys of a described request."""
+        assert context.description is not None
+        return [key for chain in context.description.group_keys for key in chain]
+
+    def test_type_is_a_name(self, rig: TierRig) -> None:
+        assert rig.tier.get_tier_type() == type(rig.tier).get_tier_type() != ""
+
+    def test_round_trip_touches_only_valid_bytes(self, rig: TierRig, request_of: ReqContext) -> None:
+        keys = self.keys_of(request_of)
+        stored = rig.rows[: len(keys)].copy()
+        assert rig.run(rig.store(keys, range(len(keys)), request_of)) == JobResult(0, True, [])
+        rig.tier.on_request_finished(request_of)
+        rig.wait_held(keys, request_of)
+        rig.rows[:] = 0x5A
+        target = list(range(20, 20 + len(keys)))
+        result = rig.run(rig.load(keys, target, request_of))
+        assert (result.success, list(result.failed_keys)) == (True, [])
+        for source, (key, row) in enumerate(zip(keys, target, strict=True)):
+            assert block_bytes(rig.rows, key, row) == block_bytes(stored, key, source)
+            for offset, size in LAYOUT.groups[key[-1]].ranges:
+                rig.rows[row, offset : offset + size] = 0x5A
+        assert (rig.rows == 0x5A).all(), "a load wrote outside the ranges of its blocks' groups"
+
+    def test_rows_are_free_after_the_result(self, rig: TierRig, request_of: ReqContext) -> None:
+        keys = self.keys_of(request_of)[:3]
+        stored = rig.rows[:3].copy()
+        rig.run(rig.store(keys, [0, 1, 2], request_of))
+        rig.rows[:3] = 0
+        rig.tier.on_request_finished(request_of)
+        rig.wait_held(keys, request_of)
+        rig.run(rig.load(keys, [5, 6, 7], request_of))
+        for number, key in enumerate(keys):
+            assert block_bytes(rig.rows, key, 5 + number) == block_bytes(stored, key, number)
+
+    def test_every_job_has_one_result(self, rig: TierRig, request_of: ReqContext) -> None:
+        keys = self.keys_of(request_of)
+        jobs = [
+            rig.store(keys[:4], range(4), request_of),
+            rig.store(keys[:4], range(4), request_of),  # held, or on its way
+            rig.store(keys[2:6], range(2, 6), request_of),
+            rig.store([], [], request_of),
+            rig.load([], [], request_of),
+        ]
+        assert all(result.success for result in rig.results(jobs).values())
+        assert not list(rig.tier.get_finished_jobs())
+
+    def test_a_load_of_what_is_not_there_fails_for_it_alone(self, rig: TierRig, request_of: ReqContext) -> None:
+        keys = self.keys_of(request_of)
+        stored = rig.rows[:2].copy()
+        rig.run(rig.store(keys[:2], [0, 1], request_of))
+        rig.tier.on_request_finished(request_of)
+        rig.wait_held(keys[:2], request_of)
+        absent = make_offload_key(b"absent" * 5, 0)
+        assert rig.tier.lookup(absent, request_of) is False
+        result = rig.run(rig.load([keys[0], absent, keys[1]], [10, 11, 12], request_of))
+        failed = set(result.failed_keys) if result.success else {keys[0], absent, keys[1]}
+        assert absent in failed
+        for key, source, row in ((keys[0], 0, 10), (keys[1], 1, 12)):
+            assert key in failed or block_bytes(rig.rows, key, row) == block_bytes(stored, key, source)
+
+    def test_a_request_without_a_description(self, rig: TierRig) -> None:
+        context = ReqContext("plain")
+        rig.tier.on_new_request(context)
+        keys = [make_offload_key(b"plain" * 5, group) for group in range(2)]
+        rig.run(rig.store(keys, [0, 1], context))
+        rig.tier.on_request_finished(context)
+        rig.wait_held(keys, context)
+
+    def test_touching_what_is_not_held_is_harmless(self, rig: TierRig, request_of: ReqContext) -> None:
+        rig.tier.touch(self.keys_of(request_of), request_of)
+
+    def test_changed_weights_make_all_blocks_miss(self, rig: TierRig, request_of: ReqContext) -> None:
+        keys = self.keys_of(request_of)[:3]
+        rig.run(rig.store(keys, [0, 1, 2], request_of))
+        rig.tier.on_request_finished(request_of)
+        rig.wait_held(keys, request_of)
+        rig.tier.reset_cache(weights_changed=False)
+        assert all(rig.tier.lookup(key, request_of) for key in keys)
+        rig.tier.reset_cache(weights_changed=True)
+        assert not any(rig.tier.lookup(key, request_of) for key in keys)
+        jobs = [rig.store(keys, [0, 1, 2], request_of), rig.load(keys, [3, 4, 5], request_of)]
+        rig.results(jobs)
+
+    def test_drained_jobs_have_results_at_once(self, rig: TierRig, request_of: ReqContext) -> None:
+        keys = self.keys_of(request_of)
+        job = rig.store(keys, range(len(keys)), request_of)
+        assert rig.tier.has_pending_work()
+        assert rig.tier.drain_jobs(TIMEOUT_S)
+        assert [result.job_id for result in rig.tier.get_finished_jobs()] == [job]

@@ -1,0 +1,298 @@
+"""The persistent tier: request-level, and thin over a hosted store.
+
+It translates: jobs to messages, outcomes to results, requests to manifests. What is stored, when, and how, is the
+store's affair (``persistkv.storage``).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from persistkv.base import (
+    OffloadingEvent,
+    OffloadKey,
+    OffloadPolicy,
+    ReqContext,
+    RequestOffloadingContext,
+    get_offload_group_idx,
+)
+from persistkv.config import OffloadingConfig, convert_options, parse_size
+from persistkv.errors import ConfigurationError
+from persistkv.storage.codec import parse_codec
+from persistkv.storage.host.answers import JobOutcome, StoreStats
+from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.launch import Host, InlineHost, ProcessHost, ThreadHost
+from persistkv.storage.host.protocol import EndRequest, Hello
+from persistkv.storage.identity import Identity
+from persistkv.storage.keys import PackedKeys
+from persistkv.storage.records import StoreOptions
+from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+
+logger = logging.getLogger(__name__)
+
+_NAP_S = 0.0005
+_REMEMBERED_ENDS = 4_096  # ended requests whose fate can still be asked for
+
+
+class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of the tier ``persistent``."""
+
+    url: str
+    """The store, e.g. ``lmdb:///var/cache/kv?capacity=100GiB``."""
+    codec: str = "raw"
+    """What new packs are written with."""
+    host: str = "process"
+    """Where the store runs: ``process``, ``thread`` or ``inline``."""
+    strict_identity: bool = False
+    """Refuse a store that holds other identities only."""
+    queue_bytes: int | str = "1GiB"
+    """Bound on the raw bytes of stores in flight; past it they are dropped."""
+    staging_bytes: int | str = "256MiB"
+    """Bound on the copies of small jobs in the store's host."""
+    max_age_s: float = 2.0
+    """Seconds that a small job waits for company before it is written."""
+    open_timeout_s: float = 60.0
+    """Seconds to wait at construction for the store to open."""
+    watchdog_s: float = 60.0
+    """Seconds without an answer after which the host process is killed and started again."""
+
+
+class PersistentTier(SecondaryTierManager):
+    """Whole requests, kept over restarts.
+
+    Construction opens the store and waits for it; later calls never wait, but those that say so.
+
+    :raises ConfigurationError: naming the option.
+    :raises IdentityMismatchError: as ``strict_identity`` asks.
+    :raises StoreError: the store cannot be opened.
+    :raises HostError: its host does not start.
+    """
+
+    def __init__(self, config: OffloadingConfig, primary_kv_view: memoryview, **options: Any) -> None:
+        super().__init__(config, primary_kv_view)
+        if not config.identity:
+            raise ConfigurationError("identity", {}, "what tells this engine's KV from that of any other model")
+        self.options = _checked(options)
+        self._client = StoreClient(
+            self._choose_host(),
+            Hello(
+                self.options.url,
+                Identity.of(config.identity).encode(),
+                config.layout,
+                StoreOptions(
+                    codec=self.options.codec,
+                    staging_bytes=parse_size(self.options.staging_bytes, name="staging_bytes"),
+                    max_age_s=self.options.max_age_s,
+                    strict_identity=self.options.strict_identity,
+                ),
+            ),
+            max_queue_bytes=parse_size(self.options.queue_bytes, name="queue_bytes"),
+            watchdog_s=self.options.watchdog_s,
+        )
+        self._client.open(self.options.open_timeout_s)
+        self._engine = uuid.uuid4().hex
+        self._sequence = 0
+        self._finished: list[JobResult] = []
+        self._undescribed: dict[str, list[OffloadKey]] = {}
+        self._ended: dict[str, bool] = {}
+        self._detached = False
+
+    def _choose_host(self) -> Host:
+        num_bytes = self.config.num_blocks * self.config.layout.row_stride
+        flat = self.primary_kv_view.cast("B") if self.primary_kv_view.ndim != 1 else self.primary_kv_view
+        if self.options.host == "inline":
+            return InlineHost(flat)
+        if self.options.host == "process" and self.config.region_fd is not None:
+            return ProcessHost(self.config.region_fd, num_bytes)
+        if self.options.host == "process":
+            logger.warning("the primary tier's descriptor cannot be had: the store runs in a thread of this process")
+        return ThreadHost(flat)
+
+    @staticmethod
+    def get_tier_type() -> str:
+        return "persistent"
+
+    @property
+    def notices(self) -> Sequence[str]:
+        """Lines for a person that opening gave."""
+        return self._client.notices
+
+    # Lookups and jobs
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return not self._detached and self._client.contains(key)
+
+    def submit_store(self, job: JobMetadata) -> None:
+        description = job.req_context.description
+        if description is None:
+            self._undescribed.setdefault(job.req_context.req_id, []).extend(job.keys)
+        contains = self._client.contains
+        if self._detached or all(map(contains, job.keys)):
+            self.touch(job.keys, job.req_context)
+            self._finished.append(JobResult(job.job_id, not self._detached))
+            return
+        self._client.submit_store(
+            job.job_id,
+            job.req_context.req_id,
+            job.keys,
+            job.block_ids,
+            None if description is None else _depths(description.depth, job.keys),
+            self._num_bytes(job.keys),
+        )
+
+    def submit_load(self, job: JobMetadata) -> None:
+        if self._detached:
+            self._finished.append(JobResult(job.job_id, False))
+            return
+        self._client.submit_load(job.job_id, job.keys, job.block_ids)
+
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        if not self._detached:
+            self._client.touch(keys)
+
+    def _num_bytes(self, keys: Sequence[OffloadKey]) -> int:
+        groups = self.config.layout.groups
+        if len(groups) == 1:
+            return len(keys) * groups[0].block_bytes
+        return sum(groups[get_offload_group_idx(key)].block_bytes for key in keys)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        finished, self._finished = self._finished, []
+        finished += map(_result, self._client.poll())
+        self._learn_ends()
+        return finished
+
+    def has_pending_work(self) -> bool:
+        return bool(self._finished) or self._client.has_pending_work
+
+    def drain_jobs(self, timeout_s: float) -> bool:
+        """Wait until all that was submitted is durable or dropped, and its rows are free."""
+        deadline = time.monotonic() + timeout_s
+        self._client.flush(timeout_s)
+        while self._client.num_jobs and time.monotonic() < deadline:
+            self._finished += map(_result, self._client.poll())
+            time.sleep(_NAP_S)
+        return not self._client.num_jobs
+
+    # Requests
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        arrived = self._undescribed.pop(req_context.req_id, [])
+        if self._detached:
+            self._remember(req_context.req_id, False)
+            return
+        self._sequence += 1
+        description = req_context.description
+        num_groups = len(self.config.layout.groups)
+        chains = _by_group(arrived, num_groups) if description is None else description.group_keys
+        if len(chains) != num_groups:
+            logger.error("request %s has keys of %d groups; there are %d", req_context.req_id, len(chains), num_groups)
+            self._remember(req_context.req_id, False)
+            return
+        self._client.end_request(
+            EndRequest(
+                req_context.req_id,
+                f"{self._engine}-{self._sequence}",
+                tuple(map(PackedKeys.of, chains)),
+                0 if description is None else description.num_tokens,
+                self.config.block_size,
+                description is not None,
+                {} if description is None else description.labels,
+            )
+        )
+
+    def _learn_ends(self) -> None:
+        for req_id, whole in self._client.take_persisted().items():
+            self._remember(req_id, whole)
+
+    def _remember(self, req_id: str, whole: bool) -> None:
+        self._ended.pop(req_id, None)
+        self._ended[req_id] = whole
+        if len(self._ended) > _REMEMBERED_ENDS:
+            del self._ended[next(iter(self._ended))]
+
+    # The rest
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        stored, removed = self._client.take_stored(), self._client.take_removed()
+        medium = self.get_tier_type()
+        events = []
+        if removed:
+            events.append(OffloadingEvent([OffloadKey(key) for key in removed], medium, True))
+        if stored:
+            events.append(OffloadingEvent([OffloadKey(key) for key in stored], medium, False))
+        return events
+
+    def reset_cache(self, weights_changed: bool) -> None:
+        """With changed weights this tier's identity is no longer the engine's: it serves and takes nothing more."""
+        if weights_changed and not self._detached:
+            self._detached = True
+            logger.warning("weights changed without a new identity: nothing is persisted from here on")
+
+    def wait_persisted(self, req_id: str, timeout_s: float) -> bool:
+        """Wait until a finished request's context is durable.
+
+        :returns: whether all of it is; False also where it was dropped, or the time was too short.
+        """
+        deadline = time.monotonic() + timeout_s
+        while req_id not in self._ended and time.monotonic() < deadline:
+            self._finished += map(_result, self._client.poll())
+            self._learn_ends()
+            time.sleep(_NAP_S)
+        return self._ended.get(req_id, False)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all that was submitted is durable or dropped; False where the time was too short."""
+        return self._client.flush(timeout_s)
+
+    def store_stats(self, timeout_s: float = 5.0) -> StoreStats:
+        """Totals of both sides of the store; waits for the host's answer."""
+        return self._client.stats(timeout_s)
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks that a lookup finds."""
+        return len(self._client)
+
+    def shutdown(self) -> None:
+        self._client.close()
+
+
+def _checked(options: Mapping[str, Any]) -> PersistentTierOptions:
+    where = "tier persistent"
+    if "url" not in options:
+        raise ConfigurationError(f"{where} option url", None, "a store's URL, e.g. lmdb:///var/cache/kv")
+    checked = convert_options(PersistentTierOptions, options, where=where)
+    if checked.host not in ("process", "thread", "inline"):
+        raise ConfigurationError(f"{where} option host", checked.host, "process, thread or inline")
+    for name, least in (("max_age_s", 0.0), ("open_timeout_s", 1.0), ("watchdog_s", 1.0)):
+        if not getattr(checked, name) >= least:
+            raise ConfigurationError(f"{where} option {name}", getattr(checked, name), f"{least:g} seconds or more")
+    parse_codec(checked.codec)
+    return checked
+
+
+def _result(outcome: JobOutcome) -> JobResult:
+    failed = [OffloadKey(key) for key in outcome.failed]
+    return JobResult(outcome.job_id, not outcome.refused, failed)
+
+
+def _depths(depth: Any, keys: Sequence[OffloadKey]) -> list[int] | None:
+    depths = list(map(depth, keys))
+    return None if None in depths else depths
+
+
+def _by_group(keys: Sequence[OffloadKey], num_groups: int) -> list[list[OffloadKey]]:
+    chains: list[list[OffloadKey]] = [[] for _ in range(num_groups)]
+    for key in dict.fromkeys(keys):
+        chains[get_offload_group_idx(key)].append(key)
+    return chains

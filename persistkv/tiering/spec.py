@@ -1,0 +1,83 @@
+"""The whole stack from one configuration dictionary: the primary tier, and secondary tiers behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from persistkv.base import OffloadingManager
+from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
+from persistkv.cpu.primary import CPUPrimaryTierOffloadingManager
+from persistkv.cpu.spec import CPUOffloadingOptions, CPUOffloadingSpec
+from persistkv.errors import ConfigurationError
+from persistkv.tiering.base import SecondaryTierManager
+from persistkv.tiering.factory import create_secondary_tier, secondary_tier_class
+from persistkv.tiering.manager import TieringOffloadingManager
+
+
+class TieringOffloadingOptions(CPUOffloadingOptions, frozen=True, kw_only=True):
+    """What a user may set, beside the options of the primary tier."""
+
+    secondary_tiers: tuple[dict[str, Any], ...] = ()
+    """``{"type": NAME, option: value, …}`` each, asked in this order; none by default."""
+    cascade_share: float = 0.5
+    """Part of the primary tier's rows that cascades may keep from eviction."""
+    hold_s: float = 30.0
+    """Seconds that promoted rows wait for their request."""
+
+
+@dataclass(kw_only=True)
+class TieringOffloadingSpec(CPUOffloadingSpec):
+    """Manager, region, handlers and tiers that fit each other. What is not asked for is not made.
+
+    :raises ConfigurationError: at construction, naming the field of ``extra_config`` that is wrong.
+    """
+
+    options_type: ClassVar[type[CPUOffloadingOptions]] = TieringOffloadingOptions
+
+    options: TieringOffloadingOptions = field(init=False)
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    """Everything that must match for KV bytes to be valid. A tier that outlives the process needs it."""
+    group_layouts: tuple[GroupLayout, ...] = ()
+    """Where each group's bytes lie in a row; by default one group, which fills it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for tier in self.options.secondary_tiers:
+            secondary_tier_class(_type_of(tier))
+
+    def make_manager(self) -> OffloadingManager:
+        options = self.options
+        primary = CPUPrimaryTierOffloadingManager(
+            self.num_blocks, self.get_region(), options.eviction_policy, options.enable_events
+        )
+        with ExitStack() as undo:
+            undo.callback(primary.shutdown)
+            tiers: list[SecondaryTierManager] = []
+            for tier_config in options.secondary_tiers:
+                tiers.append(create_secondary_tier(tier_config, primary.get_kv_memoryview(), self._tier_config()))
+                undo.callback(tiers[-1].shutdown)
+            manager = TieringOffloadingManager(
+                primary, tiers, options.enable_events, cascade_share=options.cascade_share, hold_s=options.hold_s
+            )
+            undo.pop_all()
+        return manager
+
+    def _tier_config(self) -> OffloadingConfig:
+        groups = self.group_layouts or (GroupLayout(((0, self.cpu_page_size * self.geometry.num_workers),)),)
+        return OffloadingConfig(
+            self.identity,
+            self.geometry.gpu_block_size * self.block_size_factor,
+            RowLayout(self.row_stride, groups),
+            self.num_blocks,
+            self.get_region().fd,
+        )
+
+
+def _type_of(tier: Mapping[str, Any]) -> str:
+    kind = tier.get("type")
+    if not isinstance(kind, str):
+        raise ConfigurationError("secondary_tiers type", kind, "the name of a tier, such as persistent")
+    return kind

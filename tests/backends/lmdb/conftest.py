@@ -1,0 +1,48 @@
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from persistkv.config import StoreUrl
+from persistkv.storage.identity import Identity
+from persistkv_lmdb import LmdbBackend
+
+Opener = Callable[..., LmdbBackend]
+
+IDENTITY = Identity.of({"weights": "abc"})
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where no store lies yet."""
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def identity() -> Identity:
+    return IDENTITY
+
+
+@pytest.fixture
+def open_store(path: Path) -> Iterator[Opener]:
+    """Opens the store at ``path``, or at the location given; closes what is left open."""
+    opened: list[LmdbBackend] = []
+
+    def open_store(options: str = "", *, location: object = None, read_only: bool = False) -> LmdbBackend:
+        url = StoreUrl.parse(f"lmdb://{location or path}{options}")
+        opened.append(LmdbBackend.open(url, read_only=read_only))
+        return opened[-1]
+
+    yield open_store
+    for backend in opened:
+        backend.close()
+
+
+@pytest.fixture
+def backend(open_store: Opener) -> LmdbBackend:
+    return open_store("?capacity=64MiB")
+
+
+@pytest.fixture
+def namespace(backend: LmdbBackend) -> bytes:
+    return backend.open_namespace(IDENTITY).id

@@ -1,0 +1,69 @@
+"""The LMDB driver against the conformance suite."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
+from persistkv_lmdb import LmdbBackend
+from persistkv_lmdb.commit import LOG_ENTRIES
+
+RAW_CLIENT = """
+import hashlib, sys, lmdb
+
+path, action, kind, namespace, name = sys.argv[1:6]
+namespace, name = bytes.fromhex(namespace), bytes.fromhex(name)
+env = lmdb.open(path, map_size=1 << 30, max_dbs=16)
+database = {"payload": b"pieces", "table": b"packs", "manifest": b"manifests", "manifest keys": b"manifest_keys"}[kind]
+if kind.startswith("manifest"):
+    name = hashlib.blake2b(name, digest_size=16).digest()
+rows = env.open_db(database, create=False)
+with env.begin(write=True) as txn:
+    held = [(key, value) for key, value in txn.cursor(rows) if key.startswith(namespace + name)]
+    if action == "get":
+        sys.stdout.buffer.write(b"".join(value for _, value in held))
+    data = sys.stdin.buffer.read()
+    for key, value in held if action == "put" else []:
+        txn.put(key, data[: len(value)], db=rows)
+        data = data[len(value) :]
+"""
+
+
+class RawLmdb(RawStore):
+    """py-lmdb in a process of its own: one process opens an environment once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def get(self, kind: RawKind, namespace: bytes, name: bytes) -> bytes:
+        return self._run("get", kind, namespace, name, b"")
+
+    def put(self, kind: RawKind, namespace: bytes, name: bytes, data: bytes) -> None:
+        self._run("put", kind, namespace, name, data)
+
+    def _run(self, action: str, kind: RawKind, namespace: bytes, name: bytes, data: bytes) -> bytes:
+        command = [sys.executable, "-c", RAW_CLIENT, str(self.path), action, kind.value, namespace.hex(), name.hex()]
+        return subprocess.run(command, input=data, stdout=subprocess.PIPE, check=True).stdout
+
+
+class TestLmdbBackend(BackendConformance):
+    driver = LmdbBackend
+    changes_kept = LOG_ENTRIES
+
+    @pytest.fixture
+    def url(self, tmp_path: Path) -> str:
+        return f"lmdb://{tmp_path}/store?capacity=256MiB"
+
+    @pytest.fixture
+    def small_url(self, tmp_path: Path) -> str:
+        return f"lmdb://{tmp_path}/small?capacity=4MiB"
+
+    @pytest.fixture
+    def ttl_url(self, tmp_path: Path) -> str:
+        return f"lmdb://{tmp_path}/aging?capacity=64MiB&ttl=1h"
+
+    @pytest.fixture
+    def raw(self, tmp_path: Path) -> RawLmdb:
+        return RawLmdb(tmp_path / "store")

@@ -1,0 +1,353 @@
+"""One environment per process and store: sharing, remapping, forks, failures of the medium."""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+
+import lmdb
+import numpy as np
+import pytest
+
+from persistkv.errors import CorruptStoreError, StoreError, StoreUnavailableError
+from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
+from persistkv_lmdb import environment
+
+
+def read_all(backend, namespace, pack):
+    buffer = bytearray(len(payload_of(pack)))
+    assert backend.read(namespace, [ReadSpan(pack.pack_id, 0, [memoryview(buffer)])]) == [True]
+    return bytes(buffer)
+
+
+def run(code, *arguments):
+    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_paths_to_one_store_share_it(open_store, path, tmp_path, identity):
+    first = open_store()
+    (tmp_path / "link").symlink_to(path)
+    second = open_store(location=tmp_path / "link")
+    third = open_store(location=f"{tmp_path}/./store")
+    namespace = first.open_namespace(identity).id
+    pack = sample_pack(namespace, 1)
+    second.commit(namespace, CommitBatch([pack]))
+    first.close()
+    second.close()
+    assert read_all(third, namespace, pack) == payload_of(pack)
+    third.close()
+    lmdb.open(str(path)).close()  # nobody in this process has it open any more
+
+
+def test_writing_joins_reading(open_store, identity):
+    setup = open_store()
+    namespace = setup.open_namespace(identity).id
+    setup.close()
+    reader = open_store(read_only=True)
+    writer = open_store()
+    pack = sample_pack(namespace, 1)
+    writer.commit(namespace, CommitBatch([pack]))
+    assert read_all(reader, namespace, pack) == payload_of(pack)
+    with pytest.raises(StoreError, match="read-only"):
+        reader.commit(namespace, CommitBatch())
+    writer.close()
+    assert read_all(reader, namespace, pack) == payload_of(pack)
+
+
+def test_reading_goes_on_where_writing_cannot_join(open_store, monkeypatch, identity):
+    setup = open_store()
+    namespace = setup.open_namespace(identity).id
+    pack = sample_pack(namespace, 1)
+    setup.commit(namespace, CommitBatch([pack]))
+    setup.close()
+    reader = open_store(read_only=True)
+    open_databases = environment.open_databases
+
+    def refuse_writing(env):
+        if not env.flags()["readonly"]:
+            raise CorruptStoreError("refused")
+        return open_databases(env)
+
+    monkeypatch.setattr(environment, "open_databases", refuse_writing)
+    with pytest.raises(CorruptStoreError, match="refused"):
+        open_store()
+    assert read_all(reader, namespace, pack) == payload_of(pack)
+
+
+def test_store_made_anew_under_an_open_handle(open_store, path, identity):
+    old = open_store()
+    namespace = old.open_namespace(identity).id
+    pack = sample_pack(namespace, 1)
+    cursor = old.commit(namespace, CommitBatch([pack])).cursor
+    shutil.rmtree(path)
+    new = open_store()
+    assert list(new.namespaces()) == []
+    assert read_all(old, namespace, pack) == payload_of(pack)
+    new.open_namespace(identity)
+    new.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
+    assert new.changes(namespace, cursor).reset  # a cursor of the old one means nothing here
+
+
+GROW = """
+import sys
+from persistkv.config import StoreUrl
+from persistkv.storage.backend import CommitBatch
+from persistkv.testing.samples import sample_pack
+from persistkv_lmdb import LmdbBackend
+
+backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
+namespace = bytes.fromhex(sys.argv[2])
+backend.commit(namespace, CommitBatch([sample_pack(namespace, 50, blocks=256, block_bytes=1 << 16)]))
+"""
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_map_grown_by_another_process(open_store, path, identity, read_only):
+    backend = open_store("?capacity=2MiB")
+    namespace = backend.open_namespace(identity).id
+    if read_only:
+        backend.close()
+        backend = open_store(read_only=True)
+    run(GROW, f"lmdb://{path}?capacity=64MiB", namespace.hex())
+    grown = sample_pack(namespace, 50, blocks=256, block_bytes=1 << 16)
+    assert read_all(backend, namespace, grown) == payload_of(grown)
+    assert list(backend.changes(namespace, None).added) == [grown.table]
+    if not read_only:
+        backend.commit(namespace, CommitBatch(deletions=[grown.pack_id]))
+        assert backend.stats().packs == 0
+
+
+FORK = """
+import os, sys
+from persistkv.config import StoreUrl
+from persistkv.errors import StoreError, StoreUnavailableError
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.identity import Identity
+from persistkv.testing.samples import sample_pack
+from persistkv_lmdb import LmdbBackend
+
+url = StoreUrl.parse(sys.argv[1])
+backend = LmdbBackend.open(url)
+namespace = backend.open_namespace(Identity.of({})).id
+backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
+child = os.fork()
+if not child:
+    for attempt in (lambda: backend.changes(namespace, None), lambda: LmdbBackend.open(url)):
+        try:
+            attempt()
+        except (StoreError, StoreUnavailableError) as error:
+            print(type(error).__name__, flush=True)
+    other = LmdbBackend.open(StoreUrl.parse(sys.argv[1] + "-other"))
+    print(other.stats().packs, flush=True)
+    other.close()
+    backend.close()
+    os._exit(0)
+os.waitpid(child, 0)
+backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
+print(backend.stats().packs)
+"""
+
+
+def test_fork_is_refused_and_harms_nobody(path):
+    assert run(FORK, f"lmdb://{path}") == ["StoreError", "StoreUnavailableError", "0", "2"]
+
+
+def test_remapping_waits_for_readers(open_store, identity):
+    """Unmapping under a reader would end the process."""
+    backend = open_store("?capacity=8MiB")
+    namespace = backend.open_namespace(identity).id
+    pack = sample_pack(namespace, 1, blocks=16, block_bytes=1 << 16)
+    backend.commit(namespace, CommitBatch([pack]))
+    expected = payload_of(pack)
+    stop = threading.Event()
+    wrong = []
+
+    def read():
+        reader = open_store(read_only=True)
+        while not stop.is_set():
+            if read_all(reader, namespace, pack) != expected:
+                wrong.append(True)
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for number in range(60):
+        open_store(f"?capacity={8 + number % 3}MiB").close()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_handles_open_and_close_in_many_threads(open_store, path, identity):
+    namespace = open_store().open_namespace(identity).id
+    failures = []
+
+    def work(number):
+        try:
+            for step in range(10):
+                backend = open_store()
+                backend.commit(namespace, CommitBatch([sample_pack(namespace, 100 * number + step)]))
+                backend.close()
+        except StoreError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert open_store().stats().packs == 40
+
+
+FULL_DISK = """
+import sys
+from persistkv.config import StoreUrl
+from persistkv.errors import StoreFullError
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.identity import Identity
+from persistkv.testing.samples import sample_manifest, sample_pack
+from persistkv_lmdb import LmdbBackend
+
+backend = LmdbBackend.open(StoreUrl.parse(f"lmdb://{sys.argv[1]}/store?capacity=64MiB"))
+namespace = backend.open_namespace(Identity.of({})).id
+held = sample_pack(namespace, 1)
+backend.commit(namespace, CommitBatch([held]))
+for _ in range(3):
+    try:
+        large = sample_pack(namespace, 2, blocks=128, block_bytes=1 << 16)
+        backend.commit(namespace, CommitBatch([large], [sample_manifest("r")], [held.pack_id]))
+    except StoreFullError:
+        print("full")
+assert backend.changes(namespace, None).added == [held.table]
+backend.commit(namespace, CommitBatch([sample_pack(namespace, 3)]))
+print(backend.stats().packs, backend.stats().requests)
+"""
+
+
+def test_full_disk_is_a_full_store(tmp_path):
+    mounted = 'mount -t tmpfs -o size=4m tmpfs "$1" && exec "$2" -c "$3" "$1"'
+    command = ["unshare", "-rm", "sh", "-c", mounted, "sh", tmp_path]
+    if not shutil.which("unshare") or subprocess.run([*command, "true", ""], capture_output=True).returncode:
+        pytest.skip("no file system of our own can be mounted here")
+    done = subprocess.run([*command, sys.executable, FULL_DISK], capture_output=True, text=True)
+    assert done.stdout.split() == ["full", "full", "full", "2", "0"], done.stderr
+
+
+GROWS_NO_MORE = """
+import os, resource, sys
+from persistkv.config import StoreUrl
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.identity import Identity
+from persistkv.testing.samples import sample_pack
+from persistkv_lmdb import LmdbBackend
+
+backend = LmdbBackend.open(StoreUrl.parse(f"lmdb://{sys.argv[1]}/store?capacity=64MiB"))
+namespace = backend.open_namespace(Identity.of({})).id
+for seed in range(40):
+    backend.commit(namespace, CommitBatch([sample_pack(namespace, seed, blocks=2, block_bytes=1 << 16)]))
+before = backend.stats().disk_bytes
+if sys.argv[2] == "disk":  # another program takes all that is left
+    with open(f"{sys.argv[1]}/other", "wb", 0) as other:
+        try:
+            while True:
+                other.write(bytes(4096))
+        except OSError:
+            pass
+else:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (before, before))
+evicted = 0
+for seed in range(100, 160):
+    pack = sample_pack(namespace, seed, blocks=2 + seed % 4, block_bytes=1 << 16)
+    evicted += len(backend.commit(namespace, CommitBatch([pack])).evicted)
+print(evicted > 50, backend.stats().packs > 10, backend.stats().disk_bytes <= before + 65536)
+"""
+
+
+def test_full_disk_evicts_for_what_is_new(tmp_path):
+    mounted = 'mount -t tmpfs -o size=8m tmpfs "$1" && exec "$2" -c "$3" "$1" disk'
+    command = ["unshare", "-rm", "sh", "-c", mounted, "sh", tmp_path]
+    if not shutil.which("unshare") or subprocess.run([*command, "true", ""], capture_output=True).returncode:
+        pytest.skip("no file system of our own can be mounted here")
+    done = subprocess.run([*command, sys.executable, GROWS_NO_MORE], capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "True", "True"], done.stderr
+
+
+def test_limit_of_the_file_size_evicts_for_what_is_new(tmp_path):
+    assert run(GROWS_NO_MORE, tmp_path, "limit") == ["True", "True", "True"]
+
+
+class PanickingOnce:
+    """An environment of LMDB whose next transaction does not begin."""
+
+    def __init__(self, env):
+        self.env = env
+
+    def begin(self, **_):
+        raise lmdb.PanicError("mdb_txn_begin")
+
+    def close(self):
+        self.env.close()
+
+
+def test_handle_recovers_from_a_failed_meta_page(backend, namespace):
+    shared = backend._environment
+    shared._env = PanickingOnce(shared._env)
+    backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
+    assert backend.stats().packs == 1
+
+
+def test_nothing_keeps_a_snapshot(backend, namespace, open_store):
+    """A reader that stays would pin each round's pages, and the file would grow by them."""
+    reader = open_store(read_only=True)
+    backend.commit(namespace, CommitBatch(manifests=[sample_manifest(f"r{number}") for number in range(5)]))
+    iterators = []
+    pack = sample_pack(namespace, 0, blocks=16, block_bytes=1 << 16)
+    for _ in range(15):
+        backend.commit(namespace, CommitBatch([pack]))
+        reader.changes(namespace, None)
+        read_all(reader, namespace, pack)
+        iterators.append(iter(reader.manifests(namespace)))
+        next(iterators[-1])
+        reader.stats()
+        backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))
+    assert backend.stats().disk_bytes < 6 << 20
+
+
+def test_killed_readers_slot_is_cleared(open_store, path):
+    open_store().close()
+    code = """
+import lmdb, os, sys
+env = lmdb.open(sys.argv[1], readonly=True)
+txn = env.begin()
+txn.get(b"x")
+os.kill(os.getpid(), 9)
+"""
+    subprocess.run([sys.executable, "-c", code, str(path)], check=False)
+    backend = open_store()
+    assert backend._environment._env.reader_check() == 0  # done at open already
+
+
+def test_numbers_of_another_kind_fill_the_same_bytes(backend, namespace):
+    pack = sample_pack(namespace, 1)
+    backend.commit(namespace, CommitBatch([pack]))
+    rows = np.zeros(pack.raw_length // 2, np.float16)
+    assert backend.read(namespace, [ReadSpan(pack.pack_id, 0, [memoryview(rows)])]) == [True]
+    assert rows.tobytes() == payload_of(pack)
+
+
+def test_unreadable_environment_is_unavailable(open_store, path, monkeypatch):
+    def fail(*_, **__):
+        error = lmdb.MemoryError("mdb_env_open")
+        error.code, error.reason = 12, "Cannot allocate memory"
+        raise error
+
+    monkeypatch.setattr(environment.lmdb, "open", fail)
+    with pytest.raises(StoreUnavailableError, match=f"{path}: Cannot allocate memory"):
+        open_store()
+    assert os.listdir(path) == []

@@ -1,0 +1,155 @@
+"""A store decoded by docs/format.md, with plain lmdb, struct, msgspec's MessagePack and the hashes."""
+
+import hashlib
+import json
+import struct
+import time
+
+import lmdb
+import msgspec
+import pytest
+import xxhash
+
+from persistkv.storage.backend import CommitBatch
+from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
+from persistkv_lmdb.commit import LOG_ENTRIES
+from persistkv_lmdb.layout import Databases, NamespaceState, cursor_sequence
+
+
+@pytest.fixture
+def dump(path):
+    """All databases of a closed store, as dictionaries."""
+
+    def dump():
+        with lmdb.open(str(path), max_dbs=16, readonly=True) as env:
+            with env.begin() as txn:
+                names = [key for key, _ in txn.cursor()]
+            databases = {name.decode(): env.open_db(name, create=False) for name in names}
+            with env.begin() as txn:
+                return {name: dict(txn.cursor(db)) for name, db in databases.items()}
+
+    return dump
+
+
+def unsealed(row):
+    assert row[0] == 1
+    assert int.from_bytes(row[1:9], "big") == xxhash.xxh3_64_intdigest(row[9:])
+    return msgspec.msgpack.decode(row[9:])
+
+
+def test_store_as_documented(open_store, identity, dump):
+    backend = open_store("?capacity=64MiB")
+    namespace = backend.open_namespace(identity).id
+    gone, kept = sample_pack(namespace, 1), sample_pack(namespace, 2, blocks=30, block_bytes=70_000, depth=7)
+    write = sample_manifest("engine/1", 4, labels={"a": "b"})
+    pinned = sample_manifest("engine/2", packs=[kept.pack_id], ordered=False)
+    before = int(time.time())
+    backend.commit(namespace, CommitBatch([gone, kept], [write]))
+    backend.commit(namespace, CommitBatch(deletions=[gone.pack_id]))
+    backend.commit(namespace, CommitBatch(manifests=[pinned], pins=[("engine/2", True)]))
+    backend.commit(namespace, CommitBatch(touches=[kept.pack_id]))
+    backend.close()
+
+    rows = dump()
+    assert set(rows) == set(Databases._fields)
+    clock = rows["meta"].pop(b"clock")
+    assert rows["meta"] == {b"format": b"PKVLMDB1" + struct.pack("<I", 1), b"capacity": struct.pack("<Q", 64 << 20)}
+    moment, seconds = struct.unpack("<Qd", clock)
+    assert moment == 3
+    assert before <= seconds <= time.time()
+
+    canonical = json.dumps(identity.fields, sort_keys=True, separators=(",", ":")).encode()
+    assert namespace == hashlib.sha256(b"persistkv identity 1\n" + canonical).digest()[:16]
+    ((name, row),) = rows["namespaces"].items()
+    assert (name, row[8:]) == (namespace, canonical)
+    assert abs(struct.unpack("<d", row[:8])[0] - time.time()) < 3600
+
+    table = rows["packs"][namespace + kept.pack_id]
+    assert len(rows["packs"]) == 1
+    assert struct.unpack_from("<Q", table) == (2,)
+    (length, checksum, magic) = struct.unpack("<QQ8s", table[-24:])
+    assert magic == b"PKVPACK1"
+    assert length == len(table) - 8 - 24
+    assert xxhash.xxh3_64_intdigest(table[8:-24]) == checksum
+
+    payload = payload_of(kept)
+    count = -(-len(payload) // (256 << 10))
+    pieces = [namespace + kept.pack_id + struct.pack(">I", index) for index in range(count)]
+    assert list(rows["pieces"]) == pieces
+    assert {len(rows["pieces"][piece]) for piece in pieces[:-1]} == {256 << 10}
+    assert b"".join(rows["pieces"].values()) == payload
+
+    log = {namespace + struct.pack(">Q", number): entry for number, entry in
+           enumerate([b"+" + gone.pack_id, b"+" + kept.pack_id, b"-" + gone.pack_id], start=1)}  # fmt: skip
+    assert rows["log"] == log
+    assert struct.unpack("<8s6Q", rows["states"][namespace])[1:] == (3, 1, 30, 2, 30 * 70_000, len(payload))
+
+    row = namespace + hashlib.blake2b(b"engine/1", digest_size=16).digest()
+    head = unsealed(rows["manifests"][row])
+    assert head == ["engine/1", write.manifest.created, 48, [3], 3 * 4096, True, {"a": "b"}]
+    assert unsealed(rows["manifest_keys"][row]) == [[write.keys[0].data, 36, b""]]
+
+    other = namespace + hashlib.blake2b(b"engine/2", digest_size=16).digest()
+    uses = {name: struct.unpack("<QdII", use) for name, use in rows["uses"].items()}
+    assert {name: (use[0], use[2], use[3]) for name, use in uses.items()} == {namespace + kept.pack_id: (3, 7, 1)}
+    chains = {name: (*struct.unpack_from("<QdB", chain), chain[17:]) for name, chain in rows["chains"].items()}
+    assert {name: (chain[0], *chain[2:]) for name, chain in chains.items()} == {
+        row: (1, 2, b""),
+        other: (2, 1, kept.pack_id),
+    }
+    assert rows["links"] == {namespace + kept.pack_id + other[16:]: b""}
+    assert rows["order"] == {struct.pack(">QIB", 1, 0xFFFFFFFF, 1) + row: b""}
+
+
+def test_log_is_bounded(open_store, identity, dump):
+    backend = open_store("?capacity=64MiB")
+    namespace = backend.open_namespace(identity).id
+    packs = [sample_pack(namespace, seed, blocks=1, block_bytes=1) for seed in range(LOG_ENTRIES + 10)]
+    backend.commit(namespace, CommitBatch(packs))
+    backend.commit(namespace, CommitBatch(deletions=[packs[0].pack_id]))
+    backend.close()
+    numbers = [struct.unpack(">16sQ", key)[1] for key in dump()["log"]]
+    assert numbers == list(range(12, LOG_ENTRIES + 12))
+
+
+def test_deleted_store_keeps_nothing_of_its_packs(open_store, identity, dump):
+    backend = open_store()
+    namespace = backend.open_namespace(identity).id
+    packs = [sample_pack(namespace, seed, blocks=3, block_bytes=900_000) for seed in range(4)]
+    backend.commit(namespace, CommitBatch(packs))
+    backend.commit(namespace, CommitBatch(deletions=[pack.pack_id for pack in packs]))
+    backend.close()
+    rows = dump()
+    assert rows["packs"] == rows["pieces"] == rows["uses"] == rows["order"] == {}
+    assert struct.unpack("<8s6Q", rows["states"][namespace])[1:] == (8, 0, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("cursor", "sequence"),
+    [
+        (b"generati" + (5).to_bytes(8, "big"), 5),
+        (b"generati" + (9).to_bytes(8, "big"), 9),
+        (b"generati" + (10).to_bytes(8, "big"), None),
+        (b"another!" + (5).to_bytes(8, "big"), None),
+        (b"generati", None),
+        (b"", None),
+        (b"generati" + bytes(9), None),
+    ],
+)
+def test_cursor(cursor, sequence):
+    assert cursor_sequence(NamespaceState(b"generati", sequence=9), cursor) == sequence
+
+
+def test_order_as_documented(open_store, identity, dump):
+    backend = open_store()
+    namespace = backend.open_namespace(identity).id
+    packs = [sample_pack(namespace, seed, depth=depth) for seed, depth in enumerate((0, 5, 0xFFFFFFFF))]
+    backend.commit(namespace, CommitBatch(packs))
+    backend.commit(namespace, CommitBatch(touches=[packs[1].pack_id]))
+    backend.close()
+    order = [struct.unpack(">QIB32s", key) for key in dump()["order"]]
+    assert order == [
+        (1, 0, 0, namespace + packs[2].pack_id),
+        (1, 0xFFFFFFFF, 0, namespace + packs[0].pack_id),
+        (2, 0xFFFFFFFF - 5, 0, namespace + packs[1].pack_id),
+    ]

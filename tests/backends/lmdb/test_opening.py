@@ -1,0 +1,209 @@
+"""What lies on disk, and what is refused."""
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from persistkv.errors import CorruptStoreError, StoreUnavailableError
+from persistkv.storage.backend import CommitBatch
+from persistkv.testing.samples import sample_pack
+
+AS_ORDINARY_USER = """
+import os, sys
+from persistkv.config import StoreUrl
+from persistkv.errors import StoreUnavailableError
+from persistkv_lmdb import LmdbBackend
+
+if os.getuid() == 0:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+try:
+    LmdbBackend.open(StoreUrl.parse(sys.argv[1]), read_only=len(sys.argv) > 2)
+except StoreUnavailableError as error:
+    print(error)
+"""
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def one_line(caught):
+    return "\n" not in str(caught.value)
+
+
+def test_files_and_directories_are_private(open_store, tmp_path):
+    old = os.umask(0)
+    try:
+        open_store(location=tmp_path / "made" / "here" / "store")
+    finally:
+        os.umask(old)
+    store = tmp_path / "made" / "here" / "store"
+    assert [mode(directory) for directory in (store.parent.parent, store.parent, store)] == [0o700] * 3
+    assert {entry.name: mode(entry) for entry in store.iterdir()} == {"data.mdb": 0o600, "lock.mdb": 0o600}
+
+
+def test_relative_path(open_store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    open_store(location="rel/store")
+    assert (tmp_path / "rel" / "store" / "data.mdb").exists()
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_file_where_the_directory_belongs(open_store, path, read_only):
+    path.write_text("mine")
+    with pytest.raises(StoreUnavailableError, match="a file lies where") as caught:
+        open_store(read_only=read_only)
+    assert one_line(caught)
+    with pytest.raises(StoreUnavailableError, match="Not a directory"):
+        open_store(location=path / "below", read_only=read_only)
+    assert path.read_text() == "mine"
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_read_only_creates_nothing(open_store, path, made):
+    if made:
+        path.mkdir()
+    with pytest.raises(StoreUnavailableError, match="No such file"):
+        open_store(read_only=True)
+    assert path.exists() == made
+    assert not made or not list(path.iterdir())
+
+
+@pytest.fixture
+def shared_directory():
+    """A directory that every user may enter: pytest's own are private."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+def open_as_ordinary_user(path, *flags):
+    """What the attempt prints; root is everybody's friend, so it becomes nobody first."""
+    command = [sys.executable, "-c", AS_ORDINARY_USER, f"lmdb://{path}", *flags]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("flags", [[], ["read-only"]])
+def test_store_of_another_user(open_store, shared_directory, flags):
+    store = shared_directory / "store"
+    open_store(location=store).close()
+    if os.getuid():  # our own store: closed to ourselves
+        store.chmod(0)
+    assert open_as_ordinary_user(store, *flags) == f"{store}: Permission denied\n"
+
+
+@pytest.mark.parametrize("flags", [[], ["read-only"]])
+def test_store_whose_files_may_not_be_written(open_store, shared_directory, flags):
+    store = shared_directory / "store"
+    open_store(location=store).close()
+    store.chmod(0o755)
+    for entry in store.iterdir():
+        entry.chmod(0o444)
+    assert open_as_ordinary_user(store, *flags) == f"{store}: Permission denied\n"
+
+
+def test_directory_that_may_not_be_made(shared_directory):
+    if not os.getuid():
+        assert open_as_ordinary_user(shared_directory / "new") == f"{shared_directory}/new: Permission denied\n"
+    shared_directory.chmod(0o555)
+    assert open_as_ordinary_user(shared_directory / "new") == f"{shared_directory}/new: Permission denied\n"
+    assert not (shared_directory / "new").exists()
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("database", [None, b"meta", b"other"])
+def test_environment_of_something_else_is_left_as_it_is(open_store, path, database, read_only):
+    with lmdb.open(str(path), max_dbs=2) as env, env.begin(write=True) as txn:
+        txn.put(b"key", b"value", db=None if database is None else env.open_db(database, txn=txn))
+    before = (path / "data.mdb").read_bytes()
+    with pytest.raises(CorruptStoreError, match="something else") as caught:
+        open_store(read_only=read_only)
+    assert one_line(caught)
+    assert (path / "data.mdb").read_bytes() == before
+
+
+def test_main_row_named_like_a_database(open_store, path):
+    with lmdb.open(str(path)) as env, env.begin(write=True) as txn:
+        txn.put(b"meta", b"value")
+    with pytest.raises(CorruptStoreError, match="something else"):
+        open_store()
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("content", [b"not LMDB" * 1000, b"x"])
+def test_file_that_is_no_environment(open_store, path, content, read_only):
+    path.mkdir()
+    (path / "data.mdb").write_bytes(content)
+    with pytest.raises((CorruptStoreError, StoreUnavailableError)) as caught:
+        open_store(read_only=read_only)
+    assert one_line(caught)
+    assert str(path) in str(caught.value)
+    assert (path / "data.mdb").read_bytes() == content
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_newer_format_is_refused_unchanged(open_store, path, read_only):
+    open_store().close()
+    with lmdb.open(str(path), max_dbs=16) as env, env.begin(write=True) as txn:
+        meta = env.open_db(b"meta", txn=txn)
+        txn.put(b"format", txn.get(b"format", db=meta)[:8] + b"\x02\0\0\0", db=meta)
+    before = (path / "data.mdb").read_bytes()
+    with pytest.raises(CorruptStoreError, match="format is 2; this release reads 1"):
+        open_store(read_only=read_only)
+    assert (path / "data.mdb").read_bytes() == before
+
+
+def test_creation_that_was_cut_short_is_finished(open_store, path, identity):
+    lmdb.open(str(path)).close()  # an environment without a row
+    backend = open_store()
+    namespace = backend.open_namespace(identity).id
+    backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
+    assert backend.stats().packs == 1
+
+
+def test_damaged_state_is_said_and_not_guessed(open_store, path, identity):
+    backend = open_store()
+    namespace = backend.open_namespace(identity).id
+    backend.close()
+    with lmdb.open(str(path), max_dbs=16) as env, env.begin(write=True) as txn:
+        txn.put(namespace, b"short", db=env.open_db(b"states", txn=txn))
+    backend = open_store()
+    with pytest.raises(CorruptStoreError, match="state"):
+        backend.changes(namespace, None)
+
+
+@pytest.mark.parametrize(
+    "row", [b"", bytes(8) + b'{"weights":"other"}', bytes(8) + b"\xff", bytes(8) + b'{"a":' + b"[" * 100_000]
+)
+def test_damaged_namespace_row_is_left_out_and_written_anew(open_store, path, identity, row):
+    backend = open_store()
+    namespace = backend.open_namespace(identity).id
+    pack = sample_pack(namespace, 1)
+    backend.commit(namespace, CommitBatch([pack]))
+    backend.close()
+    with lmdb.open(str(path), max_dbs=16) as env, env.begin(write=True) as txn:
+        txn.put(namespace, row, db=env.open_db(b"namespaces", txn=txn))
+    backend = open_store()
+    assert list(backend.namespaces()) == []
+    assert backend.open_namespace(identity).identity == identity
+    assert list(backend.changes(namespace, None).added) == [pack.table]
+
+
+def test_table_in_anothers_place_is_left_out(open_store, path, identity):
+    backend = open_store()
+    namespace = backend.open_namespace(identity).id
+    packs = [sample_pack(namespace, seed) for seed in range(2)]
+    backend.commit(namespace, CommitBatch(packs))
+    backend.close()
+    with lmdb.open(str(path), max_dbs=16) as env, env.begin(write=True) as txn:
+        rows = env.open_db(b"packs", txn=txn)
+        txn.put(namespace + packs[0].pack_id, txn.get(namespace + packs[1].pack_id, db=rows), db=rows)
+    assert list(open_store().changes(namespace, None).added) == [packs[1].table]

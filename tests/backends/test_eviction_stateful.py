@@ -1,0 +1,189 @@
+"""Both drivers against a model that keeps its store in a list: the order of eviction, what goes with what, totals."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.identity import Identity
+from persistkv.storage.pack import UNKNOWN_DEPTH
+from persistkv.storage.registry import open_backend
+from persistkv.testing.conformance.suite import check_totals, tables
+from persistkv.testing.samples import sample_manifest, sample_pack
+
+NUMBERS = st.integers(0, 11)
+DEPTHS = (0, 4, 8, UNKNOWN_DEPTH)
+
+
+@dataclass
+class Held:
+    """A pack (number, depth) or a manifest (name, depth 0)."""
+
+    used: int
+    depth: int
+    packs: list[int] = field(default_factory=list)
+    pinned: bool = False
+
+
+class EvictionMachine(RuleBasedStateMachine):
+    """Packs are numbers. The model tells which would go next; the driver decides only how many go."""
+
+    url = ""
+    evictions = 0
+
+    @initialize()
+    def open(self) -> None:
+        self.directory = tempfile.TemporaryDirectory()
+        self.backend = open_backend(self.url.format(self.directory.name))
+        self.namespace = self.backend.open_namespace(Identity.of({})).id
+        self.ids = {number: self.pack(number).pack_id for number in range(12)}
+        self.moment = 0
+        self.packs: dict[int, Held] = {}
+        self.manifests: dict[str, Held] = {}
+
+    def pack(self, number: int):
+        return sample_pack(
+            self.namespace, number, blocks=1 + number % 5, block_bytes=220_000, depth=DEPTHS[number % len(DEPTHS)]
+        )
+
+    # The model
+
+    def use(self, *numbers: int) -> None:
+        for number in numbers:
+            if number in self.packs:
+                self.packs[number].used = self.moment
+
+    def delete(self, number: int) -> set[int]:
+        gone = {number} if self.packs.pop(number, None) else set()
+        for name in [name for name, held in self.manifests.items() if number in held.packs]:
+            held = self.manifests.pop(name)
+            for later in held.packs[held.packs.index(number) + 1 :]:
+                if not any(later in other.packs for other in self.manifests.values()) and later not in self.kept:
+                    gone |= self.delete(later)
+        return gone
+
+    def evict(self, expected: list[int]) -> None:
+        """Take what is oldest until all that the driver evicted is gone, and nothing else."""
+        missing = set(expected)
+        while missing:
+            pinned = {number for held in self.manifests.values() if held.pinned for number in held.packs}
+            order = [
+                (held.used, UNKNOWN_DEPTH - held.depth, 0, number)
+                for number, held in self.packs.items()
+                if number not in pinned | self.kept
+            ]
+            order += [
+                (held.used, UNKNOWN_DEPTH, 1, name)
+                for name, held in self.manifests.items()
+                if not held.pinned and held.used < self.moment
+            ]
+            first = min(order)
+            if isinstance(first[3], str):
+                assert first[3] not in self.present(), "a manifest was passed over"
+                del self.manifests[first[3]]
+                continue
+            peers = [number for *age, number in order if tuple(age) == first[:3]]
+            went = [number for number in peers if number in missing]
+            assert went, "a younger pack went before an older one"
+            for number in went:
+                gone = self.delete(number)
+                assert gone <= missing
+                missing -= gone
+        type(self).evictions += len(expected)
+
+    def present(self) -> set[str]:
+        return {manifest.id for manifest in self.backend.manifests(self.namespace)}
+
+    def commit(self, batch: CommitBatch) -> list[int]:
+        by_id = {pack_id: number for number, pack_id in self.ids.items()}
+        return [by_id[table.pack_id] for table in self.backend.commit(self.namespace, batch).evicted]
+
+    # What happens
+
+    @rule(numbers=st.lists(NUMBERS, min_size=1, max_size=3, unique=True), touched=st.lists(NUMBERS, max_size=3))
+    def store(self, numbers: list[int], touched: list[int]) -> None:
+        self.moment += 1
+        self.kept = set(numbers)
+        batch = CommitBatch([self.pack(number) for number in numbers], touches=[self.ids[n] for n in touched])
+        evicted = self.commit(batch)
+        for number in numbers:
+            self.packs.setdefault(number, Held(self.moment, DEPTHS[number % len(DEPTHS)]))
+        self.use(*numbers, *touched)
+        self.evict(evicted)
+        self.drop_aged_manifests()
+
+    @rule(name=st.sampled_from("abc"), numbers=st.lists(NUMBERS, max_size=4, unique=True))
+    def end(self, name: str, numbers: list[int]) -> None:
+        self.moment += 1
+        numbers = [number for number in numbers if number in self.packs]
+        self.kept = set(numbers)
+        pinned = name in self.manifests and self.manifests[name].pinned
+        evicted = self.commit(
+            CommitBatch(manifests=[sample_manifest(name, packs=[self.ids[number] for number in numbers])])
+        )
+        self.manifests[name] = Held(self.moment, 0, numbers, pinned)
+        self.use(*numbers)
+        self.evict(evicted)
+        self.drop_aged_manifests()
+
+    @rule(name=st.sampled_from("ab"), pinned=st.booleans())
+    def pin(self, name: str, pinned: bool) -> None:
+        held_by_pins = sum(1 + number % 5 for held in self.manifests.values() if held.pinned for number in held.packs)
+        if pinned and held_by_pins > 5:  # there is always room for what comes
+            return
+        self.moment += 1
+        assert not self.commit(CommitBatch(pins=[(name, pinned)]))
+        if name in self.manifests:
+            self.manifests[name].pinned = pinned
+
+    @rule(numbers=st.lists(NUMBERS, min_size=1, max_size=4))
+    def touch(self, numbers: list[int]) -> None:
+        self.moment += 1
+        assert not self.commit(CommitBatch(touches=[self.ids[number] for number in numbers]))
+        self.use(*numbers)
+
+    @rule(number=NUMBERS)
+    def remove(self, number: int) -> None:
+        self.moment += 1
+        self.kept: set[int] = set()
+        assert set(self.commit(CommitBatch(deletions=[self.ids[number]]))) == self.delete(number)
+
+    def drop_aged_manifests(self) -> None:
+        """Manifests that went although no pack of theirs did were older than every pack that may go."""
+        gone = set(self.manifests) - self.present()
+        for name in gone:
+            held = self.manifests.pop(name)
+            assert not held.pinned
+            pinned = {number for other in self.manifests.values() if other.pinned for number in other.packs}
+            free = [other.used for number, other in self.packs.items() if number not in pinned | self.kept]
+            assert all(held.used < used for used in free), "a younger manifest went before an older pack"
+
+    @invariant()
+    def agree(self) -> None:
+        if not hasattr(self, "backend"):
+            return
+        assert set(tables(self.backend, self.namespace)) == {self.ids[number] for number in self.packs}
+        assert self.present() == set(self.manifests)
+        check_totals(self.backend)
+
+    def teardown(self) -> None:
+        if hasattr(self, "backend"):
+            self.backend.close()
+            self.directory.cleanup()
+
+
+@pytest.mark.parametrize("url", ["memory://model?capacity=4MiB", "lmdb://{}/store?capacity=4MiB"])
+def test_eviction_follows_the_model(url: str) -> None:
+    machine = type("Machine", (EvictionMachine,), {"url": url})
+    checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    limits = settings(
+        max_examples=30, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=checks
+    )
+    run_state_machine_as_test(machine, settings=limits)
+    assert machine.evictions > 100  # type: ignore[attr-defined]

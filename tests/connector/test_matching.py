@@ -1,0 +1,113 @@
+"""The search for the longest match, against a model that tries every length."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from persistkv.connector.common import KVCacheGroupSpec
+from persistkv.connector.matching import GroupBlocks, longest_match, longest_that_fits
+from persistkv.connector.request_state import GroupGeometry
+
+
+def blocks_needed(geometry, length, start):
+    """The offloaded blocks that hold a token which the one at ``length`` attends to, and which the caller lacks."""
+    window = geometry.spec.sliding_window or length + 1
+    tokens = range(max(start, length - window + 1), length)
+    return {token // geometry.offloaded_tokens for token in tokens}
+
+
+def servable(groups, present, length, start):
+    return all(blocks_needed(geometry, length, start) <= there for geometry, there in zip(groups, present, strict=True))
+
+
+@st.composite
+def contexts(draw):
+    factor = draw(st.sampled_from([1, 2, 3]))
+    groups = [
+        GroupGeometry(
+            KVCacheGroupSpec(draw(st.sampled_from([1, 2, 4])), draw(st.none() | st.integers(1, 20))), factor=factor
+        )
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+    tokens = draw(st.integers(0, 60))
+    present = []
+    for geometry in groups:
+        count = tokens // geometry.offloaded_tokens
+        missing = draw(st.sets(st.integers(0, max(count - 1, 0)), max_size=4))
+        present.append(set(range(count)) - missing)
+    step = math.lcm(*(geometry.block_size for geometry in groups))
+    start = step * draw(st.integers(0, tokens // step))
+    return groups, present, tokens, start
+
+
+def probes(groups, present, tokens, asked):
+    def probe(group):
+        def is_there(key):
+            asked[group, key] += 1
+            return key[0] in present[group]
+
+        return is_there
+
+    return [
+        GroupBlocks(geometry, [bytes([index]) for index in range(tokens // geometry.offloaded_tokens)], probe(group))
+        for group, geometry in enumerate(groups)
+    ]
+
+
+@settings(max_examples=600, deadline=None)
+@given(contexts())
+def test_finds_the_longest_that_every_group_can_serve(context):
+    groups, present, tokens, start = context
+    unit = math.lcm(*(geometry.offloaded_tokens for geometry in groups))
+    limit = max(tokens - 1, 0)
+    asked = Counter()
+    found = longest_match(probes(groups, present, tokens, asked), unit, start, limit)
+    candidates = [
+        length for length in range(unit, limit + 1, unit) if length > start and servable(groups, present, length, start)
+    ]
+    assert found == max(candidates, default=0)
+    assert set(asked.values()) <= {1}
+    assert all((key[0] + 1) * groups[group].offloaded_tokens > start for group, key in asked)
+
+
+@settings(max_examples=300, deadline=None)
+@given(contexts(), st.integers(1, 40))
+def test_bounds_a_length_by_its_blocks(context, max_blocks):
+    groups, _, tokens, start = context
+    unit = math.lcm(*(geometry.offloaded_tokens for geometry in groups))
+    found = longest_that_fits(groups, unit, start, tokens, max_blocks)
+    fitting = [
+        length
+        for length in range(unit, tokens + 1, unit)
+        if length > start and sum(len(blocks_needed(geometry, length, start)) for geometry in groups) <= max_blocks
+    ]
+    assert found == max(fitting, default=found)
+    assert fitting or found <= start
+
+
+@pytest.mark.parametrize(
+    ("missing", "length", "asked"),
+    [
+        (set(), 40, [9, 8]),  # the window alone
+        ({9}, 36, [9, 8, 7]),
+        ({8}, 32, [9, 8, 7, 6]),
+        ({5, 7, 9}, 20, [9, 8, 7, 6, 5, 4, 3]),
+        (set(range(10)), 0, list(range(9, -1, -1))),
+    ],
+)
+def test_asks_only_for_what_lies_under_a_window(missing, length, asked):
+    group = GroupGeometry(KVCacheGroupSpec(4, sliding_window=8), factor=1)
+    order = []
+
+    def is_there(key):
+        order.append(key[0])
+        return key[0] not in missing
+
+    keys = [bytes([index]) for index in range(10)]
+    assert longest_match([GroupBlocks(group, keys, is_there)], 4, 0, 41) == length
+    assert order == asked

@@ -1,0 +1,325 @@
+from __future__ import annotations
+
+import pytest
+
+from persistkv.base import GPULoadStoreSpec, OffloadPolicy
+from persistkv.connector.common import KVCacheGroupSpec
+from persistkv.connector.scheduler import OffloadingConnectorScheduler
+from persistkv.cpu.common import CPULoadStoreSpec
+from persistkv.errors import ConfigurationError
+
+
+def groups(*block_sizes):
+    return [KVCacheGroupSpec(size) for size in block_sizes]
+
+
+@pytest.fixture
+def scheduler(make_manager):
+    return OffloadingConnectorScheduler(make_manager(8), groups(4))
+
+
+def begin(scheduler, req_id, keys, num_tokens, group=0):
+    scheduler.on_new_request(req_id)
+    scheduler.update_keys(req_id, group, keys, num_tokens)
+
+
+class TestMatching:
+    def test_leaves_one_token_to_compute(self, scheduler, make_keys, fill):
+        keys = make_keys(3)
+        fill(scheduler, "first", keys, 4)
+        begin(scheduler, "whole", keys, 12)
+        begin(scheduler, "longer", keys, 13)
+        assert scheduler.get_num_new_matched_tokens("whole", 0) == 8
+        assert scheduler.get_num_new_matched_tokens("longer", 0) == 12
+
+    def test_counts_behind_the_tokens_on_the_device(self, scheduler, make_keys, fill):
+        keys = make_keys(4)
+        fill(scheduler, "first", keys, 4)
+        begin(scheduler, "second", keys, 17)
+        assert scheduler.get_num_new_matched_tokens("second", 8) == 8
+        assert scheduler.manager.looked_up == keys[2:]
+
+    def test_ends_at_the_first_miss(self, scheduler, make_keys, fill):
+        fill(scheduler, "first", make_keys(2), 4)
+        fill(scheduler, "other", make_keys(1, start=3), 4)
+        begin(scheduler, "second", make_keys(4), 17)
+        assert scheduler.get_num_new_matched_tokens("second", 0) == 8
+
+    def test_probes_past_blocks_on_their_way(self, scheduler, make_keys, fill):
+        keys = make_keys(4)
+        fill(scheduler, "first", keys, 4)
+        scheduler.manager.late = {keys[1], keys[2]}
+        begin(scheduler, "second", keys, 17)
+        assert scheduler.get_num_new_matched_tokens("second", 0) is None
+        assert scheduler.manager.looked_up == keys
+        assert not scheduler.manager.touched
+        scheduler.manager.late = set()
+        assert scheduler.get_num_new_matched_tokens("second", 0) == 16
+        assert scheduler.manager.touched == [keys]
+
+    def test_uses_what_is_ready_once_it_gave_up(self, scheduler, make_keys, fill):
+        keys = make_keys(4)
+        fill(scheduler, "first", keys, 4)
+        scheduler.manager.late = {keys[2]}
+        begin(scheduler, "second", keys, 17)
+        assert scheduler.get_num_new_matched_tokens("second", 0) is None
+        scheduler.give_up_waiting("second")
+        assert scheduler.get_num_new_matched_tokens("second", 0) == 8
+        assert scheduler.stats.late_lookups == 1
+
+    def test_tells_which_tokens_had_to_be_promoted(self, scheduler, make_keys, fill):
+        keys = make_keys(4)
+        fill(scheduler, "first", keys, 4)
+        scheduler.manager.late = {keys[1]}
+        begin(scheduler, "second", keys, 17)
+        assert scheduler.get_num_new_matched_tokens("second", 0) is None
+        scheduler.manager.late = set()
+        assert scheduler.get_num_new_matched_tokens("second", 0) == 16
+        scheduler.update_state_after_alloc("second", [[0, 1, 2, 3]], 16)
+        assert scheduler.num_promoted_tokens("second") == 4
+
+    def test_is_what_all_groups_can_serve(self, make_manager, make_keys, finish):
+        scheduler = OffloadingConnectorScheduler(make_manager(8), groups(4, 8))
+        small, large = make_keys(4), make_keys(2, group=1)
+        begin(scheduler, "first", small, 16)
+        scheduler.update_keys("first", 1, large[:1], 16)
+        scheduler.update_computed_tokens("first", 16, [[0, 1, 2, 3], [0, 1]])
+        scheduler.update_connector_output(finish(scheduler.build_connector_meta()))
+        begin(scheduler, "second", small, 17)
+        scheduler.update_keys("second", 1, large, 17)
+        assert scheduler.get_num_new_matched_tokens("second", 0) == 8
+
+    def test_an_empty_or_unknown_prompt_matches_nothing(self, scheduler, make_keys):
+        scheduler.on_new_request("empty")
+        assert scheduler.get_num_new_matched_tokens("empty", 0) == 0
+        begin(scheduler, "unknown", make_keys(2), 9)
+        assert scheduler.get_num_new_matched_tokens("unknown", 0) == 0
+
+
+class TestLoading:
+    def test_names_rows_and_device_blocks_in_order(self, scheduler, make_keys, fill, finish):
+        keys = make_keys(4)
+        fill(scheduler, "first", keys, 4)
+        begin(scheduler, "second", keys, 17)
+        assert scheduler.get_num_new_matched_tokens("second", 4) == 12
+        assert scheduler.update_state_after_alloc("second", [[9, 7, 5, 3]], 12) == 12
+        metadata = scheduler.build_connector_meta()
+        (load,) = metadata.loads
+        source, target = load.spec
+        assert isinstance(source, CPULoadStoreSpec)
+        assert source.block_ids == [scheduler.manager.get_block_id(key, None) for key in keys[1:]]
+        assert (target.block_ids, target.group_sizes, target.block_indices) == ([7, 5, 3], (3,), (1,))
+        output = scheduler.update_connector_output(finish(metadata))
+        assert output.loads["second"].success
+        assert output.loads["second"].num_tokens == 12
+        assert scheduler.stats.loaded_blocks == 3
+
+    def test_protects_rows_until_it_ended(self, scheduler, make_keys, fill, finish):
+        keys = make_keys(8)
+        fill(scheduler, "first", keys, 4)
+        begin(scheduler, "second", keys, 33)
+        scheduler.get_num_new_matched_tokens("second", 0)
+        scheduler.update_state_after_alloc("second", [list(range(8))], 32)
+        fill(scheduler, "other", make_keys(8, chain="b"), 4)
+        assert scheduler.stats.dropped_blocks == 8
+        scheduler.update_connector_output(finish(scheduler.build_connector_meta()))
+        fill(scheduler, "another", make_keys(8, chain="c"), 4)
+        assert scheduler.stats.dropped_blocks == 8
+
+    def test_skips_into_a_larger_block(self, make_manager, make_keys, fill):
+        scheduler = OffloadingConnectorScheduler(make_manager(8), groups(4), block_size_factor=4)
+        keys = make_keys(2)
+        fill(scheduler, "first", keys, 4, factor=4)
+        begin(scheduler, "second", keys, 33)
+        assert scheduler.get_num_new_matched_tokens("second", 24) == 8
+        scheduler.update_state_after_alloc("second", [list(range(10, 18))], 8)
+        (load,) = scheduler.build_connector_meta().loads
+        source, target = load.spec
+        assert source.block_ids == [scheduler.manager.get_block_id(keys[1], None)]
+        assert (target.block_ids, target.block_indices) == ([16, 17], (6,))
+
+    def test_takes_less_where_blocks_went_meanwhile(self, scheduler, make_keys, fill):
+        keys = make_keys(4)
+        fill(scheduler, "first", keys, 4)
+        begin(scheduler, "second", keys, 17)
+        assert scheduler.get_num_new_matched_tokens("second", 0) == 16
+        scheduler.manager.touch(keys[:2], None)
+        fill(scheduler, "other", make_keys(6, chain="b"), 4)
+        assert scheduler.update_state_after_alloc("second", [[0, 1, 2, 3]], 16) == 8
+        (load,) = scheduler.build_connector_meta().loads
+        assert load.spec[1].block_ids == [0, 1]
+
+    def test_a_failure_leaves_the_tokens_to_be_computed_and_stored(self, scheduler, make_keys, fill, finish):
+        keys = make_keys(2)
+        fill(scheduler, "first", keys, 4)
+        begin(scheduler, "second", keys, 9)
+        scheduler.get_num_new_matched_tokens("second", 0)
+        scheduler.update_state_after_alloc("second", [[0, 1]], 8)
+        output = scheduler.update_connector_output(finish(scheduler.build_connector_meta(), success=False))
+        assert not output.loads["second"].success
+        assert scheduler.stats.failed_loads == 1
+        scheduler.manager.offered.clear()
+        scheduler.update_computed_tokens("second", 8, [[0, 1]])
+        scheduler.build_connector_meta()
+        assert scheduler.manager.offered == [keys]
+
+    @pytest.mark.parametrize(("tables", "tokens"), [([[0]], 8), ([[0, 1]], 6), ([[0], [1]], 4), ([], 4)])
+    def test_refuses_blocks_that_do_not_fit(self, scheduler, make_keys, tables, tokens):
+        begin(scheduler, "request", make_keys(2), 9)
+        with pytest.raises(ValueError, match="block"):
+            scheduler.update_state_after_alloc("request", tables, tokens)
+
+
+class TestStoring:
+    def test_offers_each_filled_block_once(self, scheduler, make_keys, finish):
+        keys = make_keys(3)
+        begin(scheduler, "request", keys[:2], 9)
+        scheduler.update_computed_tokens("request", 7, [[5, 6]])
+        first = scheduler.build_connector_meta()
+        scheduler.update_keys("request", 0, keys[2:], 12)
+        scheduler.update_computed_tokens("request", 12, [[5, 6, 4]])
+        second = scheduler.build_connector_meta()
+        assert scheduler.manager.offered == [keys[:1], keys[1:]]
+        sources = [job.spec[0] for job in (*first.stores, *second.stores)]
+        assert [(source.block_ids, source.block_indices) for source in sources] == [([5], (0,)), ([6, 4], (1,))]
+        assert all(isinstance(source, GPULoadStoreSpec) for source in sources)
+        assert not scheduler.build_connector_meta().stores
+
+    def test_leaves_out_what_is_held(self, make_manager, make_keys, fill):
+        scheduler = OffloadingConnectorScheduler(make_manager(8), groups(4), block_size_factor=2)
+        keys = make_keys(4)
+        fill(scheduler, "first", keys[1:2], 4, factor=2)
+        begin(scheduler, "second", keys, 32)
+        scheduler.update_computed_tokens("second", 32, [list(range(10, 18))])
+        (store,) = scheduler.build_connector_meta().stores
+        source, target = store.spec
+        assert source.block_ids == [10, 11, 14, 15, 16, 17]
+        assert target.block_ids == [scheduler.manager.get_block_id(keys[index], None) for index in (0, 2, 3)]
+
+    @pytest.mark.parametrize(
+        ("policy", "offered"), [(OffloadPolicy.BLOCK_LEVEL, slice(3, 4)), (OffloadPolicy.REQUEST_LEVEL, slice(0, 4))]
+    )
+    def test_policy_decides_on_prefix_hits(self, make_manager, make_keys, fill, finish, policy, offered):
+        scheduler = OffloadingConnectorScheduler(make_manager(8, policy), groups(4))
+        keys = make_keys(4)
+        fill(scheduler, "first", keys[:3], 4)
+        scheduler.manager.offered.clear()
+        begin(scheduler, "second", keys, 17)
+        assert scheduler.get_num_new_matched_tokens("second", 4) == 8
+        scheduler.update_state_after_alloc("second", [[0, 1, 2]], 8)
+        scheduler.update_connector_output(finish(scheduler.build_connector_meta()))
+        scheduler.update_computed_tokens("second", 17, [[0, 1, 2, 3]])
+        scheduler.build_connector_meta()
+        assert scheduler.manager.offered == [keys[offered]]
+
+    def test_stores_the_front_where_not_all_fits(self, scheduler, make_keys, finish):
+        keys = make_keys(20)
+        begin(scheduler, "request", keys, 80)
+        scheduler.update_computed_tokens("request", 80, [list(range(20))])
+        metadata = scheduler.build_connector_meta()
+        assert metadata.stores[0].spec[0].block_ids == [0, 1, 2, 3, 4]
+        scheduler.update_connector_output(finish(metadata))
+        assert (scheduler.stats.stored_blocks, scheduler.stats.dropped_blocks) == (5, 15)
+        assert not scheduler.build_connector_meta().stores
+
+    def test_a_failure_leaves_no_trace(self, scheduler, make_keys, finish):
+        keys = make_keys(2)
+        begin(scheduler, "request", keys, 9)
+        scheduler.update_computed_tokens("request", 8, [[0, 1]])
+        scheduler.update_connector_output(finish(scheduler.build_connector_meta(), success=False))
+        assert scheduler.stats.failed_stores == 1
+        begin(scheduler, "second", keys, 9)
+        assert scheduler.get_num_new_matched_tokens("second", 0) == 0
+
+    def test_one_job_for_all_groups(self, make_manager, make_keys):
+        scheduler = OffloadingConnectorScheduler(make_manager(8), groups(4, 8))
+        begin(scheduler, "request", make_keys(3), 16)
+        scheduler.update_keys("request", 1, make_keys(2, group=1), 16)
+        scheduler.update_computed_tokens("request", 16, [[1, 2, 3, 4], [5, 6]])
+        (store,) = scheduler.build_connector_meta().stores
+        source = store.spec[0]
+        assert (source.block_ids, source.group_sizes, source.block_indices) == ([1, 2, 3, 5, 6], (3, 2), (0, 0))
+
+
+class TestEndOfRequest:
+    def test_waits_for_the_last_store(self, scheduler, make_keys, finish):
+        begin(scheduler, "request", make_keys(2), 9)
+        scheduler.update_computed_tokens("request", 8, [[0, 1]])
+        scheduler.request_finished("request")
+        metadata = scheduler.build_connector_meta()
+        assert scheduler.update_connector_output([]).released == []
+        assert scheduler.manager.finished == []
+        assert scheduler.update_connector_output(finish(metadata)).released == ["request"]
+        assert scheduler.manager.finished == ["request"]
+        assert not scheduler.has_requests
+
+    def test_releases_at_once_where_nothing_is_stored(self, scheduler):
+        scheduler.on_new_request("request")
+        scheduler.request_finished("request")
+        scheduler.build_connector_meta()
+        assert scheduler.update_connector_output([]).released == ["request"]
+
+    def test_waits_for_a_load_that_was_cancelled(self, scheduler, make_keys, fill, finish):
+        keys = make_keys(2)
+        fill(scheduler, "first", keys, 4)
+        begin(scheduler, "second", keys, 9)
+        scheduler.get_num_new_matched_tokens("second", 0)
+        scheduler.update_state_after_alloc("second", [[0, 1]], 8)
+        scheduler.request_finished("second")
+        metadata = scheduler.build_connector_meta()
+        assert scheduler.update_connector_output([]).released == []
+        scheduler.update_connector_output(finish(metadata))
+        scheduler.build_connector_meta()
+        assert scheduler.update_connector_output([]).released == ["second"]
+
+    def test_stores_nothing_of_a_request_that_never_got_device_blocks(self, scheduler, make_keys):
+        begin(scheduler, "request", make_keys(3), 13)
+        scheduler.get_num_new_matched_tokens("request", 8)
+        scheduler.request_finished("request")
+        assert not scheduler.build_connector_meta().stores
+        assert scheduler.update_connector_output([]).released == ["request"]
+
+    def test_an_id_may_come_back_but_not_live_twice(self, scheduler):
+        scheduler.on_new_request("request")
+        with pytest.raises(ValueError, match="lives"):
+            scheduler.on_new_request("request")
+        scheduler.request_finished("request")
+        scheduler.build_connector_meta()
+        scheduler.on_new_request("request")
+
+    def test_events_are_taken_through(self, scheduler):
+        assert scheduler.take_events() == []
+        assert scheduler.manager.steps == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda manager: OffloadingConnectorScheduler(manager, []), "groups"),
+        (lambda manager: OffloadingConnectorScheduler(manager, groups(4), 0), "block_size_factor"),
+        (lambda manager: OffloadingConnectorScheduler(manager, groups(4), 1, 0), "max_load_blocks"),
+        (lambda manager: groups(4, -1), "block_size"),
+        (lambda manager: KVCacheGroupSpec(4, sliding_window=0), "sliding_window"),
+    ],
+)
+def test_refuses_numbers_that_are_none(make_manager, make, field):
+    with pytest.raises(ConfigurationError, match=field):
+        make(make_manager(1))
+
+
+def test_a_request_that_is_not_stored_still_loads(make_manager, make_keys, fill, finish):
+    scheduler = OffloadingConnectorScheduler(make_manager(8, OffloadPolicy.REQUEST_LEVEL), groups(4))
+    keys = make_keys(3)
+    fill(scheduler, "first", keys[:2], 4)
+    scheduler.manager.offered.clear()
+    context = scheduler.on_new_request("second", store=False)
+    assert context.description is None
+    scheduler.update_keys("second", 0, keys, 13)
+    assert scheduler.get_num_new_matched_tokens("second", 0) == 8
+    scheduler.update_state_after_alloc("second", [[0, 1]], 8)
+    assert scheduler.update_connector_output(finish(scheduler.build_connector_meta())).loads["second"].success
+    scheduler.update_computed_tokens("second", 12, [[0, 1, 2]])
+    scheduler.request_finished("second")
+    assert not scheduler.build_connector_meta().stores
+    assert scheduler.update_connector_output([]).released == ["second"]
+    assert scheduler.manager.offered == []

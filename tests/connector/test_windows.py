@@ -1,0 +1,264 @@
+"""The scheduler with sliding-window groups: what is looked up, promoted, loaded and stored."""
+
+from __future__ import annotations
+
+import pytest
+
+from persistkv.base import OffloadPolicy
+from persistkv.connector.common import KVCacheGroupSpec
+from persistkv.connector.scheduler import OffloadingConnectorScheduler
+
+BLOCK = 4
+FULL, SLIDING = KVCacheGroupSpec(BLOCK), KVCacheGroupSpec(BLOCK, sliding_window=9)  # two blocks behind the next token
+
+
+@pytest.fixture
+def make_scheduler(make_manager):
+    def make(num_blocks=64, policy=OffloadPolicy.BLOCK_LEVEL, groups=(FULL, SLIDING), **options):
+        return OffloadingConnectorScheduler(make_manager(num_blocks, policy), groups, **options)
+
+    return make
+
+
+@pytest.fixture
+def begin(make_keys):
+    """Make a request known; all its groups have blocks of one size."""
+
+    def run(scheduler, req_id, num_tokens, num_groups=2, chain="a"):
+        scheduler.on_new_request(req_id)
+        chains = [make_keys(num_tokens // BLOCK, group, chain=chain) for group in range(num_groups)]
+        for group, keys in enumerate(chains):
+            scheduler.update_keys(req_id, group, keys, num_tokens)
+        return chains
+
+    return run
+
+
+@pytest.fixture
+def store(begin, finish):
+    """Compute and store a context of so many blocks."""
+
+    def run(scheduler, req_id, num_blocks, num_groups=2, chain="a"):
+        chains = begin(scheduler, req_id, num_blocks * BLOCK, num_groups, chain)
+        scheduler.update_computed_tokens(req_id, num_blocks * BLOCK, [list(range(num_blocks))] * num_groups)
+        scheduler.request_finished(req_id)
+        scheduler.update_connector_output(finish(scheduler.build_connector_meta()))
+        scheduler.manager.offered.clear()
+        return chains
+
+    return run
+
+
+def load_all(scheduler, req_id, local=0):
+    """Allocate device blocks numbered by position, 100 more for each group, where the load needs them."""
+    matched = scheduler.get_num_new_matched_tokens(req_id, local)
+    tables = [
+        [group * 100 + position if position in needed else None for position in range(needed.stop)]
+        for group, needed in enumerate(scheduler.needed_device_blocks(req_id, matched))
+    ]
+    assert scheduler.update_state_after_alloc(req_id, tables, matched) == matched
+    return matched, tables, scheduler.build_connector_meta()
+
+
+def forget(scheduler, key):
+    """Make a block one that nobody holds."""
+    lookup = scheduler.manager.lookup
+    scheduler.manager.lookup = lambda asked, context: asked != key and lookup(asked, context)
+
+
+def gone(scheduler):
+    """A load that finds its last block evicted."""
+
+    def prepare_load(keys, context):
+        forget(scheduler, keys[-1])
+        raise KeyError(keys[-1])
+
+    return prepare_load
+
+
+class TestMatching:
+    def test_looks_up_the_blocks_under_the_window_only(self, make_scheduler, store, begin):
+        scheduler = make_scheduler()
+        full, sliding = store(scheduler, "first", 8)
+        begin(scheduler, "second", 33)
+        assert scheduler.get_num_new_matched_tokens("second", 0) == 32
+        assert scheduler.manager.looked_up == [*full, sliding[7], sliding[6]]
+        assert scheduler.manager.touched == [[*full, *sliding[6:]]]
+
+    def test_a_hole_in_the_window_ends_the_match_before_it(self, make_scheduler, store, begin):
+        scheduler = make_scheduler()
+        _, sliding = store(scheduler, "first", 8)
+        begin(scheduler, "second", 33)
+        forget(scheduler, sliding[6])
+        assert scheduler.get_num_new_matched_tokens("second", 0) == 24
+
+    def test_learns_in_one_step_of_all_that_has_to_come(self, make_scheduler, store, begin):
+        scheduler = make_scheduler()
+        full, sliding = store(scheduler, "first", 8)
+        scheduler.manager.late = {*full[3:], *sliding}
+        begin(scheduler, "second", 33)
+        assert scheduler.get_num_new_matched_tokens("second", 0) is None
+        asked = set(scheduler.manager.looked_up)
+        assert asked == {*full, *sliding[6:]}
+        scheduler.manager.late = set(sliding[:6])
+        assert scheduler.get_num_new_matched_tokens("second", 0) == 32
+        assert set(scheduler.manager.looked_up) == asked
+
+    def test_does_not_wait_for_what_it_cannot_use(self, make_scheduler, store, begin):
+        scheduler = make_scheduler()
+        full, sliding = store(scheduler, "first", 8)
+        scheduler.manager.late = {full[7], sliding[7]}
+        forget(scheduler, sliding[6])
+        begin(scheduler, "second", 33)
+        assert scheduler.get_num_new_matched_tokens("second", 0) == 24
+
+    def test_a_window_that_comes_too_late_is_a_miss(self, make_scheduler, store, begin):
+        scheduler = make_scheduler()
+        _, sliding = store(scheduler, "first", 8)
+        scheduler.manager.late = {sliding[5]}
+        begin(scheduler, "second", 29)
+        assert scheduler.get_num_new_matched_tokens("second", 0) is None
+        scheduler.give_up_waiting("second")
+        assert scheduler.get_num_new_matched_tokens("second", 0) == 20
+
+    def test_what_the_primary_tier_cannot_hold_at_once_is_no_match(self, make_scheduler, store, begin):
+        scheduler = make_scheduler(max_load_blocks=7)
+        full, sliding = store(scheduler, "first", 8)
+        begin(scheduler, "second", 33)
+        assert scheduler.get_num_new_matched_tokens("second", 0) == 20
+        assert scheduler.manager.looked_up == [*full[:5], sliding[4], sliding[3]]
+
+    def test_sliding_groups_alone_skip_all_before_the_window(self, make_scheduler, store, begin):
+        scheduler = make_scheduler(groups=(SLIDING,))
+        (sliding,) = store(scheduler, "first", 8, num_groups=1)
+        scheduler.manager.late = set(sliding)
+        begin(scheduler, "second", 33, num_groups=1)
+        assert scheduler.get_num_new_matched_tokens("second", 0) is None
+        assert scheduler.manager.looked_up == [sliding[7], sliding[6]]
+        scheduler.manager.late = set()
+        matched, _, metadata = load_all(scheduler, "second")
+        assert (matched, metadata.loads[0].spec[1].block_ids) == (32, [6, 7])
+        assert scheduler.num_promoted_tokens("second") == 32
+
+
+class TestLoading:
+    def test_loads_of_a_window_what_is_under_it(self, make_scheduler, store, begin, finish):
+        scheduler = make_scheduler()
+        full, sliding = store(scheduler, "first", 8)
+        begin(scheduler, "second", 33)
+        matched, _, metadata = load_all(scheduler, "second")
+        source, target = metadata.loads[0].spec
+        assert matched == 32
+        assert target.block_ids == [*range(8), 106, 107]
+        assert (target.group_sizes, target.block_indices) == ((8, 2), (0, 6))
+        rows = [scheduler.manager.get_block_id(key, None) for key in (*full, *sliding[6:])]
+        assert source.block_ids == rows
+        assert scheduler.update_connector_output(finish(metadata)).loads["second"].num_tokens == 32
+
+    def test_loads_nothing_that_the_device_has(self, make_scheduler, store, begin):
+        scheduler = make_scheduler()
+        store(scheduler, "first", 8)
+        begin(scheduler, "second", 33)
+        matched, _, metadata = load_all(scheduler, "second", local=28)
+        target = metadata.loads[0].spec[1]
+        assert (matched, target.block_ids, target.block_indices) == (4, [7, 107], (7, 7))
+
+    def test_a_window_may_begin_within_a_larger_block(self, make_manager, make_keys, finish):
+        scheduler = OffloadingConnectorScheduler(make_manager(16), (FULL, SLIDING), block_size_factor=4)
+        keys = [make_keys(2, group) for group in range(2)]
+        for req_id in ("first", "second"):
+            scheduler.on_new_request(req_id)
+            for group in range(2):
+                scheduler.update_keys(req_id, group, keys[group], 33)
+            if req_id == "first":
+                scheduler.update_computed_tokens(req_id, 32, [list(range(8))] * 2)
+                scheduler.update_connector_output(finish(scheduler.build_connector_meta()))
+        _, _, metadata = load_all(scheduler, "second")
+        source, target = metadata.loads[0].spec
+        assert (target.group_sizes, target.block_indices) == ((8, 2), (0, 6))
+        rows = [scheduler.manager.get_block_id(key, None) for key in (*keys[0], keys[1][1])]
+        assert source.block_ids == rows
+
+    def test_takes_nothing_where_another_window_would_be_needed(self, make_scheduler, store, begin):
+        scheduler = make_scheduler(num_blocks=16)
+        store(scheduler, "first", 8)
+        begin(scheduler, "second", 33)
+        assert scheduler.get_num_new_matched_tokens("second", 0) == 32
+        scheduler.manager.prepare_load = gone(scheduler)
+        tables = [list(range(8)), [*[None] * 6, 6, 7]]
+        assert scheduler.update_state_after_alloc("second", tables, 32) == 0
+        assert not scheduler.build_connector_meta().loads
+
+    def test_refuses_tables_without_the_window(self, make_scheduler, store, begin):
+        scheduler = make_scheduler()
+        store(scheduler, "first", 8)
+        begin(scheduler, "second", 33)
+        scheduler.get_num_new_matched_tokens("second", 0)
+        with pytest.raises(ValueError, match="group 1 has no device blocks"):
+            scheduler.update_state_after_alloc("second", [list(range(8)), [*[None] * 7, 7]], 32)
+        with pytest.raises(ValueError, match="group 0 has no device blocks"):
+            scheduler.update_state_after_alloc("second", [[None, *range(7)], list(range(8))], 32)
+
+
+class TestStoring:
+    def test_offers_only_what_the_device_has(self, make_scheduler, begin):
+        scheduler = make_scheduler()
+        full, sliding = begin(scheduler, "request", 20)
+        scheduler.update_computed_tokens("request", 20, [[0, 1, 2, 3, 4], [None, None, 7, 8, 9]])
+        (stored,) = scheduler.build_connector_meta().stores
+        source = stored.spec[0]
+        assert scheduler.manager.offered == [[*full, *sliding[2:]]]
+        assert source.block_ids == [0, 1, 2, 3, 4, 7, 8, 9]
+        assert (source.group_sizes, source.block_indices) == ((5, 3), (0, 2))
+
+    def test_a_larger_block_is_stored_whole_or_not(self, make_manager, make_keys):
+        scheduler = OffloadingConnectorScheduler(make_manager(16), (SLIDING,), block_size_factor=2)
+        keys = make_keys(3)
+        scheduler.on_new_request("request")
+        scheduler.update_keys("request", 0, keys, 24)
+        scheduler.update_computed_tokens("request", 24, [[None, 1, 2, 3, 4, 5]])
+        (stored,) = scheduler.build_connector_meta().stores
+        assert scheduler.manager.offered == [keys[1:]]
+        assert (stored.spec[0].block_ids, stored.spec[0].block_indices) == ([2, 3, 4, 5], (2,))
+
+    @pytest.mark.parametrize("policy", OffloadPolicy)
+    def test_of_prefix_hits_those_under_the_window(self, make_scheduler, store, begin, finish, policy):
+        scheduler = make_scheduler(policy=policy)
+        full, sliding = store(scheduler, "first", 8)
+        full, sliding = begin(scheduler, "second", 37)
+        _, tables, metadata = load_all(scheduler, "second")
+        scheduler.update_connector_output(finish(metadata))
+        scheduler.update_computed_tokens("second", 36, [[*table, 50 + group] for group, table in enumerate(tables)])
+        scheduler.build_connector_meta()
+        request_level = policy is OffloadPolicy.REQUEST_LEVEL
+        first_full, first_sliding = (0, 6) if request_level else (8, 8)
+        assert scheduler.manager.offered == [[*full[first_full:], *sliding[first_sliding:]]]
+
+    def test_where_not_all_fits_the_front_of_each_group(self, make_scheduler, begin, finish):
+        scheduler = make_scheduler(num_blocks=9)
+        full, sliding = begin(scheduler, "request", 32)
+        scheduler.update_computed_tokens("request", 32, [list(range(8))] * 2)
+        metadata = scheduler.build_connector_meta()
+        assert scheduler.manager.offered[-1] == [*full[:4], *sliding[:4]]
+        scheduler.update_connector_output(finish(metadata))
+        assert (scheduler.stats.stored_blocks, scheduler.stats.dropped_blocks) == (8, 8)
+        begin(scheduler, "second", 33)
+        assert scheduler.get_num_new_matched_tokens("second", 0) == 16
+
+
+def test_three_groups_are_one_job_each_way(make_scheduler, store, begin):
+    scheduler = make_scheduler(groups=(FULL, SLIDING, KVCacheGroupSpec(BLOCK, sliding_window=2)))
+    store(scheduler, "first", 8, num_groups=3)
+    begin(scheduler, "second", 33, num_groups=3)
+    _, _, metadata = load_all(scheduler, "second")
+    (load,) = metadata.loads
+    assert (load.spec[1].group_sizes, load.spec[1].block_indices) == ((8, 2, 1), (0, 6, 7))
+
+
+def test_a_window_of_one_token_needs_nothing(make_scheduler, store, begin):
+    scheduler = make_scheduler(groups=(FULL, KVCacheGroupSpec(BLOCK, sliding_window=1)))
+    full, _ = store(scheduler, "first", 8)
+    begin(scheduler, "second", 33)
+    matched, _, metadata = load_all(scheduler, "second")
+    assert (matched, scheduler.manager.looked_up) == (32, full)
+    assert metadata.loads[0].spec[1].group_sizes == (8, 0)

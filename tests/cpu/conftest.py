@@ -1,0 +1,32 @@
+"""Keys, shared memory, and KV caches to move."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from persistkv.base import OffloadKey, ReqContext, make_offload_key
+
+
+@pytest.fixture
+def context() -> ReqContext:
+    return ReqContext("request")
+
+
+@pytest.fixture
+def keys() -> Callable[[int], list[OffloadKey]]:
+    """Fresh keys, never the same twice."""
+    numbers = itertools.count()
+    return lambda count: [make_offload_key(next(numbers).to_bytes(32, "big"), 0) for _ in range(count)]
+
+
+@pytest.fixture
+def shared_memory() -> Iterator[str]:
+    """A directory of its own on the tmpfs that regions are made for."""
+    directory = tempfile.mkdtemp(prefix="persistkv-test-", dir="/dev/shm")
+    yield directory
+    shutil.rmtree(directory)

@@ -1,0 +1,132 @@
+"""The thread that copies: few calls, whatever the order, and failures that are reported."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from persistkv.cpu.devices import cpu as module
+from persistkv.cpu.devices.base import Direction
+from persistkv.cpu.devices.cpu import CPUCopyEngine
+from persistkv.cpu.transfer import KVMemory, PageCopies
+
+PAGE, FACTOR = 48, 3
+NUM_BLOCKS, NUM_ROWS = 200, 60
+
+
+def make_memory() -> KVMemory:
+    generator = torch.Generator().manual_seed(3)
+    pages = torch.randint(-128, 128, (NUM_BLOCKS, PAGE), dtype=torch.int8, generator=generator)
+    rows = torch.zeros((NUM_ROWS, 200), dtype=torch.int8)[:, 16 : 16 + FACTOR * PAGE]
+    return KVMemory((pages,), (rows,), FACTOR)
+
+
+def run(memory: KVMemory, direction: Direction, blocks: list[int], sub_blocks: list[int]) -> None:
+    engine = CPUCopyEngine(memory, direction)
+    assert engine.submit(1, [PageCopies(0, PAGE, np.array(blocks), np.array(sub_blocks))])
+    engine.wait({1})
+    assert [result.success for result in engine.finished()] == [True]
+    engine.drain()
+
+
+def arrangements() -> dict[str, tuple[list[int], list[int]]]:
+    """(blocks, sub-blocks), one for each way of copying."""
+    chance = random.Random(5)
+    shuffled = chance.sample(range(NUM_BLOCKS), 150)
+    places = chance.sample(range(NUM_ROWS * FACTOR), 150)
+    return {
+        "both in order": (list(range(10, 160)), list(range(4, 154))),
+        "rows in order": (shuffled, list(range(4, 154))),
+        "rows backwards": (shuffled, list(range(160, 10, -1))),
+        "within one row": (shuffled[:2], [7, 8]),
+        "blocks in order": (list(range(20, 170)), places),
+        "few runs on both sides": ([*range(50), *range(100, 150)], [*range(75, 175)]),
+        "nothing in order": (shuffled, places),
+    }
+
+
+@pytest.mark.parametrize("buffer_bytes", [PAGE * 7, PAGE - 1, 8 << 20])
+@pytest.mark.parametrize("name", arrangements())
+def test_every_arrangement_moves_the_same_bytes(name: str, buffer_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BUFFER_BYTES", buffer_bytes)
+    monkeypatch.setattr(module, "_FEW_RUNS", 3)
+    blocks, sub_blocks = arrangements()[name]
+    memory = make_memory()
+    original = memory.pages[0].clone()
+    run(memory, Direction.STORE, blocks, sub_blocks)
+    places = memory.rows[0].reshape(-1, PAGE)
+    expected = torch.zeros_like(places)
+    expected[sub_blocks] = original[blocks]
+    assert torch.equal(places, expected)
+    memory.pages[0].zero_()
+    run(memory, Direction.LOAD, blocks, sub_blocks)
+    restored = torch.zeros_like(original)
+    restored[blocks] = original[blocks]
+    assert torch.equal(memory.pages[0], restored)
+
+
+def test_calls_do_not_grow_with_pages() -> None:
+    """Each call gives the GIL away and may wait long for it."""
+    calls: list[str] = []
+
+    def count(frame: object, event: str, function: object) -> None:
+        if event == "c_call" and getattr(function, "__name__", "") in (
+            "copy_",
+            "index_select",
+            "index_copy_",
+            "index_put_",
+        ):
+            calls.append(function.__name__)  # type: ignore[attr-defined]
+
+    pages = torch.zeros((1000, 16), dtype=torch.int8)
+    memory = KVMemory((pages,), (torch.zeros((1000, 16), dtype=torch.int8),), 1)
+    blocks = np.array(random.Random(1).sample(range(1000), 1000))
+    for direction in Direction:
+        engine = CPUCopyEngine(memory, direction)
+        for order in (blocks, np.arange(1000)):
+            part = PageCopies(0, 16, blocks, order)
+            sys.setprofile(count)
+            engine._run(1, [part])
+            sys.setprofile(None)
+        engine.drain()
+    assert calls == ["index_select", "index_select", "index_select", "index_copy_"]
+
+
+@pytest.mark.parametrize("page", [16, (8 << 15) - 8, 8 << 15])
+def test_pages_of_any_size(page: int) -> None:
+    pages = torch.randint(-128, 128, (5, page), dtype=torch.int8, generator=torch.Generator().manual_seed(1))
+    memory = KVMemory((pages,), (torch.zeros((6, page), dtype=torch.int8),), 1)
+    engine = CPUCopyEngine(memory, Direction.STORE)
+    engine.submit(1, [PageCopies(0, page, np.array([4, 1, 3, 0, 2]), np.arange(1, 6))])
+    engine.drain()
+    assert [result.success for result in engine.finished()] == [True]
+    assert torch.equal(memory.rows[0][1:], pages[[4, 1, 3, 0, 2]])
+
+
+def test_a_failure_is_reported_and_the_next_job_runs(caplog: pytest.LogCaptureFixture) -> None:
+    memory = make_memory()
+    engine = CPUCopyEngine(memory, Direction.STORE)
+    engine.submit(1, [PageCopies(0, PAGE, np.array([NUM_BLOCKS + 1]), np.array([0]))])
+    engine.submit(2, [PageCopies(0, PAGE, np.array([1]), np.array([0]))])
+    engine.wait({1, 2})
+    assert [(result.job_id, result.success, result.num_bytes) for result in engine.finished()] == [
+        (1, False, 0),
+        (2, True, PAGE),
+    ]
+    assert "store job 1 failed" in caplog.text
+    engine.drain()
+
+
+@pytest.mark.parametrize(
+    ("page", "offset", "itemsize"), [(64, 0, 16), (64, 8, 8), (24, 0, 8), (20, 0, 4), (6, 0, 2), (7, 0, 1), (64, 1, 1)]
+)
+def test_elements_are_as_wide_as_all_sides_allow(page: int, offset: int, itemsize: int) -> None:
+    aligned = torch.zeros((4, page), dtype=torch.int8)
+    shifted = torch.zeros((4, 128), dtype=torch.int8)[:, offset : offset + page]
+    wide = module._widened(module._WIDEST, aligned, shifted)
+    assert [tensor.element_size() for tensor in wide] == [itemsize] * 2
+    assert [tensor.shape for tensor in wide] == [(4, page // itemsize)] * 2

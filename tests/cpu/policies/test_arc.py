@@ -1,0 +1,102 @@
+"""ARC: a scan does not wash out what is used again, and what comes back moves the balance."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from persistkv.base import OffloadKey, ReqContext
+from persistkv.cpu.manager import CPUOffloadingManager
+from persistkv.cpu.policies.arc import ARCCachePolicy
+
+MakeKeys = Callable[[int], list[OffloadKey]]
+
+
+def store(manager: CPUOffloadingManager, keys: list[OffloadKey], context: ReqContext) -> list[OffloadKey]:
+    output = manager.prepare_store(keys, context)
+    assert output is not None
+    manager.touch(keys, context)
+    manager.complete_store(output.keys_to_store, context)
+    return output.evicted_keys
+
+
+def test_a_scan_leaves_blocks_that_are_used_again(keys: MakeKeys, context: ReqContext) -> None:
+    held = {}
+    for policy in ("lru", "arc"):
+        manager = CPUOffloadingManager(20, policy)
+        popular = keys(10)
+        store(manager, popular, context)
+        manager.touch(popular, context)
+        for _ in range(10):
+            store(manager, keys(5), context)
+        held[policy] = sum(manager.is_ready(key) for key in popular)
+    assert held == {"lru": 0, "arc": 10}
+
+
+def test_being_touched_while_written_is_no_second_use(keys: MakeKeys) -> None:
+    refs = [-1, -1]
+    policy = ARCCachePolicy(2, refs)
+    first, second = keys(2)
+    policy.insert([first, second], [0, 1])
+    policy.touch([first])
+    refs[:] = [0, 0]
+    policy.touch([second])
+    assert policy.evict(2) == [(first, 0), (second, 1)]
+
+
+def test_protected_blocks_are_skipped_and_found_again_in_both_lists(keys: MakeKeys) -> None:
+    refs = [1, 1, 0]
+    policy = ARCCachePolicy(3, refs)
+    once, again, idle = keys(3)
+    policy.insert([once], [0])
+    policy.insert([again], [1])
+    policy.touch([again])
+    policy.insert([idle], [2])
+    assert policy.evict(3) == [(idle, 2)]
+    refs[:] = [0, 0, 0]
+    policy.release([once, again])
+    assert policy.evict(3) == [(once, 0), (again, 1)]
+
+
+def test_blocks_that_come_back_make_room_for_new_ones(keys: MakeKeys) -> None:
+    refs = [0] * 4
+    policy = ARCCachePolicy(4, refs)
+    again = keys(2)
+    policy.insert(again, [0, 1])
+    policy.touch(again)
+    lost = keys(2)
+    policy.insert(lost, [2, 3])
+    assert {key for key, _ in policy.evict(2)} == set(lost)
+    policy.insert(lost, [2, 3])  # both were given up too early: the target grows to 2
+    assert [row for _, row in policy.evict(4)] == [1, 0, 3, 2]
+    fresh = keys(2)
+    policy.insert(fresh, [0, 1])
+    policy.insert(again, [2, 3])  # these come back to the second list, and take the target down to 0
+    assert {key for key, _ in policy.evict(2)} == set(fresh)
+
+
+def test_what_it_remembers_is_bounded(keys: MakeKeys, context: ReqContext) -> None:
+    manager = CPUOffloadingManager(50, "arc")
+    policy = manager._policy
+    assert isinstance(policy, ARCCachePolicy)
+    seen: list[OffloadKey] = []
+    chance = random.Random(1)
+    for _ in range(400):
+        wanted = chance.sample(seen, min(len(seen), 3)) + keys(3)
+        seen += wanted[-3:]
+        store(manager, wanted, context)
+        manager.touch(wanted, context)
+        assert len(policy._once) + len(policy._gone_once) <= 50
+        assert len(policy._gone_once) + len(policy._gone_again) + len(policy._once) + len(policy._again) <= 100
+    assert policy._gone_again
+
+
+def test_clear_forgets_what_was_learnt(keys: MakeKeys) -> None:
+    policy = ARCCachePolicy(4, [0] * 4)
+    first = keys(2)
+    policy.insert(first, [0, 1])
+    policy.evict(2)
+    policy.clear()
+    policy.insert(first, [0, 1])
+    policy.insert(keys(2), [2, 3])
+    assert policy.evict(1) == [(first[1], 1)]

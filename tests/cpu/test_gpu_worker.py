@@ -1,0 +1,293 @@
+"""Transfers through the handlers: every byte against a plain model, on each device there is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from persistkv.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    OffloadingHandler,
+    TransferResult,
+    TransferSpec,
+)
+from persistkv.cpu.common import CPULoadStoreSpec
+from persistkv.cpu.gpu_worker import CpuGpuOffloadingHandlers
+from persistkv.cpu.layout import cell_bytes, group_layouts
+from persistkv.cpu.shared_offload_region import SharedOffloadRegion, row_stride_bytes
+from persistkv.errors import ConfigurationError
+
+NUM_BLOCKS, NUM_ROWS = 96, 80
+
+needs_cuda = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_cuda)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@dataclass
+class Geometry:
+    """KV tensors, and the (tensor, bytes used) that each group names."""
+
+    pages: list[int]
+    groups: list[list[tuple[int, int]]]
+
+
+GEOMETRIES = {
+    "one group": Geometry([64], [[(0, 64)]]),
+    "layers": Geometry([256] * 4, [[(index, 256) for index in range(4)]]),
+    "hybrid, own tensors": Geometry([128, 48], [[(0, 128)], [(1, 48)]]),
+    "hybrid, shared tensor, padding": Geometry([128, 40], [[(0, 128), (1, 40)], [(0, 48)], [(0, 128)]]),
+    "odd pages": Geometry([33, 7], [[(0, 33)], [(0, 5), (1, 7)]]),
+}
+
+
+def make_caches(geometry: Geometry, device: str, slack: int = 0) -> CanonicalKVCaches:
+    generator = torch.Generator().manual_seed(0)
+    tensors = []
+    for page in geometry.pages:
+        data = torch.randint(-128, 128, (NUM_BLOCKS, page + slack), dtype=torch.int8, generator=generator)
+        tensors.append(CanonicalKVCacheTensor(data.to(device), page))
+    refs = [[CanonicalKVCacheRef(index, used) for index, used in group] for group in geometry.groups]
+    return CanonicalKVCaches(tensors, refs)
+
+
+@contextmanager
+def make_handlers(
+    caches: CanonicalKVCaches, factor: int, directory: str | None
+) -> Iterator[tuple[CpuGpuOffloadingHandlers, SharedOffloadRegion | None]]:
+    region = None
+    if directory is not None:
+        cell = cell_bytes(caches, factor)
+        total = NUM_ROWS * row_stride_bytes(1, cell)
+        region = SharedOffloadRegion("engine", total, NUM_ROWS, 0, 1, cell, directory=directory)
+    handlers = CpuGpuOffloadingHandlers(caches, factor, NUM_ROWS, region)
+    try:
+        yield handlers, region
+    finally:
+        handlers.shutdown()
+        if region is not None:
+            region.cleanup()
+
+
+def finish(handler: OffloadingHandler, job_id: int, spec: TransferSpec) -> TransferResult:
+    assert handler.transfer_async(job_id, spec)
+    handler.wait({job_id})
+    (result,) = handler.get_finished()
+    assert result.success
+    assert result.job_id == job_id
+    assert handler.get_finished() == []
+    return result
+
+
+@dataclass
+class Job:
+    """Blocks of all groups, and rows enough for them."""
+
+    gpu: GPULoadStoreSpec
+    cpu: CPULoadStoreSpec
+
+    @classmethod
+    def random(cls, chance: random.Random, num_groups: int, factor: int, scattered: bool) -> Job:
+        sizes = [chance.randint(0, NUM_BLOCKS // num_groups) for _ in range(num_groups)]
+        indices = [chance.randint(0, 3 * factor) for _ in range(num_groups)]
+        num_rows = [
+            -(-(index % factor + size) // factor) if size else 0 for size, index in zip(sizes, indices, strict=True)
+        ]
+        blocks = chance.sample(range(NUM_BLOCKS), sum(sizes)) if scattered else list(range(sum(sizes)))
+        if sum(num_rows) > NUM_ROWS:
+            return cls.random(chance, num_groups, factor, scattered)
+        rows = chance.sample(range(NUM_ROWS), sum(num_rows)) if scattered else list(range(sum(num_rows)))
+        return cls(GPULoadStoreSpec(blocks, sizes, indices), CPULoadStoreSpec(rows))
+
+    def used(self, geometry: Geometry) -> Iterator[tuple[int, int, int]]:
+        """(tensor, block, bytes) of everything that is to move."""
+        first = 0
+        for size, refs in zip(self.gpu.group_sizes, geometry.groups, strict=True):
+            for block in self.gpu.block_ids[first : first + size]:
+                for tensor, used in refs:
+                    yield tensor, block, used
+            first += size
+
+
+@pytest.mark.parametrize("scattered", [False, True], ids=["in order", "scattered"])
+@pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
+@pytest.mark.parametrize("factor", [1, 2, 4])
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_what_was_stored_is_loaded_and_nothing_else_changes(
+    name: str, factor: int, shared: bool, scattered: bool, device: str, shared_memory: str
+) -> None:
+    geometry = GEOMETRIES[name]
+    caches = make_caches(geometry, device, slack=16)
+    original = [canonical.tensor.clone() for canonical in caches.tensors]
+    chance = random.Random(f"{name} {factor} {shared} {scattered}")
+    with make_handlers(caches, factor, shared_memory if shared else None) as (handlers, _):
+        for number in range(6):
+            job = Job.random(chance, len(geometry.groups), factor, scattered)
+            stored = finish(handlers.gpu_to_cpu_handler, number, (job.gpu, job.cpu))
+            for canonical in caches.tensors:
+                canonical.tensor.fill_(number)
+            loaded = finish(handlers.cpu_to_gpu_handler, number, (job.cpu, job.gpu))
+            expected = [torch.full_like(tensor, number) for tensor in original]
+            for tensor, block, used in job.used(geometry):
+                expected[tensor][block, :used] = original[tensor][block, :used]
+            for index, canonical in enumerate(caches.tensors):
+                assert torch.equal(canonical.tensor, expected[index])
+                canonical.tensor.copy_(original[index])
+            num_bytes = sum(used for _, _, used in job.used(geometry))
+            assert (stored.num_bytes, loaded.num_bytes) == (num_bytes, num_bytes)
+            assert min(stored.seconds, loaded.seconds) >= 0
+
+
+@pytest.mark.parametrize("factor", [1, 2, 4])
+def test_rows_hold_what_the_layout_says(factor: int, device: str, shared_memory: str) -> None:
+    geometry = GEOMETRIES["hybrid, shared tensor, padding"]
+    caches = make_caches(geometry, device)
+    with make_handlers(caches, factor, shared_memory) as (handlers, region):
+        assert region is not None
+        sizes = [factor, factor, 0]
+        gpu = GPULoadStoreSpec(list(range(2 * factor)), sizes, [0, 0, 0])
+        finish(handlers.gpu_to_cpu_handler, 0, (gpu, CPULoadStoreSpec([7, 3])))
+        view = region.create_kv_memoryview()
+        rows = torch.frombuffer(view, dtype=torch.int8).view(NUM_ROWS, -1)
+        for group, row in ((0, 7), (1, 3)):
+            ranges = group_layouts(caches, factor)[group].ranges
+            written = torch.cat([rows[row, begin : begin + length] for begin, length in ranges])
+            pages = [
+                caches.tensors[tensor].tensor[group * factor + position, :used].cpu()
+                for tensor, used in sorted(geometry.groups[group])
+                for position in range(factor)
+            ]
+            assert torch.equal(written, torch.cat(pages))
+            assert int(rows[row].ne(0).sum()) <= len(written)
+        del rows, written
+        view.release()
+
+
+def test_transfers_of_one_direction_end_in_order(device: str) -> None:
+    caches = make_caches(GEOMETRIES["layers"], device)
+    original = caches.tensors[0].tensor[:6].clone()
+    with make_handlers(caches, 1, None) as (handlers, _):
+        store, load = handlers.gpu_to_cpu_handler, handlers.cpu_to_gpu_handler
+        for job_id in range(5):
+            assert store.transfer_async(job_id, (GPULoadStoreSpec([job_id], [1], [0]), CPULoadStoreSpec([9])))
+        store.wait({4, 99})
+        assert [result.job_id for result in store.get_finished()] == [0, 1, 2, 3, 4]
+        finish(load, 7, (CPULoadStoreSpec([9]), GPULoadStoreSpec([5], [1], [0])))
+        assert torch.equal(caches.tensors[0].tensor[5], original[4])
+
+
+def test_a_job_with_nothing_to_do_is_reported(device: str) -> None:
+    with make_handlers(make_caches(GEOMETRIES["layers"], device), 2, None) as (handlers, _):
+        nothing = GPULoadStoreSpec([], [0], [0])
+        assert finish(handlers.gpu_to_cpu_handler, 1, (nothing, CPULoadStoreSpec([]))).num_bytes == 0
+
+
+def test_tensors_of_inference_mode_can_be_loaded(device: str) -> None:
+    with torch.inference_mode():
+        caches = make_caches(GEOMETRIES["layers"], device)
+    original = caches.tensors[2].tensor[5].clone()
+    spec = GPULoadStoreSpec([5], [1], [0]), CPULoadStoreSpec([0])
+    with make_handlers(caches, 1, None) as (handlers, _):
+        finish(handlers.gpu_to_cpu_handler, 1, spec)
+        with torch.inference_mode():
+            caches.tensors[2].tensor.zero_()
+        finish(handlers.cpu_to_gpu_handler, 2, spec[::-1])
+    assert torch.equal(caches.tensors[2].tensor[5], original)
+
+
+def test_any_bits_survive(device: str) -> None:
+    """Pages are moved as wide numbers; not-a-numbers with a payload and subnormals must stay what they are."""
+    page = torch.arange(256, dtype=torch.uint8).repeat(4).sort().values.view(torch.int8)
+    signalling = torch.tensor([0x7FF0000000000001, 0x000000000000000F], dtype=torch.int64).view(torch.int8)
+    data = torch.cat([page, signalling]).repeat(NUM_BLOCKS, 1).to(device)
+    caches = CanonicalKVCaches([CanonicalKVCacheTensor(data, 1040)], [[CanonicalKVCacheRef(0, 1040)]])
+    with make_handlers(caches, 1, None) as (handlers, _):
+        spec = GPULoadStoreSpec([3, 2, 1], [3], [0]), CPULoadStoreSpec([5, 6, 7])
+        original = data.clone()
+        finish(handlers.gpu_to_cpu_handler, 1, spec)
+        data[1:4] = 0
+        finish(handlers.cpu_to_gpu_handler, 2, spec[::-1])
+    assert torch.equal(data, original)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda gpu, cpu: (cpu, gpu),
+        lambda gpu, cpu: (gpu, gpu),
+        lambda gpu, cpu: (gpu, CPULoadStoreSpec([NUM_ROWS])),
+        lambda gpu, cpu: (gpu, CPULoadStoreSpec([1, 2])),
+    ],
+)
+def test_specs_that_do_not_fit_are_refused(wrong: Callable[..., TransferSpec], device: str) -> None:
+    with make_handlers(make_caches(GEOMETRIES["layers"], device), 1, None) as (handlers, _):
+        with pytest.raises(ValueError, match=r"is no store|not one of|does not have the rows"):
+            handlers.gpu_to_cpu_handler.transfer_async(1, wrong(GPULoadStoreSpec([0], [1], [0]), CPULoadStoreSpec([0])))
+        assert handlers.gpu_to_cpu_handler.get_finished() == []
+
+
+def test_after_shutdown_nothing_starts_and_the_region_can_go(
+    device: str, shared_memory: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caches = make_caches(GEOMETRIES["layers"], device)
+    with make_handlers(caches, 1, shared_memory) as (handlers, _):
+        spec = GPULoadStoreSpec([0], [1], [0]), CPULoadStoreSpec([0])
+        assert handlers.gpu_to_cpu_handler.transfer_async(1, spec)
+        handlers.shutdown()
+        handlers.shutdown()
+        assert not handlers.gpu_to_cpu_handler.transfer_async(2, spec)
+        handlers.gpu_to_cpu_handler.wait({1, 2})
+        assert handlers.gpu_to_cpu_handler.get_finished() == []
+    assert "still in use" not in caplog.text
+
+
+def test_rows_and_region_must_agree(shared_memory: str) -> None:
+    caches = make_caches(GEOMETRIES["one group"], "cpu")
+    region = SharedOffloadRegion("engine", 4096 * 2, 2, 0, 1, 64, directory=shared_memory)
+    with pytest.raises(ConfigurationError, match="num_cpu_blocks: 3 is not valid; expected 2"):
+        CpuGpuOffloadingHandlers(caches, 1, 3, region)
+    region.cleanup()
+    with pytest.raises(ConfigurationError, match="num_cpu_blocks: 0"):
+        CpuGpuOffloadingHandlers(caches, 1, 0)
+
+
+def test_a_device_without_a_strategy_is_refused() -> None:
+    caches = CanonicalKVCaches(
+        [CanonicalKVCacheTensor(torch.zeros((2, 8), dtype=torch.int8, device="meta"), 8)], [[CanonicalKVCacheRef(0, 8)]]
+    )
+    with pytest.raises(ConfigurationError, match="kv_caches device: 'meta' is not valid; expected one of cpu, cuda"):
+        CpuGpuOffloadingHandlers(caches, 1, 1)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_store_sees_what_was_computed_before_and_a_load_waits_for_who_still_reads() -> None:
+    pages = torch.zeros((NUM_BLOCKS, 1 << 16), dtype=torch.int8, device="cuda")
+    caches = CanonicalKVCaches([CanonicalKVCacheTensor(pages, 1 << 16)], [[CanonicalKVCacheRef(0, 1 << 16)]])
+    gpu = GPULoadStoreSpec(list(range(32)), [32], [0]), CPULoadStoreSpec(list(range(32)))
+    with make_handlers(caches, 1, None) as (handlers, _):
+        torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+        pages.fill_(7)
+        finish(handlers.gpu_to_cpu_handler, 1, gpu)
+        pages.fill_(1)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+        read = pages.clone()
+        finish(handlers.cpu_to_gpu_handler, 2, gpu[::-1])
+        assert int(read.min()) == int(read.max()) == 1
+        assert int(pages[:32].min()) == int(pages[:32].max()) == 7
+        assert int(pages[32:].max()) == 1

@@ -1,0 +1,232 @@
+"""The region's file with real processes: races, deaths, leftovers, heirs, and too little memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from persistkv.cpu.region_file import RegionFile, region_path, remove_leftover_regions
+from persistkv.errors import ConfigurationError, RegionError
+
+SIZE = 1 << 20
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start Python code in a process of its own, with ``path`` and ``size`` set; it is killed at the end."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def run(code: str, path: str, size: int = SIZE) -> subprocess.Popen[str]:
+        script = (
+            "import os, sys, time\nfrom persistkv.cpu.region_file import RegionFile\n"
+            f"path, size = {path!r}, {size}\n{textwrap.dedent(code)}"
+        )
+        pipe = subprocess.PIPE
+        process = subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, text=True)
+        processes.append(process)
+        return process
+
+    yield run
+    for process in processes:
+        process.kill()
+        with process:
+            pass
+
+
+HOLD = """
+    file = RegionFile.open(path, size, 10)
+    print("created" if file.created else "attached", flush=True)
+    sys.stdin.readline()
+    file.close()
+"""
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    stream: IO[str] | None = process.stdout
+    assert stream is not None
+    return stream.readline().strip()
+
+
+@pytest.fixture
+def path(shared_memory: str) -> str:
+    return region_path("engine", shared_memory)
+
+
+def test_of_eight_that_race_one_creates(start: Start, path: str) -> None:
+    workers = [start(HOLD, path) for _ in range(8)]
+    assert sorted(map(line, workers)) == ["attached"] * 7 + ["created"]
+    assert os.stat(path).st_size == SIZE
+    for number, worker in enumerate(workers):
+        assert Path(path).exists(), f"gone although {8 - number} still use it"
+        worker.communicate("\n")
+    assert not Path(path).exists()
+
+
+def test_eight_replace_a_leftover_together(start: Start, path: str) -> None:
+    killed = start(HOLD, path)
+    assert line(killed) == "created"
+    before = os.stat(path).st_ino
+    with open(path, "r+b") as stale:
+        stale.write(b"stale")
+    killed.kill()
+    killed.wait()
+    workers = [start(HOLD, path) for _ in range(8)]
+    assert sorted(map(line, workers)) == ["attached"] * 7 + ["created"]
+    assert os.stat(path).st_ino != before
+    assert Path(path).read_bytes() == bytes(SIZE)
+
+
+def test_one_killed_while_creating_is_replaced(start: Start, path: str) -> None:
+    creator = start(
+        """
+        def never(fd, offset, length):
+            print("allocating", flush=True)
+            time.sleep(60)
+        os.posix_fallocate = never
+        RegionFile.open(path, size, 10)
+        """,
+        path,
+    )
+    assert line(creator) == "allocating"
+    opened: list[RegionFile] = []
+    waiter = threading.Thread(target=lambda: opened.append(RegionFile.open(path, SIZE, 20)))
+    waiter.start()
+    waiter.join(0.2)
+    assert waiter.is_alive()
+    assert os.stat(path).st_size == 0
+    creator.kill()
+    waiter.join()
+    assert opened[0].created
+    assert os.fstat(opened[0].fd).st_size == SIZE
+    opened[0].close()
+
+
+def test_a_live_one_is_not_touched(start: Start, path: str, shared_memory: str) -> None:
+    owner = start(HOLD, path)
+    line(owner)
+    before = os.stat(path).st_ino
+    assert remove_leftover_regions(shared_memory) == []
+    with pytest.raises(RegionError, match=f"has {SIZE} bytes.*expected {2 * SIZE} within 0.1 s"):
+        RegionFile.open(path, 2 * SIZE, 0.1)
+    file = RegionFile.open(path, SIZE, 1)
+    assert not file.created
+    file.close()
+    assert os.stat(path).st_ino == before
+
+
+def test_leftovers_are_removed_on_demand(start: Start, shared_memory: str) -> None:
+    paths = [region_path(name, shared_memory) for name in ("killed", "live")]
+    killed, live = (start(HOLD, path) for path in paths)
+    assert (line(killed), line(live)) == ("created", "created")
+    other = Path(shared_memory, "somebody-elses.mmap")
+    other.touch()
+    killed.kill()
+    killed.wait()
+    assert remove_leftover_regions(shared_memory) == paths[:1]
+    assert other.exists()
+    assert Path(paths[1]).exists()
+
+
+def test_an_heir_of_the_descriptor_does_not_keep_it_alive(start: Start, path: str, shared_memory: str) -> None:
+    owner = start(
+        """
+        import mmap, subprocess
+        file = RegionFile.open(path, size, 10)
+        heir = f"import mmap, sys, time; m = mmap.mmap({file.fd}, 0); print('mapped', flush=True); sys.stdin.readline()"
+        subprocess.Popen([sys.executable, "-c", heir], pass_fds=[file.fd])
+        time.sleep(60)
+        """,
+        path,
+    )
+    assert line(owner) == "mapped"
+    assert remove_leftover_regions(shared_memory) == []
+    owner.kill()
+    owner.wait()
+    assert remove_leftover_regions(shared_memory) == [path]
+    owner.communicate("\n")  # the heir reads the same pipe, and ends
+
+
+def test_a_forked_child_leaves_the_file_alone(start: Start, path: str) -> None:
+    owner = start(
+        """
+        file = RegionFile.open(path, size, 10)
+        child = os.fork()
+        if child == 0:
+            file.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        print(os.path.exists(path), flush=True)
+        sys.stdin.readline()
+        """,
+        path,
+    )
+    assert line(owner) == "True"
+    assert remove_leftover_regions(os.path.dirname(path)) == []
+
+
+def test_the_last_to_close_removes_it(path: str) -> None:
+    first, second = (RegionFile.open(path, SIZE, 1) for _ in range(2))
+    assert (first.created, second.created) == (True, False)
+    first.close()
+    assert Path(path).exists()
+    second.close()
+    second.close()
+    assert not Path(path).exists()
+
+
+def test_being_taken_for_a_leftover_before_it_is_locked(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody removes the file between its creation and its lock: another one is made."""
+    real_open = os.open
+    removed: list[str] = []
+
+    def open_and_lose(name: str, flags: int, mode: int = 0o777) -> int:
+        fd = real_open(name, flags, mode)
+        if flags & os.O_CREAT and not removed:
+            removed.extend(remove_leftover_regions(os.path.dirname(path)))
+        return fd
+
+    monkeypatch.setattr(os, "open", open_and_lose)
+    file = RegionFile.open(path, SIZE, 1)
+    assert removed == [path]
+    assert os.path.samestat(os.stat(path), os.fstat(file.fd))
+    file.close()
+
+
+def test_too_little_memory_fails_cleanly(path: str, shared_memory: str) -> None:
+    filesystem = os.statvfs(shared_memory)
+    too_much = filesystem.f_blocks * filesystem.f_frsize + 4096
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConfigurationError, match=f"total_size_bytes: {too_much}.*bytes free in {shared_memory}"):
+        RegionFile.open(path, too_much, 1)
+    assert os.listdir(shared_memory) == []
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_directory_that_is_not_there(shared_memory: str) -> None:
+    with pytest.raises(RegionError, match="cannot be created: No such file or directory"):
+        RegionFile.open(region_path("engine", f"{shared_memory}/nowhere"), SIZE, 1)
+
+
+def test_a_link_in_its_place_is_not_followed(path: str, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    os.symlink(victim, path)
+    with pytest.raises(RegionError, match="cannot be opened"):
+        RegionFile.open(path, SIZE, 0.1)
+    assert victim.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a\0b"])
+def test_names_that_are_no_part_of_a_file_name(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="instance_id"):
+        region_path(name)

@@ -1,0 +1,147 @@
+"""Kill a writer again and again, and look at what it left: ``python -m tests.crash.loop --kills 200 --seed 1``.
+
+After each kill, in the reopened store:
+
+1. Every pack that was acknowledged is there, byte for byte, unless a commit evicted it: one that said so, or the one
+   that was running, by the log of changes, which is written in the same transaction.
+2. The commit that was running did all of its batch or nothing.
+3. Every manifest names blocks that are there; the pinned one is.
+4. Totals equal a recount, and the files are no larger than the capacity.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from persistkv.storage.backend import Backend
+from persistkv.storage.registry import open_backend
+from persistkv.testing.conformance.suite import check_totals, read_pack, tables
+from persistkv.testing.samples import payload_of
+from tests.crash.writer import IDENTITY, PINNED, make_pack
+
+CAPACITY = 8 << 20  # 8 MiB: full within the first round, so that each commit evicts
+NUMBERS_A_ROUND = 100_000
+
+
+@dataclass
+class Expected:
+    """What must be there, by what the writers said."""
+
+    namespace: bytes
+    packs: dict[bytes, int] = field(default_factory=dict)
+    """Acknowledged and not evicted: pack id to number."""
+    running: list[int] = field(default_factory=list)
+    """Numbers of the commit that did not return."""
+    manifest: str = ""
+    cursor: bytes | None = None
+    """After the last acknowledged commit."""
+    acknowledged: int = 0
+    evicted: int = 0
+
+    def hear(self, line: dict[str, object]) -> None:
+        """Take one line of the writer."""
+        if "intent" in line:
+            self.running, self.manifest = list(line["intent"]), str(line["manifest"])
+            return
+        for number in line["done"]:
+            self.packs[make_pack(self.namespace, number).pack_id] = number
+        for pack_id in line["evicted"]:
+            self.packs.pop(bytes.fromhex(pack_id), None)
+            self.evicted += 1
+        self.acknowledged += len(line["done"])
+        self.cursor = bytes.fromhex(str(line["cursor"]))
+        self.running = []
+
+
+def kill_one(url: str, first: int, seed: int, delay_s: float, expected: Expected) -> None:
+    """Run a writer, kill it some time after it began, and hear all that it said."""
+    command = [sys.executable, "-m", "tests.crash.writer", url, str(first), str(seed)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        hello = process.stdout.readline()
+        time.sleep(delay_s)
+        process.kill()
+        said = hello + process.stdout.read()
+    for line in said.split(b"\n")[:-1]:
+        expected.hear(json.loads(line))
+
+
+def check(backend: Backend, expected: Expected) -> None:
+    """Compare the store with what must be there; what went with the running commit is forgotten."""
+    namespace = expected.namespace
+    held = tables(backend, namespace)
+    changes = backend.changes(namespace, expected.cursor)
+    if not changes.reset:
+        for pack_id in changes.removed:
+            expected.packs.pop(pack_id, None)
+            expected.evicted += 1
+    lost = set(expected.packs) - set(held)
+    assert not lost, f"{len(lost)} acknowledged packs are lost"
+
+    running = {make_pack(namespace, number).pack_id: number for number in expected.running}
+    manifests = {manifest.id for manifest in backend.manifests(namespace)}
+    there = [pack_id in held for pack_id in running]
+    if running:
+        assert all(there) or not any(there), "a commit was done in part"
+        assert (expected.manifest in manifests) == all(there), "a commit was done in part"
+    expected.packs.update({pack_id: number for pack_id, number in running.items() if pack_id in held})
+    assert set(held) == set(expected.packs), "packs that nobody wrote, or that were evicted, are there"
+    for pack_id, number in expected.packs.items():
+        assert read_pack(backend, namespace, held[pack_id]) == payload_of(make_pack(namespace, number)), "wrong bytes"
+
+    keys = {key for table in held.values() for key in table.keys.unpack()}
+    for manifest_id in manifests:
+        (chain,) = backend.manifest_keys(namespace, manifest_id) or ()
+        assert keys.issuperset(chain.unpack()), f"{manifest_id} names blocks that are gone"
+    assert PINNED in manifests, "the pinned request went"
+    check_totals(backend)
+
+
+def run(kills: int, seed: int, directory: Path, seconds: float) -> Expected:
+    """Kill so many writers, or as many as the time allows, and check after each.
+
+    :raises AssertionError: saying what is wrong; the seed and the number of the kill say where.
+    """
+    draw = random.Random(seed)
+    url = f"lmdb://{directory}/store?capacity={CAPACITY}"
+    expected = Expected(IDENTITY.digest)
+    deadline = time.monotonic() + seconds
+    for number in range(kills):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{number} of {kills} kills in {seconds} s")
+        delay_s = 1.0 if number == 0 else draw.uniform(0.0, 0.25)
+        kill_one(url, NUMBERS_A_ROUND * number, seed + number, delay_s, expected)
+        backend = open_backend(url)
+        try:
+            check(backend, expected)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, kill {number}: {error}") from error
+        finally:
+            backend.close()
+    return expected
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="give up after so long")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        found = run(arguments.kills, arguments.seed, Path(directory), arguments.seconds)
+    print(
+        f"{arguments.kills} kills, {found.acknowledged} packs acknowledged, {found.evicted} evicted, "
+        f"{len(found.packs)} there: 0 lost, 0 wrong"
+    )
+
+
+if __name__ == "__main__":
+    main()

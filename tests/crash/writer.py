@@ -1,0 +1,75 @@
+"""The process that is killed: commits random requests to a full LMDB store, and says what it is about to do and did.
+
+One JSON line before each commit (``intent``) and one when it has returned (``done``), on standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+
+from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
+from persistkv.storage.codec import RawCodec
+from persistkv.storage.identity import Identity
+from persistkv.storage.keys import PackedKeys
+from persistkv.storage.manifest import RequestManifest
+from persistkv.storage.pack import PackWriter
+from persistkv.storage.registry import open_backend
+from persistkv.testing.samples import sample_segment
+
+IDENTITY = Identity.of({"test": "crash"})
+BLOCK_BYTES = 16 << 10  # 16 KiB
+PINNED = "pinned"
+
+
+def make_pack(namespace: bytes, number: int) -> PackWriter:
+    """The pack of a number: 1 to 60 blocks (16 KiB to 960 KiB)."""
+    blocks = 1 + random.Random(number).randrange(60) ** 2 // 60
+    segment = sample_segment(number, blocks=blocks, block_bytes=BLOCK_BYTES, depth=16 * (number % 8))
+    return PackWriter(namespace, RawCodec(), [segment])
+
+
+def make_manifest(name: str, packs: list[PackWriter]) -> ManifestWrite:
+    """The request whose context these packs hold."""
+    keys = PackedKeys.of([key for pack in packs for key in pack.keys.unpack()])
+    head = RequestManifest(
+        id=name, created=0.0, tokens=len(keys), group_blocks=(len(keys),), raw_bytes=BLOCK_BYTES * len(keys)
+    )
+    return ManifestWrite(head, (keys,), [pack.pack_id for pack in packs])
+
+
+def say(**line: object) -> None:
+    """In one write: a kill leaves whole lines, but perhaps the last."""
+    os.write(1, json.dumps(line).encode() + b"\n")
+
+
+def work(backend: Backend, first: int, seed: int) -> None:
+    """Commit until killed. Pack numbers count from ``first``."""
+    draw = random.Random(seed)
+    namespace = backend.open_namespace(IDENTITY).id
+    changes = backend.changes(namespace, None)
+    held = [table.pack_id for table in changes.added]
+    say(done=[], evicted=[], cursor=changes.cursor.hex())
+    while True:
+        numbers = list(range(first, first + draw.randint(1, 4)))
+        first += len(numbers)
+        packs = [make_pack(namespace, number) for number in numbers]
+        pinned = not changes.added and numbers[0] == 0
+        name = PINNED if pinned else f"r{numbers[0]}"
+        batch = CommitBatch(
+            packs,
+            [make_manifest(name, packs)],
+            touches=draw.sample(held, min(len(held), draw.randint(0, 4))),
+            pins=[(PINNED, True)] if pinned else (),
+        )
+        say(intent=numbers, manifest=name)
+        result = backend.commit(namespace, batch)
+        gone = {table.pack_id for table in result.evicted}
+        held = [pack_id for pack_id in [*held, *(pack.pack_id for pack in packs)] if pack_id not in gone]
+        say(done=numbers, evicted=[pack_id.hex() for pack_id in gone], cursor=result.cursor.hex())
+
+
+if __name__ == "__main__":
+    work(open_backend(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,43 @@
+"""One engine in a process of its own: ``engine_process.py CHECKPOINT URL MODE``; prints one JSON line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+
+import transformers
+
+from persistkv.integrations.transformers import Engine
+
+PROMPT = [(5 * index * index + index) % 256 for index in range(700)]
+
+
+def main(checkpoint: str, url: str, mode: str) -> None:
+    transformers.utils.logging.disable_progress_bar()
+    with Engine.open(checkpoint, url, device_blocks=128, cpu_bytes="16MiB") as engine:
+        result = engine.generate(PROMPT, 12, reuse=mode == "warm")
+        report = {"restored": result.stats.persistent_tokens}
+        if mode != "warm":
+            report["durable"] = mode == "unwaited" or engine.wait_persisted(result)
+            result = engine.generate(PROMPT, 12, store=False)
+        report["tokens"] = result.tokens
+        report["logits"] = hashlib.sha256(result.logits.numpy()).hexdigest()
+        prompt_hashes = result.block_hashes[: len(PROMPT) // 16]
+        report["pages"] = [page_digests(engine, group, prompt_hashes) for group in range(len(engine.geometry))]
+        sys.stdout.write(json.dumps(report) + "\n")
+        sys.stdout.flush()
+        if mode != "warm":
+            time.sleep(600.0)
+
+
+def page_digests(engine: Engine, group: int, block_hashes: Sequence[bytes]) -> dict[str, str]:
+    """Of those pages of a group that the device has: a sliding window has those under it."""
+    pages = engine.resident_pages(group)
+    return {name.hex(): hashlib.sha256(pages[name].numpy()).hexdigest() for name in block_hashes if name in pages}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

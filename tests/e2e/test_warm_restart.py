@@ -1,0 +1,114 @@
+"""A process computes, is killed by SIGKILL, and the next one starts warm."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("engine_process.py")
+
+
+@pytest.fixture
+def environment(tmp_path):
+    return os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+
+@pytest.fixture
+def url(tmp_path):
+    return f"lmdb://{tmp_path}/store?capacity=256MiB"
+
+
+@pytest.fixture
+def run_engine(checkpoint, url, environment):
+    """Run an engine up to its report; all but ``warm`` ones are killed then."""
+
+    def run(mode, checkpoint=checkpoint):
+        command = [sys.executable, str(SCRIPT), str(checkpoint), url, mode]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+            try:
+                line = process.stdout.readline()
+                if mode != "warm":
+                    process.send_signal(signal.SIGKILL)
+                code = process.wait(timeout=60)
+            finally:
+                process.kill()
+        assert code == (0 if mode == "warm" else -signal.SIGKILL)
+        return json.loads(line)
+
+    return run
+
+
+def test_a_killed_process_leaves_a_warm_start(run_engine):
+    killed = run_engine("cold")
+    assert killed["durable"]
+    warm = run_engine("warm")
+    assert warm["restored"] == 688
+    for name in ("tokens", "logits", "pages"):
+        assert warm[name] == killed[name], name
+
+
+def test_a_killed_process_leaves_a_warm_start_for_a_hybrid_model(run_engine, hybrid_checkpoint):
+    killed = run_engine("cold", hybrid_checkpoint)
+    assert killed["durable"]
+    warm = run_engine("warm", hybrid_checkpoint)
+    assert warm["restored"] == 688
+    for name in ("tokens", "logits"):
+        assert warm[name] == killed[name], name
+    sliding, full = warm["pages"]
+    assert (len(full), len(sliding)) == (43, 4)
+    for restored, computed in zip(warm["pages"], killed["pages"], strict=True):
+        assert restored.items() <= computed.items()
+
+
+def test_killed_before_anything_was_waited_for_the_store_is_whole(run_engine):
+    killed = run_engine("unwaited")
+    for _ in range(2):
+        warm = run_engine("warm")
+        assert warm["tokens"] == killed["tokens"]
+    assert warm["restored"] == 688
+
+
+def run_demo(environment, directory, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "persistkv_tools", "demo", "--tokens", "600", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=directory,
+        env=environment,
+        timeout=170,
+        check=False,
+    )
+
+
+def test_the_demo_for_programs(environment, checkpoint, tmp_path, url):
+    done = run_demo(environment, tmp_path, "--json", "--model", str(checkpoint), "--store", url, "--codec", "zstd")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["prompt_tokens"] == 664
+    assert report["restored_tokens"] == 656
+    assert report["restored_shared_share"] == 1.0
+    assert report["tokens_identical"]
+    assert report["logits_identical"]
+    assert report["pages_identical"]
+    assert report["pages_compared"] >= 41
+    assert 0 < report["stored_bytes"] < report["raw_bytes"]
+    assert report["cold_ttft_s"] > 0
+    assert report["warm_ttft_s"] > 0
+    assert isinstance(report["agrees_with_cold"], bool)
+    assert [request["same_split"] for request in report["requests"]] == [True] * 5
+    assert "SIGKILL" in done.stderr
+    assert (tmp_path / "demo-report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_demo_for_people(environment, checkpoint, tmp_path):
+    done = run_demo(environment, tmp_path, "--model", str(checkpoint))
+    assert done.returncode == 0, done.stderr
+    assert "restored pages bit-identical" in done.stdout
+    assert "8 requests in 1 namespace" in done.stdout
+    assert (tmp_path / ".persistkv-demo" / "store").is_dir()

@@ -1,0 +1,95 @@
+"""Fuzz what reads bytes at rest: real packs, manifests and stored frames, damaged.
+
+    python -m tests.fuzz [--cases 100000] [--seed 0] [--limit-s 300] [--target codec ...]
+
+Hypothesis draws the damage and shrinks what fails. A case that crashes, hangs, serves wrong bytes, or asks for memory
+that its input merely claims, fails. ``python -m tests.fuzz.guided`` is the same, guided by coverage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import logging
+import resource
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import hypothesis
+from hypothesis import strategies as st
+
+from tests.fuzz.edits import KINDS, MAX_EDITS, MAX_INDEX, Edit, apply_edits
+from tests.fuzz.targets import TARGETS, Target
+
+HEADROOM_BYTES = 256 << 20  # 256 MiB more address space than the process starts with: a claimed length does not fit
+HANG_S = 60.0  # seconds for a round, which takes about one
+ROUND = 500  # cases drawn by one run of Hypothesis: beyond that, keeping what it has tried costs more than trying
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit-s", type=float, default=300.0, help="fail where the cases take longer")
+    parser.add_argument("--target", nargs="+", choices=[target.name for target in TARGETS])
+    arguments = parser.parse_args()
+    targets = [target for target in TARGETS if not arguments.target or target.name in arguments.target]
+    logging.disable(logging.CRITICAL)
+    _limit_memory()
+    started = time.monotonic()
+    counts = fuzz(targets, arguments.cases, arguments.seed)
+    seconds = time.monotonic() - started
+    for target in targets:
+        accepted = counts[target.name, True]
+        total = accepted + counts[target.name, False]
+        sys.stdout.write(f"{target.name}: {total} cases, {accepted} accepted\n")
+    total = sum(counts.values())
+    sys.stdout.write(f"{total} cases in {seconds:.0f} s, seed {arguments.seed}: nothing found\n")
+    if seconds > arguments.limit_s:
+        sys.stdout.write(f"but that is longer than {arguments.limit_s:.0f} s\n")
+        return 1
+    return 0
+
+
+def _limit_memory() -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + HEADROOM_BYTES, resource.RLIM_INFINITY))
+
+
+def fuzz(targets: list[Target], cases: int, seed: int) -> Counter[tuple[str, bool]]:
+    """Draw and check.
+
+    :returns: how many cases there were for (target, accepted).
+    """
+    counts: Counter[tuple[str, bool]] = Counter()
+    edits = st.lists(
+        st.builds(Edit, st.sampled_from(KINDS), st.integers(0, MAX_INDEX), st.integers(0, MAX_INDEX)),
+        max_size=MAX_EDITS,
+    )
+
+    @hypothesis.settings(
+        max_examples=ROUND,
+        deadline=None,
+        database=None,
+        phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(st.sampled_from(targets), st.integers(0, MAX_INDEX), edits, st.booleans())
+    def check(target: Target, number: int, changes: list[Edit], sealed: bool) -> None:
+        number %= len(target.samples)
+        accepted = target.check(number, apply_edits(target.samples[number], changes), sealed)
+        counts[target.name, accepted] += 1
+
+    round_number = 0
+    while sum(counts.values()) < cases:
+        faulthandler.dump_traceback_later(HANG_S, exit=True)
+        hypothesis.seed(seed * 1_000_003 + round_number)(check)()
+        round_number += 1
+    faulthandler.cancel_dump_traceback_later()
+    return counts
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,297 @@
+"""What is fuzzed: real bytes at rest, and what must hold after any damage to them.
+
+Each target is given damaged bytes twice over: as they are (their checksum tells) and sealed again (it does not, and the
+parser alone stands between the bytes and the reader).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import xxhash
+
+from persistkv.base import make_offload_key
+from persistkv.config import GroupLayout, RowLayout
+from persistkv.errors import ConfigurationError, CorruptPackError
+from persistkv.storage.backend import CommitBatch, ManifestWrite
+from persistkv.storage.codec import AutoCodec, Codec, PlanesCodec, RawCodec, ZstdCodec, parse_codec
+from persistkv.storage.identity import Identity
+from persistkv.storage.keys import PackedKeys
+from persistkv.storage.manifest import (
+    RequestManifest,
+    decode_manifest,
+    decode_manifest_keys,
+    encode_manifest,
+    encode_manifest_keys,
+)
+from persistkv.storage.pack import FRAME_BYTES, PackTable, PackWriter, Segment, align, frame_seed
+from persistkv.storage.records import StoreOptions
+from persistkv.storage.rows import Rows
+from persistkv.storage.store import Store
+from persistkv.testing.memory import MemoryBackend, StoredPack
+from persistkv.testing.samples import ArraySource
+
+BLOCK = 1024
+STRIDE = 4096
+IDENTITY = Identity.of({"weights": "w", "config": {"layers": [1, 2.5, None, True], "näme": "ü"}})
+LAYOUT = RowLayout(STRIDE, (GroupLayout(((0, BLOCK),)), GroupLayout(((0, BLOCK), (2048, 512)))))
+SIZES = tuple(group.block_bytes for group in LAYOUT.groups)
+
+
+class Violation(Exception):
+    """Something that must hold did not."""
+
+
+def require(held: bool, what: str) -> None:
+    """Raise where it did not hold."""
+    if not held:
+        raise Violation(what)
+
+
+class Target(ABC):
+    """One parser and its real inputs."""
+
+    name: str
+    samples: Sequence[bytes]
+
+    @abstractmethod
+    def check(self, number: int, data: bytes, sealed: bool) -> bool:
+        """Parse what became of sample ``number``; whether it was accepted.
+
+        :param sealed: the checksum is to be made to fit first.
+        :raises Violation: what must hold does not. Any other exception is a crash.
+        """
+
+
+@functools.cache
+def blocks(group: int) -> np.ndarray:
+    """Four blocks: values that ``planes`` and ``zstd`` shrink."""
+    values = np.random.default_rng(group).standard_normal((4, SIZES[group] // 2)).astype(np.float32)
+    return (values.view(np.uint32) >> 20 << 4).astype(np.uint16).view(np.uint8)
+
+
+def keys(group: int, hash_bytes: int = 32) -> list[bytes]:
+    """Their keys."""
+    return [make_offload_key(bytes([index + 1]) * hash_bytes, group) for index in range(4)]
+
+
+def packs() -> list[PackWriter]:
+    """One of each codec and kind of table."""
+    both = [Segment(group, SIZES[group], keys(group), ArraySource(blocks(group)), depth=0) for group in (0, 1)]
+    uneven = Segment(0, BLOCK, keys(0)[:2] + keys(0, 16)[2:], ArraySource(blocks(0)))
+    auto = AutoCodec(clock=lambda: 0.0)
+    made = [
+        (RawCodec(), both),
+        (ZstdCodec(), both[:1]),
+        (PlanesCodec(), both),
+        (PlanesCodec(4), [uneven]),
+        (auto, both),
+    ]
+    return [PackWriter(IDENTITY.digest, codec, segments) for codec, segments in made]
+
+
+PACKS = packs()
+PAYLOADS = [b"".join(map(bytes, pack.stream())) for pack in PACKS]
+
+
+def seal_table(body: bytes) -> bytes:
+    """A table with a trailer that fits."""
+    return body + len(body).to_bytes(8, "little") + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little") + b"PKVPACK1"
+
+
+class Tables(Target):
+    """Pack tables: refused, or sound in all that readers rely on; and a store that finds them in its catalogue."""
+
+    name = "table"
+    samples = tuple(pack.table.encode() for pack in PACKS)
+
+    def check(self, number: int, data: bytes, sealed: bool) -> bool:
+        data = seal_table(data[:-24]) if sealed else data
+        try:
+            table = PackTable.parse(data)
+        except CorruptPackError:
+            return False
+        require(sealed or any(table == pack.table for pack in PACKS), "damage passed the checksum")
+        _check_table(table)
+        if sealed:
+            require(table.encode() == data, "the table does not encode to what it was parsed of")
+        _serve(number, StoredPack(data, bytearray(PAYLOADS[number])), exact=not sealed)
+        return True
+
+
+def _check_table(table: PackTable) -> None:
+    require(len(table.keys.unpack()) == len(table.keys), "keys are not as many as the table says")
+    require(sum(frame.block_count for frame in table.frames) == len(table.keys), "frames hold other blocks")
+    require(sum(frame.raw_length for frame in table.frames) == table.raw_length, "raw length")
+    end = 0
+    for frame in table.frames:
+        require(frame.offset == end, "frames do not follow one another")
+        require(frame.stored_length <= frame.raw_length <= max(FRAME_BYTES, frame.block_bytes), "length of a frame")
+        end = align(end + frame.stored_length)
+    require(end == table.payload_length, "payload length")
+
+
+class Payloads(Target):
+    """Payloads: what a store serves of them is what was stored, or, where the checksums were forged too, no crash."""
+
+    name = "payload"
+    samples = tuple(PAYLOADS)
+
+    def check(self, number: int, data: bytes, sealed: bool) -> bool:
+        table = PACKS[number].table
+        if sealed:
+            table = _resealed(table, data)
+        return _serve(number, StoredPack(table.encode(), bytearray(data)), exact=not sealed)
+
+
+def _resealed(table: PackTable, payload: bytes) -> PackTable:
+    frames, first, names = [], 0, table.keys.unpack()
+    for frame in table.frames:
+        seed = frame_seed(table.namespace, b"".join(names[first : first + frame.block_count]))
+        stored = payload[frame.offset : frame.offset + frame.stored_length]
+        frames.append(frame._replace(checksum=xxhash.xxh3_64_intdigest(stored, seed=seed)))
+        first += frame.block_count
+    return msgspec.structs.replace(table, frames=tuple(frames))
+
+
+def _serve(number: int, at_rest: StoredPack, *, exact: bool) -> bool:
+    """Open a store on a damaged pack and read all its blocks; whether any was served."""
+    backend = MemoryBackend()
+    namespace = backend.open_namespace(IDENTITY).id
+    backend.commit(namespace, CommitBatch([PACKS[number]]))
+    backend.spaces[namespace].packs[PACKS[number].pack_id] = at_rest
+    memory = bytearray(b"\xaa" * (10 * STRIDE))
+    store = Store(backend, IDENTITY, Rows(memoryview(memory), LAYOUT), StoreOptions(), url="memory://fuzz")
+    wanted = [
+        (segment.group, key, block)
+        for segment in PACKS[number].segments
+        for key, block in zip(segment.keys, segment.source.gather(0, 4).reshape(4, -1), strict=True)
+    ]
+    failed = set(store.read([key for _, key, _ in wanted], range(len(wanted))))
+    require(memory[len(wanted) * STRIDE :] == b"\xaa" * (len(memory) - len(wanted) * STRIDE), "a row of another")
+    for row, (group, key, block) in enumerate(wanted):
+        if exact and key not in failed:
+            served = b"".join(map(bytes, store.rows.places(group, row)))
+            require(served == block.tobytes(), "served what was not stored")
+    return len(failed) < len(wanted)
+
+
+class Frames(Target):
+    """Stored forms, straight into codecs: exactly the buffer is filled, or the frame is corrupt."""
+
+    name = "codec"
+    codecs: Sequence[Codec] = (RawCodec(), ZstdCodec(), ZstdCodec(19), PlanesCodec(), PlanesCodec(4))
+    pairs = tuple(itertools.product(codecs, (blocks(0).tobytes(), blocks(1).tobytes()[:-1], bytes(70_000))))
+    samples = tuple(bytes(codec.encode(raw)) for codec, raw in pairs)
+
+    def check(self, number: int, data: bytes, sealed: bool) -> bool:
+        codec, raw = self.pairs[number]
+        out = memoryview(bytearray(b"\xaa" * (len(raw) + 32)))
+        try:
+            codec.decode_into(data, out[16:-16])
+        except CorruptPackError as error:
+            require("llocat" not in error.problem, "it tried to allocate what the frame claims")
+            return False
+        finally:
+            require(out[:16] == out[-16:] == b"\xaa" * 16, "bytes beside the buffer were written")
+        return True
+
+
+class Manifests(Target):
+    """Heads of manifests: refused, or equal to what they encode to."""
+
+    name = "manifest"
+    samples = tuple(
+        encode_manifest(
+            RequestManifest(
+                id=f"engine-{count}", created=1.7e9, tokens=16 * count, group_blocks=(count, 2), raw_bytes=count << 20,
+                ordered=bool(count % 2), labels={f"label {index}": "välue" * index for index in range(count)},
+            )
+        )
+        for count in (0, 1, 12)
+    )  # fmt: skip
+
+    def check(self, number: int, data: bytes, sealed: bool) -> bool:
+        data = seal_manifest(data) if sealed else data
+        try:
+            manifest = decode_manifest(data)
+        except CorruptPackError:
+            return False
+        require(sealed or data in self.samples, "damage passed the checksum")
+        again = encode_manifest(manifest)
+        require(encode_manifest(decode_manifest(again)) == again, "a manifest does not survive its own encoding")
+        return manifest.blocks >= 0
+
+
+class ManifestKeyLists(Target):
+    """Keys of manifests: refused when parsed or when unpacked, or as many as they say."""
+
+    name = "manifest keys"
+    samples = tuple(
+        encode_manifest_keys(packed)
+        for packed in (
+            (),
+            (PackedKeys.of(keys(0)), PackedKeys.of(keys(1))),
+            (PackedKeys.of(keys(0)[:2] + keys(0, 16)), PackedKeys.of([])),
+        )
+    )
+
+    def check(self, number: int, data: bytes, sealed: bool) -> bool:
+        data = seal_manifest(data) if sealed else data
+        try:
+            lists = decode_manifest_keys(data)
+            unpacked = [packed.unpack() for packed in lists]
+        except CorruptPackError:
+            return False
+        require(sealed or data in self.samples, "damage passed the checksum")
+        for packed, names in zip(lists, unpacked, strict=True):
+            require(len(packed) == len(names) and b"".join(names) == packed.data, "keys are not those of the list")
+        ManifestWrite(decode_manifest(Manifests.samples[0]), lists)
+        return True
+
+
+def seal_manifest(data: bytes) -> bytes:
+    """A manifest's row with a checksum that fits."""
+    return data[:1] + xxhash.xxh3_64_digest(data[9:]) + data[9:]
+
+
+class Identities(Target):
+    """Identities as a catalogue keeps them."""
+
+    name = "identity"
+    samples = (IDENTITY.encode(), Identity.of({"a": [[[["x" * 50]]]], "b": -1e300}).encode())
+
+    def check(self, number: int, data: bytes, sealed: bool) -> bool:
+        try:
+            identity = Identity.decode(data)
+            digest = identity.digest
+        except (ValueError, RecursionError):  # what those who read a catalogue expect
+            return False
+        require(len(digest) == 16 and isinstance(identity.diff(IDENTITY), list), "an identity that cannot be compared")
+        return True
+
+
+class CodecTexts(Target):
+    """Text forms of codecs."""
+
+    name = "codec text"
+    samples = (b"raw", b"zstd:3", b"planes:2", b"auto")
+
+    def check(self, number: int, data: bytes, sealed: bool) -> bool:
+        try:
+            text = data.decode()
+            policy = parse_codec(text)
+        except (ConfigurationError, UnicodeDecodeError):
+            return False
+        require(str(parse_codec(str(policy))) == str(policy), "a codec's text makes another codec")
+        return True
+
+
+TARGETS: tuple[Target, ...] = (
+    Tables(), Payloads(), Frames(), Manifests(), ManifestKeyLists(), Identities(), CodecTexts(),
+)  # fmt: skip

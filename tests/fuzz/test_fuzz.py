@@ -1,0 +1,46 @@
+"""A small part of `python -m tests.fuzz`, in a process of its own: it bounds its memory and watches for hangs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def fuzz(*arguments, prelude=""):
+    program = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{prelude}\n"
+    program += (
+        f"sys.argv = ['fuzz', *{list(arguments)!r}]\nimport runpy; runpy.run_module('tests.fuzz', run_name='__main__')"
+    )
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_a_few_thousand_cases_find_nothing():
+    run = fuzz("--cases", "4000", "--seed", "1")
+    assert run.returncode == 0, run.stderr
+    assert "nothing found" in run.stdout
+
+
+SABOTAGE = {
+    "checksum of frames": ("payload", "import persistkv.storage.reading as m; m.verify_frame = lambda *_: None"),
+    "checks of frame rows": ("table", "import persistkv.storage.pack as m; m._check_frames = lambda *_: None"),
+    "lengths of keys": ("table", "import persistkv.storage.pack as m; m._check_key_lengths = lambda *_: None"),
+    "claimed content": (
+        "codec",
+        "import zstandard, persistkv.storage.codec.zstd as m\n"
+        "def careless(stored, out):\n"
+        "    raw = zstandard.ZstdDecompressor().decompress(stored)\n"
+        "    out[:] = (raw + bytes(len(out)))[:len(out)]\n"
+        "m.decompress_into = careless",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SABOTAGE)
+def test_finds_a_check_that_is_missing(name):
+    target, prelude = SABOTAGE[name]
+    run = fuzz("--cases", "20000", "--target", target, prelude=prelude)
+    assert run.returncode != 0
+    assert "changes=[Edit(" in run.stderr  # shrunk, and printed so that it can be repeated

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
+
+
+def tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+    fields: dict[str, Any] = {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "initializer_range": 0.2,
+    }
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**(fields | changes))).eval()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing from more, and lose much where others use the cores too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[..., LlamaForCausalLM]:
+    return tiny_llama
+
+
+@pytest.fixture(scope="session")
+def model() -> LlamaForCausalLM:
+    return tiny_llama()
+
+
+@pytest.fixture
+def prompt() -> list[int]:
+    return [(7 * index * index + 3 * index) % 256 for index in range(100)]
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "sliding_window": 32,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "initializer_range": 0.2,
+}
+MIXED = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+
+
+def tiny_gemma3() -> Gemma3ForCausalLM:
+    torch.manual_seed(3)
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SMALL, num_hidden_layers=4, layer_types=MIXED)).eval()
+
+
+def tiny_mistral() -> MistralForCausalLM:
+    torch.manual_seed(4)
+    return MistralForCausalLM(MistralConfig(**SMALL, num_hidden_layers=2)).eval()
+
+
+def tiny_gpt_oss() -> GptOssForCausalLM:
+    torch.manual_seed(5)
+    config = GptOssConfig(
+        **SMALL | {"sliding_window": 13},
+        num_hidden_layers=2,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        layer_types=["full_attention", "sliding_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    )
+    return GptOssForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="session")
+def gemma() -> Gemma3ForCausalLM:
+    """Layers 0, 1 and 3 see 32 tokens, layer 2 sees all."""
+    return tiny_gemma3()
+
+
+@pytest.fixture(scope="session", params=[tiny_gemma3, tiny_mistral, tiny_gpt_oss])
+def windowed(request: pytest.FixtureRequest) -> PreTrainedModel:
+    """Mixed layers, sliding layers only, and mixed ones whose window is no multiple of a block."""
+    made: PreTrainedModel = request.param()
+    return made

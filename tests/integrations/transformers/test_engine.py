@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+from persistkv.base import TransferResult
+from persistkv.errors import ConfigurationError, UnsupportedModelError
+from persistkv.integrations.transformers import Engine
+
+
+@pytest.fixture
+def open_engine(model):
+    opened = []
+
+    def open_one(chosen=None, **options):
+        options = {"block_size": 4, "device_blocks": 64, "cpu_bytes": "1MiB"} | options
+        opened.append(Engine.open(chosen or model, **options))
+        return opened[-1]
+
+    yield open_one
+    for engine in opened:
+        engine.close()
+
+
+def reference(model, prompt, count):
+    """What transformers itself generates."""
+    inputs = torch.tensor([prompt])
+    output = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=count, do_sample=False)
+    return output[0, len(prompt) :].tolist()
+
+
+class TestAnswers:
+    def test_are_those_of_transformers(self, open_engine, model, prompt):
+        engine = open_engine()
+        expected = reference(model, prompt, 24)
+        assert engine.generate(prompt, 24).tokens == expected
+        assert engine.generate(prompt, 24).tokens == expected
+
+    def test_are_those_of_transformers_for_another_architecture(self, open_engine, prompt):
+        torch.manual_seed(0)
+        config = GPTNeoXConfig(
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            bos_token_id=None,
+            eos_token_id=None,
+            initializer_range=0.2,
+        )
+        neox = GPTNeoXForCausalLM(config).eval()
+        engine = open_engine(neox)
+        expected = reference(neox, prompt, 12)
+        assert [engine.generate(prompt, 12).tokens for _ in range(2)] == [expected, expected]
+
+    def test_do_not_depend_on_where_the_prefix_came_from(self, open_engine, prompt):
+        engine = open_engine()
+        cold = engine.generate(prompt, 8, reuse=False)
+        resident = engine.generate(prompt, 8)
+        engine.forget_device()
+        restored = engine.generate(prompt, 8)
+        assert (cold.stats.computed_tokens, cold.stats.restored_tokens) == (100, 0)
+        assert (resident.stats.device_tokens, resident.stats.computed_tokens) == (96, 4)
+        assert (restored.stats.cpu_tokens, restored.stats.computed_tokens) == (96, 4)
+        assert restored.stats.bytes_loaded == 24 * engine.stats().block_bytes
+        assert torch.equal(resident.logits, restored.logits)
+        assert cold.tokens == resident.tokens == restored.tokens
+        torch.testing.assert_close(cold.logits, resident.logits, rtol=1e-4, atol=1e-4)
+
+    def test_sampling_is_decided_by_its_seed(self, open_engine, prompt):
+        engine = open_engine()
+        drawn = [engine.generate(prompt, 12, temperature=1.0, seed=seed).tokens for seed in (1, 1, 2)]
+        assert drawn[0] == drawn[1] != drawn[2]
+
+    def test_end_at_a_stop_token(self, open_engine, prompt):
+        engine = open_engine()
+        whole = engine.generate(prompt, 12).tokens
+        stopped = engine.generate(prompt, 12, stop_token_ids={whole[5]}).tokens
+        assert stopped == whole[: whole.index(whole[5]) + 1]
+
+    def test_a_prompt_of_one_token_and_one_that_fills_blocks(self, open_engine, model, prompt):
+        engine = open_engine()
+        for length in (1, 3, 4, 5, 8):
+            expected = reference(model, prompt[:length], 6)
+            assert [engine.generate(prompt[:length], 6).tokens for _ in range(2)] == [expected, expected]
+
+    def test_logits_are_the_callers_own(self, open_engine, prompt):
+        engine = open_engine()
+        first = engine.generate(prompt, 2)
+        kept = first.logits.clone()
+        engine.generate(prompt[::-1], 2)
+        assert torch.equal(first.logits, kept)
+
+
+class TestReuse:
+    def test_generated_tokens_are_kept_too(self, open_engine, prompt):
+        engine = open_engine()
+        result = engine.generate(prompt, 12)
+        stats = engine.generate([*prompt, *result.tokens, 1], 1).stats
+        assert stats.restored_tokens == 108
+
+    def test_shares_a_common_prefix(self, open_engine, prompt):
+        engine = open_engine()
+        engine.generate(prompt, 1)
+        assert engine.generate([*prompt[:50], 255, 255], 1).stats.device_tokens == 48
+
+    def test_mixes_device_and_primary_tier(self, open_engine, prompt):
+        engine = open_engine(device_blocks=27)
+        expected = engine.generate(prompt, 8).tokens
+        engine.generate([200, 201, 202, 203] * 10, 1)
+        stats = engine.generate(prompt, 8)
+        assert stats.stats.device_tokens > 0
+        assert stats.stats.cpu_tokens > 0
+        assert stats.stats.restored_tokens == 96
+        assert stats.tokens == expected
+
+    def test_salts_share_nothing(self, open_engine, prompt):
+        engine = open_engine()
+        engine.generate(prompt, 1, salt="one")
+        assert engine.generate(prompt, 1, salt="two").stats.restored_tokens == 0
+        assert engine.generate(prompt, 1, salt="one").stats.restored_tokens == 96
+
+    def test_can_be_declined_by_request_parameters(self, open_engine, prompt):
+        engine = open_engine()
+        engine.generate(prompt, 1)
+        params = {"persistkv.lookup": False}
+        assert engine.generate(prompt, 1, kv_transfer_params=params).stats.restored_tokens == 0
+
+    def test_storing_can_be_declined(self, open_engine, prompt):
+        engine = open_engine()
+        engine.generate(prompt, 1, store=False)
+        engine.generate(prompt[::-1], 1, kv_transfer_params={"persistkv.store": False})
+        assert engine.flush()
+        assert engine.stats().connector.stored_blocks == 0
+
+    def test_equal_blocks_are_stored_once(self, open_engine, prompt):
+        engine = open_engine()
+        for _ in range(3):
+            engine.generate(prompt, 1, reuse=False)
+        assert engine.flush()
+        assert engine.stats().connector.stored_blocks == 25
+        assert engine.stats().resident_blocks == 25
+
+    def test_pages_are_what_the_hashes_name(self, open_engine, prompt):
+        engine = open_engine()
+        result = engine.generate(prompt, 8)
+        before = {block_hash: page.clone() for block_hash, page in engine.resident_pages().items()}
+        assert set(before) == set(result.block_hashes)
+        engine.forget_device()
+        assert engine.resident_pages() == {}
+        engine.generate(prompt, 8)
+        after = engine.resident_pages()
+        assert all(torch.equal(after[block_hash], before[block_hash]) for block_hash in result.block_hashes[:24])
+
+
+class TestPressure:
+    def test_many_requests_through_a_small_device(self, open_engine, model):
+        engine = open_engine(device_blocks=12, cpu_bytes="64KiB")
+        for number in range(30):
+            prompt = [(number % 3 * 50 + index * 5) % 256 for index in range(36)]
+            assert engine.generate(prompt, 8).tokens == reference(model, prompt, 8)
+        assert engine.stats().resident_blocks <= 12
+
+    def test_a_primary_tier_too_small_drops_and_counts(self, open_engine, model, prompt):
+        engine = open_engine(cpu_bytes="20KiB")
+        assert engine.generate(prompt, 8).tokens == reference(model, prompt, 8)
+        assert engine.flush()
+        assert engine.stats().connector.dropped_blocks > 0
+
+    def test_a_failed_load_is_computed_instead(self, open_engine, prompt, monkeypatch):
+        engine = open_engine()
+        expected = engine.generate(prompt, 8)
+        engine.forget_device()
+        worker = engine._stack.worker
+        finished = worker.get_finished
+
+        def failing():
+            return [TransferResult(result.job_id, False) for result in finished()]
+
+        monkeypatch.setattr(worker, "get_finished", failing)
+        result = engine.generate(prompt, 8)
+        assert result.tokens == expected.tokens
+        assert (result.stats.restored_tokens, result.stats.computed_tokens) == (0, 100)
+        assert engine.stats().connector.failed_loads == 1
+        monkeypatch.undo()
+        assert engine.generate(prompt, 8).stats.device_tokens == 96
+
+    def test_an_error_in_the_model_leaks_nothing(self, open_engine, prompt, monkeypatch):
+        engine = open_engine()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.model, "forward", lambda **_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.generate(prompt, 4)
+        assert engine.flush()
+        assert engine._parts.device.groups[0].pool.num_available == 64
+        assert len(engine.generate(prompt, 4).tokens) == 4
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("options", "field"),
+        [
+            ({"block_size": 0}, "block_size"),
+            ({"device_blocks": -1}, "device_blocks"),
+            ({"cpu_bytes": "much"}, "cpu_bytes"),
+            ({"cpu_bytes": 100}, "cpu_bytes"),
+            ({"url": "nowhere"}, "url"),
+            ({"url": "tape:///kv"}, "lmdb"),
+            ({"url": "memory://x", "codec": "brotli"}, "codec"),
+            ({"url": "memory://x", "host": "cloud"}, "host"),
+        ],
+    )
+    def test_options_are_named(self, open_engine, options, field):
+        with pytest.raises(ConfigurationError, match=field):
+            open_engine(**options)
+
+    @pytest.mark.parametrize("token_ids", [[], [256], [-1], [3, 10_000]])
+    def test_tokens_must_be_in_the_vocabulary(self, open_engine, token_ids):
+        with pytest.raises(ConfigurationError, match="0 to 255"):
+            open_engine().generate(token_ids, 1)
+
+    @pytest.mark.parametrize("options", [{"max_new_tokens": 0}, {"temperature": -1}, {"top_p": 2}])
+    def test_requests_are_checked_before_they_run(self, open_engine, prompt, options):
+        engine = open_engine()
+        with pytest.raises(ConfigurationError, match=next(iter(options))):
+            engine.generate(prompt, **options)
+        assert engine.stats().requests == 0
+
+    def test_a_context_must_fit_the_device(self, open_engine, prompt):
+        with pytest.raises(ConfigurationError, match="at least 27"):
+            open_engine(device_blocks=26).generate(prompt, 8)
+
+    def test_a_model_must_be_there(self, tmp_path):
+        with pytest.raises(ConfigurationError, match="model"):
+            Engine.open(tmp_path)
+
+    def test_other_caches_are_refused(self, open_engine, make_model):
+        model = make_model()
+        model.config.num_kv_shared_layers = 1
+        with pytest.raises(UnsupportedModelError, match="shares"):
+            open_engine(model)
+
+
+def test_close_is_idempotent_and_final(open_engine, prompt):
+    engine = open_engine()
+    engine.generate(prompt, 1)
+    engine.close()
+    engine.close()
+    with pytest.raises(ConfigurationError, match="open engine"):
+        engine.generate(prompt, 1)

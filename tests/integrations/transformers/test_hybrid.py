@@ -1,0 +1,194 @@
+"""The engine with models that have sliding-window layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from persistkv.errors import ConfigurationError
+from persistkv.integrations.transformers import Engine
+
+WINDOW = 32
+BLOCK = 4
+
+
+@pytest.fixture
+def open_engine(gemma):
+    opened = []
+
+    def open_one(chosen=None, url=None, **options):
+        options = {"block_size": BLOCK, "device_blocks": 64, "cpu_bytes": "2MiB"} | options
+        opened.append(Engine.open(chosen or gemma, url, **options))
+        return opened[-1]
+
+    yield open_one
+    for engine in opened:
+        engine.close()
+
+
+@pytest.fixture
+def url(tmp_path):
+    return f"lmdb://{tmp_path}/store?capacity=256MiB"
+
+
+@pytest.fixture
+def long_prompt():
+    return [(5 * index * index + 11 * index) % 256 for index in range(170)]
+
+
+def plain_logits(model, tokens):
+    """What one forward pass over everything, without a cache, says behind the last token."""
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1]
+
+
+def assert_greedy(model, prompt, tokens):
+    """Each token is what one forward pass over all of them, without a cache, says behind those before it."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0]
+    assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def assert_close(logits, expected):
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def pages_of(engine, block_hashes):
+    """The resident ones of these pages by group and hash."""
+    return {
+        (group, block_hash): page.clone()
+        for group in range(len(engine.geometry))
+        for block_hash, page in engine.resident_pages(group).items()
+        if block_hash in block_hashes
+    }
+
+
+class TestAnswers:
+    def test_are_those_of_a_plain_forward_pass(self, open_engine, windowed, long_prompt):
+        engine = open_engine(windowed)
+        expected = plain_logits(windowed, long_prompt)
+        cold = engine.generate(long_prompt, 4)
+        resident = engine.generate(long_prompt, 4)
+        engine.forget_device()
+        restored = engine.generate(long_prompt, 4)
+        assert (resident.stats.device_tokens, restored.stats.cpu_tokens) == (168, 168)
+        for result in (cold, resident, restored):
+            assert_close(result.logits, expected)
+        assert torch.equal(resident.logits, restored.logits)
+        assert cold.tokens == resident.tokens == restored.tokens
+        assert_greedy(windowed, long_prompt, cold.tokens)
+
+    @pytest.mark.parametrize("length", [1, 5, 28, 31, 32, 33, 36, 63, 64, 65, 100])
+    def test_do_not_depend_on_how_much_was_restored(self, open_engine, gemma, long_prompt, length):
+        """Of the window under the first computed token all, some and none was restored."""
+        engine = open_engine()
+        engine.generate(long_prompt[:length], 1)
+        engine.forget_device()
+        result = engine.generate(long_prompt, 1)
+        assert result.stats.cpu_tokens == length - length % BLOCK
+        assert_close(result.logits, plain_logits(gemma, long_prompt))
+
+    @pytest.mark.parametrize("length", [20, 30, 31, 32, 33])
+    def test_are_right_while_decoding_over_the_end_of_the_window(self, open_engine, windowed, long_prompt, length):
+        engine = open_engine(windowed)
+        prompt = long_prompt[:length]
+        assert_greedy(windowed, prompt, engine.generate(prompt, 40).tokens)
+        engine.forget_device()
+        assert_greedy(windowed, prompt, engine.generate(prompt, 40).tokens)
+
+    def test_go_on_from_what_was_decoded(self, open_engine, windowed, long_prompt):
+        engine = open_engine(windowed)
+        begun = engine.generate(long_prompt, 41)
+        longer = [*long_prompt, *begun.tokens, 7, 8, 9]
+        engine.forget_device()
+        result = engine.generate(longer, 1)
+        assert result.stats.cpu_tokens == 208
+        assert_close(result.logits, plain_logits(windowed, longer))
+
+
+class TestWhatIsLoaded:
+    def test_of_a_window_only_what_is_under_it(self, open_engine, gemma, long_prompt):
+        engine = open_engine()
+        engine.generate(long_prompt, 1)
+        engine.forget_device()
+        result = engine.generate(long_prompt, 1)
+        sliding, full = (group.token_bytes for group in engine.geometry)
+        assert result.stats.bytes_loaded == 168 * full + WINDOW * sliding
+        resident = [len(engine.resident_pages(group)) for group in range(2)]
+        assert resident == [WINDOW // BLOCK, 42]
+
+    def test_a_shorter_context_finds_the_window_under_its_own_end(self, open_engine, gemma, long_prompt):
+        engine = open_engine()
+        engine.generate(long_prompt, 1)
+        engine.forget_device()
+        engine.generate(long_prompt, 1)
+        shorter = engine.generate(long_prompt[:101], 1)
+        assert shorter.stats.device_tokens == 0
+        assert shorter.stats.cpu_tokens == 100
+        assert_close(shorter.logits, plain_logits(gemma, long_prompt[:101]))
+
+    def test_the_device_gives_the_begin_and_the_primary_tier_the_rest(self, open_engine, gemma, long_prompt):
+        engine = open_engine()
+        engine.generate(long_prompt, 1)
+        engine.forget_device()
+        engine.generate(long_prompt[:101], 1)
+        result = engine.generate(long_prompt, 1)
+        assert (result.stats.device_tokens, result.stats.cpu_tokens) == (100, 68)
+        assert_close(result.logits, plain_logits(gemma, long_prompt))
+
+
+class TestRestart:
+    @pytest.mark.parametrize("codec", ["raw", "zstd:3"])
+    def test_a_new_engine_starts_warm(self, open_engine, windowed, url, long_prompt, codec, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        first = open_engine(windowed, url, codec=codec)
+        cold = first.generate(long_prompt, 8)
+        resident = first.generate(long_prompt, 8, store=False)
+        assert first.wait_persisted(cold)
+        pages = pages_of(first, cold.block_hashes[:42])
+        first.close()
+        second = open_engine(windowed, url)
+        warm = second.generate(long_prompt, 8)
+        assert (warm.stats.persistent_tokens, warm.stats.computed_tokens) == (168, 2)
+        assert torch.equal(warm.logits, resident.logits)
+        assert warm.tokens == resident.tokens == cold.tokens
+        restored = pages_of(second, warm.block_hashes[:42])
+        assert {group for group, _ in restored} == set(range(len(second.geometry)))
+        assert all(torch.equal(page, pages[place]) for place, page in restored.items())
+        assert second.wait_persisted(warm)
+
+    def test_a_primary_tier_too_small_for_the_context_takes_its_begin(self, open_engine, gemma, url, long_prompt):
+        first = open_engine(url=url)
+        assert first.wait_persisted(first.generate(long_prompt, 4))
+        row_bytes = first.stats().block_bytes
+        first.close()
+        second = open_engine(url=url, cpu_bytes=30 * row_bytes)
+        result = second.generate(long_prompt, 4)
+        assert result.stats.persistent_tokens == (30 - WINDOW // BLOCK) * BLOCK
+        assert_close(result.logits, plain_logits(gemma, long_prompt))
+
+    def test_another_window_is_another_identity(self, open_engine, gemma, url, long_prompt):
+        first = open_engine(url=url)
+        assert first.wait_persisted(first.generate(long_prompt, 1))
+        first.close()
+        gemma.config.sliding_window = 24
+        try:
+            second = open_engine(url=url)
+            assert second.generate(long_prompt, 1).stats.restored_tokens == 0
+            assert "sliding_window" in second.notices[0]
+        finally:
+            gemma.config.sliding_window = WINDOW
+
+
+class TestPressure:
+    def test_many_requests_through_a_small_device(self, open_engine, gemma):
+        engine = open_engine(device_blocks=14, cpu_bytes="96KiB")
+        for number in range(20):
+            prompt = [(number % 3 * 50 + index * 5) % 256 for index in range(48)]
+            assert_greedy(gemma, prompt, engine.generate(prompt, 6).tokens)
+        assert engine.flush()
+        assert [group.pool.num_available for group in engine._parts.device.groups] == [14, 14]
+
+    def test_a_context_must_fit_the_device(self, open_engine, long_prompt):
+        with pytest.raises(ConfigurationError, match="at least 44"):
+            open_engine(device_blocks=43).generate(long_prompt, 8)

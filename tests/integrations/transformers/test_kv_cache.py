@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from persistkv.integrations.transformers.kv_cache import GroupPages, KVGroupGeometry, PagedKVCache, RequestCache
+
+CPU = torch.device("cpu")
+FULL = KVGroupGeometry((0, 1, 2), 2, 8, None, torch.float32, CPU)
+HYBRID = (
+    KVGroupGeometry((0, 2), 2, 8, 4, torch.float32, CPU),
+    KVGroupGeometry((1,), 1, 8, None, torch.float32, CPU),
+)
+
+
+@pytest.fixture
+def pages():
+    return GroupPages(FULL, num_blocks=8, block_size=4)
+
+
+def filled(num_tokens, capacity=32):
+    torch.manual_seed(1)
+    cache = RequestCache((FULL,), capacity)
+    for layer_idx in FULL.layers:
+        cache.update(torch.randn(1, 2, num_tokens, 8), torch.randn(1, 2, num_tokens, 8), layer_idx)
+    return cache
+
+
+def test_update_appends_and_returns_everything():
+    cache = RequestCache((FULL,), 16)
+    first, second = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 1, 8)
+    cache.update(first, -first, 1)
+    keys, values = cache.update(second, -second, 1)
+    assert torch.equal(keys, torch.cat([first, second], dim=2))
+    assert torch.equal(values, -keys)
+    assert (cache.get_seq_length(1), cache.get_seq_length(0)) == (6, 0)
+
+
+@pytest.mark.parametrize("block_ids", [[0, 1, 2, 3], [7, 2, 3, 0], [3, 2, 1, 0]])
+def test_what_is_scattered_is_gathered(pages, block_ids):
+    (buffer,) = filled(18).buffers
+    pages.scatter(buffer, [0, 1, 2, 3], block_ids)
+    (other,) = RequestCache((FULL,), 20).buffers
+    pages.gather(other, [0, 1, 2, 3], block_ids)
+    assert torch.equal(other[:, :, :, :16], buffer[:, :, :, :16])
+
+
+def test_copies_only_the_blocks_named(pages):
+    (buffer,) = filled(16).buffers
+    pages.scatter(buffer, [1, 3], [5, 6])
+    assert torch.equal(pages.pages[5], buffer[:, :, :, 4:8])
+    assert torch.equal(pages.pages[6], buffer[:, :, :, 12:16])
+    assert not pages.pages[[0, 1, 2, 3, 4, 7]].any()
+    pages.scatter(buffer, [], [])
+    other = torch.zeros_like(buffer)
+    pages.gather(other, [2], [6])
+    assert torch.equal(other[:, :, :, 8:12], buffer[:, :, :, 12:16])
+    assert not other[:, :, :, :8].any()
+    assert not other[:, :, :, 12:].any()
+
+
+class TestSlidingWindow:
+    def test_shows_what_a_new_token_attends_to(self):
+        cache = RequestCache(HYBRID, 16)
+        states = torch.randn(1, 2, 10, 8)
+        assert cache.is_sliding == [True, False, True]
+        for start, stop, first in ((0, 6, 0), (6, 7, 3), (7, 10, 4)):
+            new = states[:, :, start:stop]
+            assert cache.get_mask_sizes(stop - start, 0) == (stop - first, first)
+            assert cache.get_mask_sizes(stop - start, 1) == (stop, 0)
+            keys, values = cache.update(new, -new, 0)
+            assert torch.equal(keys, states[:, :, first:stop])
+            assert torch.equal(values, -keys)
+            cache.update(new[:, :1], new[:, :1], 1)
+            assert (cache.get_seq_length(0), cache.get_seq_length(1)) == (stop, stop)
+
+    def test_behaves_as_the_layer_of_transformers(self):
+        torch.manual_seed(3)
+        cache, theirs = RequestCache(HYBRID, 64), DynamicSlidingWindowLayer(sliding_window=4)
+        for count in (1, 1, 2, 1, 3, 9, 1, 1, 4, 5):
+            new = torch.randn(1, 2, count, 8)
+            assert cache.get_mask_sizes(count, 2) == theirs.get_mask_sizes(count)
+            ours = cache.update(new, new + 1, 2)
+            assert all(map(torch.equal, ours, theirs.update(new, new + 1)))
+            assert cache.get_seq_length(2) == theirs.get_seq_length()
+
+    def test_keeps_what_it_does_not_show(self):
+        cache = RequestCache(HYBRID, 16)
+        states = torch.randn(1, 2, 10, 8)
+        cache.update(states, states, 2)
+        assert torch.equal(cache.buffers[0][1, 0, :, :10], states[0])
+
+
+def test_workers_see_each_page_as_its_bytes():
+    torch.manual_seed(2)
+    device = PagedKVCache(HYBRID, num_blocks=8, block_size=4)
+    canonical = device.canonical()
+    assert [[(ref.tensor_idx, ref.page_size_bytes) for ref in refs] for refs in canonical.group_data_refs] == [
+        [(0, 2 * 2 * 2 * 4 * 8 * 4)],
+        [(1, 1 * 2 * 1 * 4 * 8 * 4)],
+    ]
+    for group, tensor in zip(device.groups, canonical.tensors, strict=True):
+        group.pages.normal_()
+        assert tensor.tensor.shape == (8, tensor.page_size_bytes)
+        assert tensor.page_size_bytes == group.page_bytes
+        assert tensor.tensor[3].numpy().tobytes() == group.pages[3].numpy().tobytes()
+        tensor.tensor[0].zero_()
+        assert not group.pages[0].any()

@@ -1,0 +1,202 @@
+"""The engine over a real store: restarts, other models on the same store, damage, and the death of the I/O process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+import torch
+
+from persistkv.errors import IdentityMismatchError
+from persistkv.integrations.transformers import Engine
+
+
+@pytest.fixture
+def url(tmp_path):
+    return f"lmdb://{tmp_path}/store?capacity=256MiB"
+
+
+@pytest.fixture(autouse=True)
+def cache_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def open_engine(model, url, **options):
+    return Engine.open(model, url, **({"block_size": 4, "device_blocks": 64, "cpu_bytes": "2MiB"} | options))
+
+
+def answer_without_store(model, prompt, restored_tokens=0):
+    """The answer on a resident cache, with the prompt split where the restored run splits it."""
+    with open_engine(model, None) as engine:
+        if restored_tokens:
+            engine.generate(prompt[:restored_tokens], 1)
+        return engine.generate(prompt, 8)
+
+
+@pytest.mark.parametrize("host", ["process", "thread", "inline"])
+@pytest.mark.parametrize("codec", ["raw", "zstd:3"])
+def test_a_new_engine_starts_warm(model, url, prompt, host, codec):
+    with open_engine(model, url, host=host, codec=codec) as first:
+        cold = first.generate(prompt, 8)
+        resident = first.generate(prompt, 8, store=False)
+        assert first.wait_persisted(cold)
+        pages = {block_hash: page.clone() for block_hash, page in first.resident_pages().items()}
+    with open_engine(model, url, host=host) as second:
+        warm = second.generate(prompt, 8)
+        assert (warm.stats.persistent_tokens, warm.stats.computed_tokens) == (96, 4)
+        assert torch.equal(warm.logits, resident.logits)
+        assert warm.tokens == resident.tokens == cold.tokens
+        restored = second.resident_pages()
+        assert all(torch.equal(restored[block_hash], pages[block_hash]) for block_hash in warm.block_hashes[:24])
+        assert second.notices == ()
+
+
+def test_a_primary_tier_too_small_for_the_prefix_takes_its_begin(model, url, prompt):
+    with open_engine(model, url) as first:
+        assert first.wait_persisted(first.generate(prompt, 8))
+        block_bytes = first.stats().block_bytes
+    with open_engine(model, url, cpu_bytes=8 * block_bytes) as second:
+        result = second.generate(prompt, 8)
+        assert 0 < result.stats.persistent_tokens <= 32
+        assert result.tokens == answer_without_store(model, prompt).tokens
+
+
+def test_salts_share_nothing_over_a_restart(model, url, prompt):
+    with open_engine(model, url) as first:
+        assert first.wait_persisted(first.generate(prompt, 8, salt="one"))
+    with open_engine(model, url) as second:
+        assert second.generate(prompt, 8, salt="two").stats.restored_tokens == 0
+        assert second.generate(prompt, 8, salt="one").stats.persistent_tokens == 96
+
+
+def other_weights(make_model):
+    return make_model(seed=1)
+
+
+def edited_row(make_model):
+    model = make_model()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[3, 5] += 0.01
+    return model
+
+
+def other_rope_theta(make_model):
+    return make_model(rope_parameters={"rope_type": "default", "rope_theta": 77.0})
+
+
+def other_dtype(make_model):
+    return make_model().to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (other_weights, "weights"),
+        (edited_row, "weights"),
+        (other_rope_theta, "config.rope_parameters.rope_theta"),
+        (other_dtype, "dtype.kv"),
+    ],
+)
+class TestAnotherModelOnTheSameStore:
+    def test_misses_answers_right_and_says_why(self, model, make_model, url, prompt, change, field):
+        with open_engine(model, url) as first:
+            assert first.wait_persisted(first.generate(prompt, 8))
+        other = change(make_model)
+        with open_engine(other, url) as second:
+            result = second.generate(prompt, 8)
+            assert result.stats.restored_tokens == 0
+            assert result.tokens == answer_without_store(other, prompt).tokens
+            (notice,) = second.notices
+            assert field in notice
+        with open_engine(other, url) as third:
+            assert third.generate(prompt, 8).stats.persistent_tokens == 96
+            assert third.notices == ()
+
+    def test_is_refused_where_identities_are_strict(self, model, make_model, url, prompt, change, field):
+        with open_engine(model, url) as first:
+            assert first.wait_persisted(first.generate(prompt, 8))
+        with pytest.raises(IdentityMismatchError) as refusal:
+            open_engine(change(make_model), url, strict_identity=True)
+        assert field in [difference.field for difference in refusal.value.differences]
+        with open_engine(model, url, strict_identity=True) as again:
+            assert again.generate(prompt, 8).stats.persistent_tokens == 96
+
+
+def test_a_checkpoint_is_known_by_its_bytes(make_model, tmp_path, url, prompt):
+    make_model().save_pretrained(tmp_path / "one")
+    make_model().save_pretrained(tmp_path / "copy")
+    with open_engine(tmp_path / "one", url) as first:
+        assert first.wait_persisted(first.generate(prompt, 8))
+    with open_engine(tmp_path / "copy", url) as second:
+        assert second.generate(prompt, 8).stats.persistent_tokens == 96
+    with open_engine(str(tmp_path / "one"), url, dtype=torch.bfloat16) as cast:
+        assert cast.generate(prompt, 8).stats.restored_tokens == 0
+        assert "dtype" in cast.notices[0]
+
+
+def test_a_flipped_byte_is_a_miss_and_the_answer_is_right(model, url, prompt, tmp_path):
+    with open_engine(model, url) as first:
+        result = first.generate(prompt, 8)
+        assert first.wait_persisted(result)
+        page = first.resident_pages()[result.block_hashes[5]].numpy().tobytes()
+    data = tmp_path / "store" / "data.mdb"
+    content = bytearray(data.read_bytes())
+    position = content.index(page[:64])
+    content[position] ^= 0x10
+    data.write_bytes(content)
+    with open_engine(model, url) as second:
+        damaged = second.generate(prompt, 8)
+        expected = answer_without_store(model, prompt, damaged.stats.restored_tokens)
+        assert damaged.stats.restored_tokens < 96
+        assert damaged.tokens == expected.tokens
+        assert torch.equal(damaged.logits, expected.logits)
+        assert second.wait_persisted(damaged)
+    with open_engine(model, url) as third:
+        assert third.generate(prompt, 8).stats.persistent_tokens == 96
+
+
+def io_process():
+    (child,) = [
+        child for child in psutil.Process().children() if any("storage.host" in part for part in child.cmdline())
+    ]
+    return child
+
+
+def test_goes_on_when_the_io_process_is_killed(model, url, prompt):
+    with open_engine(model, url) as engine:
+        expected = engine.generate(prompt, 8)
+        assert engine.wait_persisted(expected)
+        child = io_process()
+        os.kill(child.pid, signal.SIGKILL)
+        for number in range(3):
+            fresh = [number, *prompt[1:]]
+            assert engine.generate(fresh, 8, reuse=False).tokens == answer_without_store(model, fresh).tokens
+        deadline = time.monotonic() + 60.0
+        while engine.stats().persistent.state != "open":
+            assert time.monotonic() < deadline
+            engine.generate([1, 2, 3], 1)
+            time.sleep(0.05)
+        assert io_process().pid != child.pid
+        later = engine.generate([77, *prompt], 8)
+        assert engine.wait_persisted(later)
+    with open_engine(model, url) as second:
+        assert second.generate([77, *prompt], 8).stats.persistent_tokens == 100
+
+
+def test_waiting_says_no_where_there_is_no_store(model, prompt):
+    with open_engine(model, None) as engine:
+        assert not engine.wait_persisted(engine.generate(prompt, 1))
+        assert engine.flush()
+
+
+def test_a_request_gives_up_waiting_at_its_deadline(model, url, prompt):
+    with open_engine(model, url) as first:
+        assert first.wait_persisted(first.generate(prompt, 8))
+    with open_engine(model, url, lookup_deadline_s=0.0) as second:
+        result = second.generate(prompt, 8)
+        assert result.stats.computed_tokens == 100
+        assert result.tokens == answer_without_store(model, prompt).tokens
+        assert second.stats().connector.late_lookups == 1

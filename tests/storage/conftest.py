@@ -1,0 +1,69 @@
+"""A store on real drivers, and rows to store from."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from persistkv.base import make_offload_key
+from persistkv.config import GroupLayout, RowLayout
+from persistkv.storage.identity import Identity
+from persistkv.storage.records import StoreOptions
+from persistkv.storage.registry import open_backend
+from persistkv.storage.rows import Rows
+from persistkv.storage.store import Store
+
+IDENTITY = Identity.of({"weights": "w", "dtype": "float32"})
+
+
+@pytest.fixture
+def make_rows() -> Callable[..., Rows]:
+    """Rows of random bytes; each group's valid ranges are given."""
+
+    def make(num_rows: int = 64, stride: int = 64 << 10, ranges: tuple[tuple[tuple[int, int], ...], ...] = ()) -> Rows:
+        layout = RowLayout(stride, tuple(map(GroupLayout, ranges or (((0, stride),),))))
+        filled = np.random.default_rng(7).integers(0, 256, num_rows * stride, dtype=np.uint8)
+        return Rows(memoryview(bytearray(filled.tobytes())), layout)
+
+    return make
+
+
+@pytest.fixture
+def keys() -> Callable[..., list[bytes]]:
+    """Fresh keys, never the same twice."""
+    numbers = itertools.count()
+
+    def make(count: int, group: int = 0) -> list[bytes]:
+        return [bytes(make_offload_key(next(numbers).to_bytes(32, "little"), group)) for _ in range(count)]
+
+    return make
+
+
+@pytest.fixture(params=["memory", "lmdb"])
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A store that is not there yet, of each driver."""
+    return "memory://test" if request.param == "memory" else f"lmdb://{tmp_path}/store?capacity=256MiB"
+
+
+@pytest.fixture
+def open_store(make_rows: Callable[..., Rows]) -> Iterator[Callable[..., Store]]:
+    """Opens stores, and closes them at the end."""
+    opened: list[Store] = []
+
+    def open_one(url: str, rows: Rows | None = None, identity: Identity = IDENTITY, **options: object) -> Store:
+        backend = open_backend(url)
+        try:
+            store = Store(backend, identity, rows or make_rows(), StoreOptions(**options), url=url)  # type: ignore[arg-type]
+        except BaseException:
+            backend.close()
+            raise
+        opened.append(store)
+        return store
+
+    yield open_one
+    for store in opened:
+        store.close()

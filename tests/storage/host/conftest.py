@@ -1,0 +1,86 @@
+"""A hosted store over shared rows, in each of the three hosts."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from persistkv.config import GroupLayout, RowLayout
+from persistkv.storage.host.answers import JobOutcome
+from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.launch import Host, InlineHost, ProcessHost, ThreadHost
+from persistkv.storage.host.protocol import Hello
+from persistkv.storage.identity import Identity
+from persistkv.storage.records import StoreOptions
+
+STRIDE = 64 << 10
+NUM_ROWS = 128
+
+
+@dataclass
+class Hosted:
+    """Clients, the rows they share, and what they answered."""
+
+    memory: mmap.mmap
+    fd: int
+    array: npt.NDArray[np.uint8]
+    clients: list[StoreClient] = field(default_factory=list)
+    hosts: list[Host] = field(default_factory=list)
+
+    def connect(
+        self,
+        url: str,
+        kind: str = "process",
+        *,
+        identity: dict[str, str] | None = None,
+        max_queue_bytes: int = 1 << 30,
+        watchdog_s: float = 60.0,
+        **options: object,
+    ) -> StoreClient:
+        """A client that is not open yet."""
+        hosts: dict[str, Callable[[], Host]] = {
+            "process": lambda: ProcessHost(self.fd, len(self.memory)),
+            "thread": lambda: ThreadHost(memoryview(self.memory)),
+            "inline": lambda: InlineHost(memoryview(self.memory)),
+        }
+        host = hosts[kind]()
+        layout = RowLayout(STRIDE, (GroupLayout(((0, STRIDE),)),))
+        encoded = Identity.of(identity or {"weights": "w"}).encode()
+        hello = Hello(url, encoded, layout, StoreOptions(**options))  # type: ignore[arg-type]
+        client = StoreClient(host, hello, max_queue_bytes=max_queue_bytes, watchdog_s=watchdog_s)
+        self.clients.append(client)
+        self.hosts.append(host)
+        return client
+
+    def finish(self, client: StoreClient, job_id: int, timeout_s: float = 30.0) -> JobOutcome:
+        """Poll until the job ends."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            for outcome in client.poll():
+                if outcome.job_id == job_id:
+                    return outcome
+            time.sleep(0.001)
+        raise AssertionError(f"job {job_id} did not end")
+
+
+@pytest.fixture
+def hosted() -> Iterator[Hosted]:
+    fd = os.memfd_create("rows")
+    os.ftruncate(fd, STRIDE * NUM_ROWS)
+    memory = mmap.mmap(fd, STRIDE * NUM_ROWS)
+    array = np.frombuffer(memory, dtype=np.uint8).reshape(NUM_ROWS, STRIDE)
+    array[:] = np.random.default_rng(3).integers(0, 256, array.shape, dtype=np.uint8)
+    everything = Hosted(memory, fd, array)
+    yield everything
+    for client in everything.clients:
+        client.close()
+    everything.array = array = np.empty((0, 0), np.uint8)
+    memory.close()  # raises BufferError where a host still holds the rows
+    os.close(fd)

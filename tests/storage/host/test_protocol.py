@@ -1,0 +1,67 @@
+"""Messages in pieces, garbage, and ends that come early."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+
+import pytest
+
+from persistkv.errors import HostError
+from persistkv.storage.host.loop import serve
+from persistkv.storage.host.protocol import Flush, JobDone, SocketConnection, Stored, ToEngine, ToStore
+from persistkv.storage.keys import PackedKeys
+
+
+def pair() -> tuple[SocketConnection, SocketConnection]:
+    ours, theirs = socket.socketpair()
+    return SocketConnection(ours, ToEngine), SocketConnection(theirs, ToStore)
+
+
+def test_large_and_small_messages_arrive_in_order() -> None:
+    engine, store = pair()
+    keys = PackedKeys.of([number.to_bytes(36, "little") for number in range(100_000)])
+    sent = [
+        JobDone(1, PackedKeys(), 5, 0.5),
+        Stored(keys),
+        Stored(PackedKeys.of([b"a", b"bcd"])),
+        JobDone(2, keys, 0, 0),
+    ]
+    for message in sent:
+        store.send(message)
+    received: list[object] = []
+    while len(received) < len(sent):
+        store.push()
+        received += engine.receive()
+    assert received == sent
+    store.close()
+    assert engine.receive_rest() == []
+    assert engine.ended
+    engine.send(Flush(1))  # to nobody: passed over
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "garbage", [struct.pack("<I", 3) + b"\xc1\xc1\xc1", struct.pack("<I", 1 << 31), b"\x02\0\0\0\x92\x01"]
+)
+def test_garbage_ends_the_connection(garbage: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    engine = SocketConnection(ours, ToEngine)
+    theirs.sendall(garbage)
+    with pytest.raises(HostError):
+        engine.receive()
+    assert engine.ended
+    engine.close()
+    theirs.close()
+
+
+def test_a_store_that_is_sent_garbage_ends(caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = socket.socketpair()
+    thread = threading.Thread(target=serve, args=(SocketConnection(theirs, ToStore), memoryview(bytearray(4096))))
+    thread.start()
+    ours.sendall(struct.pack("<I", 1) + b"\xc1")
+    thread.join(10)
+    assert not thread.is_alive()
+    assert "garbage" in caplog.text
+    ours.close()

@@ -1,0 +1,111 @@
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from persistkv.errors import ConfigurationError, FieldDifference
+from persistkv.storage.identity import Identity
+
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text()
+)
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4)
+)
+fields = st.dictionaries(st.text(), values, max_size=6)
+
+
+@given(fields)
+def test_round_trip_keeps_the_digest(tree):
+    identity = Identity.of(tree)
+    again = Identity.decode(identity.encode())
+    assert again.digest == identity.digest
+    assert len(identity.digest) == 16
+    assert identity.diff(again) == []
+
+
+@given(fields, fields)
+def test_differences_tell_identities_apart(one, other):
+    ours, theirs = Identity.of(one), Identity.of(other)
+    if ours.encode() == theirs.encode():
+        assert ours.digest == theirs.digest
+        assert ours.diff(theirs) == []
+    else:
+        assert ours.digest != theirs.digest
+        assert ours.diff(theirs)
+
+
+def test_order_of_fields_does_not_matter():
+    assert Identity.of({"a": 1, "b": {"c": 2, "d": 3}}).digest == Identity.of({"b": {"d": 3, "c": 2}, "a": 1}).digest
+
+
+def test_canonical_form_is_pinned():
+    """Another form would orphan every store."""
+    identity = Identity.of({"b": [1, None, True], "a": {"ü": 1.5}})
+    assert identity.encode() == '{"a":{"ü":1.5},"b":[1,null,true]}'.encode()
+    assert identity.digest.hex() == "2f5190b70f35407319aeb2e0c3b19e1e"
+
+
+def test_tuples_are_lists():
+    assert Identity.of({"a": (1, 2)}) == Identity.of({"a": [1, 2]})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, b"bytes", {1, 2}, object()])
+def test_what_is_no_json_is_refused(value):
+    with pytest.raises(ConfigurationError, match="identity"):
+        Identity.of({"a": value})
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"1", b"{", b"\xff", b'{"a":}'])
+def test_decode_refuses_what_is_no_object(data):
+    with pytest.raises(ValueError, match=r"."):
+        Identity.decode(data)
+
+
+def test_diff_names_paths():
+    ours = Identity.of(
+        {"config": {"rope_theta": 1e4, "layers": 8}, "groups": [{"size": 1}, {"size": 2}], "dtype": "f32"}
+    )
+    theirs = Identity.of(
+        {"config": {"rope_theta": 5e5, "layers": 8}, "groups": [{"size": 1}, {"size": 3}], "extra": {}}
+    )
+    assert ours.diff(theirs) == [
+        FieldDifference("config.rope_theta", 1e4, 5e5),
+        FieldDifference("dtype", "f32", None),
+        FieldDifference("extra", None, {}),
+        FieldDifference("groups[1].size", 2, 3),
+    ]
+    assert str(ours.diff(theirs)[0]) == "config.rope_theta: 10000.0 here, 500000.0 stored"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"a": None}, {}),
+        ({"a": []}, {"a": {}}),
+        ({"a": {}}, {}),
+        ({"a": []}, {"a": [None]}),
+        ({"a": 1}, {"a": True}),
+        ({"a": 1}, {"a": 1.0}),
+        ({"a": {"b": 1}}, {"a.b": 1}),
+        ({"a": [1]}, {"a[0]": 1}),
+        ({"": {}}, {}),
+    ],
+)
+def test_diff_sees_small_differences(one, other):
+    assert Identity.of(one).diff(Identity.of(other))
+
+
+def test_nearest():
+    ours = Identity.of({"a": 1, "b": 2, "c": 3})
+    far, near = Identity.of({"a": 1}), Identity.of({"a": 1, "b": 2, "c": 4})
+    assert ours.nearest([far, near]) == [FieldDifference("c", 3, 4)]
+    assert ours.nearest([]) == []
+
+
+def test_canonical_json_is_json():
+    identity = Identity.of({"a": 10**30, "b": 0.1})
+    assert json.loads(identity.encode()) == {"a": 10**30, "b": 0.1}
+    assert Identity.decode(identity.encode()).digest == identity.digest

@@ -1,0 +1,53 @@
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from persistkv.errors import CorruptPackError
+from persistkv.storage.keys import MAX_KEY_BYTES, PackedKeys
+
+
+@given(st.lists(st.binary(min_size=1, max_size=80), max_size=60))
+def test_round_trip(keys):
+    packed = PackedKeys.of(keys)
+    assert packed.unpack() == keys
+    assert len(packed) == len(keys)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(packed), type=PackedKeys) == packed
+
+
+@given(st.lists(st.binary(min_size=36, max_size=36), min_size=1, max_size=60))
+def test_keys_of_one_length_need_no_lengths(keys):
+    packed = PackedKeys.of(keys)
+    assert (packed.key_length, packed.lengths, packed.data) == (36, b"", b"".join(keys))
+
+
+def test_keys_end_in_zeros():
+    keys = [bytes(36), b"\1" + bytes(35)]
+    assert PackedKeys.of(keys).unpack() == keys
+
+
+@pytest.mark.parametrize("keys", [[b""], [b"a", b""], [bytes(MAX_KEY_BYTES + 1)]])
+def test_lengths_that_are_refused(keys):
+    with pytest.raises(ValueError, match="1 to 65535 are possible"):
+        PackedKeys.of(keys)
+
+
+def test_longest_key():
+    keys = [bytes(MAX_KEY_BYTES), b"x"]
+    assert PackedKeys.of(keys).unpack() == keys
+
+
+@pytest.mark.parametrize(
+    ("packed", "field"),
+    [
+        (PackedKeys(bytes(7), 2), "keys"),
+        (PackedKeys(bytes(8), -2), "keys"),
+        (PackedKeys(bytes(3), 0, b"\1"), "key lengths"),
+        (PackedKeys(bytes(3), 0, b"\1\0\1\0"), "key lengths"),
+        (PackedKeys(bytes(3), 0, b""), "key lengths"),
+    ],
+)
+def test_parts_that_do_not_agree(packed, field):
+    with pytest.raises(CorruptPackError) as caught:
+        packed.unpack()
+    assert caught.value.field == field

@@ -1,0 +1,423 @@
+import hashlib
+import struct
+import tracemalloc
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from persistkv.errors import CorruptPackError
+from persistkv.storage.codec import AutoCodec, PlanesCodec, RawCodec, ZstdCodec
+from persistkv.storage.pack import (
+    FRAME_BYTES,
+    UNKNOWN_DEPTH,
+    Frame,
+    PackTable,
+    PackWriter,
+    Segment,
+    align,
+    decode_frame,
+    frame_seed,
+    verify_frame,
+)
+from persistkv.testing.samples import ArraySource, sample_blocks, sample_keys, sample_pack, sample_segment
+
+NAMESPACE = bytes(range(16))
+HEADER = struct.Struct("<HHIIIQQ16s16s")  # docs/format.md
+FRAME = struct.Struct("<IIIIIIQQQ")
+TRAILER = struct.Struct("<QQ8s")
+
+
+def write(*segments, codec=None):
+    """The payload and the table of a pack."""
+    pack = PackWriter(NAMESPACE, codec or RawCodec(), segments)
+    return b"".join(map(bytes, pack.stream())), pack.table
+
+
+def sealed(table):
+    """A table with a trailer that fits."""
+    return table + TRAILER.pack(len(table), xxhash.xxh3_64_intdigest(table), b"PKVPACK1")
+
+
+def blocks_of(payload, table):
+    """All blocks by key, each frame verified."""
+    keys = table.keys.unpack()
+    blocks, first = {}, 0
+    for frame in table.frames:
+        names = keys[first : first + frame.block_count]
+        stored = payload[frame.offset : frame.offset + frame.stored_length]
+        verify_frame(frame, stored, frame_seed(NAMESPACE, b"".join(names)))
+        raw = bytearray(frame.raw_length)
+        decode_frame(table.codecs, frame, stored, memoryview(raw))
+        size = frame.block_bytes
+        blocks |= {name: bytes(raw[index * size : (index + 1) * size]) for index, name in enumerate(names)}
+        first += frame.block_count
+    assert first == len(keys)
+    return blocks
+
+
+segments = st.builds(
+    sample_segment,
+    st.integers(0, 1 << 30),
+    group=st.integers(0, 3),
+    blocks=st.integers(1, 9),
+    block_bytes=st.sampled_from([1, 100, 4096, 300_000, (1 << 20) + 1]),
+    hash_bytes=st.sampled_from([8, 32]),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(segments, min_size=1, max_size=3, unique_by=lambda segment: segment.keys[0]),
+    st.sampled_from([RawCodec(), ZstdCodec(), PlanesCodec(), PlanesCodec(4)]),
+)
+def test_round_trip(parts, codec):
+    payload, table = write(*parts, codec=codec)
+    assert PackTable.parse(payload + table.encode()) == table
+    assert PackTable.parse(table.encode()) == table
+    assert blocks_of(payload, table) == {
+        key: block.tobytes() for part in parts for key, block in zip(part.keys, part.source.blocks, strict=True)
+    }
+    assert table.payload_length == len(payload)
+    assert table.raw_length == sum(part.raw_length for part in parts)
+
+
+def test_frames_hold_as_many_blocks_as_fit_a_mebibyte():
+    _, table = write(
+        sample_segment(1, blocks=40, block_bytes=65_536), sample_segment(2, group=1, blocks=3, block_bytes=3 << 20)
+    )
+    assert [(frame.group, frame.block_count, frame.depth) for frame in table.frames] == [
+        (0, 16, 0), (0, 16, 16), (0, 8, 32), (1, 1, 0), (1, 1, 1), (1, 1, 2),
+    ]  # fmt: skip
+    assert all(frame.raw_length <= FRAME_BYTES for frame in table.frames[:3])
+    assert all(frame.offset % 4096 == 0 for frame in table.frames)
+    assert all(align(one.offset + one.stored_length) == other.offset for one, other in pairwise(table.frames))
+
+
+def test_unknown_depth_stays_unknown():
+    part = sample_segment(1, blocks=40, block_bytes=65_536)
+    _, table = write(Segment(part.group, part.block_bytes, part.keys, part.source))
+    assert {frame.depth for frame in table.frames} == {UNKNOWN_DEPTH}
+
+
+def test_frame_that_does_not_shrink_is_kept_raw():
+    noise = np.random.default_rng(1).integers(0, 256, (4, 4096), dtype=np.uint8)
+    payload, table = write(Segment(0, 4096, sample_keys(1, 4), ArraySource(noise)), codec=ZstdCodec())
+    (frame,) = table.frames
+    assert not frame.encoded
+    assert payload[: frame.stored_length] == noise.tobytes()
+
+
+def bfloat16(count, size):
+    """Blocks of normally distributed values."""
+    values = np.random.default_rng(4).standard_normal((count, size // 2)).astype(np.float32)
+    return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+
+
+def mixed_parts():
+    """Groups that pay with planes (two segments of it), with zstd and with nothing."""
+    blocks = bfloat16(8, 8192)
+    noise = np.random.default_rng(1).integers(0, 256, (3, 8192), dtype=np.uint8)
+    return [
+        Segment(0, 8192, sample_keys(1, 5), ArraySource(blocks[:5])),
+        Segment(1, 8192, sample_keys(2, 3, group=1), ArraySource(np.full((3, 8192), 7, np.uint8))),
+        Segment(2, 8192, sample_keys(3, 3, group=2), ArraySource(noise)),
+        Segment(0, 8192, sample_keys(4, 3), ArraySource(blocks[5:])),
+    ]
+
+
+def test_each_group_is_written_with_the_codec_that_was_chosen_for_it():
+    parts = mixed_parts()
+    payload, table = write(*parts, codec=AutoCodec(clock=lambda: 0.0))
+    assert table.codecs == "planes:2,zstd:1,raw"
+    assert [(frame.group, frame.codec) for frame in table.frames] == [(0, 1), (1, 2), (2, 0), (0, 1)]
+    assert PackTable.parse(table.encode()) == table
+    assert blocks_of(payload, table) == {
+        key: block.tobytes() for part in parts for key, block in zip(part.keys, part.source.blocks, strict=True)
+    }
+
+
+def test_pack_is_named_after_the_codecs_that_were_chosen():
+    parts = mixed_parts()
+    auto = AutoCodec(clock=lambda: 0.0)
+    named = PackWriter(NAMESPACE, auto, parts).pack_id
+    assert named == PackWriter(NAMESPACE, auto, parts).pack_id
+    assert named != PackWriter(NAMESPACE, PlanesCodec(), parts).pack_id
+    only = [parts[0], parts[3]]
+    assert PackWriter(NAMESPACE, auto, only).pack_id == PackWriter(NAMESPACE, PlanesCodec(), only).pack_id
+
+
+def test_a_retried_stream_is_written_as_the_first():
+    pack = PackWriter(NAMESPACE, AutoCodec(clock=lambda: 0.0), mixed_parts())
+    first = b"".join(map(bytes, pack.stream()))
+    table = pack.table
+    assert b"".join(map(bytes, pack.stream())) == first
+    assert pack.table == table
+
+
+def test_frame_of_a_codec_that_this_release_does_not_know():
+    payload, table = write(sample_segment(1), codec=ZstdCodec())
+    (frame,) = table.frames
+    assert frame.codec == 1
+    with pytest.raises(CorruptPackError, match="brotli"):
+        decode_frame("brotli", frame, payload[: frame.stored_length], memoryview(bytearray(frame.raw_length)))
+
+
+def test_name_binds_namespace_keys_and_codec():
+    one = sample_pack(NAMESPACE, 1)
+    assert one.pack_id == sample_pack(NAMESPACE, 1, content=9).pack_id
+    others = [
+        sample_pack(bytes(16), 1),
+        sample_pack(NAMESPACE, 2),
+        sample_pack(NAMESPACE, 1, codec=ZstdCodec()),
+        PackWriter(NAMESPACE, RawCodec(), [sample_segment(1, blocks=3)]),
+    ]
+    assert len({one.pack_id, *(other.pack_id for other in others)}) == 5
+
+
+def test_keys_of_other_lengths_make_another_name():
+    def named(keys):
+        part = Segment(0, 8, keys, ArraySource(sample_blocks(1, len(keys), 8)))
+        return PackWriter(NAMESPACE, RawCodec(), [part]).pack_id
+
+    assert named([b"ab", b"c"]) != named([b"a", b"bc"])
+    assert named([b"ab", b"cd"]) != named([b"abcd"])
+
+
+def test_table_is_there_after_the_stream_only():
+    pack = sample_pack(NAMESPACE, 1)
+    with pytest.raises(ValueError, match="stream"):
+        _ = pack.table
+    first = [bytes(piece) for piece in pack.stream()]
+    table = pack.table
+    assert [bytes(piece) for piece in pack.stream()] == first
+    assert pack.table == table
+
+
+def test_checksum_belongs_to_keys_and_namespace():
+    payload, table = write(sample_segment(1))
+    (frame,) = table.frames
+    stored = payload[: frame.stored_length]
+    verify_frame(frame, stored, frame_seed(NAMESPACE, table.keys.data))
+    for seed in (frame_seed(bytes(16), table.keys.data), frame_seed(NAMESPACE, table.keys.data[::-1])):
+        with pytest.raises(CorruptPackError, match="frame checksum"):
+            verify_frame(frame, stored, seed)
+    with pytest.raises(CorruptPackError):
+        verify_frame(frame, stored[:-1], frame_seed(NAMESPACE, table.keys.data))
+
+
+def test_any_flipped_byte_of_payload_is_noticed():
+    payload, table = write(sample_segment(1, blocks=2, block_bytes=64))
+    (frame,) = table.frames
+    seed = frame_seed(NAMESPACE, table.keys.data)
+    for offset in range(frame.stored_length):
+        damaged = bytearray(payload[: frame.stored_length])
+        damaged[offset] ^= 1
+        with pytest.raises(CorruptPackError, match="frame checksum"):
+            verify_frame(frame, damaged, seed)
+
+
+def test_decoded_by_hand_as_documented():
+    """docs/format.md, with nothing but struct and the two hashes."""
+
+    parts = [
+        sample_segment(1, blocks=3, block_bytes=5000),
+        sample_segment(2, group=7, blocks=2, block_bytes=9, hash_bytes=8),
+    ]
+    payload, table = write(*parts)
+    pack = payload + table.encode()
+
+    length, checksum, magic = struct.unpack("<QQ8s", pack[-24:])
+    assert magic == b"PKVPACK1"
+    body = pack[-24 - length : -24]
+    assert xxhash.xxh3_64_intdigest(body) == checksum
+    version, key_length, frames, blocks, codec_length, payload_length, raw, namespace, name = struct.unpack_from(
+        "<HHIIIQQ16s16s", body
+    )
+    assert (version, key_length, frames, blocks, codec_length) == (1, 0, 2, 5, 3)
+    assert (payload_length, raw, namespace) == (len(payload), 3 * 5000 + 2 * 9, NAMESPACE)
+    assert body[64:67] == b"raw"
+    rows = [struct.unpack_from("<IIIIIIQQQ", body, 67 + 48 * index) for index in range(2)]
+    lengths = struct.unpack_from("<5H", body, 67 + 96)
+    keys = body[67 + 96 + 10 :]
+    assert lengths == (36, 36, 36, 12, 12)
+    assert keys == b"".join([*parts[0].keys, *parts[1].keys])
+    assert (
+        name == hashlib.blake2b(namespace + b"raw\0" + struct.pack("<H5H", 0, *lengths) + keys, digest_size=16).digest()
+    )
+
+    (seed_of_namespace,) = struct.unpack_from("<Q", namespace)
+    at = 0
+    for part, row in zip(parts, rows, strict=True):
+        group, count, block_bytes, depth, codec, reserved, offset, stored, frame_checksum = row
+        assert (group, count, block_bytes, depth, codec, reserved) == (
+            part.group,
+            len(part.keys),
+            part.block_bytes,
+            0,
+            0,
+            0,
+        )
+        joined = b"".join(part.keys)
+        assert keys[at : at + len(joined)] == joined
+        at += len(joined)
+        seed = xxhash.xxh3_64_intdigest(joined, seed=seed_of_namespace)
+        stored_bytes = pack[offset : offset + stored]
+        assert xxhash.xxh3_64_intdigest(stored_bytes, seed=seed) == frame_checksum
+        assert stored_bytes == part.source.blocks.tobytes()
+    assert [row[6] for row in rows] == [0, 16384]
+    assert len(payload) == 20480
+
+
+REAL = [
+    write(sample_segment(1, blocks=40, block_bytes=65_536))[1].encode(),
+    write(sample_segment(1, blocks=2, hash_bytes=8), sample_segment(2, group=1, blocks=3), codec=ZstdCodec())[
+        1
+    ].encode(),
+    write(sample_segment(3, blocks=1, block_bytes=2 << 20))[1].encode(),
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(REAL), st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(1, 255)), min_size=1, max_size=6))
+def test_damage_is_always_noticed(encoded, flips):
+    damaged = bytearray(encoded)
+    for position, value in flips:
+        damaged[position % len(encoded)] ^= value
+    if damaged != encoded:
+        with pytest.raises(CorruptPackError):
+            PackTable.parse(damaged)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(REAL), st.integers(0, 1 << 16), st.binary(max_size=64))
+def test_cuts_and_appended_bytes(encoded, cut, extra):
+    with pytest.raises(CorruptPackError):
+        PackTable.parse(encoded[: cut % len(encoded)])
+    assert PackTable.parse(extra + encoded) == PackTable.parse(encoded)
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.sampled_from(REAL), st.data())
+def test_forged_tables_are_corrupt_or_sound(encoded, data):
+    """Damage under a checksum that fits: what is accepted keeps every promise that readers rely on."""
+    body = bytearray(encoded[: -TRAILER.size])
+    for _ in range(data.draw(st.integers(1, 4))):
+        kind = data.draw(st.sampled_from(["flip", "number", "cut", "insert"]))
+        at = data.draw(st.integers(0, len(body) - 1))
+        if kind == "flip":
+            body[at] ^= data.draw(st.integers(1, 255))
+        elif kind == "number":
+            number = data.draw(
+                st.sampled_from([0, 1, 0xFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, (1 << 63) - 1, (1 << 64) - 1])
+            )
+            width = data.draw(st.sampled_from([2, 4, 8]))
+            at -= at % width
+            body[at : at + width] = (number & ((1 << 8 * width) - 1)).to_bytes(width, "little")
+        elif kind == "cut":
+            del body[at : at + data.draw(st.integers(1, 60))]
+        else:
+            body[at:at] = data.draw(st.binary(max_size=60))
+        if not body:
+            break
+    try:
+        table = PackTable.parse(sealed(bytes(body)))
+    except CorruptPackError as error:
+        assert error.field  # noqa: PT017
+        return
+    check_sound(table)
+    assert table.encode() == sealed(bytes(body))
+
+
+def check_sound(table):
+    assert len(table.keys.unpack()) == len(table.keys) == sum(frame.block_count for frame in table.frames)
+    assert table.raw_length == sum(frame.raw_length for frame in table.frames)
+    end = 0
+    for frame in table.frames:
+        assert frame.offset == end
+        assert 0 <= frame.stored_length <= frame.raw_length
+        assert frame.raw_length <= max(FRAME_BYTES, frame.block_bytes)
+        end = align(frame.offset + frame.stored_length)
+    assert table.payload_length == end
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=300))
+def test_garbage(data):
+    for candidate in (data, sealed(data)):
+        with pytest.raises(CorruptPackError):
+            PackTable.parse(candidate)
+
+
+def forged(**changes):
+    """A sound table of one frame of 4 blocks, some numbers of its header and frame replaced."""
+    header = {
+        "version": 1, "key_length": 36, "frames": 1, "blocks": 4, "codec_length": 3, "payload": 16384, "raw": 16384,
+        "namespace": NAMESPACE, "name": bytes(16),
+    }  # fmt: skip
+    frame = {
+        "group": 0, "count": 4, "block_bytes": 4096, "depth": 0, "codec": 0, "reserved": 0, "offset": 0,
+        "stored": 16384, "checksum": 7,
+    }  # fmt: skip
+    codecs = changes.pop("codecs", b"raw")
+    for name, value in changes.items():
+        (header if name in header else frame)[name] = value
+    body = HEADER.pack(*header.values()) + codecs + FRAME.pack(*frame.values()) + b"".join(sample_keys(1, 4))
+    return sealed(body)
+
+
+def test_sound_table_is_read():
+    assert PackTable.parse(forged()).frames == (Frame(0, 4, 4096, 0, 0, 0, 0, 16384, 7),)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"version": 2}, "version"),
+        ({"frames": 0xFFFFFFFF}, "counts"),
+        ({"blocks": 0xFFFFFFFF, "key_length": 0}, "counts"),
+        ({"blocks": 0xFFFFFFFF}, "keys"),
+        ({"codec_length": 0xFFFFFFFF}, "counts"),
+        ({"blocks": 3, "key_length": 48}, "block count"),
+        ({"key_length": 35}, "keys"),
+        ({"key_length": 0}, "key lengths"),
+        ({"codecs": b"\xff\xfe\xfd"}, "codecs"),
+        ({"count": 3, "raw": 12288}, "frame length"),
+        ({"count": 0}, "frame length"),
+        ({"block_bytes": 0}, "frame length"),
+        ({"block_bytes": 0xFFFFFFFF, "codec": 1, "raw": 4 * 0xFFFFFFFF}, "frame length"),
+        ({"stored": 16385, "codec": 1}, "frame length"),
+        ({"stored": 100}, "frame length"),
+        ({"stored": (1 << 64) - 1}, "frame length"),
+        ({"offset": 4096}, "frame offset"),
+        ({"offset": 1}, "frame offset"),
+        ({"offset": (1 << 64) - 4096}, "frame offset"),
+        ({"codec": 2}, "frame codec"),
+        ({"codec": 0xFFFFFFFF}, "frame codec"),
+        ({"reserved": 1}, "frame"),
+        ({"raw": 16385}, "raw length"),
+        ({"payload": 12288}, "payload length"),
+        ({"payload": (1 << 64) - 4096}, "payload length"),
+    ],
+)
+def test_field_that_is_wrong_is_named(changes, field):
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptPackError) as caught:
+            PackTable.parse(forged(**changes))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20  # nothing is allocated by a claimed number
+    finally:
+        tracemalloc.stop()
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("length", [0, 63, 68, 1 << 20, (1 << 64) - 1])
+def test_table_length_is_checked(length):
+    body = forged()[: -TRAILER.size]
+    wrong = body + TRAILER.pack(length, xxhash.xxh3_64_intdigest(body), b"PKVPACK1")
+    with pytest.raises(CorruptPackError) as caught:
+        PackTable.parse(wrong)
+    assert caught.value.field in ("table length", "table checksum")

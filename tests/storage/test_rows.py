@@ -1,0 +1,70 @@
+"""Gathering and placing blocks of several groups in one row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from persistkv.errors import ConfigurationError
+from persistkv.storage.rows import RowBlocks, Rows, StagedBlocks
+
+TWO_GROUPS = (((0, 4096), (8192, 100)), ((4096, 4096),))
+
+
+@pytest.mark.parametrize("block_ids", [[3], [3, 4, 5], [5, 3, 9], [9, 9]])
+def test_gather_takes_the_valid_ranges_only(make_rows: Callable[..., Rows], block_ids: list[int]) -> None:
+    rows = make_rows(16, 12288, TWO_GROUPS)
+    gathered = rows.gather(0, block_ids)
+    assert gathered.shape == (len(block_ids), 4196)
+    assert gathered.flags.c_contiguous
+    for row, block in zip(block_ids, gathered, strict=True):
+        assert block[:4096].tobytes() == rows.array[row, :4096].tobytes()
+        assert block[4096:].tobytes() == rows.array[row, 8192:8292].tobytes()
+    assert rows.gather(1, block_ids).tobytes() == rows.array[block_ids, 4096:8192].tobytes()
+
+
+def test_whole_rows_side_by_side_are_not_copied(make_rows: Callable[..., Rows]) -> None:
+    rows = make_rows(8, 4096)
+    assert np.shares_memory(rows.gather(0, [2, 3, 4]), rows.array)
+    assert not np.shares_memory(rows.gather(0, [2, 4, 3]), rows.array)
+
+
+def test_places_are_the_rows_themselves(make_rows: Callable[..., Rows]) -> None:
+    rows = make_rows(8, 12288, TWO_GROUPS)
+    first, second = rows.places(0, 5)
+    first[:] = bytes(4096)
+    second[:] = bytes(100)
+    assert not rows.array[5, :4096].any()
+    assert not rows.array[5, 8192:8292].any()
+    assert rows.array[5, 8292:].any()
+
+
+def test_rows_that_are_not_there_are_refused(make_rows: Callable[..., Rows]) -> None:
+    rows = make_rows(8, 4096)
+    rows.check([])
+    with pytest.raises(ValueError, match="rows 0 to 8 do not lie within 8"):
+        rows.check([0, 8])
+
+
+def test_a_buffer_of_odd_size_is_refused(make_rows: Callable[..., Rows]) -> None:
+    layout = make_rows(1, 4096).layout
+    with pytest.raises(ValueError, match="no multiple of the row stride"):
+        Rows(memoryview(bytearray(5000)), layout)
+
+
+@pytest.mark.parametrize("ranges", [((0, 5000),), ((100, 10), (50, 10)), ()])
+def test_ranges_outside_a_row_are_refused(make_rows: Callable[..., Rows], ranges: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(ConfigurationError, match=r"groups\[0\].ranges"):
+        make_rows(1, 4096, (ranges, ((0, 1),)))
+
+
+def test_staged_runs_are_one_sequence(make_rows: Callable[..., Rows]) -> None:
+    rows = make_rows(8, 4096)
+    staged = StagedBlocks([rows.array[0:2], rows.array[4:5], rows.array[6:8]])
+    whole = rows.array[[0, 1, 4, 6, 7]]
+    for start in range(5):
+        for stop in range(start + 1, 6):
+            assert staged.gather(start, stop).tobytes() == whole[start:stop].tobytes()
+    assert RowBlocks(rows, 0, [4, 1]).gather(1, 2).tobytes() == rows.array[1].tobytes()

@@ -1,0 +1,200 @@
+from contextlib import suppress
+from decimal import Decimal
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from persistkv.config import (
+    GroupLayout,
+    OffloadingConfig,
+    RowLayout,
+    StoreUrl,
+    convert_options,
+    parse_duration,
+    parse_size,
+)
+from persistkv.errors import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4096", 4096),
+        (" 4096 ", 4096),
+        ("1B", 1),
+        ("1KiB", 1024),
+        ("512 MiB", 512 << 20),
+        ("100GiB", 100 << 30),
+        ("2TiB", 2 << 40),
+        ("1PiB", 1 << 50),
+        ("1kB".replace("k", "K"), 1000),
+        ("3GB", 3_000_000_000),
+        ("1.5GiB", 3 << 29),
+        ("0.5KiB", 512),
+        ("9007199254740993", 9007199254740993),
+        (7, 7),
+    ],
+)
+def test_sizes(text, size):
+    assert parse_size(text, name="n") == size
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", " ", "0", "0GiB", "-1", "-5GiB", "GiB", "1 000", "1e9", "1,5GiB", "1gib", "1Gi", "1XiB", "nan", "inf", "0x10",
+     "٣", "0.1", 0, -1, True, False],
+)  # fmt: skip
+def test_what_is_no_size(value):
+    with pytest.raises(ConfigurationError, match="capacity") as caught:
+        parse_size(value, name="capacity")
+    assert caught.value.field == "capacity"
+    assert caught.value.value is value
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30s", 30), ("1.5m", 90), (" 12 h ", 43_200), ("7d", 604_800), ("0.001s", 0.001)]
+)
+def test_durations(text, seconds):
+    assert parse_duration(text, name="n") == seconds
+
+
+@pytest.mark.parametrize("value", ["", "7", "d", "0d", "-1s", "1 week", "1e3s", "٣s", "nans", "infs", "1D", "1h30m"])
+def test_what_is_no_duration(value):
+    with pytest.raises(ConfigurationError, match="ttl") as caught:
+        parse_duration(value, name="ttl")
+    assert caught.value.value == value
+
+
+@given(st.integers(1, 1 << 60), st.sampled_from(["", "B", "KiB", "MB", "GiB", "TB", "PiB"]))
+def test_whole_sizes_are_exact(count, unit):
+    factor = {"": 1, "B": 1, "KiB": 1 << 10, "MB": 10**6, "GiB": 1 << 30, "TB": 10**12, "PiB": 1 << 50}[unit]
+    assert parse_size(f"{count}{unit}", name="n") == int(Decimal(count) * factor)
+
+
+@given(st.text(max_size=20))
+def test_any_text_is_a_size_or_refused(text):
+    with suppress(ConfigurationError):
+        assert parse_size(text, name="n") > 0
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("lmdb:///var/kv", StoreUrl("lmdb", "/var/kv")),
+        ("lmdb://rel/path", StoreUrl("lmdb", "rel/path")),
+        ("lmdb:///var/kv?capacity=100GiB", StoreUrl("lmdb", "/var/kv", {"capacity": "100GiB"})),
+        ("s3://Bucket/pre/fix?a=1&b=", StoreUrl("s3", "Bucket/pre/fix", {"a": "1", "b": ""})),
+        ("lmdb:///a%20b%23c%3Fd?x=%26", StoreUrl("lmdb", "/a b#c?d", {"x": "&"})),
+        ("lmdb:///größe", StoreUrl("lmdb", "/größe")),
+        ("lmdb:///a@b", StoreUrl("lmdb", "/a@b")),
+        ("LMDB:///var", StoreUrl("lmdb", "/var")),
+    ],
+)
+def test_urls(url, expected):
+    assert StoreUrl.parse(url) == expected
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "lmdb",
+        "lmdb:",
+        "lmdb:/var/kv",
+        "lmdb://",
+        "lmdb://?a=1",
+        "/var/kv",
+        "://x",
+        "lmdb:///a#b",
+        "lmdb:///a#",
+        "lmdb://[x",
+    ],
+)
+def test_what_is_no_url(url):
+    with pytest.raises(ConfigurationError, match="url"):
+        StoreUrl.parse(url)
+
+
+@pytest.mark.parametrize("url", ["s3://key:secret@bucket/x", "s3://key:secret@[bucket/x"])
+def test_credentials_are_refused_and_not_repeated(url):
+    with pytest.raises(ConfigurationError) as caught:
+        StoreUrl.parse(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_option_given_twice():
+    with pytest.raises(ConfigurationError, match="url option a"):
+        StoreUrl.parse("lmdb:///x?a=1&a=2")
+
+
+@given(st.text(max_size=30))
+def test_any_text_is_a_url_or_refused(text):
+    with suppress(ConfigurationError):
+        parsed = StoreUrl.parse(text)
+        assert parsed.scheme
+        assert parsed.location
+
+
+class Options(msgspec.Struct, frozen=True):
+    count: int = 1
+    ratio: float = 0.5
+    fast: bool = False
+    name: str | None = None
+    size: str | None = None
+
+    def __post_init__(self):
+        if self.size is not None:
+            parse_size(self.size, name="test option size")
+
+
+def test_options_are_converted():
+    given_options = {"count": "3", "ratio": "0.25", "fast": "yes", "name": "x", "size": "1MiB"}
+    assert convert_options(Options, given_options, where="test") == Options(3, 0.25, True, "x", "1MiB")
+    assert convert_options(Options, {"fast": "off", "count": 4}, where="test") == Options(4)
+    assert convert_options(Options, {}, where="test") == Options()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nope": "1"}, r"test option nope: '1' is not valid; expected one of count, fast, name, ratio, size"),
+        ({"count": "many"}, r"test option count: 'many' is not valid"),
+        ({"ratio": "x"}, r"test option ratio: 'x'"),
+        ({"fast": "perhaps"}, r"test option fast: 'perhaps'"),
+        ({"size": "-1"}, r"^test option size: '-1' is not valid; expected a positive size"),
+    ],
+)
+def test_wrong_option_is_named(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        convert_options(Options, options, where="test")
+
+
+@pytest.mark.parametrize("stride", [0, -4096, 100, 4097])
+def test_row_stride(stride):
+    with pytest.raises(ConfigurationError, match="row_stride"):
+        RowLayout(stride, (GroupLayout(((0, 1),)),))
+
+
+@pytest.mark.parametrize(
+    "ranges", [(), ((0, 0),), ((-1, 5),), ((0, 4097),), ((10, 5), (14, 5)), ((10, 5), (0, 5)), ((0, 8192),)]
+)
+def test_group_ranges(ranges):
+    with pytest.raises(ConfigurationError, match=r"groups\[1\].ranges"):
+        RowLayout(4096, (GroupLayout(((0, 1),)), GroupLayout(ranges)))
+
+
+def test_block_bytes_leave_padding_out():
+    layout = RowLayout(4096, (GroupLayout(((0, 100), (200, 50), (250, 6))),))
+    assert layout.groups[0].block_bytes == 156
+    with pytest.raises(ConfigurationError, match="groups"):
+        RowLayout(4096, ())
+
+
+@pytest.mark.parametrize("wrong", [{"block_size": 0}, {"num_blocks": -1}])
+def test_offloading_config(wrong):
+    good = {"identity": {}, "block_size": 16, "layout": RowLayout(4096, (GroupLayout(((0, 1),)),)), "num_blocks": 4}
+    OffloadingConfig(**good)
+    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+        OffloadingConfig(**{**good, **wrong})

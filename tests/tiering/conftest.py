@@ -1,0 +1,130 @@
+"""A primary tier on a real region, with tiers behind it that keep bytes."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from persistkv.base import OffloadKey, ReqContext, RequestDescription, make_offload_key
+from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
+from persistkv.cpu.common import CPULoadStoreSpec
+from persistkv.cpu.primary import CPUPrimaryTierOffloadingManager
+from persistkv.cpu.shared_offload_region import SharedOffloadRegion
+from persistkv.tiering.base import SecondaryTierManager
+from persistkv.tiering.manager import TieringOffloadingManager
+
+STRIDE = 12288
+GROUPS = (GroupLayout(((0, 4096),)), GroupLayout(((4096, 100), (8192, 4096))), GroupLayout(((0, 12288),)))
+
+
+def content(key: OffloadKey) -> npt.NDArray[np.uint8]:
+    """What the block of a key holds, a whole row."""
+    seed = int.from_bytes(key[:8], "little") * 8 + key[-1]
+    return np.random.default_rng(seed).integers(0, 256, STRIDE, dtype=np.uint8)
+
+
+def context(req_id: str, *chains: Sequence[OffloadKey]) -> ReqContext:
+    """A request that is described by its chains, or not at all."""
+    if not chains:
+        return ReqContext(req_id)
+    description = RequestDescription(len(GROUPS))
+    for group, chain in enumerate(chains):
+        description.extend(group, chain)
+    description.num_tokens = 16 * max(map(len, chains))
+    return ReqContext(req_id, None, description)
+
+
+@dataclass
+class Stack:
+    """A manager and the bytes below it."""
+
+    manager: TieringOffloadingManager
+    primary: CPUPrimaryTierOffloadingManager
+    rows: npt.NDArray[np.uint8]
+    tiers: list[Any] = field(default_factory=list)
+
+    def store(self, keys: Sequence[OffloadKey], req: ReqContext) -> None:
+        """What a worker does: write the rows, then report."""
+        output = self.manager.prepare_store(keys, req)
+        assert output is not None
+        self.fill(output.keys_to_store, output.store_spec)
+        self.manager.complete_store(output.keys_to_store, req)
+
+    def fill(self, keys: Sequence[OffloadKey], spec: Any) -> None:
+        for key, row in zip(keys, spec.block_ids, strict=True):
+            self.rows[row] = content(key)
+
+    def check(self, keys: Sequence[OffloadKey], spec: Any) -> None:
+        """The rows hold what belongs to their keys' groups."""
+        assert isinstance(spec, CPULoadStoreSpec)
+        for key, row in zip(keys, spec.block_ids, strict=True):
+            for offset, size in GROUPS[key[-1]].ranges:
+                assert (self.rows[row, offset : offset + size] == content(key)[offset : offset + size]).all()
+
+    def step(self, times: int = 1) -> list[Any]:
+        return [event for _ in range(times) for event in self.manager.take_events()]
+
+    def forget_primary(self) -> None:
+        """Make the primary tier cold, as after a restart; the tiers keep what they have."""
+        self.primary.reset_cache()
+        self.rows[:] = 0
+
+    def promote(self, keys: Sequence[OffloadKey], req: ReqContext, steps: int = 400) -> list[bool]:
+        """Look all keys up until none is on its way."""
+        for _ in range(steps):
+            answers = [self.manager.lookup(key, req) for key in keys]
+            if None not in answers:
+                return [bool(answer) for answer in answers]
+            self.step()
+        raise AssertionError("promotion does not end")
+
+
+MakeStack = Callable[..., Stack]
+
+
+@pytest.fixture
+def make_stack() -> Iterator[MakeStack]:
+    """Builds stacks of ``num_blocks`` rows; a tier is given as a function of (config, view)."""
+    stacks: list[Stack] = []
+
+    def make(
+        num_blocks: int, *tiers: Callable[[OffloadingConfig, memoryview], SecondaryTierManager], **options: Any
+    ) -> Stack:
+        region = SharedOffloadRegion(uuid.uuid4().hex, num_blocks * STRIDE, num_blocks, 0, 1, STRIDE)
+        primary = CPUPrimaryTierOffloadingManager(num_blocks, region, enable_events=True)
+        view = primary.get_kv_memoryview()
+        config = OffloadingConfig({"weights": "w"}, 16, RowLayout(STRIDE, GROUPS), num_blocks, region.fd)
+        made = [tier(config, view) for tier in tiers]
+        options.setdefault("cascade_share", 1.0)
+        manager = TieringOffloadingManager(primary, made, enable_events=True, **options)
+        rows = np.frombuffer(view, dtype=np.uint8).reshape(num_blocks, STRIDE)
+        stacks.append(Stack(manager, primary, rows, made))
+        return stacks[-1]
+
+    yield make
+    for stack in stacks:
+        stack.rows = np.empty((0, 0), np.uint8)
+        stack.manager.shutdown()
+
+
+@pytest.fixture
+def keys() -> Callable[..., list[OffloadKey]]:
+    """Fresh keys, never the same twice."""
+    numbers = itertools.count(1)
+
+    def make(count: int, group: int = 0) -> list[OffloadKey]:
+        return [make_offload_key(next(numbers).to_bytes(32, "little"), group) for _ in range(count)]
+
+    return make
+
+
+@pytest.fixture
+def described() -> Callable[..., ReqContext]:
+    return context

@@ -1,0 +1,63 @@
+"""The example tier: the contract, its bound, and its order of eviction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from persistkv.base import OffloadKey, ReqContext
+from persistkv.config import OffloadingConfig
+from persistkv.errors import ConfigurationError
+from persistkv.testing.tier_conformance import SecondaryTierConformance
+from persistkv.tiering.example import ExampleSecondaryTier
+
+
+class TestExampleTier(SecondaryTierConformance):
+    def open_tier(self, config: OffloadingConfig, view: memoryview) -> ExampleSecondaryTier:
+        return ExampleSecondaryTier(config, view)
+
+
+class TestExampleTierAsynchronous(SecondaryTierConformance):
+    def open_tier(self, config: OffloadingConfig, view: memoryview) -> ExampleSecondaryTier:
+        return ExampleSecondaryTier(config, view, max_blocks=16, simulate_async=True)
+
+
+def test_the_oldest_blocks_go_first_and_never_those_of_the_job(
+    make_stack: Callable[..., Any], keys: Callable[..., list[OffloadKey]], described: Callable[..., ReqContext]
+) -> None:
+    stack = make_stack(16, partial(ExampleSecondaryTier, max_blocks=4))
+    (tier,) = stack.tiers
+    req = described("r")
+    stack.manager.on_new_request(req)
+    old, new = keys(4), keys(3)
+    stack.store(old, req)
+    tier.touch(old[:1], req)
+    stack.store(new, req)
+    assert set(tier.blocks) == {old[0], *new}
+    assert tier.get_num_blocks() == 4
+    many = keys(6)
+    stack.store(many, req)
+    assert list(tier.blocks) == many[:4], "what cannot fit beside the rest of its job is declined"
+    (*_, result) = tier.completed_jobs
+    assert list(result.failed_keys) == many[4:]
+
+
+def test_jobs_wait_for_a_poll_where_that_is_asked_for(
+    make_stack: Callable[..., Any], keys: Callable[..., list[OffloadKey]], described: Callable[..., ReqContext]
+) -> None:
+    stack = make_stack(8, partial(ExampleSecondaryTier, simulate_async=True))
+    (tier,) = stack.tiers
+    req = described("r")
+    stack.manager.on_new_request(req)
+    stack.store(keys(2), req)
+    assert (len(tier.pending_jobs), tier.get_num_blocks()) == (1, 0)
+    stack.step()
+    assert (len(tier.pending_jobs), tier.get_num_blocks()) == (0, 2)
+
+
+def test_a_bound_below_one_is_refused(make_stack: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigurationError, match="max_blocks"):
+        make_stack(8, partial(ExampleSecondaryTier, max_blocks=0))

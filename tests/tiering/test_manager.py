@@ -1,0 +1,456 @@
+"""Cascade, promotion, policies, references: the rules of the tiering manager, one by one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from persistkv.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
+from persistkv.errors import ConfigurationError
+from persistkv.tiering.base import JobMetadata, JobResult
+from persistkv.tiering.example import ExampleSecondaryTier
+
+Keys = Callable[..., list[OffloadKey]]
+MakeStack = Callable[..., Any]
+Described = Callable[..., ReqContext]
+
+
+class RecordingTier(ExampleSecondaryTier):
+    """Remembers what it was told; asks for every block of a request; fails the loads of ``rotten`` keys."""
+
+    policy = OffloadPolicy.REQUEST_LEVEL
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stores: list[JobMetadata] = []
+        self.loads: list[JobMetadata] = []
+        self.told: list[tuple[str, str]] = []
+        self.touched: list[OffloadKey] = []
+        self.rotten: set[OffloadKey] = set()
+        self.polls = 0
+        self.silent = False
+
+    def submit_store(self, job: JobMetadata) -> None:
+        self.stores.append(job)
+        super().submit_store(job)
+
+    def submit_load(self, job: JobMetadata) -> None:
+        self.loads.append(job)
+        for key in self.rotten.intersection(job.keys):
+            del self.blocks[key]
+        super().submit_load(job)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return key in self.rotten or super().lookup(key, req_context)
+
+    def get_finished_jobs(self) -> Any:
+        self.polls += 1
+        return [] if self.silent else super().get_finished_jobs()
+
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        self.touched += keys
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self.told.append(("new", req_context.req_id))
+        return RequestOffloadingContext(self.policy)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self.told.append(("finished", req_context.req_id))
+
+
+class BlockLevelTier(RecordingTier):
+    policy = OffloadPolicy.BLOCK_LEVEL
+
+
+recording = partial(RecordingTier, simulate_async=True)
+block_level = partial(BlockLevelTier, simulate_async=True)
+
+
+def begin(stack: Any, req: ReqContext) -> ReqContext:
+    stack.manager.on_new_request(req)
+    return req
+
+
+def leave_in_tiers(stack: Any, names: Sequence[OffloadKey], req: ReqContext) -> None:
+    """Store blocks, let the tiers take them, and make the primary tier forget them."""
+    stack.store(names, begin(stack, req))
+    stack.step()
+    stack.forget_primary()
+
+
+def test_a_completed_store_cascades_to_all_tiers(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+    stack = make_stack(8, recording, block_level)
+    req = begin(stack, described("r"))
+    names = keys(3)
+    stack.store(names, req)
+    assert [list(tier.stores[0].keys) for tier in stack.tiers] == [names, names]
+    assert stack.primary.prepare_store(keys(6), req) is None, "rows that a cascade reads are protected"
+    stack.step()
+    assert [tier.get_num_blocks() for tier in stack.tiers] == [3, 3]
+    assert stack.primary.prepare_store(keys(8), req) is not None, "each tier let go of its own reference"
+
+
+def test_a_failed_store_cascades_nowhere(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+    stack = make_stack(8, recording)
+    req = begin(stack, described("r"))
+    names = keys(3)
+    output = stack.manager.prepare_store(names, req)
+    stack.manager.complete_store(output.keys_to_store, req, success=False)
+    assert stack.tiers[0].stores == []
+    assert stack.manager.lookup(names[0], req) is False
+
+
+def test_works_without_secondary_tiers(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+    stack = make_stack(4)
+    req = described("r")
+    assert stack.manager.on_new_request(req).policy is OffloadPolicy.BLOCK_LEVEL
+    names = keys(2)
+    stack.store(names, req)
+    assert stack.promote(names, req) == [True, True]
+    stack.check(names, stack.manager.prepare_load(names, req))
+    stack.manager.complete_load(names, req)
+    stack.manager.on_request_finished(req)
+    assert not stack.manager.has_pending_work()
+
+
+def test_one_promotion_spans_three_groups(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+    stack = make_stack(16, recording)
+    chains = [keys(3, group) for group in range(3)]
+    everything = [key for chain in chains for key in chain]
+    first = begin(stack, described("a", *chains))
+    stack.store(everything, first)
+    stack.step()
+    stack.forget_primary()
+    second = begin(stack, described("b", *chains))
+    assert [stack.manager.lookup(key, second) for key in everything] == [None] * 9
+    assert stack.tiers[0].loads == [], "submitted at the end of the step, not before"
+    assert stack.promote(everything, second) == [True] * 9
+    assert len(stack.tiers[0].loads) == 1
+    assert sorted(stack.tiers[0].loads[0].keys) == sorted(everything)
+    stack.check(everything, stack.manager.prepare_load(everything, second))
+    stack.manager.complete_load(everything, second)
+
+
+def test_two_requests_that_want_a_block_promote_it_once(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    stack = make_stack(8, recording)
+    names = keys(3)
+    leave_in_tiers(stack, names, described("a", names))
+    requests = [begin(stack, described(name, names)) for name in "bc"]
+    for req in requests:
+        assert [stack.manager.lookup(key, req) for key in names] == [None] * 3
+    for req in requests:
+        assert stack.promote(names, req) == [True] * 3
+    assert len(stack.tiers[0].loads) == 1
+    assert stack.primary.prepare_store(keys(6), requests[0]) is None, "held for both"
+    for left, req in enumerate(requests):
+        stack.manager.prepare_load(names, req)
+        stack.manager.complete_load(names, req)
+        assert (stack.primary.num_free_or_evictable() == 8) is bool(left)
+
+
+def test_jobs_are_polled_once_a_step(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+    stack = make_stack(8, recording)
+    req = begin(stack, described("r"))
+    stack.store(keys(2), req)
+    for key in keys(50):
+        stack.manager.lookup(key, req)
+    assert stack.tiers[0].polls == 0
+    stack.step()
+    assert stack.tiers[0].polls == 1
+
+
+def test_a_failed_promotion_is_a_miss_and_no_loop(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+    stack = make_stack(8, recording)
+    names = keys(4)
+    leave_in_tiers(stack, names, described("a", names))
+    stack.tiers[0].rotten = {names[2]}
+    req = begin(stack, described("b", names))
+    assert stack.promote(names, req) == [True, True, False, True]
+    stack.step(3)
+    assert stack.promote(names, req) == [True, True, False, True]
+    assert len(stack.tiers[0].loads) == 1
+    stack.manager.prepare_load(names[:2], req)
+    stack.manager.complete_load(names[:2], req)
+    stack.manager.on_request_finished(req)
+    assert stack.primary.num_free_or_evictable() == 8, "its row was freed"
+    assert stack.manager.stats.failed_promotions == 1
+
+
+def test_a_promotion_is_capped_at_the_prefix_that_fits(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+    stack = make_stack(6, recording)
+    chains = [keys(3, 0), keys(3, 1)]
+    for chain in chains:
+        stack.store(chain, begin(stack, described(f"a{chain[0][-1]}", *chains)))
+        stack.step()
+    stack.forget_primary()
+    busy = begin(stack, described("busy"))
+    taken = stack.primary.prepare_store(keys(2), busy)
+    req = begin(stack, described("b", *chains))
+    answers = stack.promote(chains[0] + chains[1], req)
+    assert answers == [True, True, False, True, True, False], "the same depth of each group"
+    assert taken is not None
+    assert stack.manager.stats.declined_promotions == 2
+
+
+def test_a_full_primary_tier_makes_a_promotion_wait(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+    stack = make_stack(4, recording)
+    names = keys(2)
+    leave_in_tiers(stack, names, described("a", names))
+    busy = begin(stack, described("busy"))
+    blocking = stack.primary.prepare_store(keys(4), busy)
+    req = begin(stack, described("b", names))
+    for _ in range(5):
+        assert [stack.manager.lookup(key, req) for key in names] == [None, None]
+        stack.step()
+    stack.primary.complete_store(blocking.keys_to_store, busy, success=False)
+    assert stack.promote(names, req) == [True, True]
+
+
+def test_a_promotion_waits_for_room_only_so_long(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+    stack = make_stack(4, recording, hold_s=1e-9)
+    names = keys(2)
+    leave_in_tiers(stack, names, described("a", names))
+    stack.primary.prepare_store(keys(4), begin(stack, described("busy")))
+    assert stack.promote(names, begin(stack, described("b", names))) == [False, False]
+
+
+def test_a_promotion_does_not_evict_its_own_prefix(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+    stack = make_stack(6, recording)
+    names = keys(6)
+    leave_in_tiers(stack, names, described("a", names))
+    first = begin(stack, described("b", names[:4]))
+    assert stack.promote(names[:4], first) == [True] * 4
+    stack.manager.on_request_finished(first)
+    other = begin(stack, described("other"))
+    stack.store(keys(2), other)  # the primary tier is full now; the prefix is its oldest part
+    stack.step()
+    second = begin(stack, described("c", names))
+    assert stack.promote(names, second) == [True] * 6
+
+
+def test_a_promotion_behind_held_rows_finds_the_room_there_is(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    """The request's own promoted blocks are referenced: they take no room from the rest of its context twice."""
+    stack = make_stack(6, recording)
+    names = keys(5)
+    leave_in_tiers(stack, names, described("a", names))
+    req = begin(stack, described("b", names))
+    assert stack.promote(names[:3], req) == [True] * 3
+    assert stack.promote(names, req) == [True] * 5
+
+
+def test_promoted_rows_stay_until_loaded(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+    stack = make_stack(4, recording)
+    names = keys(3)
+    leave_in_tiers(stack, names, described("a", names))
+    req = begin(stack, described("b", names))
+    assert stack.promote(names, req) == [True] * 3
+    other = begin(stack, described("c"))
+    assert stack.manager.prepare_store(keys(2), other) is None
+    stack.check(names, stack.manager.prepare_load(names, req))
+    stack.manager.complete_load(names, req)
+    assert stack.manager.prepare_store(keys(2), other) is not None
+
+
+@pytest.mark.parametrize("how", ["finished", "deadline"])
+def test_promoted_rows_are_let_go_when_nobody_loads_them(
+    make_stack: MakeStack, keys: Keys, described: Described, how: str
+) -> None:
+    stack = make_stack(4, recording, hold_s=30.0 if how == "finished" else 1e-9)
+    names = keys(3)
+    leave_in_tiers(stack, names, described("a", names))
+    req = begin(stack, described("b", names))
+    for key in names:
+        stack.manager.lookup(key, req)
+    stack.step(3)
+    if how == "finished":
+        assert stack.primary.num_free_or_evictable() == 1
+        stack.manager.on_request_finished(req)
+    assert stack.primary.num_free_or_evictable() == 4
+    assert stack.manager.stats.expired_holds == (0 if how == "finished" else 3)
+
+
+@pytest.mark.parametrize("when", ["pending", "in flight"])
+def test_a_cancelled_request_leaves_nothing_behind(
+    make_stack: MakeStack, keys: Keys, described: Described, when: str
+) -> None:
+    stack = make_stack(4, recording)
+    names = keys(3)
+    leave_in_tiers(stack, names, described("a", names))
+    req = begin(stack, described("b", names))
+    for key in names:
+        stack.manager.lookup(key, req)
+    if when == "in flight":
+        stack.step()
+    stack.manager.on_request_finished(req)
+    stack.step(2)
+    assert len(stack.tiers[0].loads) == (0 if when == "pending" else 1)
+    assert stack.primary.num_free_or_evictable() == 4
+    assert not stack.manager.has_pending_work()
+
+
+def test_a_cancelled_request_does_not_take_blocks_from_another(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    stack = make_stack(4, recording)
+    names = keys(3)
+    leave_in_tiers(stack, names, described("a", names))
+    gone, stays = begin(stack, described("b", names)), begin(stack, described("c", names))
+    for req in (gone, stays):
+        for key in names:
+            stack.manager.lookup(key, req)
+    stack.manager.on_request_finished(gone)
+    assert stack.promote(names, stays) == [True] * 3
+
+
+def test_request_level_tiers_see_every_block(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+    stack = make_stack(16, recording, block_level)
+    prefix, suffix = keys(3), keys(2)
+    stack.store(prefix, begin(stack, described("a", prefix)))
+    stack.step()
+    req = described("b", prefix + suffix)
+    assert stack.manager.on_new_request(req).policy is OffloadPolicy.REQUEST_LEVEL
+    stack.store(prefix + suffix, req)
+    request_level, blocks_only = stack.tiers
+    assert [list(job.keys) for job in request_level.stores] == [prefix, prefix, suffix]
+    assert [list(job.keys) for job in blocks_only.stores] == [prefix, suffix]
+    assert stack.primary.num_free_or_evictable() == 16 - 5, "existing blocks are pinned while they are read"
+    stack.step()
+    assert stack.primary.num_free_or_evictable() == 16
+
+
+def test_without_request_level_tiers_existing_blocks_stay(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    stack = make_stack(16, block_level)
+    names = keys(3)
+    for name in "ab":
+        req = described(name, names)
+        assert stack.manager.on_new_request(req).policy is OffloadPolicy.BLOCK_LEVEL
+        stack.store(names, req)
+    assert len(stack.tiers[0].stores) == 1
+
+
+def test_tiers_hear_of_the_end_after_the_last_store(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+    stack = make_stack(8, recording)
+    req = begin(stack, described("r"))
+    output = stack.manager.prepare_store(keys(2), req)
+    stack.manager.on_request_finished(req)
+    assert ("finished", "r") not in stack.tiers[0].told
+    stack.manager.complete_store(output.keys_to_store, req)
+    assert stack.tiers[0].told == [("new", "r"), ("finished", "r")]
+    stack.manager.on_request_finished(req)
+    assert stack.tiers[0].told.count(("finished", "r")) == 1
+
+
+def test_an_end_waits_for_blocks_that_another_request_writes(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    """Else its manifest would be written before its blocks were handed on, and be cut short."""
+    stack = make_stack(8, recording)
+    names = keys(2)
+    writer, other = begin(stack, described("a", names)), begin(stack, described("b", names))
+    output = stack.manager.prepare_store(names, writer)
+    assert stack.manager.prepare_store(names, other).keys_to_store == []
+    stack.manager.on_request_finished(other)
+    assert ("finished", "b") not in stack.tiers[0].told
+    stack.manager.complete_store(output.keys_to_store, writer)
+    assert stack.tiers[0].told[-1] == ("finished", "b")
+    assert [list(job.keys) for job in stack.tiers[0].stores] == [names]
+
+
+def test_cascades_hold_only_their_share(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+    stack = make_stack(8, recording, cascade_share=0.5)
+    stack.tiers[0].silent = True
+    req = begin(stack, described("r"))
+    stack.store(keys(3), req)
+    stack.store(keys(3), req)
+    assert [len(job.keys) for job in stack.tiers[0].stores] == [3]
+    assert stack.manager.stats.dropped_cascades == 3
+    assert stack.primary.num_free_or_evictable() == 5
+    stack.tiers[0].silent = False
+
+
+def test_tiers_are_asked_in_order_and_touched_all(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+    stack = make_stack(8, recording, recording)
+    names = keys(2)
+    leave_in_tiers(stack, names, described("a", names))
+    del stack.tiers[0].blocks[names[1]]
+    req = begin(stack, described("b", names))
+    assert stack.promote(names, req) == [True, True]
+    assert [list(tier.loads[0].keys) for tier in stack.tiers] == [[names[0]], [names[1]]]
+    stack.manager.touch(names, req)
+    assert [tier.touched for tier in stack.tiers] == [names, names]
+
+
+def test_reset_forgets_and_frees_what_jobs_use_as_they_end(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    stack = make_stack(8, recording)
+    tier = stack.tiers[0]
+    names, others = keys(3), keys(2)
+    req = begin(stack, described("a", names))
+    stack.store(names, req)  # its cascade is in flight
+    writing = stack.manager.prepare_store(others, req)
+    stack.manager.reset_cache()
+    assert stack.promote(names + others, begin(stack, described("b", names))) == [False] * 5
+    stack.manager.complete_store(writing.keys_to_store, req)
+    assert [list(job.keys) for job in tier.stores] == [names], "what was computed before the reset is not handed on"
+    stack.step()
+    assert stack.primary.num_free_or_evictable() == 8
+
+
+def test_reset_in_the_middle_of_a_promotion(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+    stack = make_stack(8, recording)
+    names = keys(3)
+    leave_in_tiers(stack, names, described("a", names))
+    req = begin(stack, described("b", names))
+    for key in names:
+        stack.manager.lookup(key, req)
+    stack.step()
+    stack.manager.reset_cache(weights_changed=False)
+    stack.step()
+    assert stack.primary.num_free_or_evictable() == 8
+    assert stack.promote(names, req) == [True] * 3, "the tier still has them"
+    stack.check(names, stack.manager.prepare_load(names, req))
+    stack.manager.complete_load(names, req)
+
+
+def test_a_tier_that_answers_a_job_twice_does_no_harm(
+    make_stack: MakeStack, keys: Keys, described: Described, caplog: pytest.LogCaptureFixture
+) -> None:
+    stack = make_stack(8, recording)
+    req = begin(stack, described("r"))
+    stack.store(keys(2), req)
+    stack.step()
+    stack.tiers[0].completed_jobs = [JobResult(0, True)]
+    with caplog.at_level(logging.ERROR):
+        stack.step()
+    assert "job 0, which is not in flight" in caplog.text
+    assert stack.primary.num_free_or_evictable() == 8
+
+
+def test_options_out_of_range_are_named(make_stack: MakeStack) -> None:
+    with pytest.raises(ConfigurationError, match=r"cascade_share: 0 .* expected a share above 0"):
+        make_stack(4, cascade_share=0)
+    with pytest.raises(ConfigurationError, match="hold_s"):
+        make_stack(4, hold_s=0)
+
+
+def test_events_tell_what_came_and_went(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+    stack = make_stack(2, recording)
+    req = begin(stack, described("r"))
+    first, second = keys(2), keys(2)
+    stack.store(first, req)
+    stack.step()
+    stack.store(second, req)
+    (removed, stored) = stack.step()
+    assert (sorted(removed.keys), removed.medium, removed.removed) == (sorted(first), "CPU", True)
+    assert (stored.keys, stored.removed) == (second, False)

@@ -1,0 +1,198 @@
+"""The persistent tier: the contract in each host, and what it adds: durability, manifests, restarts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from persistkv.base import OffloadKey, OffloadPolicy, ReqContext
+from persistkv.config import OffloadingConfig
+from persistkv.errors import ConfigurationError, IdentityMismatchError
+from persistkv.storage.registry import open_backend
+from persistkv.testing.tier_conformance import SecondaryTierConformance
+from persistkv.tiering.persistent import PersistentTier
+
+Keys = Callable[..., list[OffloadKey]]
+MakeStack = Callable[..., Any]
+Described = Callable[..., ReqContext]
+
+
+class TestPersistentTierInline(SecondaryTierConformance):
+    def open_tier(self, config: OffloadingConfig, view: memoryview) -> PersistentTier:
+        return PersistentTier(config, view, url="memory://x", host="inline", max_age_s=0.0)
+
+
+class TestPersistentTierInThread(SecondaryTierConformance):
+    @pytest.fixture(autouse=True)
+    def _directory(self, tmp_path: Path) -> None:
+        self.url = f"lmdb://{tmp_path}/store"
+
+    def open_tier(self, config: OffloadingConfig, view: memoryview) -> PersistentTier:
+        return PersistentTier(config, view, url=self.url, host="thread", codec="zstd", max_age_s=0.01)
+
+
+def lmdb(tmp_path: Path, **options: Any) -> Callable[..., PersistentTier]:
+    return partial(PersistentTier, url=f"lmdb://{tmp_path}/store", **options)
+
+
+def test_without_a_descriptor_the_store_runs_in_a_thread(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from persistkv.config import GroupLayout, RowLayout
+
+    memory = memoryview(bytearray(4096 * 4)).cast("B", (4, 4096))
+    config = OffloadingConfig({"a": 1}, 16, RowLayout(4096, (GroupLayout(((0, 4096),)),)), 4)
+    with caplog.at_level(logging.WARNING):
+        tier = lmdb(tmp_path)(config, memory)
+    assert "runs in a thread" in caplog.text
+    tier.shutdown()
+
+
+def test_a_restarted_stack_starts_warm(make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path) -> None:
+    chains = [keys(6, 0), keys(6, 1)]
+    everything = chains[0] + chains[1]
+    first = make_stack(16, lmdb(tmp_path))
+    req = described("a", *chains)
+    assert first.manager.on_new_request(req).policy is OffloadPolicy.REQUEST_LEVEL
+    first.store(everything, req)
+    first.manager.on_request_finished(req)
+    assert first.tiers[0].wait_persisted("a", 20)
+    events = first.step()
+    assert {event.medium for event in events} == {"CPU", "persistent"}
+
+    second = make_stack(16, lmdb(tmp_path))
+    again = described("b", *chains)
+    second.manager.on_new_request(again)
+    assert [second.manager.lookup(key, again) for key in everything] == [None] * 12
+    assert second.promote(everything, again, steps=20_000) == [True] * 12
+    second.check(everything, second.manager.prepare_load(everything, again))
+    second.manager.complete_load(everything, again)
+
+    backend = open_backend(f"lmdb://{tmp_path}/store", read_only=True)
+    (namespace,) = backend.namespaces()
+    (manifest,) = backend.manifests(namespace.id)
+    assert (manifest.group_blocks, manifest.tokens) == ((6, 6, 0), 96)
+    backend.close()
+
+
+def test_what_is_held_is_not_sent_again(
+    make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path
+) -> None:
+    stack = make_stack(16, lmdb(tmp_path))
+    (tier,) = stack.tiers
+    names = keys(4)
+    for name in "abc":
+        req = described(name, names)
+        stack.manager.on_new_request(req)
+        stack.store(names, req)
+        stack.manager.on_request_finished(req)
+        assert tier.wait_persisted(name, 20)
+        stack.step()
+    assert tier.store_stats().client.store_jobs == 1
+    assert tier.num_held_blocks == 4
+    assert not stack.manager.has_pending_work()
+
+
+def test_the_host_killed_in_a_cascade_and_in_a_promotion(
+    make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path
+) -> None:
+    """Rows are released, lookups miss, the host comes back, and what was durable is found again."""
+    stack = make_stack(16, lmdb(tmp_path))
+    (tier,) = stack.tiers
+    names, lost = keys(4), keys(4)
+    req = described("a", names)
+    stack.manager.on_new_request(req)
+    stack.store(names, req)
+    stack.manager.on_request_finished(req)
+    assert tier.wait_persisted("a", 20)
+    stack.step()
+    stack.forget_primary()
+    pid = tier._client._host.pid
+    os.kill(pid, signal.SIGSTOP)
+    warm, other = described("b", names), described("c", lost)
+    for context in (warm, other):
+        stack.manager.on_new_request(context)
+    assert [stack.manager.lookup(key, warm) for key in names] == [None] * 4
+    stack.step()
+    stack.store(lost, other)
+    assert stack.primary.num_free_or_evictable() == 8
+    os.kill(pid, signal.SIGKILL)
+    assert stack.promote(names, warm, steps=20_000) == [False] * 4
+    deadline = time.monotonic() + 20
+    while stack.primary.num_free_or_evictable() < 16:
+        assert time.monotonic() < deadline
+        stack.step()
+    late = described("d", names)
+    stack.manager.on_new_request(late)
+    while True not in stack.promote(names, late, steps=20_000):
+        assert time.monotonic() < deadline, "the host does not come back"
+        stack.step()
+        time.sleep(0.01)
+    assert stack.promote(names, late, steps=20_000) == [True] * 4
+    stack.check(names, stack.manager.prepare_load(names, late))
+    stack.manager.complete_load(names, late)
+    assert tier.wait_persisted("c", 0.1) is False
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "tier persistent option url"),
+        ({"url": "lmdb:///tmp/x", "kodec": "raw"}, "tier persistent option kodec: 'raw' .* one of codec, host"),
+        ({"url": "lmdb:///tmp/x", "codec": "lz4"}, "codec: 'lz4' .* one of raw, zstd"),
+        ({"url": "lmdb:///tmp/x", "host": "moon"}, "option host: 'moon' .* process, thread or inline"),
+        ({"url": "lmdb:///tmp/x", "queue_bytes": "-5"}, "queue_bytes"),
+        ({"url": "lmdb:///tmp/x", "max_age_s": "soon"}, "option max_age_s: 'soon'"),
+        ({"url": "nope://x"}, "url scheme: 'nope' .* one of lmdb, memory"),
+        ({"url": "just a path"}, "url: 'just a path'"),
+    ],
+)
+def test_bad_options_name_the_field(make_stack: MakeStack, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make_stack(4, partial(PersistentTier, **options))
+
+
+def test_strict_identity_refuses(make_stack: MakeStack, tmp_path: Path) -> None:
+    make_stack(4, lmdb(tmp_path))
+
+    def other_weights(config: OffloadingConfig, view: memoryview) -> PersistentTier:
+        changed = OffloadingConfig(
+            {"weights": "v"}, config.block_size, config.layout, config.num_blocks, config.region_fd
+        )
+        return lmdb(tmp_path, strict_identity=True)(changed, view)
+
+    with pytest.raises(IdentityMismatchError, match="weights: 'v' here, 'w' stored"):
+        make_stack(4, other_weights)
+
+
+@pytest.mark.parametrize("host", ["inline", "process"])
+def test_touched_blocks_outlive_others(
+    make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path, host: str
+) -> None:
+    stack = make_stack(16, partial(PersistentTier, url=f"lmdb://{tmp_path}/store?capacity=1MiB", host=host))
+    (tier,) = stack.tiers
+    kept = keys(4, 2)
+    hot = described("hot", [], [], kept)
+    others: list[OffloadKey] = []
+    for number in range(30):
+        chain = keys(4, 2) if number else kept
+        req = described(f"r{number}", [], [], chain) if number else hot
+        stack.manager.on_new_request(req)
+        stack.store(chain, req)
+        stack.manager.on_request_finished(req)
+        stack.manager.touch(kept, hot)
+        stack.step()
+        assert tier.wait_persisted(req.req_id, 20)
+        others += chain if number else []
+    stack.step()
+    assert all(tier.lookup(key, hot) for key in kept)
+    held = [bool(tier.lookup(key, hot)) for key in others]
+    assert not all(held)
+    assert held[-4:] == [True] * 4
+    assert tier.store_stats().host.counters.dropped_blocks == 0

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.identity import Identity
+from persistkv.storage.registry import open_backend
+from persistkv.testing.samples import sample_manifest, sample_pack
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """The command line in a process of its own."""
+
+    def run_cli(*arguments: str, python: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *python, "-m", "persistkv_tools", *arguments]
+        base = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "LANG": "C.UTF-8", "TZ": "UTC"}
+        return subprocess.run(
+            command, capture_output=True, text=True, cwd=tmp_path, env=base | environment, timeout=120, check=False
+        )
+
+    return run_cli
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"lmdb://{tmp_path}/store?capacity=1GiB"
+
+
+@pytest.fixture
+def filled(url: str) -> Iterator[str]:
+    """A store of two namespaces, three requests; still open for writing while the test looks into it."""
+    with closing(open_backend(url)) as backend:
+        for number, requests in enumerate((2, 1)):
+            namespace = backend.open_namespace(Identity.of({"architecture": "Llama", "number": number})).id
+            packs = [sample_pack(namespace, 10 * number + request) for request in range(requests)]
+            manifests = [
+                sample_manifest(f"engine-{number}-{request}", 10 * number + request) for request in range(requests)
+            ]
+            backend.commit(namespace, CommitBatch(packs, manifests))
+        yield url

@@ -1,0 +1,60 @@
+"""The ``persistkv`` command.
+
+Exit codes: 0 done; 1 a command found what it looks for (its help says what); 2 bad input, or the store cannot be
+reached: one line on standard error says why.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from persistkv import __version__
+from persistkv.errors import PersistKVError
+from persistkv_tools.plugins import attach_commands
+from persistkv_tools.store_commands import COMMANDS
+
+_BAD_INPUT = 2
+
+
+def build_app(arguments: Sequence[str]) -> typer.Typer:
+    """The application, with those commands from outside that ``arguments`` may mean."""
+    app = typer.Typer(
+        name="persistkv",
+        help="Look into persistkv stores, and see them at work.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_options)
+    for name, command in COMMANDS.items():
+        app.command(name)(command)
+    attach_commands(app, arguments, built_in=COMMANDS)
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; always ends by SystemExit."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        build_app(given)(args=given, prog_name="persistkv")
+    except PersistKVError as error:
+        typer.echo(f"persistkv: {' '.join(str(error).split())}", err=True)
+        sys.exit(_BAD_INPUT)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"persistkv {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Look into persistkv stores, and see them at work."""

@@ -1,7 +1,8 @@
 """The driver of one storage medium: what a backend is asked, and nothing else.
 
 Contract shared by all methods: vendor exceptions come out as ``StoreError``s. What a method hands out is the caller's
-to keep. A backend is used from one thread at a time.
+to keep. ``read`` may be called from any thread, by several at once and beside any other call; the other methods by one
+thread at a time.
 
 **Eviction.** A store with a capacity makes room by itself, in ``commit``, over all its namespaces:
 

@@ -207,7 +207,11 @@ class BlockSource(Protocol):
     """Where a pack's blocks come from: rows of the primary tier, or staged copies of them."""
 
     def gather(self, start: int, stop: int) -> ByteArray:
-        """Blocks ``start`` to ``stop`` side by side, contiguous; valid until the next call."""
+        """Blocks ``start`` to ``stop`` side by side, contiguous: where they lie, or a copy."""
+        ...
+
+    def pieces(self, start: int, stop: int) -> list[memoryview]:
+        """The same bytes in the same order, where they lie; never a copy."""
         ...
 
 
@@ -234,11 +238,11 @@ class Segment:
             yield start, min(start + per_frame, len(self.keys))
 
     def raw(self, start: int, stop: int) -> memoryview:
-        """The bytes of these blocks; valid until the next call."""
+        """The bytes of these blocks side by side."""
         return self.source.gather(start, stop).data.cast("B")
 
     def sample(self) -> memoryview:
-        """The bytes of the first frame, for a codec to be chosen by; valid until the next call of ``raw``."""
+        """The bytes of the first frame, for a codec to be chosen by."""
         return self.raw(*next(self.frame_bounds()))
 
 
@@ -288,31 +292,54 @@ class PackWriter:
         return self._table
 
     def stream(self) -> Iterator[Buffer]:
-        """The payload in order, padding included. Each piece is valid until the next one is asked for."""
+        """The payload in order, padding included. Raw frames come as the rows that they lie in; every piece stays valid
+        while it is referenced, so that many can be written with one call.
+        """
         frames: list[Frame] = []
         offset = 0
         for segment in self.segments:
             for start, stop in segment.frame_bounds():
                 frame, stored = self._frame(segment, start, stop, offset)
                 frames.append(frame)
-                yield stored
+                yield from stored
                 offset = align(frame.offset + frame.stored_length)
                 if padding := offset - frame.offset - frame.stored_length:
                     yield bytes(padding)
         codecs = join_codecs(self.codecs)
         self._table = PackTable(self.namespace, self.pack_id, codecs, offset, self.raw_length, tuple(frames), self.keys)
 
-    def _frame(self, segment: Segment, start: int, stop: int, offset: int) -> tuple[Frame, Buffer]:
-        raw = segment.raw(start, stop)
-        number = self._codec_numbers[segment.group]
-        stored = self.codecs[number - 1].encode(raw)
-        if len(stored) >= len(raw):
-            stored, number = raw, 0
-        seed = frame_seed(self.namespace, b"".join(segment.keys[start:stop]))
-        checksum = xxhash.xxh3_64_intdigest(stored, seed=seed)
+    def _frame(self, segment: Segment, start: int, stop: int, offset: int) -> tuple[Frame, Sequence[Buffer]]:
+        number, stored = self._encode(segment, start, stop)
+        digest = xxhash.xxh3_64(seed=frame_seed(self.namespace, b"".join(segment.keys[start:stop])))
+        for piece in stored:
+            digest.update(piece)
+        length = sum(map(len, stored))
         depth = segment.depth if segment.depth == UNKNOWN_DEPTH else segment.depth + start
-        frame = Frame(segment.group, stop - start, segment.block_bytes, depth, number, 0, offset, len(stored), checksum)
-        return frame, stored
+        return (
+            Frame(
+                segment.group,
+                stop - start,
+                segment.block_bytes,
+                depth,
+                number,
+                0,
+                offset,
+                length,
+                digest.intdigest(),
+            ),
+            stored,
+        )
+
+    def _encode(self, segment: Segment, start: int, stop: int) -> tuple[int, Sequence[Buffer]]:
+        """The number of the codec, and the stored bytes; 0 and the raw ones, where they lie, where it does not help."""
+        number = self._codec_numbers[segment.group]
+        codec = self.codecs[number - 1]
+        if not codec.identity:
+            raw = segment.raw(start, stop)
+            stored = codec.encode(raw)
+            if len(stored) < len(raw):
+                return number, [stored]
+        return 0, segment.source.pieces(start, stop)
 
 
 def verify_frame(frame: Frame, stored: Buffer, seed: int) -> None:

@@ -45,6 +45,13 @@ class Rows:
         base = block_id * self.layout.row_stride
         return [self._flat[base + offset : base + offset + size] for offset, size in self.layout.groups[group].ranges]
 
+    def pieces(self, group: int, block_ids: Sequence[int]) -> list[memoryview]:
+        """The valid byte ranges of these blocks, in order; rows that are valid as a whole are joined."""
+        layout, stride = self.layout.groups[group], self.layout.row_stride
+        if layout.ranges == ((0, stride),):
+            return [self._flat[first * stride : end * stride] for first, end in _runs(block_ids)]
+        return [place for block_id in block_ids for place in self.places(group, block_id)]
+
     def gather(self, group: int, block_ids: Sequence[int]) -> ByteArray:
         """Blocks side by side, (n, block_bytes), contiguous: the rows themselves where they lie so, else a copy."""
         layout = self.layout.groups[group]
@@ -57,6 +64,18 @@ class Rows:
             return self.array[np.asarray(block_ids), offset : offset + length]
         ids = np.asarray(block_ids)
         return np.concatenate([self.array[ids, start : start + size] for start, size in layout.ranges], axis=1)
+
+
+def _runs(block_ids: Sequence[int]) -> list[tuple[int, int]]:
+    """First id and end of each run of consecutive ones."""
+    runs: list[tuple[int, int]] = []
+    first = end = block_ids[0]
+    for block_id in block_ids:
+        if block_id != end:
+            runs.append((first, end))
+            first = block_id
+        end = block_id + 1
+    return [*runs, (first, end)]
 
 
 def _consecutive(block_ids: Sequence[int]) -> bool:
@@ -76,6 +95,10 @@ class RowBlocks:
         """Blocks ``start`` to ``stop``."""
         return self.rows.gather(self.group, self.block_ids[start:stop])
 
+    def pieces(self, start: int, stop: int) -> list[memoryview]:
+        """The same, where they lie."""
+        return self.rows.pieces(self.group, self.block_ids[start:stop])
+
 
 @dataclass(frozen=True)
 class StagedBlocks:
@@ -86,10 +109,18 @@ class StagedBlocks:
 
     def gather(self, start: int, stop: int) -> ByteArray:
         """Blocks ``start`` to ``stop`` of all runs together."""
+        parts = self._parts(start, stop)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def pieces(self, start: int, stop: int) -> list[memoryview]:
+        """The same, where they lie."""
+        return [part.data.cast("B") for part in self._parts(start, stop)]
+
+    def _parts(self, start: int, stop: int) -> list[ByteArray]:
         parts, position = [], 0
         for run in self.runs:
             part = run[max(0, start - position) : max(0, stop - position)]
             if len(part):
                 parts.append(part)
             position += len(run)
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return parts

@@ -26,6 +26,9 @@ class ArraySource:
     def gather(self, start: int, stop: int) -> ByteArray:
         return self.blocks[start:stop].reshape(-1)
 
+    def pieces(self, start: int, stop: int) -> list[memoryview]:
+        return [self.gather(start, stop).data.cast("B")]
+
 
 class SourceFailure(Exception):
     """What a ``FailingSource`` raises."""

@@ -13,6 +13,22 @@ from persistkv.storage.rows import RowBlocks, Rows, StagedBlocks
 TWO_GROUPS = (((0, 4096), (8192, 100)), ((4096, 4096),))
 
 
+@pytest.mark.parametrize("block_ids", [[0], [1, 2, 3], [5, 4, 1, 2, 3, 7]])
+@pytest.mark.parametrize("group", [0, 1])
+def test_pieces_are_what_gather_takes_where_it_lies(
+    make_rows: Callable[..., Rows], block_ids: list[int], group: int
+) -> None:
+    rows = make_rows(8, 8192, (((0, 8192),), ((0, 4096), (6144, 100))))
+    pieces = rows.pieces(group, block_ids)
+    assert b"".join(pieces) == rows.gather(group, block_ids).tobytes()
+    assert all(np.shares_memory(np.frombuffer(piece, np.uint8), rows.array) for piece in pieces)
+
+
+def test_whole_rows_side_by_side_are_one_piece(make_rows: Callable[..., Rows]) -> None:
+    rows = make_rows(8, 8192)
+    assert list(map(len, rows.pieces(0, [2, 3, 4, 7, 1, 2]))) == [3 * 8192, 8192, 2 * 8192]
+
+
 @pytest.mark.parametrize("block_ids", [[3], [3, 4, 5], [5, 3, 9], [9, 9]])
 def test_gather_takes_the_valid_ranges_only(make_rows: Callable[..., Rows], block_ids: list[int]) -> None:
     rows = make_rows(16, 12288, TWO_GROUPS)

@@ -31,6 +31,9 @@ class CodecPolicy(ABC):
 class Codec(CodecPolicy):
     """A frozen value with validated parameters, safe in threads; its text form stands in every pack that it wrote."""
 
+    identity: ClassVar[bool] = False
+    """Whether the stored form is the raw one: ``encode`` need not be called then, nor the bytes be gathered for it."""
+
     def choose(self, group: int, sample: Callable[[], Buffer]) -> Codec:
         """Itself, for any group; ``sample`` is not called."""
         return self

@@ -14,6 +14,7 @@ class RawCodec(Codec):
     """Bytes as they are."""
 
     name: ClassVar[str] = "raw"
+    identity: ClassVar[bool] = True
 
     @classmethod
     def parse(cls, argument: str) -> RawCodec:

@@ -315,7 +315,7 @@ class StoreClient:
             case protocol.Removed():
                 keys = message.keys.unpack()
                 (self._held if self._state is State.OPEN else self._arriving).difference_update(keys)
-                self._removed += keys
+                self._gone(keys)
             case protocol.Persisted():
                 self._ending.discard(message.request)
                 self._persisted[message.request] = message.whole
@@ -357,7 +357,7 @@ class StoreClient:
             self._connection.close()
         self._host.kill()
         self._state = State.DYING
-        self._removed += self._held
+        self._gone(self._held)
         self._held, self._arriving, self._touched = set(), set(), set()
 
     def _mourn(self) -> None:
@@ -386,6 +386,13 @@ class StoreClient:
             self._backoff_s = min(_LONGEST_BACKOFF_S, 2 * self._backoff_s)
 
     # News
+
+    def _gone(self, keys: Collection[bytes]) -> None:
+        """News tells what is there in the end: a key that came and went since it was last taken only went."""
+        if self._stored:
+            gone = set(keys)
+            self._stored = [key for key in self._stored if key not in gone]
+        self._removed += keys
 
     def take_stored(self) -> list[bytes]:
         """Keys that became durable since the last call; those that opening found are not among them."""

@@ -227,7 +227,8 @@ def test_events_after_a_restart_tell_what_is_there(hosted: Any, tmp_path: Path) 
     client.open()
     client.submit_store(1, "a", names(70), range(70), None, 70 * BLOCK)
     hosted.finish(client, 1)
-    client.take_stored()
+    assert client.flush(20)
+    assert sorted(client.take_stored()) == sorted(names(70))
     os.kill(pid_of(hosted), signal.SIGKILL)
     wait_for(client, State.DOWN)
     assert sorted(client.take_removed()) == sorted(names(70))
@@ -235,6 +236,18 @@ def test_events_after_a_restart_tell_what_is_there(hosted: Any, tmp_path: Path) 
         assert not client.contains(names(1)[0]), "found while no job would be taken"
         client.poll()
     assert sorted(client.take_stored()) == sorted(names(70))
+
+
+def test_what_nobody_heard_of_before_it_went_only_went(hosted: Any, tmp_path: Path) -> None:
+    """Stored and removed keys are taken one after the other: a key in both would be taken for one that is there."""
+    client = hosted.connect(f"lmdb://{tmp_path}/store")
+    client.open()
+    client.submit_store(1, "a", names(70), range(70), None, 70 * BLOCK)
+    assert client.flush(20)
+    os.kill(pid_of(hosted), signal.SIGKILL)
+    wait_for(client, State.DOWN)
+    assert client.take_stored() == []
+    assert sorted(client.take_removed()) == sorted(names(70))
 
 
 def test_what_makes_no_sense_ends_the_host_not_the_engine(hosted: Any) -> None:

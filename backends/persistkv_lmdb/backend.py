@@ -99,7 +99,10 @@ class LmdbBackend(Backend):
             raise StoreError(f"{self._path} is open read-only")
         if any(pack.namespace != namespace for pack in batch.packs):
             raise StoreError(f"a pack of another namespace than {namespace.hex()}")
-        return Committing(self._environment, self._ttl_s, namespace, batch).run()
+        result = Committing(self._environment, self._ttl_s, namespace, batch).run()
+        if not result.stale:
+            self._environment.committed()
+        return result
 
     def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
         with self._environment.transaction() as transaction:

@@ -4,6 +4,7 @@
 2. Remapping (another process grew the map, a new capacity) frees the memory that transactions read: it waits until none
    runs in this process.
 3. An environment does not cross a fork: the child is refused.
+4. Opening for writing, and each write transaction, run under persistkv's own lock for writing, whose wait is bounded.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
 import lmdb
 
 from persistkv.config import PAGE_BYTES
-from persistkv.errors import StoreError
+from persistkv.errors import CorruptStoreError, StoreError
 from persistkv_lmdb.errors import free_disk_bytes, translated, translated_at_open
+from persistkv_lmdb.guard import Guard
 from persistkv_lmdb.layout import (
     Databases,
     Transaction,
@@ -54,15 +56,22 @@ class Environment:
         self._inside = 0
         self._freed = (0, 0)
         self._gate = threading.Condition()
-        self._env, self._db = self._open(read_only)
-        self.file_id = file_id(path)
+        self._guard = None if read_only else Guard(path)
         self.capacity = DEFAULT_CAPACITY
+        try:
+            self._env, self._db = (
+                self._open(True) if self._guard is None else self._guard.open(partial(self._open, False))
+            )
+        except BaseException:
+            self._leave()
+            raise
         try:
             self.capacity = self._recorded_capacity() or DEFAULT_CAPACITY
             if not read_only:
                 self.set_capacity(capacity or self.capacity)
         except BaseException:
             self._env.close()
+            self._leave()
             raise
 
     @contextmanager
@@ -70,11 +79,12 @@ class Environment:
         """Run a transaction: committed at the end of the block, undone where the block raises.
 
         :raises StoreFullError: it does not fit.
+        :raises StoreBusyError: another process has held the lock for writing for too long.
         :raises StoreError: anything else, also in a fork of the process that opened the store.
         """
         if self.process != os.getpid():
             raise StoreError(f"{self.path} was opened by process {self.process}; after a fork, open it anew")
-        with translated(self.path):
+        with self._guarded(write), translated(self.path):
             for _ in range(_BEGIN_ATTEMPTS):
                 with self._entered():
                     begun = self._begin(write)
@@ -82,8 +92,7 @@ class Environment:
                         with begun:
                             yield Transaction(begun, self._db)
                         return
-                with self._alone():
-                    begun()
+                begun()
         raise StoreError(f"{self.path}: no transaction could begin in {_BEGIN_ATTEMPTS} attempts")
 
     def set_capacity(self, capacity: int) -> None:
@@ -121,9 +130,18 @@ class Environment:
 
     def make_writable(self) -> None:
         """Open again for writing; the handles on it do not notice. Where that fails, it stays open for reading."""
-        with self._alone():
-            self._reopen(read_only=False)
-            self.read_only = False
+        guard = Guard(self.path)
+        try:
+            guard.open(partial(self._reopen_alone, False))
+        except BaseException:
+            guard.close()
+            raise
+        self._guard, self.read_only = guard, False
+
+    def committed(self) -> None:
+        """A batch was committed: the store can be written (see ``guard``)."""
+        if self._guard is not None:
+            self._guard.committed()
 
     def disk_bytes(self) -> int:
         """Bytes that the file system gives to the store."""
@@ -133,6 +151,29 @@ class Environment:
         """Release it; nobody may be inside. A fork leaves it to its parent."""
         if self.process == os.getpid():
             self._env.close()
+            self._leave()
+
+    def forget(self) -> None:
+        """In a forked child: keep none of the parent's locks alive."""
+        if self._guard is not None:
+            self._guard.forget()
+
+    def _leave(self) -> None:
+        if self._guard is not None:
+            self._guard.close()
+
+    @contextmanager
+    def _guarded(self, write: bool) -> Iterator[None]:
+        """Hold the lock for writing, where it is for that. What does not read is looked at when all have closed it."""
+        if self._guard is None:
+            yield
+            return
+        try:
+            with self._guard.writing() if write else nullcontext():
+                yield
+        except CorruptStoreError:
+            self._guard.suspect()
+            raise
 
     def _open(self, read_only: bool) -> tuple[lmdb.Environment, Databases]:
         """A map size of 0 takes the recorded one; ``set_capacity`` sets what is wanted."""
@@ -149,10 +190,15 @@ class Environment:
             )
             try:
                 env.reader_check()
+                self.file_id = file_id(self.path)
                 return env, open_databases(env)
             except BaseException:
                 env.close()
                 raise
+
+    def _reopen_alone(self, read_only: bool) -> None:
+        with self._alone():
+            self._reopen(read_only)
 
     def _reopen(self, read_only: bool) -> None:
         self._env.close()
@@ -181,9 +227,17 @@ class Environment:
         try:
             return self._env.begin(write=write, buffers=True)
         except lmdb.MapResizedError:
-            return self._fit_map
+            return self._remap
         except lmdb.PanicError:  # a page of LMDB's own could not be written: the files are right, the handle is not
-            return partial(self._reopen, self.read_only)
+            return self._revive
+
+    def _remap(self) -> None:
+        with self._alone():
+            self._fit_map()
+
+    def _revive(self) -> None:
+        with self._guarded(write=True):
+            self._reopen_alone(self.read_only)
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
@@ -236,6 +290,8 @@ class _Environments:
     def _forget(self) -> None:
         """In a forked child: another thread of the parent may have held the lock."""
         self._lock = threading.Lock()
+        for environment in self._open:
+            environment.forget()
         self._open = []
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import lmdb
 
 from persistkv.config import PAGE_BYTES
-from persistkv.errors import CorruptStoreError, StoreError
+from persistkv.errors import StoreBusyError, StoreError, StoreFullError
 from persistkv_lmdb.errors import free_disk_bytes, translated, translated_at_open
 from persistkv_lmdb.guard import Guard
 from persistkv_lmdb.layout import (
@@ -164,14 +164,16 @@ class Environment:
 
     @contextmanager
     def _guarded(self, write: bool) -> Iterator[None]:
-        """Hold the lock for writing, where it is for that. What does not read is looked at when all have closed it."""
+        """Hold the lock for writing, where it is for that. What fails is looked at once all have closed it."""
         if self._guard is None:
             yield
             return
         try:
             with self._guard.writing() if write else nullcontext():
                 yield
-        except CorruptStoreError:
+        except (StoreBusyError, StoreFullError):
+            raise
+        except StoreError:  # LMDB has many words for a damaged page
             self._guard.suspect()
             raise
 

@@ -22,7 +22,7 @@ _CORRUPT = (
     lmdb.IncompatibleError,
     lmdb.NotFoundError,
 )
-_FULL_CODES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+FULL_CODES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NEARLY_FULL = 64 << 20  # 64 MiB: a pack's raw bytes
 
 
@@ -48,7 +48,7 @@ def translated_at_open(path: Path) -> Iterator[None]:
 
 
 def _kind(error: lmdb.Error, path: Path) -> type[StoreError]:
-    if isinstance(error, _FULL) or error.code in _FULL_CODES:
+    if isinstance(error, _FULL) or error.code in FULL_CODES:
         return StoreFullError
     if error.code == errno.EIO and free_disk_bytes(path) < _NEARLY_FULL:  # what LMDB calls a write that a full disk cut
         return StoreFullError

@@ -1,9 +1,9 @@
-"""The LMDB driver. LMDB is the source of truth: nothing else is on disk.
+"""The LMDB driver. LMDB is the source of truth: beside it there are only files of payloads, which it says the use of.
 
 1. One write transaction, synced, does all of a batch: packs, manifests, order of eviction, log of changes, totals; and
    evicts, so that the next one finds room. Only where a batch finds none, others before it evict for it.
-2. A read takes one transaction and copies from the mapped pages into the caller's buffers. No snapshot outlives a call:
-   a reader that stays pins pages and grows the file.
+2. A read takes one transaction and reads, or copies from mapped pages, into the caller's buffers. No snapshot outlives a
+   call: a reader that stays keeps pages and extents from being used again.
 3. What mapped pages hold is copied before their transaction ends.
 """
 
@@ -51,7 +51,7 @@ from persistkv_lmdb.layout import (
     rows,
 )
 from persistkv_lmdb.options import LmdbOptions
-from persistkv_lmdb.pieces import read_pieces
+from persistkv_lmdb.payload import read_payload
 
 _MANIFESTS_AT_ONCE = 256
 
@@ -70,7 +70,7 @@ class LmdbBackend(Backend):
         options = convert_options(LmdbOptions, url.options, where="lmdb")
         path = _store_path(url.location)
         _prepare_directory(path, read_only)
-        shared = environment.acquire(path, options.capacity_bytes, read_only=read_only)
+        shared = environment.acquire(path, options.capacity_bytes, options.placement, read_only=read_only)
         return cls(shared, read_only=read_only, ttl_s=options.ttl_s)
 
     def namespaces(self) -> Iterator[Namespace]:
@@ -116,8 +116,13 @@ class LmdbBackend(Backend):
         return Changes(state.cursor, [table for table in found if table is not None], went)
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        with self._environment.transaction() as transaction:
-            return [read_pieces(transaction, namespace + span.pack_id, span.offset, span.buffers) for span in spans]
+        shared = self._environment
+        with shared.transaction() as transaction:
+            names = [namespace + span.pack_id for span in spans]
+            return [
+                read_payload(transaction, shared.files, name, span.offset, span.buffers)
+                for name, span in zip(names, spans, strict=True)
+            ]
 
     def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
         start = namespace

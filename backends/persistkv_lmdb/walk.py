@@ -35,6 +35,7 @@ from persistkv_lmdb.layout import (
     read_clock,
     rows,
 )
+from persistkv_lmdb.options import DEFAULT_PLACEMENT
 
 
 class _DamageError(Exception):
@@ -73,7 +74,7 @@ def _examine_rows(directory: Path) -> tuple[Verdict, str]:
             if not env.stat()["entries"]:
                 return Verdict.FINE, "it is empty"
             try:
-                databases = open_databases(env)
+                databases = open_databases(env, DEFAULT_PLACEMENT)
             except CorruptStoreError as error:
                 return Verdict.FOREIGN, str(error)
             with env.begin(buffers=True) as txn:

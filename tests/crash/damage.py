@@ -120,7 +120,9 @@ def _lies_in_payload(data: bytearray, offset: int) -> bool:
 
 def use(url: str, right: dict[bytes, bytes]) -> Outcome:
     """What a host does in its life, all at once."""
-    rows = Rows(memoryview(bytearray(len(right) * PAGE_BYTES)), RowLayout(PAGE_BYTES, (GroupLayout(((0, BLOCK_BYTES),)),)))
+    rows = Rows(
+        memoryview(bytearray(len(right) * PAGE_BYTES)), RowLayout(PAGE_BYTES, (GroupLayout(((0, BLOCK_BYTES),)),))
+    )
     served, written = 0, True
     for number, identity in enumerate(IDENTITIES):
         try:

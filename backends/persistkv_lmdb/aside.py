@@ -9,12 +9,13 @@ import time
 from pathlib import Path
 
 PREFIX = "damaged-"
+_FILES = ("segments", "lock.mdb", "data.mdb")
 
 
 def move_aside(directory: Path) -> tuple[Path, int, list[str]]:
     """Move the files of an environment that nobody writes. It is gone for whoever opens the store from then on.
 
-    Where this is interrupted, ``data.mdb`` is still where it was, unless everything else has moved.
+    ``data.mdb`` moves last: where this is interrupted, the rest of it is found damaged again.
 
     :returns: where they are now, the bytes that they take on disk, and the names of those of earlier times, which are
         deleted.
@@ -23,10 +24,10 @@ def move_aside(directory: Path) -> tuple[Path, int, list[str]]:
     earlier = sorted(entry.name for entry in directory.iterdir() if entry.name.startswith(PREFIX))
     target = _new_directory(directory)
     size = 0
-    for name in (*_segments(directory), "lock.mdb", "data.mdb"):
+    for name in _FILES:
         file = directory / name
         if file.exists():
-            size += 512 * file.stat().st_blocks
+            size += sum(512 * entry.stat().st_blocks for entry in (file, *file.rglob("*")))
             file.rename(target / name)
     sync_directory(target)
     sync_directory(directory)
@@ -54,7 +55,3 @@ def _new_directory(directory: Path) -> Path:
             continue
         return target
     raise FileExistsError(f"{directory / PREFIX}{stamp}")
-
-
-def _segments(directory: Path) -> list[str]:
-    return []

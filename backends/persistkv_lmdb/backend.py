@@ -21,6 +21,7 @@ from persistkv.errors import (
     ConfigurationError,
     CorruptPackError,
     StoreError,
+    StoreFullError,
     StoreUnavailableError,
 )
 from persistkv.storage.backend import (
@@ -37,7 +38,7 @@ from persistkv.storage.manifest import ManifestKeys, RequestManifest, decode_man
 from persistkv.storage.pack import ID_BYTES, PackTable
 from persistkv_lmdb import environment
 from persistkv_lmdb.committing import Committing
-from persistkv_lmdb.errors import translated_at_open
+from persistkv_lmdb.errors import met_the_maps_end, translated_at_open
 from persistkv_lmdb.layout import (
     ADDED,
     LOG_KEY,
@@ -99,7 +100,12 @@ class LmdbBackend(Backend):
             raise StoreError(f"{self._path} is open read-only")
         if any(pack.namespace != namespace for pack in batch.packs):
             raise StoreError(f"a pack of another namespace than {namespace.hex()}")
-        result = Committing(self._environment, self._ttl_s, namespace, batch).run()
+        try:
+            result = Committing(self._environment, self._ttl_s, namespace, batch).run()
+        except StoreFullError as error:
+            if met_the_maps_end(error):
+                self._environment.suspect()
+            raise
         if not result.stale:
             self._environment.committed()
         return result

@@ -221,6 +221,11 @@ class Environment:
         if self._guard is not None:
             self._guard.committed()
 
+    def suspect(self) -> None:
+        """It may be damaged: it is looked at once all have closed it."""
+        if self._guard is not None:
+            self._guard.suspect()
+
     def disk_bytes(self) -> int:
         """Bytes that the file system gives to the store."""
         catalogue = sum(_allocated_bytes(self.path / name) for name in ("data.mdb", "lock.mdb"))

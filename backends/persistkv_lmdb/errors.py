@@ -52,6 +52,11 @@ def translated_at_open(path: Path) -> Iterator[None]:
         raise StoreUnavailableError(f"{path}: {error.strerror or error}") from error
 
 
+def met_the_maps_end(error: StoreFullError) -> bool:
+    """Whether LMDB found no page where the driver had counted on some: damage, or pages that lie too scattered."""
+    return isinstance(error.__cause__, lmdb.MapFullError)
+
+
 def _kind(error: lmdb.Error, path: Path) -> type[StoreError]:
     if isinstance(error, _FULL) or error.code in FULL_CODES:
         return StoreFullError

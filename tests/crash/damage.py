@@ -1,12 +1,12 @@
 """Cut a store's file short, or flip a bit of it, and use it: ``python -m tests.crash.damage --cases 400 --seed 1``.
 
-Each case is a copy of one real store, damaged once. A process that stands for the store's host opens all namespaces, reads
-every block, writes a request, and closes; it is started again where it dies, does not end, or cannot use the store, as an
-engine does. Then:
+Each case is a copy of one real store, damaged once. A process that stands for the store's host opens all namespaces,
+reads every block, writes a request, and closes; it is started again where it dies, does not end, or cannot use the
+store, as an engine does. Then:
 
 1. The process that starts it lives, and waits no longer than its bound.
 2. No block that was served differs from what was stored under its key.
-3. After a few starts at most, the store holds what is written to it: opened with what is right, or moved aside and empty.
+3. After a few starts at most, the store holds what is written to it: opened with what is right, or moved aside.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 1. One write transaction, synced, does all of a batch: packs, manifests, order of eviction, log of changes, totals; and
    evicts, so that the next one finds room. Only where a batch finds none, others before it evict for it.
-2. A read takes one transaction and reads, or copies from mapped pages, into the caller's buffers. No snapshot outlives a
-   call: a reader that stays keeps pages and extents from being used again.
+2. A read takes one transaction, and fills the caller's buffers from files or mapped pages. No snapshot outlives a call:
+   a reader that stays keeps pages and extents from being used again.
 3. What mapped pages hold is copied before their transaction ends.
 """
 

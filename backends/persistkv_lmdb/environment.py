@@ -138,7 +138,7 @@ class Environment:
         file = self._file_bytes()
         disk = file if as_it_is else file + free_disk_bytes(self.path)
         bound = 0 if self._fitted is None else self._fitted.catalogue_bytes(self.capacity)
-        return min(bound, disk) - _headroom_bytes(bound)
+        return min(bound, disk) - _headroom_bytes(min(bound, disk))
 
     def widen_catalogue(self, transaction: Transaction, need: int) -> int:
         """Let the catalogue have more from the next transaction on, where the segments leave so much of the capacity.
@@ -207,7 +207,7 @@ class Environment:
     def disk_bytes(self) -> int:
         """Bytes that the file system gives to the store."""
         catalogue = sum(_allocated_bytes(self.path / name) for name in ("data.mdb", "lock.mdb"))
-        return catalogue + self.files.disk_bytes()
+        return catalogue + sum(self.files.lengths().values())
 
     def close(self) -> None:
         """Release it; nobody may be inside. A fork leaves it to its parent."""
@@ -355,7 +355,7 @@ def file_id(path: Path) -> tuple[int, int] | None:
 
 
 def _headroom_bytes(file: int) -> int:
-    return min(max(file // 64, _MIN_HEADROOM), _MAX_HEADROOM) // PAGE_BYTES * PAGE_BYTES
+    return min(max(file // 64, _MIN_HEADROOM), _MAX_HEADROOM, file // 4) // PAGE_BYTES * PAGE_BYTES
 
 
 def _allocated_bytes(path: Path) -> int:

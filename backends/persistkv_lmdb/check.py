@@ -64,8 +64,7 @@ def _pack_faults(transaction: Transaction) -> Iterator[str]:
         pieces[bytes(key[:-4])] += len(row)
     for key, row in rows(transaction, transaction.db.packs, b""):
         name, table = bytes(key), pack_table(key, row)
-        lengths = [pages * PAGE_BYTES for pages in [extents.pop(name, None)] if pages is not None]
-        lengths += [length for length in [pieces.pop(name, None)] if length is not None]
+        lengths = [length for length in (PAGE_BYTES * extents.pop(name, 0), pieces.pop(name, 0)) if length]
         if table is not None and lengths != ([table.payload_length] if table.payload_length else []):
             yield f"pack {name.hex()} of {table.payload_length} bytes has payloads of {lengths}"
     for name in {*extents, *pieces}:

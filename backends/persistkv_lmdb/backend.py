@@ -2,8 +2,8 @@
 
 1. One write transaction, synced, does all of a batch: packs, manifests, order of eviction, log of changes, totals; and
    evicts, so that the next one finds room. Only where a batch finds none, others before it evict for it.
-2. A read takes one transaction and reads, or copies from mapped pages, into the caller's buffers. No snapshot outlives a
-   call: a reader that stays keeps pages and extents from being used again.
+2. A read takes one transaction, and fills the caller's buffers from files or mapped pages. No snapshot outlives a call:
+   a reader that stays keeps pages and extents from being used again.
 3. What mapped pages hold is copied before their transaction ends.
 """
 
@@ -27,9 +27,11 @@ from persistkv.errors import (
 from persistkv.storage.backend import (
     Backend,
     BackendStats,
+    Capabilities,
     Changes,
     CommitBatch,
     CommitResult,
+    MoveProgress,
     Namespace,
     ReadSpan,
 )
@@ -51,7 +53,8 @@ from persistkv_lmdb.layout import (
     pack_table,
     rows,
 )
-from persistkv_lmdb.options import LmdbOptions
+from persistkv_lmdb.moving import Mover
+from persistkv_lmdb.options import LmdbOptions, Placement
 from persistkv_lmdb.payload import read_payload
 
 _MANIFESTS_AT_ONCE = 256
@@ -59,6 +62,8 @@ _MANIFESTS_AT_ONCE = 256
 
 class LmdbBackend(Backend):
     """One handle on a store, used from one thread. Handles of one process on one store share its environment."""
+
+    capabilities = Capabilities(placements=tuple(placement.value for placement in Placement))
 
     def __init__(self, shared: environment.Environment, *, read_only: bool, ttl_s: float | None = None) -> None:
         self._shared: environment.Environment | None = shared
@@ -157,6 +162,13 @@ class LmdbBackend(Backend):
             disk_bytes=self._environment.disk_bytes(),
             capacity=self._environment.capacity,
         )
+
+    def move(self, placement: str) -> Iterator[MoveProgress]:
+        if placement not in self.capabilities.placements:
+            return super().move(placement)
+        if self._read_only:
+            raise StoreError(f"{self._path} is open read-only")
+        return Mover(self._environment, Placement(placement)).run()
 
     def close(self) -> None:
         if self._shared is not None:

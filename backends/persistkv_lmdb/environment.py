@@ -44,6 +44,7 @@ from persistkv_lmdb.space import recorded_bytes
 _MAX_READERS = 512
 _MIN_HEADROOM = 256 << 10  # 256 KiB
 _MAX_HEADROOM = 64 << 20  # 64 MiB
+_MIN_ROOM = 1 << 20  # 1 MiB
 _BEGIN_ATTEMPTS = 8
 
 
@@ -143,10 +144,10 @@ class Environment:
 
         :param as_it_is: as if the file could not grow: a quota may say so, or pages that lie too scattered.
         """
-        file = self._file_bytes()
+        file = self.file_bytes()
         disk = file if as_it_is else file + free_disk_bytes(self.path)
         bound = 0 if self._fitted is None else self._fitted.catalogue_bytes(self.capacity)
-        return min(bound, disk) - _headroom_bytes(bound)
+        return min(bound, disk) - _headroom_bytes(min(bound, disk))
 
     def widen_catalogue(self, transaction: Transaction, need: int) -> int:
         """Let the catalogue have more from the next transaction on, where the segments leave so much of the capacity.
@@ -163,9 +164,18 @@ class Environment:
         write_placement(transaction, self.placement, self._map_bytes + more)
         return more
 
+    def headroom_bytes(self) -> int:
+        """What is kept for deletions where payloads lie inline."""
+        return _headroom_bytes(self.capacity)
+
+    def catalogue_with(self, held: int) -> int:
+        """What ``data.mdb`` may have beside extents where it has so much already: its share, or that and some room."""
+        wanted = align(max(catalogue_share(self.capacity) - LOCK_FILE_BYTES, held + max(held // 8, _MIN_ROOM)))
+        return min(wanted, align(max(held, self.capacity - LOCK_FILE_BYTES - PAGE_BYTES)))
+
     def segment_limit_bytes(self, transaction: Transaction, *, as_it_is: bool = False) -> int:
         """What all segments may have together: what the catalogue leaves of the capacity, or of what the disk has."""
-        held, segments = self._file_bytes(), recorded_bytes(transaction)
+        held, segments = self.file_bytes(), recorded_bytes(transaction)
         if as_it_is:
             return segments
         disk = LOCK_FILE_BYTES + held + segments + free_disk_bytes(self.path)
@@ -185,6 +195,9 @@ class Environment:
             self._files_fit = True
         if payloads.space.aging:
             payloads.space.ripen(self._snapshots.oldest(self._env, transaction.txn.id() - 1))
+        inline = self.placement is Placement.INLINE
+        if payloads.shrink(0 if inline else self.capacity - LOCK_FILE_BYTES - self._map_bytes):
+            self._files_fit = False
         return payloads
 
     def wait_for_readers(self, number: int, timeout_s: float) -> bool:
@@ -200,10 +213,14 @@ class Environment:
         """Remember for ``pending_bytes`` what a transaction freed, in case it commits."""
         self._freed = transaction.txn.id(), freed
 
-    def age(self) -> None:
-        """Commit a transaction that does nothing, so that the next one may use what the one before this freed."""
+    def age(self) -> int:
+        """Commit a transaction that does nothing, so that the next one may use what the one before this freed.
+
+        :returns: its number.
+        """
         with self.transaction(write=True) as transaction:
             write_clock(transaction, *read_clock(transaction))
+            return int(transaction.txn.id())
 
     def make_writable(self) -> None:
         """Open again for writing; the handles on it do not notice. Where that fails, it stays open for reading."""
@@ -229,7 +246,7 @@ class Environment:
     def disk_bytes(self) -> int:
         """Bytes that the file system gives to the store."""
         catalogue = sum(_allocated_bytes(self.path / name) for name in ("data.mdb", "lock.mdb"))
-        return catalogue + self.files.disk_bytes()
+        return catalogue + sum(self.files.lengths().values())
 
     def close(self) -> None:
         """Release it; nobody may be inside. A fork leaves it to its parent."""
@@ -302,12 +319,13 @@ class Environment:
         self._env.set_mapsize(0)  # as much as others have written
         with self._env.begin(buffers=True) as txn:
             shares = read_shares(Transaction(txn, self._db))
-        allowed, held = shares.catalogue_bytes(self.capacity), self._file_bytes()
+        allowed, held = shares.catalogue_bytes(self.capacity), self.file_bytes()
         self._map_bytes = allowed if held <= allowed else held + _headroom_bytes(held)
         self._env.set_mapsize(self._map_bytes)
-        self._fitted = shares
+        self._fitted, self._files_fit = shares, False
 
-    def _file_bytes(self) -> int:
+    def file_bytes(self) -> int:
+        """Bytes of ``data.mdb`` that LMDB has used once."""
         return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
 
     def _recorded_capacity(self) -> int | None:
@@ -417,7 +435,7 @@ def file_id(path: Path) -> tuple[int, int] | None:
 
 
 def _headroom_bytes(file: int) -> int:
-    return min(max(file // 64, _MIN_HEADROOM), _MAX_HEADROOM) // PAGE_BYTES * PAGE_BYTES
+    return min(max(file // 64, _MIN_HEADROOM), _MAX_HEADROOM, file // 4) // PAGE_BYTES * PAGE_BYTES
 
 
 def _allocated_bytes(path: Path) -> int:

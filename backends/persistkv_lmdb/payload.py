@@ -128,6 +128,22 @@ class Payloads:
             delete_pieces(self._transaction, name)
             self.freed += length
 
+    def shrink(self, limit: int) -> bool:
+        """Give back free pages at the ends of segments, as far as these have more than the limit; whether any were.
+
+        The files are cut by a later transaction: this one may be undone.
+        """
+        excess = self.space.total - limit // PAGE_BYTES
+        if excess <= 0 or not self.space.free:
+            return False
+        before = self.space.total
+        for segment, pages in sorted(self.space.segments().items(), reverse=True):
+            count = min(excess, self.space.free_tail(segment, pages))
+            if count > 0:
+                self.space.resize(segment, pages, pages - count)
+                excess -= count
+        return self.space.total < before
+
     def finish(self) -> None:
         """Make what was written durable, and record what is free."""
         self._files.sync()

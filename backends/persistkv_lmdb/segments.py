@@ -131,11 +131,11 @@ class SegmentFiles:
                 rest = behind(rest, run.length)
         return not rest
 
-    def disk_bytes(self) -> int:
-        """Bytes that the file system gives to the files."""
+    def lengths(self) -> dict[int, int]:
+        """Bytes of each file that the file system gives: holes left out, and what it reserves behind the end."""
         with self._translated():
-            found = [os.fstat(self._descriptors(segment).buffered) for segment in self._there()]
-        return sum(min(status.st_size, 512 * status.st_blocks) for status in found)
+            found = {segment: os.fstat(self._descriptors(segment).buffered) for segment in self._there()}
+        return {segment: min(status.st_size, 512 * status.st_blocks) for segment, status in found.items()}
 
     def make_writable(self) -> None:
         """Open files for writing from now on; nobody may be inside."""

@@ -69,7 +69,9 @@ class Space:
         self._transaction = transaction
         row = self._txn.get(_SPACE_ROW, db=self._db.meta)
         self._before = (0, 0, 0) if row is None or len(row) != _SPACE.size else _SPACE.unpack(row)
-        self.total, self.free, self.aging = self._before
+        self.total: int = self._before[0]
+        self.free: int = self._before[1]
+        self.aging: int = self._before[2]
         """Pages of all segments; those that are free; those that will be."""
 
     @property
@@ -118,7 +120,10 @@ class Space:
         if extents is None:
             return False
         self._txn.delete(name, db=self._db.extents)
+        segments = self.segments()
         for extent in extents:
+            if not 0 < extent.pages <= segments.get(extent.segment, 0) - extent.page:
+                continue  # damaged: its pages are lost, nobody else's are given away
             key = _AGING.pack(self._txn.id(), extent.segment, extent.page)
             self._txn.put(key, _PAGES.pack(extent.pages), db=self._db.aging)
             self.aging += extent.pages

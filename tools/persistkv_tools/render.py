@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
 import msgspec
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from persistkv.storage.backend import MoveProgress
 from persistkv_tools.views import NamespaceView, RequestView, StoreView
 
 _PLAIN_WIDTH = 200  # a pipe or file has no width; rich would take 80 and cut
@@ -85,6 +87,23 @@ def print_totals(store: StoreView) -> None:
     for name, value in rows.items():
         table.add_row(name, value)
     _console().print(table)
+
+
+def follow(steps: Iterable[MoveProgress]) -> int:
+    """Show a bar on standard error while the steps are made; the bytes that were moved."""
+    moved = 0
+    console = Console(stderr=True)
+    with Progress(*Progress.get_default_columns(), console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("moving")
+        for step in steps:
+            moved = step.moved_bytes
+            progress.update(task, completed=step.moved_bytes, total=step.total_bytes)
+    return moved
+
+
+def print_moved(url: str, placement: str, moved: int) -> None:
+    """One line."""
+    _console().print(Text(f"{format_size(moved)} moved to {placement} in {url}"))
 
 
 def _console() -> Console:

@@ -37,7 +37,19 @@ def stat(url: Url, json: Json = False) -> None:
         render.print_totals(totals)
 
 
-COMMANDS: dict[str, Callable[..., None]] = {"ls": ls, "stat": stat}
+def move(
+    url: Url,
+    to: Annotated[str, typer.Option("--to", metavar="PLACEMENT", help="Such as extents or inline, by the driver.")],
+) -> None:
+    """Move what a store holds to another placement, while engines use it. Ask again to finish what was interrupted."""
+    with _opened(url):  # moving makes no store where there is none
+        pass
+    with closing(open_backend(url)) as backend:
+        moved = render.follow(backend.move(to))
+    render.print_moved(url, to, moved)
+
+
+COMMANDS: dict[str, Callable[..., None]] = {"ls": ls, "stat": stat, "move": move}
 
 
 @contextmanager

@@ -7,8 +7,10 @@ from typing import ClassVar
 
 import pytest
 
+from persistkv.config import StoreUrl
 from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
 from persistkv_lmdb import LmdbBackend
+from persistkv_lmdb.check import find_faults
 from persistkv_lmdb.commit import LOG_ENTRIES
 
 RAW_CLIENT = """
@@ -78,6 +80,19 @@ class LmdbConformance(BackendConformance):
     @pytest.fixture
     def ttl_url(self, tmp_path: Path) -> str:
         return f"lmdb://{tmp_path}/aging?capacity=64MiB&ttl=1h&placement={self.placement}"
+
+    def open(self, url: str, *, read_only: bool = False) -> LmdbBackend:
+        """Each store adds up in the end."""
+        backend = LmdbBackend.open(StoreUrl.parse(url), read_only=read_only)
+        close = backend.close
+
+        def check_and_close() -> None:
+            if backend._shared is not None:
+                assert find_faults(backend._shared) == []
+            close()
+
+        backend.close = check_and_close  # type: ignore[method-assign]
+        return backend
 
     @pytest.fixture
     def raw(self, tmp_path: Path) -> RawLmdb:

@@ -193,8 +193,13 @@ class _Result(Generic[T]):
             return cls([], error)
 
     def value(self) -> T:
-        if self._error is not None:
-            raise self._error
+        """Asked for once: an error that is kept here would, by its traceback, keep the call's buffers."""
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
         return self._values[0]
 
 

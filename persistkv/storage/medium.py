@@ -44,7 +44,7 @@ class Medium:
         if self._complained_at is None or now - self._complained_at >= _COMPLAIN_S:
             self._complained_at = now
             kind = "the store is full" if isinstance(error, StoreFullError) else "the store failed"
-            logger.warning("%s (%s); what it was given is dropped", kind, error)
+            logger.warning("%s (%s); what it was given is dropped", kind, str(error))  # the error holds rows
 
 
 def _commit(backend: Backend, namespace: bytes, batch: CommitBatch) -> CommitResult:

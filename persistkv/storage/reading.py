@@ -147,7 +147,8 @@ def read_part(
         try:
             answers = backend.read(namespace, [span for span, _ in spans])
         except StoreError as error:
-            logger.warning("reading %d frames failed (%s): their blocks are misses", len(part), error)
+            why = str(error)  # the error itself holds the rows, and a log may keep it
+            logger.warning("reading %d frames failed (%s): their blocks are misses", len(part), why)
             outcome.failed += [key for read in part for key in read.wanted]
             return outcome
         raw = lease.take(max(read.frame.raw_length for read in part))

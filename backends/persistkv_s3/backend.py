@@ -35,7 +35,10 @@ class S3Backend(Backend):
     """``read`` may be called from many threads, beside one other call."""
 
     def __init__(self, place: Place, options: S3Options, transport: Transport, *, read_only: bool = False) -> None:
-        """:param transport: makes single attempts; retries and the breaker are put on top."""
+        """Nothing is asked of the bucket yet; ``connect`` does.
+
+        :param transport: makes single attempts; retries and the breaker are put on top.
+        """
         self.breaker = Breaker(str(place), options.slow_s)
         """Whether the bucket is asked at all just now."""
         self._place = place
@@ -49,7 +52,14 @@ class S3Backend(Backend):
     @classmethod
     def open(cls, url: StoreUrl, *, read_only: bool = False) -> S3Backend:
         place, options = parse_url(url)
-        backend = cls(place, options, BotoClient(place, options), read_only=read_only)
+        return cls.connect(place, options, BotoClient(place, options), read_only=read_only)
+
+    @classmethod
+    def connect(
+        cls, place: Place, options: S3Options, transport: Transport, *, read_only: bool = False
+    ) -> S3Backend:
+        """As ``open``, over a client of the caller's, which the handle then owns."""
+        backend = cls(place, options, transport, read_only=read_only)
         try:
             backend._check_format()
         except BaseException:
@@ -168,7 +178,7 @@ class S3Backend(Backend):
             raw_bytes=sum(pack.table.raw_length for pack in packs),
             stored_bytes=sum(pack.table.payload_length for pack in packs),
             disk_bytes=sum(space.catalogue.stored_bytes for space in spaces),
-            capacity=self._options.capacity_bytes,
+            capacity=None,
         )
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """A breaker: while a server fails or is slow, nobody waits for it.
 
-    closed     requests pass. Opens after ``_IN_A_ROW`` bad answers in a row, or where half of the last ``_WINDOW``
-    were bad open       none passes, for a pause that doubles from time to time half-open  one passes. Well: closed.
-    Bad: open again
+    closed     requests pass. Opens after 5 bad answers in a row, or where 10 of the last 20 were bad
+    open       none passes, for a pause that doubles from time to time
+    half-open  one passes. Well: closed. Bad: open again
 
 A bad answer is a failure that is the server's, or one that took longer than ``slow_s``. Used from any thread.
 """

@@ -233,7 +233,7 @@ def _make_client(options: S3Options) -> Any:
         connect_timeout=min(_CONNECT_S, options.deadline_s),
         read_timeout=max(1.0, options.deadline_s / 3),  # a hang costs one attempt of three, not all the time there is
         retries={"total_max_attempts": 1},
-        max_pool_connections=options.connections,
+        max_pool_connections=2 * options.connections,  # reads go beside a commit
         request_checksum_calculation=checksum,
         response_checksum_validation="when_required",
         s3={"payload_signing_enabled": not unsigned, "addressing_style": "path" if path_style else "auto"},

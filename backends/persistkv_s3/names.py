@@ -1,5 +1,7 @@
-"""Names of objects under a store's prefix. What a listing shows is untrusted: a name that does not read is passed
-over."""
+"""Names of objects under a store's prefix.
+
+What a listing shows is untrusted: a name that does not read is passed over.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,6 @@ _IDENTITY = re.compile(r"[0-9a-f]{32}")
 
 FORMAT = "persistkv"
 IDENTITIES = "identities/"
-LEASE = "lease"
 
 
 class LogName(NamedTuple):

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from persistkv.config import StoreUrl, convert_options, parse_duration, parse_size
+from persistkv.config import StoreUrl, convert_options, parse_duration
 from persistkv.errors import ConfigurationError
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]")
@@ -43,12 +43,6 @@ class S3Options(msgspec.Struct, frozen=True):
     """How long uses wait for a commit that writes something; after that they cost a request of their own."""
     connections: int = 8
     """Requests at once, at most."""
-    capacity: str | None = None
-    """The bound on the bytes of the store. None: there is none."""
-    ttl: str | None = None
-    """How long what nobody uses is kept, e.g. ``7d``. None: for ever, or as long as there is room."""
-    grace: str = "1h"
-    """Age at which an object that no index names is taken for an orphan."""
 
     def __post_init__(self) -> None:
         if self.endpoint_url is not None:
@@ -57,9 +51,8 @@ class S3Options(msgspec.Struct, frozen=True):
             raise ConfigurationError("s3 option sse_kms_key_id", self.sse_kms_key_id, "sse=aws:kms beside it")
         if not 1 <= self.connections <= 64:
             raise ConfigurationError("s3 option connections", self.connections, "a number from 1 to 64")
-        for value in (self.deadline_s, self.slow_s, self.refresh_s, self.touch_s, self.grace_s, self.ttl_s):
+        for value in (self.deadline_s, self.slow_s, self.refresh_s, self.touch_s):
             _ = value  # each raises where its option is none
-        _ = self.capacity_bytes
 
     @property
     def deadline_s(self) -> float:
@@ -80,21 +73,6 @@ class S3Options(msgspec.Struct, frozen=True):
     def touch_s(self) -> float:
         """``touch`` in seconds."""
         return 0.0 if self.touch == "0s" else parse_duration(self.touch, name="s3 option touch")
-
-    @property
-    def grace_s(self) -> float:
-        """``grace`` in seconds."""
-        return 0.0 if self.grace == "0s" else parse_duration(self.grace, name="s3 option grace")
-
-    @property
-    def ttl_s(self) -> float | None:
-        """``ttl`` in seconds."""
-        return None if self.ttl is None else parse_duration(self.ttl, name="s3 option ttl")
-
-    @property
-    def capacity_bytes(self) -> int | None:
-        """``capacity`` as a number."""
-        return None if self.capacity is None else parse_size(self.capacity, name="s3 option capacity")
 
     @property
     def over_tls(self) -> bool:

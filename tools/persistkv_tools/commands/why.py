@@ -69,7 +69,7 @@ def _of_id(held: list[Namespace], wanted: str, option: str) -> list[Namespace]:
     if len(found) != 1:
         ids = ", ".join(space.id.hex() for space in found or held) or "there are none"
         raise NotFoundError(
-            f"{option} {wanted!r} is no directory and no URL, and the ids of {len(found)} namespaces begin so (held: {ids})"
+            f"{option} {wanted!r} is no directory, no URL, and the begin of {len(found)} namespaces' ids (held: {ids})"
         )
     return found
 

@@ -1,9 +1,9 @@
-"""The LMDB driver. LMDB is the source of truth: nothing else is on disk.
+"""The LMDB driver. LMDB is the source of truth: beside it there are only files of payloads, which it says the use of.
 
 1. One write transaction, synced, does all of a batch: packs, manifests, order of eviction, log of changes, totals; and
    evicts, so that the next one finds room. Only where a batch finds none, others before it evict for it.
-2. A read takes one transaction and copies from the mapped pages into the caller's buffers. No snapshot outlives a call:
-   a reader that stays pins pages and grows the file.
+2. A read takes one transaction, and fills the caller's buffers from files or mapped pages. No snapshot outlives a call:
+   a reader that stays keeps pages and extents from being used again.
 3. What mapped pages hold is copied before their transaction ends.
 """
 
@@ -27,9 +27,11 @@ from persistkv.errors import (
 from persistkv.storage.backend import (
     Backend,
     BackendStats,
+    Capabilities,
     Changes,
     CommitBatch,
     CommitResult,
+    MoveProgress,
     Namespace,
     ReadSpan,
 )
@@ -51,8 +53,9 @@ from persistkv_lmdb.layout import (
     pack_table,
     rows,
 )
-from persistkv_lmdb.options import LmdbOptions
-from persistkv_lmdb.pieces import read_pieces
+from persistkv_lmdb.moving import Mover
+from persistkv_lmdb.options import LmdbOptions, Placement
+from persistkv_lmdb.payload import read_payload
 from persistkv_lmdb.syncs import sync_directory
 
 _MANIFESTS_AT_ONCE = 256
@@ -60,6 +63,8 @@ _MANIFESTS_AT_ONCE = 256
 
 class LmdbBackend(Backend):
     """One handle on a store, used from one thread. Handles of one process on one store share its environment."""
+
+    capabilities = Capabilities(placements=tuple(placement.value for placement in Placement))
 
     def __init__(self, shared: environment.Environment, *, read_only: bool, ttl_s: float | None = None) -> None:
         self._shared: environment.Environment | None = shared
@@ -72,7 +77,7 @@ class LmdbBackend(Backend):
         options = convert_options(LmdbOptions, url.options, where="lmdb")
         path = _store_path(url.location)
         _prepare_directory(path, read_only)
-        shared = environment.acquire(path, options.capacity_bytes, read_only=read_only)
+        shared = environment.acquire(path, options.capacity_bytes, options.placement, read_only=read_only)
         return cls(shared, read_only=read_only, ttl_s=options.ttl_s)
 
     def namespaces(self) -> Iterator[Namespace]:
@@ -123,8 +128,13 @@ class LmdbBackend(Backend):
         return Changes(state.cursor, [table for table in found if table is not None], went)
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        with self._environment.transaction() as transaction:
-            return [read_pieces(transaction, namespace + span.pack_id, span.offset, span.buffers) for span in spans]
+        shared = self._environment
+        with shared.transaction() as transaction:
+            names = [namespace + span.pack_id for span in spans]
+            return [
+                read_payload(transaction, shared.files, name, span.offset, span.buffers)
+                for name, span in zip(names, spans, strict=True)
+            ]
 
     def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
         start = namespace
@@ -153,6 +163,13 @@ class LmdbBackend(Backend):
             disk_bytes=self._environment.disk_bytes(),
             capacity=self._environment.capacity,
         )
+
+    def move(self, placement: str) -> Iterator[MoveProgress]:
+        if placement not in self.capabilities.placements:
+            return super().move(placement)
+        if self._read_only:
+            raise StoreError(f"{self._path} is open read-only")
+        return Mover(self._environment, Placement(placement)).run()
 
     def close(self) -> None:
         if self._shared is not None:

@@ -22,7 +22,7 @@ from persistkv_lmdb.layout import (
     pack_table,
     rows,
 )
-from persistkv_lmdb.pieces import delete_pieces, write_pieces
+from persistkv_lmdb.payload import Payloads, payload_bound
 from persistkv_lmdb.recency import Candidate, Recency
 
 LOG_ENTRIES = 4096
@@ -41,14 +41,15 @@ class Evicted(enum.Enum):
 class Commit:
     """Changes within one transaction, which makes them one; ``finish`` writes what sums them up."""
 
-    def __init__(self, transaction: Transaction, namespace: bytes, keep: Collection[bytes] = ()) -> None:
+    def __init__(
+        self, transaction: Transaction, payloads: Payloads, namespace: bytes, keep: Collection[bytes] = ()
+    ) -> None:
         """:param keep: the names (see ``Candidate``) of packs and manifests that are not evicted.
 
         :raises StoreError: there is no such namespace.
         """
         self.evicted: list[PackTable] = []
-        self.freed = 0
-        """Bytes of payload that went."""
+        self.payloads = payloads
         self.grew = False
         """Whether anything was written that stays."""
         self._transaction = transaction
@@ -107,8 +108,9 @@ class Commit:
             self._remove(candidate)
 
     def finish(self) -> None:
-        """Write totals and the clock, and shorten the log."""
+        """Make payloads durable, write totals and the clock, and shorten the log."""
         self._recency.finish()
+        self.payloads.finish()
         for name, state in self._states.items():
             if (row := state.encode()) != self._before[name]:
                 self._txn.put(name, row, db=self._db.states)
@@ -128,7 +130,7 @@ class Commit:
             return
         self._delete_pack(name)
         self.grew = True
-        write_pieces(self._transaction, name, pack.stream())
+        self.payloads.write(name, pack.stream(), payload_bound(pack))
         self._log(name, ADDED)
         self._txn.put(name, SEQUENCE.pack(self.state.sequence) + pack.table.encode(), db=self._db.packs)
         depth = min((frame.depth for frame in pack.table.frames), default=UNKNOWN_DEPTH)
@@ -156,14 +158,13 @@ class Commit:
             return
         table = pack_table(name, row)
         self._txn.delete(name, db=self._db.packs)
-        delete_pieces(self._transaction, name)
+        self.payloads.delete(name, 0 if table is None else table.payload_length)
         self._recency.remove_pack(name)
         self._log(name, REMOVED)
         if table is None:  # nobody knows what the damaged row had counted
             self._recount(name[:ID_BYTES])
         else:
             self.evicted.append(table)
-            self.freed += table.payload_length
             self._state_of(table.namespace).count(table, -1)
 
     # Manifests

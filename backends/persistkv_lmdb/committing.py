@@ -1,23 +1,25 @@
-"""How a batch gets into a bounded file.
+"""How a batch gets into bounded files.
 
-LMDB uses the pages that a transaction freed again in the second one after it. So a batch cannot be written over what it
-evicts itself: each commit evicts for the ones that follow. Where that was not enough (a large batch, a small store,
-pages that lie too scattered, a disk that is smaller than the capacity), short transactions evict, one more lets their
-pages age, and the batch is tried again.
+LMDB uses the pages that a transaction freed again in the second one after it, and extents are used again in the next
+one at the earliest. So a batch cannot be written over what it evicts itself: each commit evicts for the ones that
+follow. Where that was not enough (a large batch, a small store, pages that lie too scattered, a disk that is smaller
+than the capacity), short transactions evict, one more lets their pages age, and the batch is tried again.
+
+What a reader still sees is not free, however much is evicted: a reader that was stopped must not drain the store. A
+batch that lacks just that is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreFullError
-from persistkv.storage.backend import CommitBatch, CommitResult, ManifestWrite
-from persistkv.storage.pack import FRAME_BYTES, PackTable, PackWriter
+from persistkv.storage.backend import CommitBatch, CommitResult
+from persistkv.storage.pack import PackTable
 from persistkv_lmdb.commit import Commit, Evicted
 from persistkv_lmdb.environment import Environment
-from persistkv_lmdb.layout import Transaction, manifest_row, used_bytes
-from persistkv_lmdb.pieces import page_bytes
+from persistkv_lmdb.layout import Transaction, manifest_row
+from persistkv_lmdb.room import Amount, Room
 
 _EVICTED_AT_ONCE = 512
 """Packs and manifests that one transaction evicts at most: tens of milliseconds."""
@@ -26,10 +28,9 @@ _TRANSACTIONS = 8
 _MORE = (0, 2, 8, 32)
 """How much is evicted for a batch that found no room, one after the other: first what the capacity asks for, then that
 many times its bytes, because free pages do not help where they do not lie side by side."""
-_MAX_AHEAD = 256 << 20  # 256 MiB: a commit of 128 MiB, and the one before it, whose pages are not free yet
 _EXPIRED_AT_ONCE = 64
-_ROWS_BYTES = 1 << 10
-"""1 KiB: what a pack or a manifest takes in the catalogue, beside table, head and keys."""
+_PATIENCE_S = 0.5
+"""How long a commit waits for readers: a call that reads takes some 20 ms."""
 
 
 class _NothingLeftError(StoreFullError):
@@ -46,7 +47,9 @@ class Committing:
         self._batch = batch
         self._seen = batch.seen
         self._evicted: list[PackTable] = []
-        self._goals: dict[int, int] = {}  # for each of _MORE, what is used is to be at most
+        self._goals: dict[int, Amount] = {}  # for each of _MORE, what is used is to be at most
+        self._freed_by = 0
+        """The last transaction that evicted for this one."""
         named = [pack_id for write in batch.manifests for pack_id in write.packs]
         self._keep = {namespace + pack_id for pack_id in [*named, *(pack.pack_id for pack in batch.packs)]}
         self._keep.update(manifest_row(namespace, write.manifest.id) for write in batch.manifests)
@@ -62,15 +65,14 @@ class Committing:
         for more in _MORE:
             if not self._make_room(more):
                 return self._stale()
+            seen = self._environment.wait_for_readers(self._freed_by, _PATIENCE_S)
             try:
                 return self._write()
             except StoreFullError as error:
                 full = error
+            if not seen:
+                break
         raise full
-
-    def _full(self, need: int) -> StoreFullError:
-        capacity = self._environment.capacity
-        return StoreFullError(f"{self._environment.path}: {need} bytes do not fit a capacity of {capacity} bytes")
 
     def _write(self) -> CommitResult:
         """The batch in one transaction.
@@ -82,20 +84,18 @@ class Committing:
             commit = self._begin(transaction)
             if commit is None:
                 return self._stale()
-            room = environment.limit_bytes() - environment.pending_bytes(transaction)
-            if (need := self._need(commit)) and used_bytes(transaction) + need > room:
-                raise StoreFullError(
-                    f"{environment.path}: {need} bytes do not fit a capacity of {environment.capacity}"
-                )
+            room = Room(environment, transaction, commit.payloads)
+            need = room.need(commit.missing(self._batch.packs), self._batch)
+            room.check(need)
             commit.apply(self._batch)
             if self._ttl_s is not None:
                 commit.expire(self._ttl_s, _EXPIRED_AT_ONCE)
             if commit.grew:
-                commit.evict(_below(transaction, _spared(environment.limit_bytes())), _EVICTED_AT_ONCE)
+                commit.evict(_below(room, room.spared()), _EVICTED_AT_ONCE)
             commit.finish()
-            if commit.grew and used_bytes(transaction) > environment.limit_bytes():
-                raise self._full(need)
-            environment.note_freed(transaction, commit.freed)
+            if commit.grew and not room.used().within(room.limit):
+                raise room.full(need)
+            environment.note_freed(transaction, commit.payloads.freed)
         return CommitResult(commit.state.cursor, [*self._evicted, *commit.evicted])
 
     def _make_room(self, more: int) -> bool:
@@ -134,49 +134,39 @@ class Committing:
             if commit is None:
                 return None
             commit.touch(self._batch.touches)
-            need = self._need(commit)
-            limit = environment.limit_bytes(as_it_is=more > 0)
-            goal = self._goals.setdefault(more, min(_spared(limit) - need, used_bytes(transaction) - more * need))
-            ended = commit.evict(_below(transaction, goal), at_most)
-            too_much = used_bytes(transaction) + need > limit
-            if ended is Evicted.ALL and (too_much or not (self._evicted or commit.freed)):
-                raise _NothingLeftError(str(self._full(need)))
+            room = Room(environment, transaction, commit.payloads, as_it_is=more > 0)
+            need = room.need(commit.missing(self._batch.packs), self._batch)
+            if not more:
+                room.widen(need)
+            goal = self._goals.setdefault(more, self._goal(room, need, more))
+            ended = commit.evict(_below(room, goal), at_most)
+            too_much = not room.used().plus(need).within(room.limit)
+            if ended is Evicted.ALL and (too_much or not (self._evicted or commit.evicted)):
+                raise _NothingLeftError(str(room.full(need)))
             commit.finish()
+            self._freed_by = transaction.txn.id()
         self._evicted += commit.evicted
         if self._seen is not None:
             self._seen = commit.state.cursor
         return ended
 
+    def _goal(self, room: Room, need: Amount, more: int) -> Amount:
+        """What is used is to be at most; pages of the segments need not lie side by side."""
+        spared, used = room.spared(), room.used()
+        catalogue = spared.catalogue - need.catalogue
+        if more:
+            catalogue = min(catalogue, used.catalogue - more * need.catalogue)
+        return Amount(catalogue, spared.payload - need.payload)
+
     def _begin(self, transaction: Transaction) -> Commit | None:
         """None where others committed after what the caller has seen."""
-        commit = Commit(transaction, self._namespace, self._keep)
+        commit = Commit(transaction, self._environment.payloads(transaction), self._namespace, self._keep)
         return None if self._seen is not None and self._seen != commit.state.cursor else commit
 
     def _stale(self) -> CommitResult:
         """What was evicted meanwhile is among the changes since then."""
         return CommitResult(self._batch.seen or b"", stale=True)
 
-    def _need(self, commit: Commit) -> int:
-        """Bytes of pages that the batch adds, roughly and rather too many; the share for deletions takes the rest."""
-        packs = sum(map(_pack_bytes, commit.missing(self._batch.packs)))
-        return packs + sum(map(_manifest_bytes, self._batch.manifests))
 
-
-def _below(transaction: Transaction, goal: int) -> Callable[[], bool]:
-    return lambda: used_bytes(transaction) <= goal
-
-
-def _spared(limit: int) -> int:
-    """A limit that leaves room for the commits that follow."""
-    return limit - min(limit // 16, _MAX_AHEAD)
-
-
-def _pack_bytes(pack: PackWriter) -> int:
-    frames = sum(-(-len(s.keys) // max(1, FRAME_BYTES // s.block_bytes)) for s in pack.segments)
-    table = 64 * frames + len(pack.keys.data) + len(pack.keys.lengths)
-    return page_bytes(pack.raw_length + PAGE_BYTES * frames) + 2 * table + _ROWS_BYTES
-
-
-def _manifest_bytes(write: ManifestWrite) -> int:
-    keys = sum(len(keys.data) + len(keys.lengths) for keys in write.keys)
-    return 2 * (keys + 160 * len(write.packs)) + _ROWS_BYTES
+def _below(room: Room, goal: Amount) -> Callable[[], bool]:
+    return lambda: room.used().within(goal)

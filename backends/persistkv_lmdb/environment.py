@@ -19,7 +19,8 @@ from pathlib import Path
 import lmdb
 
 from persistkv.config import PAGE_BYTES
-from persistkv.errors import StoreBusyError, StoreError, StoreFullError
+from persistkv.errors import ConfigurationError, StoreBusyError, StoreError, StoreFullError
+from persistkv.storage.pack import align
 from persistkv_lmdb.errors import free_disk_bytes, translated, translated_at_open
 from persistkv_lmdb.guard import Guard
 from persistkv_lmdb.layout import (
@@ -28,15 +29,22 @@ from persistkv_lmdb.layout import (
     open_databases,
     read_capacity,
     read_clock,
+    read_placement,
     write_capacity,
     write_clock,
+    write_placement,
 )
-from persistkv_lmdb.options import DEFAULT_CAPACITY
+from persistkv_lmdb.options import DEFAULT_CAPACITY, DEFAULT_PLACEMENT, Placement
+from persistkv_lmdb.payload import Payloads
+from persistkv_lmdb.segments import SegmentFiles
+from persistkv_lmdb.shares import LOCK_FILE_BYTES, Shares, catalogue_share, read_shares
+from persistkv_lmdb.snapshots import Snapshots
+from persistkv_lmdb.space import recorded_bytes
 
 _MAX_READERS = 512
-_LOCK_FILE_BYTES = 64 << 10  # 64 KiB: lock.mdb for that many readers, with room
 _MIN_HEADROOM = 256 << 10  # 256 KiB
 _MAX_HEADROOM = 64 << 20  # 64 MiB
+_MIN_ROOM = 1 << 20  # 1 MiB
 _BEGIN_ATTEMPTS = 8
 
 
@@ -44,11 +52,13 @@ class Environment:
     """An open environment. Thread-safe.
 
     :param capacity: bytes on disk, everything counted; None: as recorded, or the default for a new store.
+    :param placement: of payloads; None: as recorded, or the default for a new store.
+    :raises ConfigurationError: another placement is recorded.
     :raises StoreUnavailableError: it cannot be opened.
     :raises CorruptStoreError: something else lies there; it was not changed.
     """
 
-    def __init__(self, path: Path, capacity: int | None, *, read_only: bool) -> None:
+    def __init__(self, path: Path, capacity: int | None, placement: Placement | None, *, read_only: bool) -> None:
         self.path = path
         self.read_only = read_only
         self.handles = 0
@@ -56,17 +66,23 @@ class Environment:
         self._inside = 0
         self._freed = (0, 0)
         self._gate = threading.Condition()
+        self._snapshots = Snapshots()
+        self._fitted: Shares | None = None
+        self._map_bytes = 0
+        self._files_fit = False
         self._guard = None if read_only else Guard(path)
         self.capacity = DEFAULT_CAPACITY
+        opening = partial(self._open, read_only, placement or DEFAULT_PLACEMENT)
         try:
-            self._env, self._db = (
-                self._open(True) if self._guard is None else self._guard.open(partial(self._open, False))
-            )
+            self._env, self._db = opening() if self._guard is None else self._guard.open(opening)
         except BaseException:
             self._leave()
             raise
         try:
+            with translated_at_open(path):
+                self.files = SegmentFiles(path, read_only=read_only)
             self.capacity = self._recorded_capacity() or DEFAULT_CAPACITY
+            self.check_placement(placement)
             if not read_only:
                 self.set_capacity(capacity or self.capacity)
         except BaseException:
@@ -95,6 +111,24 @@ class Environment:
                 begun()
         raise StoreError(f"{self.path}: no transaction could begin in {_BEGIN_ATTEMPTS} attempts")
 
+    @property
+    def placement(self) -> Placement:
+        """Where new packs go; to be asked within a write transaction."""
+        if self._fitted is None:
+            raise StoreError(f"{self.path}: no transaction has looked at the placement")
+        return self._fitted.placement
+
+    def check_placement(self, placement: Placement | None) -> None:
+        """Compare what was asked for with what is recorded.
+
+        :raises ConfigurationError: they differ.
+        """
+        with self.transaction() as transaction:
+            recorded = read_placement(transaction)
+        if placement not in (None, recorded):
+            expected = f"{recorded.value}, as the store has it; `persistkv move URL --to {placement.value}` changes it"
+            raise ConfigurationError("lmdb option placement", placement.value, expected)
+
     def set_capacity(self, capacity: int) -> None:
         """Take another bound and record it. What is held stays, also where it is more."""
         self.capacity = capacity
@@ -110,9 +144,65 @@ class Environment:
 
         :param as_it_is: as if the file could not grow: a quota may say so, or pages that lie too scattered.
         """
-        file = self._file_bytes()
+        file = self.file_bytes()
         disk = file if as_it_is else file + free_disk_bytes(self.path)
-        return min(_map_bytes(self.capacity), disk) - _headroom_bytes(self.capacity)
+        bound = 0 if self._fitted is None else self._fitted.catalogue_bytes(self.capacity)
+        return min(bound, disk) - _headroom_bytes(min(bound, disk))
+
+    def widen_catalogue(self, transaction: Transaction, need: int) -> int:
+        """Let the catalogue have more from the next transaction on, where the segments leave so much of the capacity.
+
+        :param need: bytes that it lacks.
+        :returns: by how much; 0: it is not there, or payloads lie inline.
+        """
+        if self.placement is Placement.INLINE:
+            return 0
+        room = self.segment_limit_bytes(transaction) - recorded_bytes(transaction)
+        more = align(max(need, self._map_bytes // 4))
+        if more > room:
+            return 0
+        write_placement(transaction, self.placement, self._map_bytes + more)
+        return more
+
+    def headroom_bytes(self) -> int:
+        """What is kept for deletions where payloads lie inline."""
+        return _headroom_bytes(self.capacity)
+
+    def catalogue_with(self, held: int) -> int:
+        """What ``data.mdb`` may have beside extents where it has so much already: its share, or that and some room."""
+        wanted = align(max(catalogue_share(self.capacity) - LOCK_FILE_BYTES, held + max(held // 8, _MIN_ROOM)))
+        return min(wanted, align(max(held, self.capacity - LOCK_FILE_BYTES - PAGE_BYTES)))
+
+    def segment_limit_bytes(self, transaction: Transaction, *, as_it_is: bool = False) -> int:
+        """What all segments may have together: what the catalogue leaves of the capacity, or of what the disk has."""
+        held, segments = self.file_bytes(), recorded_bytes(transaction)
+        if as_it_is:
+            return segments
+        disk = LOCK_FILE_BYTES + held + segments + free_disk_bytes(self.path)
+        if disk >= self.capacity:
+            return max(0, self.capacity - LOCK_FILE_BYTES - self._map_bytes)
+        return max(0, disk - LOCK_FILE_BYTES - max(held, catalogue_share(disk)))
+
+    def payloads(self, transaction: Transaction) -> Payloads:
+        """The payloads of a write transaction; what no reader sees any more is free in it.
+
+        :raises StoreFullError: a file was lost or cut, and there is no room for it.
+        """
+        limit = self.segment_limit_bytes(transaction)
+        payloads = Payloads(transaction, self.placement, self.files, limit)
+        if not self._files_fit:
+            self.files.fit(payloads.space.segments())
+            self._files_fit = True
+        if payloads.space.aging:
+            payloads.space.ripen(self._snapshots.oldest(self._env, transaction.txn.id() - 1))
+        inline = self.placement is Placement.INLINE
+        if payloads.shrink(0 if inline else self.capacity - LOCK_FILE_BYTES - self._map_bytes):
+            self._files_fit = False
+        return payloads
+
+    def wait_for_readers(self, number: int, timeout_s: float) -> bool:
+        """Wait until no snapshot is older than what transaction ``number`` made; False: some still are."""
+        return self._snapshots.wait(self._env, number, timeout_s)
 
     def pending_bytes(self, transaction: Transaction) -> int:
         """What the transaction before this one freed: LMDB uses it again in the one after this."""
@@ -123,10 +213,14 @@ class Environment:
         """Remember for ``pending_bytes`` what a transaction freed, in case it commits."""
         self._freed = transaction.txn.id(), freed
 
-    def age(self) -> None:
-        """Commit a transaction that does nothing, so that the next one may use what the one before this freed."""
+    def age(self) -> int:
+        """Commit a transaction that does nothing, so that the next one may use what the one before this freed.
+
+        :returns: its number.
+        """
         with self.transaction(write=True) as transaction:
             write_clock(transaction, *read_clock(transaction))
+            return int(transaction.txn.id())
 
     def make_writable(self) -> None:
         """Open again for writing; the handles on it do not notice. Where that fails, it stays open for reading."""
@@ -136,6 +230,7 @@ class Environment:
         except BaseException:
             guard.close()
             raise
+        self.files.make_writable()
         self._guard, self.read_only = guard, False
 
     def committed(self) -> None:
@@ -150,12 +245,14 @@ class Environment:
 
     def disk_bytes(self) -> int:
         """Bytes that the file system gives to the store."""
-        return sum(_allocated_bytes(self.path / name) for name in ("data.mdb", "lock.mdb"))
+        catalogue = sum(_allocated_bytes(self.path / name) for name in ("data.mdb", "lock.mdb"))
+        return catalogue + sum(self.files.lengths().values())
 
     def close(self) -> None:
         """Release it; nobody may be inside. A fork leaves it to its parent."""
         if self.process == os.getpid():
             self._env.close()
+            self.files.close()
             self._leave()
 
     def forget(self) -> None:
@@ -182,7 +279,7 @@ class Environment:
             self._guard.suspect()
             raise
 
-    def _open(self, read_only: bool) -> tuple[lmdb.Environment, Databases]:
+    def _open(self, read_only: bool, placement: Placement = DEFAULT_PLACEMENT) -> tuple[lmdb.Environment, Databases]:
         """A map size of 0 takes the recorded one; ``set_capacity`` sets what is wanted."""
         with translated_at_open(self.path):
             env = lmdb.open(
@@ -198,7 +295,7 @@ class Environment:
             try:
                 env.reader_check()
                 self.file_id = file_id(self.path)
-                return env, open_databases(env)
+                return env, open_databases(env, placement)
             except BaseException:
                 env.close()
                 raise
@@ -219,10 +316,16 @@ class Environment:
 
     def _fit_map(self) -> None:
         """Map as much as the capacity allows; where others have written more already, that and room to delete it."""
-        allowed, held = _map_bytes(self.capacity), self._file_bytes()
-        self._env.set_mapsize(allowed if held <= allowed else held + _headroom_bytes(self.capacity))
+        self._env.set_mapsize(0)  # as much as others have written
+        with self._env.begin(buffers=True) as txn:
+            shares = read_shares(Transaction(txn, self._db))
+        allowed, held = shares.catalogue_bytes(self.capacity), self.file_bytes()
+        self._map_bytes = allowed if held <= allowed else held + _headroom_bytes(held)
+        self._env.set_mapsize(self._map_bytes)
+        self._fitted, self._files_fit = shares, False
 
-    def _file_bytes(self) -> int:
+    def file_bytes(self) -> int:
+        """Bytes of ``data.mdb`` that LMDB has used once."""
         return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
 
     def _recorded_capacity(self) -> int | None:
@@ -232,11 +335,15 @@ class Environment:
     def _begin(self, write: bool) -> lmdb.Transaction[memoryview] | Callable[[], None]:
         """A transaction, or what is to be done, alone, before one can begin."""
         try:
-            return self._env.begin(write=write, buffers=True)
+            begun = self._env.begin(write=write, buffers=True)
         except lmdb.MapResizedError:
             return self._remap
         except lmdb.PanicError:  # a page of LMDB's own could not be written: the files are right, the handle is not
             return self._revive
+        if write and read_shares(Transaction(begun, self._db)) != self._fitted:
+            begun.abort()
+            return self._remap
+        return begun
 
     def _remap(self) -> None:
         with self._alone():
@@ -272,14 +379,16 @@ class _Environments:
         self._open: list[Environment] = []
         os.register_at_fork(after_in_child=self._forget)
 
-    def acquire(self, path: Path, capacity: int | None, *, read_only: bool) -> Environment:
+    def acquire(self, path: Path, capacity: int | None, placement: Placement | None, *, read_only: bool) -> Environment:
         with self._lock:
             wanted = file_id(path)
             found = next((env for env in self._open if env.file_id == wanted), None)
             if found is None:
-                found = Environment(path, capacity, read_only=read_only)
+                found = Environment(path, capacity, placement, read_only=read_only)
                 self._open.append(found)
-            elif not read_only:
+            else:
+                found.check_placement(placement)
+            if not read_only:
                 if found.read_only:
                     found.make_writable()
                 if capacity not in (None, found.capacity):
@@ -306,9 +415,9 @@ class _Environments:
 _ENVIRONMENTS = _Environments()
 
 
-def acquire(path: Path, capacity: int | None, *, read_only: bool) -> Environment:
+def acquire(path: Path, capacity: int | None, placement: Placement | None, *, read_only: bool) -> Environment:
     """The process's environment of these files, opened where it is not; errors as in ``Environment``. Thread-safe."""
-    return _ENVIRONMENTS.acquire(path, capacity, read_only=read_only)
+    return _ENVIRONMENTS.acquire(path, capacity, placement, read_only=read_only)
 
 
 def release(environment: Environment) -> None:
@@ -325,12 +434,8 @@ def file_id(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _map_bytes(capacity: int) -> int:
-    return (capacity - _LOCK_FILE_BYTES) // PAGE_BYTES * PAGE_BYTES
-
-
-def _headroom_bytes(capacity: int) -> int:
-    return min(max(capacity // 64, _MIN_HEADROOM), _MAX_HEADROOM) // PAGE_BYTES * PAGE_BYTES
+def _headroom_bytes(file: int) -> int:
+    return min(max(file // 64, _MIN_HEADROOM), _MAX_HEADROOM, file // 4) // PAGE_BYTES * PAGE_BYTES
 
 
 def _allocated_bytes(path: Path) -> int:

@@ -25,7 +25,7 @@ _CORRUPT = (
 )
 _NO_ROW = (struct.error, OverflowError, SystemError, MemoryError)
 """What Python makes of a row whose length, as a damaged page tells it, cannot be."""
-_FULL_CODES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+FULL_CODES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NEARLY_FULL = 64 << 20  # 64 MiB: a pack's raw bytes
 
 
@@ -58,7 +58,7 @@ def met_the_maps_end(error: StoreFullError) -> bool:
 
 
 def _kind(error: lmdb.Error, path: Path) -> type[StoreError]:
-    if isinstance(error, _FULL) or error.code in _FULL_CODES:
+    if isinstance(error, _FULL) or error.code in FULL_CODES:
         return StoreFullError
     if error.code == errno.EIO and free_disk_bytes(path) < _NEARLY_FULL:  # what LMDB calls a write that a full disk cut
         return StoreFullError

@@ -20,7 +20,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -162,8 +162,15 @@ class Guard:
             self._move_aside(found.reason)
             return 0
         logger.info("%s was not closed; it was looked at: %s", self._directory, found.reason)
-        sync_file(self._directory / "data.mdb")  # the last commit of a killed process reads, and may not be durable yet
+        self._sync_what_was_left()
         return before.deaths
+
+    def _sync_what_was_left(self) -> None:
+        """A process that was killed may have left a commit that reads and is not durable yet, or a new file's name."""
+        sync_file(self._directory / "data.mdb")
+        for directory in (self._directory, self._directory / "segments"):
+            with suppress(FileNotFoundError):
+                sync_directory(directory)
 
     def _create_or_open(self, opened: Callable[[], OpenedT]) -> OpenedT:
         if self._exists():

@@ -18,14 +18,16 @@ from persistkv.storage.backend import Namespace
 from persistkv.storage.codec import Buffer
 from persistkv.storage.identity import Identity
 from persistkv.storage.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
-from persistkv_lmdb.options import MAX_CAPACITY, MIN_CAPACITY
+from persistkv_lmdb.options import MAX_CAPACITY, MIN_CAPACITY, Placement
 
 if TYPE_CHECKING:
     from lmdb import _Database
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _CAPACITY_ROW = b"capacity"
 _CAPACITY = struct.Struct("<Q")
+_CATALOGUE_ROW = b"catalogue"
+_PLACEMENT_ROW = b"placement"
 _FORMAT_ROW = b"format"
 _FORMAT = struct.Struct("<8sI")
 _MAGIC = b"PKVLMDB1"
@@ -53,7 +55,8 @@ class Databases(NamedTuple):
     """The named databases of an environment."""
 
     meta: _Database
-    """format → magic and version; capacity → u64; clock → the last moment."""
+    """format → magic and version; capacity → u64; clock → the last moment; placement → its name; catalogue → u64;
+    space → the allocator's totals."""
     namespaces: _Database
     """namespace → time of creation, then the identity's canonical JSON."""
     states: _Database
@@ -61,7 +64,7 @@ class Databases(NamedTuple):
     packs: _Database
     """namespace, pack id → the sequence number at which it came, then its table."""
     pieces: _Database
-    """namespace, pack id, u32 big-endian → the payload, cut each 1 MiB."""
+    """namespace, pack id, u32 big-endian → the payload of a pack that lies inline, cut each 256 KiB."""
     log: _Database
     """namespace, sequence number big-endian → ``+`` or ``-``, then a pack id."""
     manifests: _Database
@@ -76,6 +79,16 @@ class Databases(NamedTuple):
     """The key of ``manifests`` → ``Chain``."""
     links: _Database
     """namespace, pack id, digest of the id of a manifest that names it → nothing."""
+    extents: _Database
+    """namespace, pack id → where the payload lies, for a pack that lies in extents."""
+    segments: _Database
+    """segment → its pages."""
+    free: _Database
+    """segment, first page → pages: the free extents, by place."""
+    sizes: _Database
+    """pages, segment, first page → nothing: the same by size."""
+    aging: _Database
+    """transaction that freed it, segment, first page → pages: extents that readers may still see."""
 
 
 class Use(NamedTuple):
@@ -246,8 +259,10 @@ def rows(transaction: Transaction, db: _Database, prefix: bytes) -> Iterator[tup
             yield key, row
 
 
-def open_databases(env: lmdb.Environment) -> Databases:
+def open_databases(env: lmdb.Environment, placement: Placement) -> Databases:
     """The databases of a store, made where the environment is empty and may be written.
+
+    :param placement: what a store that is made here records.
 
     :raises CorruptStoreError: something else lies there, or another format; it was not changed.
     """
@@ -258,6 +273,7 @@ def open_databases(env: lmdb.Environment) -> Databases:
             return _existing_databases(env, txn)
         databases = Databases(*[env.open_db(name.encode(), txn=txn) for name in Databases._fields])
         txn.put(_FORMAT_ROW, _FORMAT.pack(_MAGIC, FORMAT_VERSION), db=databases.meta)
+        txn.put(_PLACEMENT_ROW, placement.value.encode(), db=databases.meta)
         return databases
 
 
@@ -300,6 +316,30 @@ def read_capacity(transaction: Transaction) -> int | None:
 def write_capacity(transaction: Transaction, capacity: int) -> None:
     """Record another bound."""
     transaction.txn.put(_CAPACITY_ROW, _CAPACITY.pack(capacity), db=transaction.db.meta)
+
+
+def read_placement(transaction: Transaction) -> Placement:
+    """Where new packs go.
+
+    :raises CorruptStoreError: nothing known is recorded.
+    """
+    row = transaction.txn.get(_PLACEMENT_ROW, db=transaction.db.meta)
+    try:
+        return Placement(bytes(row or b"").decode("ascii", "replace"))
+    except ValueError:
+        raise CorruptStoreError(f"its placement is {bytes(row or b'')!r}") from None
+
+
+def read_catalogue_bytes(transaction: Transaction) -> int:
+    """What ``data.mdb`` may take beside extents, where that is more than its share; else 0."""
+    row = transaction.txn.get(_CATALOGUE_ROW, db=transaction.db.meta)
+    return _CAPACITY.unpack(row)[0] if row is not None and len(row) == _CAPACITY.size else 0
+
+
+def write_placement(transaction: Transaction, placement: Placement, catalogue_bytes: int) -> None:
+    """Record both."""
+    transaction.txn.put(_PLACEMENT_ROW, placement.value.encode(), db=transaction.db.meta)
+    transaction.txn.put(_CATALOGUE_ROW, _CAPACITY.pack(catalogue_bytes), db=transaction.db.meta)
 
 
 def read_clock(transaction: Transaction) -> tuple[int, float]:

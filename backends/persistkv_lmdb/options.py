@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
 
 from persistkv.config import parse_duration, parse_size
@@ -10,6 +12,18 @@ from persistkv.errors import ConfigurationError
 DEFAULT_CAPACITY = 10 << 30  # 10 GiB
 MIN_CAPACITY = 1 << 20  # 1 MiB
 MAX_CAPACITY = 64 << 40  # 64 TiB: half of what a process can map on x86-64
+
+
+class Placement(enum.Enum):
+    """Where the payloads of new packs lie."""
+
+    INLINE = "inline"
+    """In LMDB, as values."""
+    EXTENTS = "extents"
+    """In segment files; LMDB says where."""
+
+
+DEFAULT_PLACEMENT = Placement.EXTENTS
 
 
 class LmdbOptions(msgspec.Struct, frozen=True):
@@ -21,6 +35,9 @@ class LmdbOptions(msgspec.Struct, frozen=True):
 
     ttl: str | None = None
     """How long what nobody uses is kept, a duration such as ``7d``. None: as long as there is room."""
+
+    placement: Placement | None = None
+    """Where the payloads of a new store lie. None: as recorded, or the default for a new one."""
 
     def __post_init__(self) -> None:
         size = self.capacity_bytes

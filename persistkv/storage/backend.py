@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from persistkv.config import StoreUrl
+from persistkv.errors import ConfigurationError
 from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.pack import PackTable, PackWriter
@@ -39,6 +40,8 @@ class Capabilities:
     """What was committed is there when the store is opened again, by any process."""
     shared: bool = True
     """Several processes may have the store open and write to it."""
+    placements: tuple[str, ...] = ()
+    """Where a store's payloads may lie: what ``Backend.move`` takes."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,16 @@ class BackendStats:
     """The bound on ``disk_bytes``; None where there is none."""
 
 
+@dataclass(frozen=True)
+class MoveProgress:
+    """How far a move is."""
+
+    moved_bytes: int
+    """Of payload."""
+    total_bytes: int
+    """What there was to move when it began."""
+
+
 class Backend(ABC):
     """One open store."""
 
@@ -211,6 +224,17 @@ class Backend(ABC):
     @abstractmethod
     def stats(self) -> BackendStats:
         """Totals, without a scan."""
+
+    def move(self, placement: str) -> Iterator[MoveProgress]:
+        """Move all payloads to another of ``capabilities.placements``, step by step while this is iterated.
+
+        Others may use the store meanwhile. Its content does not change. A move that ended early, by whatever, leaves
+        some packs moved; it goes on when it is asked for again.
+
+        :raises ConfigurationError: there is no such placement.
+        :raises StoreFullError: there is no room for it. Raised before anything moved, unless others took the room.
+        """
+        raise ConfigurationError("placement", placement, f"one of {', '.join(self.capabilities.placements) or 'none'}")
 
     @abstractmethod
     def close(self) -> None:

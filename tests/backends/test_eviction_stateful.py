@@ -178,7 +178,14 @@ class EvictionMachine(RuleBasedStateMachine):
             self.directory.cleanup()
 
 
-@pytest.mark.parametrize("url", ["memory://model?capacity=4MiB", "lmdb://{}/store?capacity=4MiB"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "memory://model?capacity=4MiB",
+        "lmdb://{}/store?capacity=4MiB&placement=inline",
+        "lmdb://{}/store?capacity=4MiB&placement=extents",
+    ],
+)
 def test_eviction_follows_the_model(url: str) -> None:
     machine = type("Machine", (EvictionMachine,), {"url": url})
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]

@@ -6,7 +6,7 @@ After each kill, in the reopened store:
    that was running, by the log of changes, which is written in the same transaction.
 2. The commit that was running did all of its batch or nothing.
 3. Every manifest names blocks that are there; the pinned one is.
-4. Totals equal a recount, and the files are no larger than the capacity.
+4. Totals equal a recount, free and used extents the files, and the files are no larger than the capacity.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from persistkv.storage.backend import Backend
-from persistkv.storage.registry import open_backend
+from persistkv.config import StoreUrl
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of
+from persistkv_lmdb import LmdbBackend
+from persistkv_lmdb.check import find_faults
 from tests.crash.writer import IDENTITY, PINNED, make_pack
 
 CAPACITY = 8 << 20  # 8 MiB: full within the first round, so that each commit evicts
 NUMBERS_A_ROUND = 100_000
+PLACEMENTS = ("inline", "extents")
 
 
 @dataclass
@@ -84,7 +86,7 @@ def payload(namespace: bytes, number: int) -> bytes:
     return payload_of(make_pack(namespace, number))
 
 
-def check(backend: Backend, expected: Expected) -> None:
+def check(backend: LmdbBackend, expected: Expected) -> None:
     """Compare the store with what must be there; what went with the running commit is forgotten."""
     namespace = expected.namespace
     held = tables(backend, namespace)
@@ -113,15 +115,16 @@ def check(backend: Backend, expected: Expected) -> None:
         assert keys.issuperset(chain.unpack()), f"{manifest_id} names blocks that are gone"
     assert PINNED in manifests or not expected.pinned, "the pinned request went"
     check_totals(backend)
+    assert find_faults(backend._environment) == []
 
 
-def run(kills: int, seed: int, directory: Path, seconds: float) -> Expected:
+def run(kills: int, seed: int, directory: Path, seconds: float, placement: str) -> Expected:
     """Kill so many writers, or as many as the time allows, and check after each.
 
     :raises AssertionError: saying what is wrong; the seed and the number of the kill say where.
     """
     draw = random.Random(seed)
-    url = f"lmdb://{directory}/store?capacity={CAPACITY}"
+    url = f"lmdb://{directory}/store?capacity={CAPACITY}&placement={placement}"
     expected = Expected(IDENTITY.digest)
     deadline = time.monotonic() + seconds
     for number in range(kills):
@@ -129,11 +132,11 @@ def run(kills: int, seed: int, directory: Path, seconds: float) -> Expected:
             raise TimeoutError(f"{number} of {kills} kills in {seconds} s")
         delay_s = 1.0 if number == 0 else draw.uniform(0.0, 0.25)
         kill_one(url, NUMBERS_A_ROUND * number, seed + number, delay_s, expected)
-        backend = open_backend(url)
+        backend = LmdbBackend.open(StoreUrl.parse(url))
         try:
             check(backend, expected)
         except AssertionError as error:
-            raise AssertionError(f"seed {seed}, kill {number}: {error}") from error
+            raise AssertionError(f"{placement}, seed {seed}, kill {number}: {error}") from error
         finally:
             backend.close()
     return expected
@@ -141,16 +144,17 @@ def run(kills: int, seed: int, directory: Path, seconds: float) -> Expected:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--kills", type=int, default=200, help="for each placement")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=3600.0, help="give up after so long")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        found = run(arguments.kills, arguments.seed, Path(directory), arguments.seconds)
-    print(
-        f"{arguments.kills} kills, {found.acknowledged} packs acknowledged, {found.evicted} evicted, "
-        f"{len(found.packs)} there: 0 lost, 0 wrong"
-    )
+    for placement in PLACEMENTS:
+        with tempfile.TemporaryDirectory() as directory:
+            found = run(arguments.kills, arguments.seed, Path(directory), arguments.seconds, placement)
+        print(
+            f"{placement}: {arguments.kills} kills, {found.acknowledged} packs acknowledged, {found.evicted} evicted, "
+            f"{len(found.packs)} there: 0 lost, 0 wrong"
+        )
 
 
 if __name__ == "__main__":

@@ -18,17 +18,24 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
+@pytest.fixture(params=["inline", "extents"])
+def placement(request: pytest.FixtureRequest) -> str:
+    """Where payloads lie."""
+    return str(request.param)
+
+
 @pytest.fixture
 def identity() -> Identity:
     return IDENTITY
 
 
 @pytest.fixture
-def open_store(path: Path) -> Iterator[Opener]:
-    """Opens the store at ``path``, or at the location given; closes what is left open."""
+def open_store(path: Path, placement: str) -> Iterator[Opener]:
+    """Opens the store at ``path``, or at the location given, with the test's placement; closes what is left open."""
     opened: list[LmdbBackend] = []
 
     def open_store(options: str = "", *, location: object = None, read_only: bool = False) -> LmdbBackend:
+        options = f"{options}&placement={placement}" if options else f"?placement={placement}"
         url = StoreUrl.parse(f"lmdb://{location or path}{options}")
         opened.append(LmdbBackend.open(url, read_only=read_only))
         return opened[-1]

@@ -3,22 +3,38 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
+from persistkv.config import StoreUrl
 from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
 from persistkv_lmdb import LmdbBackend
+from persistkv_lmdb.check import find_faults
 from persistkv_lmdb.commit import LOG_ENTRIES
 
 RAW_CLIENT = """
-import hashlib, sys, lmdb
+import hashlib, os, struct, sys, lmdb
 
 path, action, kind, namespace, name = sys.argv[1:6]
 namespace, name = bytes.fromhex(namespace), bytes.fromhex(name)
-env = lmdb.open(path, map_size=1 << 30, max_dbs=16)
+env = lmdb.open(path, map_size=1 << 30, max_dbs=32)
 database = {"payload": b"pieces", "table": b"packs", "manifest": b"manifests", "manifest keys": b"manifest_keys"}[kind]
 if kind.startswith("manifest"):
     name = hashlib.blake2b(name, digest_size=16).digest()
+extents = env.open_db(b"extents", create=False)
+with env.begin() as txn:
+    places = [*struct.iter_unpack("<III", txn.get(namespace + name, db=extents) or b"")]
+if kind == "payload" and places:
+    data = sys.stdin.buffer.read()
+    for segment, page, pages in places:
+        fd = os.open(f"{path}/segments/{segment:08d}.seg", os.O_RDWR)
+        if action == "get":
+            sys.stdout.buffer.write(os.pread(fd, 4096 * pages, 4096 * page))
+        else:
+            os.pwrite(fd, data[: 4096 * pages], 4096 * page)
+            data = data[4096 * pages :]
+    sys.exit()
 rows = env.open_db(database, create=False)
 with env.begin(write=True) as txn:
     held = [(key, value) for key, value in txn.cursor(rows) if key.startswith(namespace + name)]
@@ -48,22 +64,44 @@ class RawLmdb(RawStore):
         return subprocess.run(command, input=data, stdout=subprocess.PIPE, check=True).stdout
 
 
-class TestLmdbBackend(BackendConformance):
+class LmdbConformance(BackendConformance):
     driver = LmdbBackend
     changes_kept = LOG_ENTRIES
+    placement: ClassVar[str]
 
     @pytest.fixture
     def url(self, tmp_path: Path) -> str:
-        return f"lmdb://{tmp_path}/store?capacity=256MiB"
+        return f"lmdb://{tmp_path}/store?capacity=256MiB&placement={self.placement}"
 
     @pytest.fixture
     def small_url(self, tmp_path: Path) -> str:
-        return f"lmdb://{tmp_path}/small?capacity=4MiB"
+        return f"lmdb://{tmp_path}/small?capacity=4MiB&placement={self.placement}"
 
     @pytest.fixture
     def ttl_url(self, tmp_path: Path) -> str:
-        return f"lmdb://{tmp_path}/aging?capacity=64MiB&ttl=1h"
+        return f"lmdb://{tmp_path}/aging?capacity=64MiB&ttl=1h&placement={self.placement}"
+
+    def open(self, url: str, *, read_only: bool = False) -> LmdbBackend:
+        """Each store adds up in the end."""
+        backend = LmdbBackend.open(StoreUrl.parse(url), read_only=read_only)
+        close = backend.close
+
+        def check_and_close() -> None:
+            if backend._shared is not None:
+                assert find_faults(backend._shared) == []
+            close()
+
+        backend.close = check_and_close  # type: ignore[method-assign]
+        return backend
 
     @pytest.fixture
     def raw(self, tmp_path: Path) -> RawLmdb:
         return RawLmdb(tmp_path / "store")
+
+
+class TestInline(LmdbConformance):
+    placement = "inline"
+
+
+class TestExtents(LmdbConformance):
+    placement = "extents"

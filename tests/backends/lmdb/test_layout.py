@@ -21,7 +21,7 @@ def dump(path):
     """All databases of a closed store, as dictionaries."""
 
     def dump():
-        with lmdb.open(str(path), max_dbs=16, readonly=True) as env:
+        with lmdb.open(str(path), max_dbs=32, readonly=True) as env:
             with env.begin() as txn:
                 names = [key for key, _ in txn.cursor()]
             databases = {name.decode(): env.open_db(name, create=False) for name in names}
@@ -37,7 +37,7 @@ def unsealed(row):
     return msgspec.msgpack.decode(row[9:])
 
 
-def test_store_as_documented(open_store, identity, dump):
+def test_store_as_documented(open_store, identity, placement, path, dump):
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
     gone, kept = sample_pack(namespace, 1), sample_pack(namespace, 2, blocks=30, block_bytes=70_000, depth=7)
@@ -53,7 +53,12 @@ def test_store_as_documented(open_store, identity, dump):
     rows = dump()
     assert set(rows) == set(Databases._fields)
     clock = rows["meta"].pop(b"clock")
-    assert rows["meta"] == {b"format": b"PKVLMDB1" + struct.pack("<I", 1), b"capacity": struct.pack("<Q", 64 << 20)}
+    total, free, aging = struct.unpack("<QQQ", rows["meta"].pop(b"space", bytes(24)))
+    assert rows["meta"] == {
+        b"format": b"PKVLMDB1" + struct.pack("<I", 2),
+        b"capacity": struct.pack("<Q", 64 << 20),
+        b"placement": placement.encode(),
+    }
     moment, seconds = struct.unpack("<Qd", clock)
     assert moment == 3
     assert before <= seconds <= time.time()
@@ -73,11 +78,29 @@ def test_store_as_documented(open_store, identity, dump):
     assert xxhash.xxh3_64_intdigest(table[8:-24]) == checksum
 
     payload = payload_of(kept)
-    count = -(-len(payload) // (256 << 10))
-    pieces = [namespace + kept.pack_id + struct.pack(">I", index) for index in range(count)]
-    assert list(rows["pieces"]) == pieces
-    assert {len(rows["pieces"][piece]) for piece in pieces[:-1]} == {256 << 10}
-    assert b"".join(rows["pieces"].values()) == payload
+    if placement == "inline":
+        count = -(-len(payload) // (256 << 10))
+        pieces = [namespace + kept.pack_id + struct.pack(">I", index) for index in range(count)]
+        assert list(rows["pieces"]) == pieces
+        assert {len(rows["pieces"][piece]) for piece in pieces[:-1]} == {256 << 10}
+        assert b"".join(rows["pieces"].values()) == payload
+        assert rows["extents"] == rows["segments"] == {}
+    else:
+        ((name, extents),) = rows["extents"].items()
+        assert name == namespace + kept.pack_id
+        ((segment, page, pages),) = struct.iter_unpack("<III", extents)
+        assert rows["segments"] == {struct.pack(">I", segment): struct.pack("<I", total)}
+        assert pages * 4096 == len(payload)
+        file = (path / "segments" / "00000000.seg").read_bytes()
+        assert file[page * 4096 : (page + pages) * 4096] == payload
+        assert len(file) == total * 4096
+        places = {struct.unpack(">II", key): struct.unpack("<I", row)[0] for key, row in rows["free"].items()}
+        assert sum(places.values()) == free
+        assert rows["sizes"] == {struct.pack(">III", count, *place): b"" for place, count in places.items()}
+        ages = {struct.unpack(">QII", key)[1:]: struct.unpack("<I", row)[0] for key, row in rows["aging"].items()}
+        assert sum(ages.values()) == aging
+        assert total == pages + free + aging
+        assert rows["pieces"] == {}
 
     log = {namespace + struct.pack(">Q", number): entry for number, entry in
            enumerate([b"+" + gone.pack_id, b"+" + kept.pack_id, b"-" + gone.pack_id], start=1)}  # fmt: skip

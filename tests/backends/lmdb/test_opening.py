@@ -154,11 +154,11 @@ def test_file_that_is_no_environment(open_store, path, content, read_only):
 @pytest.mark.parametrize("read_only", [False, True])
 def test_newer_format_is_refused_unchanged(open_store, path, read_only):
     open_store().close()
-    with lmdb.open(str(path), max_dbs=16) as env, env.begin(write=True) as txn:
+    with lmdb.open(str(path), max_dbs=32) as env, env.begin(write=True) as txn:
         meta = env.open_db(b"meta", txn=txn)
-        txn.put(b"format", txn.get(b"format", db=meta)[:8] + b"\x02\0\0\0", db=meta)
+        txn.put(b"format", txn.get(b"format", db=meta)[:8] + b"\x03\0\0\0", db=meta)
     before = (path / "data.mdb").read_bytes()
-    with pytest.raises(CorruptStoreError, match="format is 2; this release reads 1"):
+    with pytest.raises(CorruptStoreError, match="format is 3; this release reads 2"):
         open_store(read_only=read_only)
     assert (path / "data.mdb").read_bytes() == before
 
@@ -175,7 +175,7 @@ def test_damaged_state_is_said_and_not_guessed(open_store, path, identity):
     backend = open_store()
     namespace = backend.open_namespace(identity).id
     backend.close()
-    with lmdb.open(str(path), max_dbs=16) as env, env.begin(write=True) as txn:
+    with lmdb.open(str(path), max_dbs=32) as env, env.begin(write=True) as txn:
         txn.put(namespace, b"short", db=env.open_db(b"states", txn=txn))
     backend = open_store()
     with pytest.raises(CorruptStoreError, match="state"):
@@ -191,7 +191,7 @@ def test_damaged_namespace_row_is_left_out_and_written_anew(open_store, path, id
     pack = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([pack]))
     backend.close()
-    with lmdb.open(str(path), max_dbs=16) as env, env.begin(write=True) as txn:
+    with lmdb.open(str(path), max_dbs=32) as env, env.begin(write=True) as txn:
         txn.put(namespace, row, db=env.open_db(b"namespaces", txn=txn))
     backend = open_store()
     assert list(backend.namespaces()) == []
@@ -205,7 +205,7 @@ def test_table_in_anothers_place_is_left_out(open_store, path, identity):
     packs = [sample_pack(namespace, seed) for seed in range(2)]
     backend.commit(namespace, CommitBatch(packs))
     backend.close()
-    with lmdb.open(str(path), max_dbs=16) as env, env.begin(write=True) as txn:
+    with lmdb.open(str(path), max_dbs=32) as env, env.begin(write=True) as txn:
         rows = env.open_db(b"packs", txn=txn)
         txn.put(namespace + packs[0].pack_id, txn.get(namespace + packs[1].pack_id, db=rows), db=rows)
     assert list(open_store().changes(namespace, None).added) == [packs[1].table]

@@ -13,7 +13,7 @@ NAME, NEIGHBOURS = b"n" * 32, (b"m" * 32, b"n" * 31 + b"o")
 
 @pytest.fixture(scope="module")
 def env(tmp_path_factory):
-    with lmdb.open(str(tmp_path_factory.mktemp("pieces")), map_size=256 << 20, max_dbs=16, sync=False) as env:
+    with lmdb.open(str(tmp_path_factory.mktemp("pieces")), map_size=256 << 20, max_dbs=32, sync=False) as env:
         yield env
 
 

@@ -340,7 +340,7 @@ def test_listing_holds_no_snapshot_while_its_reader_blocks(path, backend, namesp
     """``persistkv ls | less``: the pipe is full, and the writer goes on."""
     writes = [sample_manifest(f"request {number:06} " + "x" * 200, number) for number in range(1500)]
     backend.commit(namespace, CommitBatch(manifests=writes))
-    command = [sys.executable, "-m", "persistkv_tools", "ls", f"lmdb://{path}"]
+    command = [sys.executable, "-m", "persistkv_tools", "ls", f"lmdb://{path}", "--limit", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as listing:
         ready, _, _ = select.select([listing.stdout], [], [], PATIENCE_S)
         assert ready

@@ -17,13 +17,15 @@ import pytest
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import ConfigurationError, HostError, IdentityMismatchError, StoreUnavailableError
 from persistkv.storage.host.client import State, StoreClient
+from persistkv.storage.host.connection import SocketConnection
 from persistkv.storage.host.launch import InlineHost, ProcessHost
 from persistkv.storage.host.protocol import (
     EndRequest,
     Hello,
     JobDone,
     Opened,
-    SocketConnection,
+    Ping,
+    Pong,
     Stored,
     ToEngine,
     ToStore,
@@ -206,6 +208,15 @@ def test_a_host_that_answers_slowly_is_not_killed() -> None:
         time.sleep(0.1)
         host.send(JobDone(job, PackedKeys(), 0, 0.0))
         assert [outcome.job_id for outcome in client.poll()] == [job]
+    time.sleep(0.4)
+    client.poll()
+    assert client.state is State.OPEN, "asked whether it is alive"
+    assert [type(message) for message in host.receive_rest()][-1] is Ping
+    host.send(Pong(2.0))
+    client.poll()
+    time.sleep(0.4)
+    client.poll()
+    assert client.state is State.OPEN, "its loop is alive, its medium is slow"
     time.sleep(0.4)
     client.poll()
     assert client.state is not State.OPEN, "silent for longer than the watchdog waits"

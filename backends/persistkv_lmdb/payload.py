@@ -1,0 +1,170 @@
+"""Where payloads lie: pieces in LMDB (inline), or extents of segment files. A pack has one or the other.
+
+1. An extent is taken by the transaction that publishes its pack, and its bytes are durable before that commits.
+2. A recorded placement is that of new packs. What a pack has says how it is read and deleted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from persistkv.config import PAGE_BYTES
+from persistkv.errors import StoreFullError
+from persistkv.storage.codec import Buffer
+from persistkv.storage.pack import FRAME_BYTES, PackWriter, align
+from persistkv_lmdb.layout import Transaction
+from persistkv_lmdb.options import Placement
+from persistkv_lmdb.pieces import delete_pieces, read_pieces, write_pieces
+from persistkv_lmdb.segments import SegmentFiles
+from persistkv_lmdb.space import Space, pages_of, read_extents
+
+_SEGMENT_BYTES = 1 << 30  # 1 GiB
+_MOST_SEGMENTS = 64
+"""In a store so large that segments of 1 GiB would be more, they are larger: each takes two descriptors."""
+_STEP_BYTES = (1 << 16, 64 << 20)  # 64 KiB to 64 MiB: how much a file grows at a time, 1/16 of what there may be
+
+
+class PayloadWriter(Protocol):
+    """How new payloads are written."""
+
+    def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
+        """Write a pack's payload.
+
+        :param name: namespace and pack id.
+        :param at_most: bytes that the stream has at most.
+        :raises StoreFullError: there is no room for it.
+        """
+
+
+class InlinePayloads:
+    """Payloads in LMDB."""
+
+    def __init__(self, transaction: Transaction) -> None:
+        self._transaction = transaction
+
+    def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
+        """See ``PayloadWriter``; LMDB says when there is no room."""
+        write_pieces(self._transaction, name, stream)
+
+
+class ExtentPayloads:
+    """Payloads in extents.
+
+    :param limit: bytes that all segments may have.
+    """
+
+    def __init__(self, space: Space, files: SegmentFiles, limit: int) -> None:
+        self._space = space
+        self._files = files
+        self._limit = limit
+
+    def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
+        """See ``PayloadWriter``."""
+        pages = pages_of(at_most)
+        if pages > self._space.largest():
+            self._grow(pages)
+        if pages > self._space.free:
+            raise StoreFullError(
+                f"{at_most} bytes of payload: {self._space.free * PAGE_BYTES} are free in the segments"
+            )
+        taken = self._space.take(pages)
+        written = pages_of(self._files.write(taken, stream))
+        kept = []
+        for extent in taken:
+            count = min(extent.pages, written)
+            written -= count
+            if count:
+                kept.append(extent._replace(pages=count))
+            if count < extent.pages:
+                self._space.untake([extent._replace(page=extent.page + count, pages=extent.pages - count)])
+        self._space.publish(name, kept)
+
+    def _grow(self, pages: int) -> None:
+        """Make room for so many pages side by side, or less where the limit or the disk says so."""
+        most = self._limit // PAGE_BYTES
+        step = min(max(most // 16, _STEP_BYTES[0] // PAGE_BYTES), _STEP_BYTES[1] // PAGE_BYTES)
+        full = max(_SEGMENT_BYTES // PAGE_BYTES, -(-most // _MOST_SEGMENTS))
+        wanted = min(max(step, pages), most - self._space.total)
+        while wanted > 0:
+            segment, held = max(self._space.segments().items(), default=(0, 0))
+            if held >= full:
+                segment, held = segment + 1, 0
+            count = min(wanted, full - held)
+            try:
+                self._files.grow(segment, held, held + count)
+            except StoreFullError:
+                if pages > self._space.free:
+                    raise
+                return
+            self._space.resize(segment, held, held + count)
+            wanted -= count
+
+
+class Payloads:
+    """The payloads of one write transaction."""
+
+    def __init__(self, transaction: Transaction, placement: Placement, files: SegmentFiles, limit: int) -> None:
+        """:param limit: bytes that all segments may have."""
+        self.space = Space(transaction)
+        self.freed = 0
+        """Bytes that left LMDB."""
+        self._transaction = transaction
+        self._files = files
+        self._writer: PayloadWriter = (
+            InlinePayloads(transaction) if placement is Placement.INLINE else ExtentPayloads(self.space, files, limit)
+        )
+
+    def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
+        """See ``PayloadWriter``."""
+        self._writer.write(name, stream, at_most)
+
+    def delete(self, name: bytes, length: int) -> None:
+        """Delete a pack's payload, wherever it lies.
+
+        :param length: of the payload, for ``freed``.
+        """
+        if not self.space.retire(name):
+            delete_pieces(self._transaction, name)
+            self.freed += length
+
+    def shrink(self, limit: int) -> bool:
+        """Give back free pages at the ends of segments, as far as these have more than the limit; whether any were.
+
+        The files are cut by a later transaction: this one may be undone.
+        """
+        excess = self.space.total - limit // PAGE_BYTES
+        if excess <= 0 or not self.space.free:
+            return False
+        before = self.space.total
+        for segment, pages in sorted(self.space.segments().items(), reverse=True):
+            count = min(excess, self.space.free_tail(segment, pages))
+            if count > 0:
+                self.space.resize(segment, pages, pages - count)
+                excess -= count
+        return self.space.total < before
+
+    def finish(self) -> None:
+        """Make what was written durable, and record what is free."""
+        self._files.sync()
+        self.space.finish()
+
+
+def payload_bound(pack: PackWriter) -> int:
+    """Bytes that a pack's payload has at most: just that many where no codec makes it shorter."""
+    total = 0
+    for segment in pack.segments:
+        per_frame = max(1, FRAME_BYTES // segment.block_bytes)
+        frames, last = divmod(len(segment.keys), per_frame)
+        total += frames * align(per_frame * segment.block_bytes) + align(last * segment.block_bytes)
+    return total
+
+
+def read_payload(
+    transaction: Transaction, files: SegmentFiles, name: bytes, offset: int, buffers: Sequence[memoryview]
+) -> bool:
+    """Fill ``buffers`` from ``offset`` on, from wherever the payload lies; False: not all of that is there."""
+    extents = read_extents(transaction, name)
+    if extents is None:
+        return read_pieces(transaction, name, offset, buffers)
+    return files.read(extents, offset, buffers)

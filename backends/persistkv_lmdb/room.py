@@ -1,0 +1,111 @@
+"""How much a write transaction may use: of the catalogue's file, and of the segments."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from persistkv.config import PAGE_BYTES
+from persistkv.errors import StoreFullError
+from persistkv.storage.backend import CommitBatch, ManifestWrite
+from persistkv.storage.pack import FRAME_BYTES, PackWriter
+from persistkv_lmdb.environment import Environment
+from persistkv_lmdb.layout import Transaction, used_bytes
+from persistkv_lmdb.options import Placement
+from persistkv_lmdb.payload import Payloads, payload_bound
+from persistkv_lmdb.pieces import page_bytes
+
+_MAX_AHEAD = 256 << 20  # 256 MiB: a commit of 128 MiB, and the one before it, whose pages are not free yet
+_ROWS_BYTES = 1 << 10
+"""1 KiB: what a pack or a manifest takes in the catalogue, beside table, head and keys."""
+_NO_LIMIT = 1 << 62
+
+
+class Amount(NamedTuple):
+    """Bytes in both places."""
+
+    catalogue: int
+    """Pages of ``data.mdb``, payloads that lie inline included."""
+    payload: int
+    """Pages of the segments."""
+
+    def within(self, limit: Amount) -> bool:
+        """Whether it is no more in either place."""
+        return self.catalogue <= limit.catalogue and self.payload <= limit.payload
+
+    def plus(self, other: Amount) -> Amount:
+        """The sum."""
+        return Amount(self.catalogue + other.catalogue, self.payload + other.payload)
+
+
+class Room:
+    """What there is and what is used, within one write transaction.
+
+    :param as_it_is: as if no file could grow.
+    """
+
+    def __init__(
+        self, environment: Environment, transaction: Transaction, payloads: Payloads, *, as_it_is: bool = False
+    ) -> None:
+        self._environment = environment
+        self._transaction = transaction
+        self._payloads = payloads
+        self._placement = environment.placement
+        segments = environment.segment_limit_bytes(transaction, as_it_is=as_it_is)
+        self.limit = Amount(
+            environment.limit_bytes(as_it_is=as_it_is), _NO_LIMIT if self._placement is Placement.INLINE else segments
+        )
+        """What ``used`` may be after a commit that adds something."""
+        self._growth = max(0, segments - payloads.space.total * PAGE_BYTES)
+
+    def used(self) -> Amount:
+        """What holds something. What was freed and is not free yet is left out: to evict more would not free it."""
+        return Amount(used_bytes(self._transaction), self._payloads.space.used * PAGE_BYTES)
+
+    def need(self, packs: list[PackWriter], batch: CommitBatch) -> Amount:
+        """What a batch adds, roughly and rather too much; the share for deletions takes the rest.
+
+        :param packs: those that would be written.
+        """
+        payload = sum(map(payload_bound, packs))
+        rows = sum(map(_pack_rows_bytes, packs)) + sum(map(_manifest_bytes, batch.manifests))
+        if self._placement is Placement.INLINE:
+            return Amount(rows + sum(map(page_bytes, map(payload_bound, packs))), 0)
+        return Amount(rows, payload)
+
+    def check(self, need: Amount) -> None:
+        """Refuse what does not fit into what is free, or will be once a file has grown.
+
+        :raises StoreFullError: naming the capacity.
+        """
+        if not any(need):
+            return
+        pending = self._environment.pending_bytes(self._transaction)
+        free = self._payloads.space.free * PAGE_BYTES + self._growth
+        if not self.used().plus(need).plus(Amount(pending, 0)).within(self.limit) or need.payload > free:
+            raise self.full(need)
+
+    def widen(self, need: Amount) -> None:
+        """Raise the catalogue's limit, where it lacks something and the segments leave it."""
+        lacks = self.used().catalogue + need.catalogue - self.spared().catalogue
+        if lacks > 0:
+            more = self._environment.widen_catalogue(self._transaction, lacks + lacks // 8)
+            self.limit = self.limit._replace(catalogue=self.limit.catalogue + more)
+
+    def full(self, need: Amount) -> StoreFullError:
+        """Why it is refused."""
+        environment = self._environment
+        return StoreFullError(f"{environment.path}: {sum(need)} bytes do not fit a capacity of {environment.capacity}")
+
+    def spared(self) -> Amount:
+        """A limit that leaves room for the commits that follow."""
+        return Amount(*[limit - min(limit // 16, _MAX_AHEAD) for limit in self.limit])
+
+
+def _pack_rows_bytes(pack: PackWriter) -> int:
+    frames = sum(-(-len(s.keys) // max(1, FRAME_BYTES // s.block_bytes)) for s in pack.segments)
+    return 2 * (64 * frames + len(pack.keys.data) + len(pack.keys.lengths)) + _ROWS_BYTES
+
+
+def _manifest_bytes(write: ManifestWrite) -> int:
+    keys = sum(len(keys.data) + len(keys.lengths) for keys in write.keys)
+    return 2 * (keys + 160 * len(write.packs)) + _ROWS_BYTES

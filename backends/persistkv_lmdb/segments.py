@@ -1,0 +1,272 @@
+"""The segment files: ``segments/00000000.seg`` and so on in the store's directory, whose pages are payload.
+
+1. A file is as long as LMDB says, or longer where a transaction that made it longer was not committed, or one that made
+   it shorter was and the process ended. Nobody reads what is beyond.
+2. Space is allocated, never a hole: a full disk is met when a file grows, not when it is written.
+3. A file is never removed, only cut: an open descriptor means the same file in all processes.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from persistkv.config import PAGE_BYTES
+from persistkv.errors import StoreError, StoreFullError
+from persistkv.storage.codec import Buffer
+from persistkv_lmdb.errors import FULL_CODES
+from persistkv_lmdb.gathering import Bounce, behind, front, is_aligned, read_some, write_all
+from persistkv_lmdb.space import Extent
+
+logger = logging.getLogger(__name__)
+
+_DIRECTORY = "segments"
+_NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+
+
+class _Descriptors(NamedTuple):
+    buffered: int
+    direct: int | None
+
+
+class _Run(NamedTuple):
+    """Consecutive bytes of one file."""
+
+    segment: int
+    offset: int
+    length: int
+
+
+class SegmentFiles:
+    """The segment files of one store. ``read`` is thread-safe; the rest is for the holder of LMDB's write lock."""
+
+    def __init__(self, path: Path, *, read_only: bool) -> None:
+        """:raises OSError: the store's directory cannot be opened."""
+        self._path = path
+        self._read_only = read_only
+        self._store = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # a store that is made anew there is not ours
+        self._lock = threading.Lock()
+        self._open: dict[int, _Descriptors] = {}
+        self._touched: set[int] = set()
+        self._bounce: Bounce | None = None
+        self._direct = True
+        self._nowait = True
+
+    def grow(self, segment: int, before: int, pages: int) -> None:
+        """Make a file so many pages long, with space for all of them.
+
+        :param before: pages that it has by LMDB.
+        :raises StoreFullError: the disk has no room for it; the file is as it was.
+        """
+        with self._translated():
+            fd = self._descriptors(segment, create=True).buffered
+            try:
+                os.posix_fallocate(fd, before * PAGE_BYTES, (pages - before) * PAGE_BYTES)
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(fd, before * PAGE_BYTES)
+                raise
+            self._touched.add(segment)
+
+    def fit(self, segments: Mapping[int, int]) -> None:
+        """Cut what is longer than LMDB says, and lengthen what is shorter: it was lost, its packs will not verify.
+
+        :param segments: pages of each; files of others are emptied.
+        :raises StoreFullError: there is no room for what was lost.
+        """
+        with self._translated():
+            for segment in {*segments, *self._there()}:
+                expected = segments.get(segment, 0) * PAGE_BYTES
+                fd = self._descriptors(segment, create=True).buffered
+                held = os.fstat(fd).st_size
+                if held > expected:
+                    os.ftruncate(fd, expected)
+                elif held < expected:
+                    os.posix_fallocate(fd, held, expected - held)
+
+    def write(self, extents: Sequence[Extent], stream: Iterator[Buffer]) -> int:
+        """Write a payload to where it is to lie.
+
+        :returns: its length in bytes, a multiple of 4 KiB; what the extents have beyond was not written.
+        :raises StoreFullError: the file system wants space for what it had given, or the extents are too short.
+        """
+        if self._bounce is None:
+            self._bounce = Bounce()
+        written = 0
+        for buffers in self._bounce.aligned(stream):
+            length = sum(map(len, buffers))
+            with self._translated():
+                for run in _runs(extents, written, length):
+                    self._write(run, front(buffers, run.length))
+                    buffers = behind(buffers, run.length)
+                    written += run.length
+            if buffers:
+                raise StoreError(f"{self._path}: a payload is longer than it said")
+        return written
+
+    def sync(self) -> None:
+        """Make durable what was written and how long files are."""
+        with self._translated():
+            for segment in sorted(self._touched):
+                os.fdatasync(self._descriptors(segment).buffered)
+            self._touched.clear()
+
+    def read(self, extents: Sequence[Extent], offset: int, buffers: Sequence[memoryview]) -> bool:
+        """Fill ``buffers`` from a payload's ``offset`` on; False: not all of that is there.
+
+        :raises StoreError: the disk failed.
+        """
+        rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
+        length = sum(map(len, rest))
+        with self._translated():
+            for run in _runs(extents, offset, length):
+                if not self._read(run, rest if run.length == length else front(rest, run.length)):
+                    return False
+                rest = behind(rest, run.length)
+        return not rest
+
+    def lengths(self) -> dict[int, int]:
+        """Bytes of each file that the file system gives: holes left out, and what it reserves behind the end."""
+        with self._translated():
+            found = {segment: os.fstat(self._descriptors(segment).buffered) for segment in self._there()}
+        return {segment: min(status.st_size, 512 * status.st_blocks) for segment, status in found.items()}
+
+    def make_writable(self) -> None:
+        """Open files for writing from now on; nobody may be inside."""
+        self._read_only = False
+        self._close_files()
+
+    def close(self) -> None:
+        """Close all descriptors; nobody may be inside."""
+        self._close_files()
+        os.close(self._store)
+
+    def _close_files(self) -> None:
+        for fd in [fd for descriptors in self._open.values() for fd in descriptors if fd is not None]:
+            os.close(fd)
+        self._open.clear()
+
+    def _write(self, run: _Run, buffers: Sequence[memoryview]) -> None:
+        self._touched.add(run.segment)
+        descriptors = self._descriptors(run.segment)
+        if descriptors.direct is not None and self._direct:
+            try:
+                return write_all(descriptors.direct, buffers, run.offset, aligned=True)
+            except OSError as error:
+                if error.errno not in _NO_DIRECT:
+                    raise
+                self._refuse_direct(error)
+        return write_all(descriptors.buffered, buffers, run.offset, aligned=False)
+
+    def _read(self, run: _Run, buffers: Sequence[memoryview]) -> bool:
+        """What the page cache has comes from there; the rest past it, where the buffers are aligned."""
+        try:
+            descriptors = self._descriptors(run.segment)
+        except FileNotFoundError:
+            return False
+        done = self._read_cached(descriptors.buffered, run, buffers)
+        rest = behind(buffers, done) if done else buffers
+        if rest and descriptors.direct is not None and self._direct and _all_aligned(run.offset + done, rest):
+            try:
+                done += read_some(descriptors.direct, rest, run.offset + done, aligned=True)
+            except OSError as error:
+                if error.errno not in _NO_DIRECT:
+                    raise
+                self._refuse_direct(error)
+            rest = behind(buffers, done)
+        if rest:
+            done += read_some(descriptors.buffered, rest, run.offset + done)
+        return done == run.length
+
+    def _read_cached(self, fd: int, run: _Run, buffers: Sequence[memoryview]) -> int:
+        if not self._nowait:
+            return 0
+        try:
+            return read_some(fd, buffers, run.offset, os.RWF_NOWAIT)
+        except OSError as error:
+            if error.errno not in _NO_DIRECT:
+                raise
+            self._nowait = False
+            return 0
+
+    def _refuse_direct(self, error: OSError) -> None:
+        self._direct = False
+        logger.info("%s: the file system refuses O_DIRECT (%s); payloads go through the page cache", self._path, error)
+
+    def _descriptors(self, segment: int, *, create: bool = False) -> _Descriptors:
+        with self._lock:
+            found = self._open.get(segment)
+            if found is None:
+                found = self._open[segment] = self._opened(segment, create)
+            return found
+
+    def _opened(self, segment: int, create: bool) -> _Descriptors:
+        name = f"{_DIRECTORY}/{segment:08d}.seg"
+        access = os.O_RDONLY if self._read_only else os.O_RDWR
+        try:
+            buffered = os.open(name, access, dir_fd=self._store)
+        except FileNotFoundError:
+            if not create:
+                raise
+            buffered = self._created(name)
+        try:
+            return _Descriptors(buffered, os.open(name, access | os.O_DIRECT, dir_fd=self._store))
+        except OSError as error:
+            if error.errno in _NO_DIRECT:
+                return _Descriptors(buffered, None)
+            os.close(buffered)
+            raise
+
+    def _created(self, name: str) -> int:
+        with suppress(FileExistsError):
+            os.mkdir(_DIRECTORY, 0o700, dir_fd=self._store)
+            os.fsync(self._store)
+        fd = os.open(name, os.O_RDWR | os.O_CREAT, 0o600, dir_fd=self._store)
+        directory = os.open(_DIRECTORY, os.O_RDONLY, dir_fd=self._store)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+        return fd
+
+    def _there(self) -> list[int]:
+        """Numbers of the files that are there."""
+        try:
+            directory = os.open(_DIRECTORY, os.O_RDONLY, dir_fd=self._store)
+        except FileNotFoundError:
+            return []
+        try:
+            names = os.listdir(directory)
+        finally:
+            os.close(directory)
+        return [int(name[:8]) for name in names if name[8:] == ".seg" and name[:8].isdecimal()]
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            kind = StoreFullError if error.errno in FULL_CODES else StoreError
+            raise kind(f"{self._path}: {error.strerror or error}") from error
+
+
+def _runs(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_Run]:
+    """Where a part of a payload lies, as far as it lies anywhere."""
+    for extent in extents:
+        size = extent.pages * PAGE_BYTES
+        if length and offset < size:
+            count = min(length, size - offset)
+            yield _Run(extent.segment, extent.page * PAGE_BYTES + offset, count)
+            length -= count
+            offset = size
+        offset -= size
+
+
+def _all_aligned(offset: int, buffers: Sequence[memoryview]) -> bool:
+    return not offset % PAGE_BYTES and all(map(is_aligned, buffers))

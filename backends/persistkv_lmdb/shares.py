@@ -1,0 +1,53 @@
+"""How the capacity is shared between the catalogue (``data.mdb``) and the segments.
+
+1. ``data.mdb`` is bounded by its memory map, whose size follows from what LMDB records; a write transaction begins only
+   when the map has that size. Segments grow within what the map leaves of the capacity.
+2. Beside extents, the catalogue's bound is what was recorded, at least a share of the capacity; it is raised, in a
+   transaction of its own, where the segments leave room. Where payloads lie inline, it is all that the segments leave,
+   and these grow no more.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from persistkv.config import PAGE_BYTES
+from persistkv_lmdb.layout import Transaction, read_catalogue_bytes, read_placement
+from persistkv_lmdb.options import Placement
+from persistkv_lmdb.space import recorded_bytes
+
+LOCK_FILE_BYTES = 64 << 10  # 64 KiB: lock.mdb for 512 readers, with room
+_CATALOGUE_SHARE = 32
+_MIN_CATALOGUE = 1 << 20  # 1 MiB: twice what the pages of a few transactions take
+
+
+class Shares(NamedTuple):
+    """What the bound of ``data.mdb`` depends on, beside the capacity."""
+
+    placement: Placement
+    recorded: int
+    """Bytes that ``data.mdb`` may have beside extents, where that is more than its share of the capacity."""
+    segments: int
+    """Bytes of all segments; 0 where the bound does not depend on them."""
+
+    def catalogue_bytes(self, capacity: int) -> int:
+        """What ``data.mdb`` may have."""
+        whole = capacity - LOCK_FILE_BYTES
+        if self.placement is Placement.INLINE:
+            bound = whole - self.segments
+        else:
+            bound = min(whole, max(catalogue_share(capacity) - LOCK_FILE_BYTES, self.recorded))
+        return bound // PAGE_BYTES * PAGE_BYTES
+
+
+def read_shares(transaction: Transaction) -> Shares:
+    """As recorded."""
+    placement = read_placement(transaction)
+    if placement is Placement.INLINE:
+        return Shares(placement, 0, recorded_bytes(transaction))
+    return Shares(placement, read_catalogue_bytes(transaction), 0)
+
+
+def catalogue_share(capacity: int) -> int:
+    """What ``data.mdb`` and ``lock.mdb`` may take beside extents: 1/32, at least 1 MiB, or 3/4 where there is less."""
+    return max(capacity // _CATALOGUE_SHARE, min(_MIN_CATALOGUE, capacity // 4 * 3))

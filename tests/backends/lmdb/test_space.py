@@ -1,0 +1,324 @@
+"""The allocator against a model that keeps the owner of each page, and what readers keep from being used again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import closing
+
+import lmdb
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from persistkv.errors import StoreFullError
+from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.testing.conformance.suite import check_totals, read_pack, tables
+from persistkv.testing.samples import payload_of, sample_pack
+from persistkv_lmdb.check import find_faults
+from persistkv_lmdb.layout import Databases, Transaction
+from persistkv_lmdb.space import Space, read_extents
+
+FREE = 0
+
+
+class SpaceMachine(RuleBasedStateMachine):
+    """Each rule is one transaction."""
+
+    @initialize()
+    def open(self) -> None:
+        self.directory = tempfile.TemporaryDirectory()
+        self.env = lmdb.open(self.directory.name, map_size=64 << 20, max_dbs=32, sync=False)
+        self.db = Databases(*[self.env.open_db(name.encode()) for name in Databases._fields])
+        self.pages: dict[tuple[int, int], int] = {}
+        self.held: set[int] = set()
+        self.freed: dict[int, int] = {}
+        self.number = 0
+
+    def change(self, change):
+        with self.env.begin(write=True, buffers=True) as txn:
+            space = Space(Transaction(txn, self.db))
+            found = change(space, txn)
+            space.finish()
+        return found
+
+    @rule(segment=st.integers(0, 2), more=st.integers(1, 40))
+    def grow(self, segment: int, more: int) -> None:
+        held = sum(1 for page in self.pages if page[0] == segment)
+        self.change(lambda space, txn: space.resize(segment, held, held + more))
+        self.pages.update({(segment, held + page): FREE for page in range(more)})
+
+    @rule(segment=st.integers(0, 2), less=st.integers(1, 40))
+    def cut(self, segment: int, less: int) -> None:
+        held = sum(1 for page in self.pages if page[0] == segment)
+        tail = self.change(lambda space, txn: space.free_tail(segment, held))
+        run = 0
+        while run < held and self.pages[segment, held - run - 1] == FREE:
+            run += 1
+        assert tail == run
+        less = min(less, tail)
+        if less:
+            self.change(lambda space, txn: space.resize(segment, held, held - less))
+            for page in range(held - less, held):
+                del self.pages[segment, page]
+
+    @rule(pages=st.integers(1, 30), keep=st.booleans())
+    def take(self, pages: int, keep: bool) -> None:
+        free = [page for page, owner in self.pages.items() if owner == FREE]
+        if pages > len(free):
+            return
+        self.number += 1
+
+        def work(space, txn):
+            single = space.largest() >= pages
+            taken = space.take(pages)
+            if keep:
+                space.publish(self.number.to_bytes(32, "big"), taken)
+            else:
+                space.untake(taken)
+            return taken, single
+
+        taken, single = self.change(work)
+        assert len(taken) == 1 or not single
+        places = [(extent.segment, extent.page + page) for extent in taken for page in range(extent.pages)]
+        assert len(places) == len(set(places)) == pages
+        assert all(self.pages[place] == FREE for place in places)
+        if keep:
+            self.pages.update(dict.fromkeys(places, self.number))
+            self.held.add(self.number)
+
+    @rule(data=st.data())
+    def retire(self, data: st.DataObject) -> None:
+        if not self.held:
+            return
+        number = data.draw(st.sampled_from(sorted(self.held)))
+        name = number.to_bytes(32, "big")
+
+        def work(space, txn):
+            assert space.retire(name)
+            assert not space.retire(name)
+            return txn.id()
+
+        self.freed[number] = self.change(work)
+        self.held.remove(number)
+
+    @rule(ago=st.integers(0, 5))
+    def ripen(self, ago: int) -> None:
+        def work(space, txn):
+            space.ripen(txn.id() - 1 - ago)
+            return txn.id() - 1 - ago
+
+        oldest = self.change(work)
+        ripe = {number for number, freed in self.freed.items() if freed <= oldest}
+        for page, owner in self.pages.items():
+            if owner in ripe:
+                self.pages[page] = FREE
+        self.freed = {number: freed for number, freed in self.freed.items() if number not in ripe}
+
+    @invariant()
+    def agree(self) -> None:
+        if not hasattr(self, "env"):
+            return
+        with self.env.begin(buffers=True) as txn:
+            transaction = Transaction(txn, self.db)
+            space = Space(transaction)
+            owners: dict[tuple[int, int], int] = {}
+            found = [(FREE, extent) for extent in space.free_extents()]
+            assert sorted(extent for _, extent in found) == sorted(space.free_sizes())
+            assert len({(e.segment, e.page) for _, e in found} & {(e.segment, e.end) for _, e in found}) == 0
+            aging = {number: extent for extent, number in ((e, n) for n, e in space.aging_extents())}
+            assert set(aging) == set(self.freed.values())
+            for number in self.held:
+                found += [(number, extent) for extent in read_extents(transaction, number.to_bytes(32, "big")) or ()]
+            for owner, extent in found:
+                for page in range(extent.page, extent.end):
+                    assert owners.setdefault((extent.segment, page), owner) == owner
+            expected = {page: owner for page, owner in self.pages.items() if owner not in self.freed}
+            assert owners == expected
+            assert space.total == len(self.pages)
+            assert space.aging == len(self.pages) - len(expected)
+
+    def teardown(self) -> None:
+        if hasattr(self, "env"):
+            self.env.close()
+            self.directory.cleanup()
+
+
+def test_allocator_follows_the_model() -> None:
+    checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    limits = settings(
+        max_examples=40, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=checks
+    )
+    run_state_machine_as_test(SpaceMachine, settings=limits)
+
+
+@pytest.fixture
+def placement() -> str:
+    return "extents"
+
+
+READER = """
+import lmdb, sys
+env = lmdb.open(sys.argv[1], readonly=True)
+txn = env.begin()
+print("began", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def reader(path):
+    """Starts a process that holds a snapshot until it is killed."""
+    running = []
+
+    def start():
+        command = [sys.executable, "-c", READER, str(path)]
+        running.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        assert running[-1].stdout.readline() == b"began\n"
+        return running[-1]
+
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def fill(backend, namespace, first=0):
+    """Packs of 256 KiB until one is evicted; all ids."""
+    written = []
+    while True:
+        pack = sample_pack(namespace, first + len(written), blocks=4, block_bytes=1 << 16)
+        written.append(pack.pack_id)
+        if backend.commit(namespace, CommitBatch([pack])).evicted:
+            return written
+
+
+def test_stopped_reader_does_not_drain_the_store(open_store, identity, reader):
+    backend = open_store("?capacity=16MiB")
+    namespace = backend.open_namespace(identity).id
+    fill(backend, namespace)
+    process = reader()
+    refused = 0
+    for seed in range(1000, 1040):
+        try:
+            backend.commit(namespace, CommitBatch([sample_pack(namespace, seed, blocks=4, block_bytes=1 << 16)]))
+        except StoreFullError:
+            refused += 1
+        assert find_faults(backend._environment) == []
+    assert refused > 20
+    assert check_totals(backend).packs > 40
+    process.kill()
+    process.communicate()
+    fresh = sample_pack(namespace, 2000, blocks=4, block_bytes=1 << 16)
+    backend.commit(namespace, CommitBatch([fresh]))
+    assert read_pack(backend, namespace, fresh.table) == payload_of(fresh)
+
+
+def test_reader_in_the_middle_of_a_call_keeps_its_extents(backend, namespace):
+    """Its extents are freed and the store is written full while it reads: they are not used again before it ends."""
+    pack = sample_pack(namespace, 1, blocks=8, block_bytes=1 << 16)
+    backend.commit(namespace, CommitBatch([pack]))
+    shared = backend._environment
+    with shared.transaction() as transaction:
+        extents = read_extents(transaction, namespace + pack.pack_id)
+
+        def replace():
+            backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))
+            for seed in range(2, 20):
+                backend.commit(namespace, CommitBatch([sample_pack(namespace, seed, blocks=8, block_bytes=1 << 16)]))
+
+        thread = threading.Thread(target=replace)
+        thread.start()
+        thread.join()
+        buffer = bytearray(len(payload_of(pack)))
+        assert shared.files.read(extents, 0, [memoryview(buffer)])
+        assert buffer == payload_of(pack)
+    backend.commit(namespace, CommitBatch([sample_pack(namespace, 20, blocks=8, block_bytes=1 << 16)]))
+    with shared.transaction() as transaction:
+        newest = tables(backend, namespace)
+        used = [read_extents(transaction, namespace + pack_id) for pack_id in newest]
+    assert extents in used
+    assert find_faults(shared) == []
+
+
+def test_lost_segment_is_misses_and_is_made_again(open_store, path, identity):
+    backend = open_store("?capacity=16MiB")
+    namespace = backend.open_namespace(identity).id
+    pack = sample_pack(namespace, 1)
+    backend.commit(namespace, CommitBatch([pack]))
+    backend.close()
+    (path / "segments" / "00000000.seg").unlink()
+    with closing(open_store("", read_only=True)) as reader:
+        assert read_pack(reader, namespace, pack.table) is None
+    again = open_store()
+    assert read_pack(again, namespace, pack.table) is None
+    other = sample_pack(namespace, 2)
+    again.commit(namespace, CommitBatch([other]))
+    assert read_pack(again, namespace, other.table) == payload_of(other)
+    assert read_pack(again, namespace, pack.table) != payload_of(pack)
+    assert find_faults(again._environment) == []
+
+
+def test_short_segment_is_a_miss(backend, namespace, path):
+    pack = sample_pack(namespace, 1)
+    backend.commit(namespace, CommitBatch([pack]))
+    with open(path / "segments" / "00000000.seg", "r+b") as file:
+        file.truncate(4096)
+    assert read_pack(backend, namespace, pack.table) is None
+    assert len(find_faults(backend._environment)) == 1
+
+
+def test_file_of_a_commit_that_never_was_is_cut(open_store, path, identity):
+    backend = open_store("?capacity=16MiB")
+    namespace = backend.open_namespace(identity).id
+    backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
+    before = backend.stats().disk_bytes
+    backend.close()
+    for name, length in (("00000000.seg", 4 << 20), ("00000007.seg", 1 << 20)):
+        with open(path / "segments" / name, "ab") as file:
+            file.write(bytes(length))
+    again = open_store()
+    assert again.stats().disk_bytes > before + (4 << 20)
+    again.commit(namespace, CommitBatch(touches=[bytes(16)]))
+    assert again.stats().disk_bytes <= before + (1 << 18)
+    assert find_faults(again._environment) == []
+
+
+def test_pack_in_several_extents_and_segments(open_store, identity, monkeypatch):
+    monkeypatch.setattr("persistkv_lmdb.payload._SEGMENT_BYTES", 1 << 20)
+    backend = open_store("?capacity=16MiB")
+    namespace = backend.open_namespace(identity).id
+    ids = fill(backend, namespace)
+    backend.commit(namespace, CommitBatch(deletions=ids[::2]))
+    large = sample_pack(namespace, 5000, blocks=50, block_bytes=70_001)
+    backend.commit(namespace, CommitBatch([large]))
+    with backend._environment.transaction() as transaction:
+        extents = read_extents(transaction, namespace + large.pack_id)
+        assert extents is not None
+        assert len({extent.segment for extent in extents}) > 1
+    payload = payload_of(large)
+    assert read_pack(backend, namespace, large.table) == payload
+    for offset, length in ((0, 1), (4095, 300_000), (len(payload) - 5, 5), (1 << 20, 2 << 20)):
+        buffers = [memoryview(bytearray(length // 3)), memoryview(bytearray(length - length // 3))]
+        assert backend.read(namespace, [ReadSpan(large.pack_id, offset, buffers)]) == [True]
+        assert b"".join(buffers) == payload[offset : offset + length]
+    assert find_faults(backend._environment) == []
+
+
+def test_damaged_extents_are_a_miss(open_store, path, identity):
+    backend = open_store()
+    namespace = backend.open_namespace(identity).id
+    packs = [sample_pack(namespace, seed) for seed in range(3)]
+    backend.commit(namespace, CommitBatch(packs))
+    backend.close()
+    rows = [b"short", b"\xff" * 12, b""]
+    with lmdb.open(str(path), max_dbs=32) as env, env.begin(write=True) as txn:
+        extents = env.open_db(b"extents", txn=txn)
+        for pack, row in zip(packs, rows, strict=True):
+            txn.put(namespace + pack.pack_id, row, db=extents)
+    backend = open_store()
+    assert [read_pack(backend, namespace, pack.table) for pack in packs] == [None] * 3
+    assert len(find_faults(backend._environment)) > 1

@@ -55,9 +55,7 @@ class S3Backend(Backend):
         return cls.connect(place, options, BotoClient(place, options), read_only=read_only)
 
     @classmethod
-    def connect(
-        cls, place: Place, options: S3Options, transport: Transport, *, read_only: bool = False
-    ) -> S3Backend:
+    def connect(cls, place: Place, options: S3Options, transport: Transport, *, read_only: bool = False) -> S3Backend:
         """As ``open``, over a client of the caller's, which the handle then owns."""
         backend = cls(place, options, transport, read_only=read_only)
         try:

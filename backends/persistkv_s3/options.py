@@ -74,11 +74,6 @@ class S3Options(msgspec.Struct, frozen=True):
         """``touch`` in seconds."""
         return 0.0 if self.touch == "0s" else parse_duration(self.touch, name="s3 option touch")
 
-    @property
-    def over_tls(self) -> bool:
-        """Whether requests are encrypted on their way."""
-        return self.endpoint_url is None or self.endpoint_url.lower().startswith("https:")
-
 
 class Place(msgspec.Struct, frozen=True):
     """Where a store lies."""

@@ -386,9 +386,7 @@ class S3Roots(Target):
         except CorruptPackError:
             return False
         require(sealed or data in self.samples, "damage passed the checksum")
-        require(
-            parse_root_object(encode_root(root), IDENTITY.digest, 1) == root, "a root does not survive its encoding"
-        )
+        require(parse_root_object(encode_root(root), IDENTITY.digest, 1) == root, "a root that does not survive")
         return True
 
 

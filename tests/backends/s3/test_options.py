@@ -28,13 +28,12 @@ def test_defaults_are_safe() -> None:
     place, options = parse("s3://bucket/some/prefix/")
     assert (place.bucket, place.prefix, str(place)) == ("bucket", "some/prefix/", "s3://bucket/some/prefix")
     assert parse("s3://bucket")[0].prefix == ""
-    assert options.over_tls
     client = BotoClient(place, options)
     config = client._client.meta.config
     assert client._client.meta.endpoint_url.startswith("https://")
     assert config.s3 == {"payload_signing_enabled": False, "addressing_style": "auto"}
     assert config.request_checksum_calculation == "when_required"
-    assert config.retries == {"total_max_attempts": 1}
+    assert config.retries["total_max_attempts"] == 1
     client.close()
 
 
@@ -86,6 +85,13 @@ def test_wrong_option_is_named(options: str, field: str) -> None:
 def test_wrong_place_is_named(location: str) -> None:
     with pytest.raises(ConfigurationError, match="url"):
         parse(f"s3://{location}")
+
+
+def test_endpoint_of_the_environment_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
+    client = BotoClient(*parse("s3://bucket/p"))
+    assert client._client.meta.config.s3["payload_signing_enabled"]
+    client.close()
 
 
 def test_credentials_in_an_endpoint_are_refused_and_not_repeated() -> None:

@@ -232,9 +232,7 @@ def _make_client(options: S3Options) -> Any:
         config = Config(
             signature_version="s3v4",
             connect_timeout=min(_CONNECT_S, options.deadline_s),
-            read_timeout=max(
-                1.0, options.deadline_s / 3
-            ),  # a hang costs one attempt of three, not all the time there is
+            read_timeout=max(1.0, options.deadline_s / 3),  # a hang costs one attempt of three, not all the time
             retries={"total_max_attempts": 1},
             max_pool_connections=2 * options.connections,  # reads go beside a commit
             request_checksum_calculation="when_supported" if options.checksum == "crc32" else "when_required",

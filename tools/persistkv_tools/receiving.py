@@ -99,8 +99,8 @@ class Receiver:
         depths: dict[bytes, int] = {}
         for keys in chains:
             for depth, key in enumerate(keys):
-                found = self._index.locate(key)
-                pack = self._waiting_keys.get(key) if found is None else found[0].pack_id
+                found = self._index.pack_of(key)
+                pack = self._waiting_keys.get(key) if found is None else found.pack_id
                 if pack is None:
                     return None
                 depths[pack] = min(depth, depths.get(pack, depth))

@@ -344,7 +344,7 @@ class PackWriter:
                 self._begun.popleft()()
 
     def release(self) -> None:
-        """Let go of the blocks: whoever keeps this object (an error's traceback may) does not keep them. Table, keys and
+        """Let go of the blocks: who keeps this object (an error's traceback may) does not keep them. Table, keys and
         names stay; ``stream`` may not be called any more.
         """
         self.settle()

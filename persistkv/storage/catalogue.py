@@ -12,6 +12,7 @@ from persistkv.errors import StoreError
 from persistkv.storage.backend import Changes, CommitBatch, CommitResult
 from persistkv.storage.index import HeldPack, Index
 from persistkv.storage.medium import Medium
+from persistkv.storage.memory import give_back, no_collections
 from persistkv.storage.pack import PackWriter
 from persistkv.storage.records import News, StoreCounters
 
@@ -32,8 +33,9 @@ class Catalogue:
         self.news = News()
         self._medium = medium
         self._counters = counters
-        self._learn(medium.backend.changes(medium.namespace, None))
-        self.news = News()
+        with no_collections():
+            self._learn(medium.backend.changes(medium.namespace, None))
+        give_back()  # some 50 bytes a block
 
     async def refresh(self) -> None:
         """Learn what others committed and deleted.
@@ -50,15 +52,21 @@ class Catalogue:
             self._medium.complain(error)
 
     def _learn(self, changes: Changes) -> None:
-        before = self.index
         if changes.reset:
-            self.index = Index()
-        self._gone(self.index.remove_all(changes.removed))
-        for table in changes.added:
-            self._came(key for key in self.index.add(table) if not changes.reset or key not in before)
-        if changes.reset:
-            self._gone([key for key in before if key not in self.index])
+            self._learn_anew(changes)
+        else:
+            self._gone(self.index.remove_all(changes.removed))
+            for table in changes.added:
+                self.news.stored += self.index.add(table)
         self.cursor = changes.cursor
+
+    def _learn_anew(self, changes: Changes) -> None:
+        before, self.index = self.index, Index()
+        for table in changes.added:
+            self.index.add(table)
+        if before:
+            self._gone([key for key in before if key not in self.index])
+            self.news.stored += [key for key in self.index if key not in before]
 
     async def committed(self, writers: Sequence[PackWriter], result: CommitResult, *, followed: bool) -> None:
         """Take in what a commit of ours did.
@@ -82,7 +90,7 @@ class Catalogue:
 
     def _stored(self, writer: PackWriter) -> None:
         table = writer.table
-        self._came(self.index.add(table))
+        self.news.stored += self.index.add(table)
         self._counters.stored_blocks += len(table.keys)
         self._counters.stored_raw_bytes += table.raw_length
         self._counters.stored_bytes += table.payload_length
@@ -103,9 +111,6 @@ class Catalogue:
         await (
             self.refresh_or_complain()
         )  # what could only be reached through them went too, and others may have committed
-
-    def _came(self, keys: Iterable[bytes]) -> None:
-        self.news.stored += keys
 
     def _gone(self, keys: Sequence[bytes]) -> None:
         """News tells what is there in the end: a key that came and went since it was last taken only went."""

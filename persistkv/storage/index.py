@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import repeat
 
 from persistkv.storage.pack import Frame, PackTable, pack_frames, unpack_frames
 
@@ -19,7 +20,7 @@ class HeldPack:
     __slots__ = ("_frames", "codecs", "keys", "pack_id")
 
     def __init__(self, table: PackTable, keys: list[bytes]) -> None:
-        self.pack_id = table.pack_id
+        self.pack_id = bytes(bytearray(table.pack_id))  # not among the many short-lived objects that parsing left
         self.codecs = sys.intern(table.codecs)
         """As in the pack's table."""
         self.keys = tuple(keys)
@@ -66,16 +67,13 @@ class Index:
             return []
         keys = table.keys.unpack()
         pack = self._packs[table.pack_id] = HeldPack(table, keys)
-        if self._where.keys().isdisjoint(keys):
-            self._where.update(dict.fromkeys(keys, pack))
+        holders = list(map(self._where.setdefault, keys, repeat(pack)))
+        if holders.count(pack) == len(keys):
             return keys
-        return [key for key in keys if self._add_one(key, pack)]
-
-    def _add_one(self, key: bytes, pack: HeldPack) -> bool:
-        if self._where.setdefault(key, pack) is pack:
-            return True
-        self._also.setdefault(key, []).append(pack)
-        return False
+        for key, holder in zip(keys, holders, strict=True):
+            if holder is not pack:
+                self._also.setdefault(key, []).append(pack)
+        return [key for key, holder in zip(keys, holders, strict=True) if holder is pack]
 
     def remove_all(self, pack_ids: Iterable[bytes]) -> list[bytes]:
         """Forget packs; those that are not known are passed over.

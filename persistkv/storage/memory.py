@@ -7,6 +7,10 @@ the scratch memory of reads, frames that are encoded ahead, messages, and the al
 
 from __future__ import annotations
 
+import ctypes
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from persistkv.storage.pack import MAX_PACK_BYTES
@@ -36,3 +40,22 @@ class MemoryShares(NamedTuple):
         return cls(
             bound // 2, bound // 16, min(MAX_PACK_BYTES, bound // 4), min(_PART_BYTES, bound // (8 * MAX_IO_THREADS))
         )
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Keep the garbage collector from looking again and again at many objects that are made to stay."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def give_back() -> None:
+    """Have the C library return freed memory to the system, where it can: it keeps what lies between other objects."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -343,6 +343,13 @@ class PackWriter:
             with suppress(Exception):  # it would have come out of the stream, which nobody asks any more
                 self._begun.popleft()()
 
+    def release(self) -> None:
+        """Let go of the blocks: who keeps this object (an error's traceback may) does not keep them. Table, keys and
+        names stay; ``stream`` may not be called any more.
+        """
+        self.settle()
+        self.segments = ()
+
     def _stored_frames(self) -> Iterator[_StoredFrame]:
         bounds = ((segment, *bound) for segment in self.segments for bound in segment.frame_bounds())
         encodes = any(not codec.identity for codec in self.codecs)

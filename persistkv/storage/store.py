@@ -269,6 +269,7 @@ class Store:
                 self._flying.difference_update(segment.keys)
         else:
             lost = self._staging.end(outgoing.staged, written=written)
+        outgoing.writer.release()
         if lost:
             self.counters.dropped_blocks += lost
             self.counters.dropped_bytes += outgoing.writer.raw_length * lost // len(outgoing.writer.keys)

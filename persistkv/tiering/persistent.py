@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -112,6 +112,7 @@ class PersistentTier(SecondaryTierManager):
         self._undescribed: dict[str, list[OffloadKey]] = {}
         self._ended: dict[str, bool] = {}
         self._detached = False
+        self._holds: Callable[[bytes], bool] = self._client.contains
 
     def _choose_host(self) -> Host:
         num_bytes = self.config.num_blocks * self.config.layout.row_stride
@@ -136,7 +137,7 @@ class PersistentTier(SecondaryTierManager):
     # Lookups and jobs
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        return not self._detached and self._client.contains(key)
+        return self._holds(key)
 
     def submit_store(self, job: JobMetadata) -> None:
         description = job.req_context.description
@@ -246,6 +247,7 @@ class PersistentTier(SecondaryTierManager):
         """With changed weights this tier's identity is no longer the engine's: it serves and takes nothing more."""
         if weights_changed and not self._detached:
             self._detached = True
+            self._holds = _nothing
             logger.warning("weights changed without a new identity: nothing is persisted from here on")
 
     def wait_persisted(self, req_id: str, timeout_s: float) -> bool:
@@ -318,3 +320,7 @@ def _by_group(keys: Sequence[OffloadKey], num_groups: int) -> list[list[OffloadK
     for key in dict.fromkeys(keys):
         chains[get_offload_group_idx(key)].append(key)
     return chains
+
+
+def _nothing(key: bytes) -> bool:
+    return False

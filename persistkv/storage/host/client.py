@@ -18,7 +18,7 @@ import logging
 import os
 import time
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from persistkv.errors import HostError, PersistKVError
@@ -76,6 +76,8 @@ class StoreClient:
         self._backoff_s = _FIRST_BACKOFF_S
         self._start_at = 0.0
         self._replica = Replica()
+        self.contains: Callable[[bytes], bool] = self._replica.held.__contains__
+        """Whether a key is durable and can be asked for: one probe of a set, and nothing around it."""
         self._flights = Flights(self.counters, max_queue_bytes)
         self._answers: dict[int, Any] = {}
         self._next_token = 0
@@ -143,10 +145,6 @@ class StoreClient:
             raise HostError("this store was opened before a fork; open it anew in the child")
 
     # Jobs
-
-    def contains(self, key: bytes) -> bool:
-        """Whether the key is durable and can be asked for: one probe of the replica."""
-        return key in self._replica.held
 
     def __len__(self) -> int:
         return len(self._replica.held)
@@ -427,7 +425,7 @@ class StoreClient:
         if self._connection is not None:
             self._connection.close()
         self._state = State.CLOSED
-        self._replica = Replica()
+        self._replica.held.clear()
         ended = self._host.wait(max(1.0, deadline - time.monotonic()))
         if not ended:
             self._host.kill()

@@ -14,10 +14,11 @@ _MOST_TOUCHED = 65_536  # keys that wait to be said
 
 
 class Replica:
-    """See the top of this file. A membership probe is one probe of a set."""
+    """See the top of this file."""
 
     def __init__(self) -> None:
         self.held: set[bytes] = set()
+        """The keys; always the same set, so that others may probe it."""
         self._listed: set[bytes] | None = None
         self._stored: list[bytes] = []
         self._removed: list[bytes] = []
@@ -32,10 +33,13 @@ class Replica:
 
         :param news: whether what was not held before is news.
         """
-        before, self.held, self._listed = self.held, self._listed or set(), None
-        self._went([key for key in before if key not in self.held])
+        held, listed, self._listed = self.held, self._listed or set(), None
+        gone = [key for key in held if key not in listed]
         if news:
-            self._stored += [key for key in self.held if key not in before]
+            self._stored += [key for key in listed if key not in held]
+        held.difference_update(gone)
+        held |= listed
+        self._went(gone)
 
     def add(self, keys: list[bytes]) -> None:
         """Keys that became durable, or that a listing tells."""
@@ -52,8 +56,9 @@ class Replica:
 
     def clear(self) -> None:
         """Nothing is open any more."""
-        self._went(self.held)
-        self.held, self._listed, self._touched = set(), None, set()
+        self._went(list(self.held))
+        self.held.clear()
+        self._listed, self._touched = None, set()
 
     def _went(self, keys: Collection[bytes]) -> None:
         if self._stored:

@@ -36,7 +36,7 @@ from persistkv_tools.errors import CorruptArchiveError
 
 ARCHIVE_VERSION = 1
 _MAGIC = b"PKVARCH1"
-_RECORD = struct.Struct("<4s4xQQ")
+_RECORD = struct.Struct("<4sIQQ")
 _HEAD_LENGTH = struct.Struct("<I")
 _HEAD, _NAMESPACE, _PACK, _REQUEST, _END = b"HEAD", b"NSPC", b"PACK", b"RQST", b"END "
 
@@ -74,7 +74,10 @@ class _End(msgspec.Struct, frozen=True):
 
 
 class ArchiveWriter:
-    """Writes beside the target and takes its place at the end of the block, where nothing was raised."""
+    """Writes beside the target and takes its place at the end of the block, where nothing was raised.
+
+    The file has mode 0600: it holds somebody's contexts.
+    """
 
     def __init__(self, path: Path) -> None:
         """:raises ConfigurationError: the file cannot be written."""
@@ -83,9 +86,11 @@ class ArchiveWriter:
         self._records = 0
         self._heads = xxhash.xxh3_64()
         try:
-            self._file: BinaryIO = self._part.open("wb")
+            self._part.unlink(missing_ok=True)
+            descriptor = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigurationError("--output", str(path), f"a file to write to ({error.strerror})") from None
+        self._file: BinaryIO = os.fdopen(descriptor, "wb")
         self._file.write(_MAGIC)
         head = ArchiveHead(ARCHIVE_VERSION, time.time(), f"persistkv {__version__}")
         self._write(_HEAD, msgspec.json.encode(head))
@@ -123,7 +128,7 @@ class ArchiveWriter:
         digest = xxhash.xxh3_64()
         for part in parts:
             digest.update(part)
-        head = _RECORD.pack(kind, sum(map(len, parts)), digest.intdigest())
+        head = _RECORD.pack(kind, 0, sum(map(len, parts)), digest.intdigest())
         self._heads.update(head)
         self._records += 1
         for part in (head, *parts):
@@ -173,7 +178,9 @@ class _Reader:
         head = self._file.read(_RECORD.size)
         if len(head) < _RECORD.size:
             raise self._corrupt(at, "the file ends before its last record")
-        kind, length, checksum = _RECORD.unpack(head)
+        kind, reserved, length, checksum = _RECORD.unpack(head)
+        if reserved:
+            raise self._corrupt(at, f"{reserved:#x} where 0 belongs")
         if length > self._size - at - _RECORD.size:
             raise self._corrupt(at, f"{length:,} bytes do not fit the file")
         body = memoryview(self._file.read(length))

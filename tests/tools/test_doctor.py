@@ -144,7 +144,7 @@ def test_missing_packages(monkeypatch):
     assert "persistkv[s3]" in found["package boto3"].todo
 
 
-def test_imports_no_torch(run, store):
-    done = run("doctor", store, python=("-X", "importtime"))
+def test_imports_no_torch(start, store):
+    done = start("doctor", store, python=("-X", "importtime"))
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert not {"torch", "transformers", "boto3"} & imported

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import json
 import random
+import resource
+import signal
 from contextlib import closing
 
 import pytest
 import xxhash
 
+from persistkv.errors import ConfigurationError
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.codec import PlanesCodec, RawCodec, ZstdCodec
 from persistkv.storage.identity import Identity
@@ -316,6 +319,20 @@ class TestCommands:
         assert run("export", store[0], "nobody", "-o", "out.pkv", "--force").returncode == 2
         assert (tmp_path / "out.pkv").read_text() == "mine"
         assert run("export", store[0], "--all", "-o", "out.pkv", "--force").returncode == 0
+
+    def test_a_full_disk_leaves_no_half_file(self, store, tmp_path):
+        """A limit on the size of files ends a write as a full disk does."""
+        _, writer = store
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handled = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+        try:
+            with pytest.raises(ConfigurationError, match="room to write"):
+                exported(writer.backend, tmp_path / "o.pkv")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, handled)
+        assert not list(tmp_path.glob("o.pkv*"))
 
     def test_nothing_is_made_of_a_bad_file(self, run, tmp_path):
         (tmp_path / "bad.pkv").write_text("hello")

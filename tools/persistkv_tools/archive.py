@@ -12,6 +12,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NamedTuple
@@ -80,7 +81,7 @@ class ArchiveWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        """:raises ConfigurationError: the file cannot be written."""
+        """:raises ConfigurationError: the file cannot be written; so do all methods, and the end of the block."""
         self._path = path
         self._part = path.with_name(path.name + ".part")
         self._records = 0
@@ -89,7 +90,7 @@ class ArchiveWriter:
             self._part.unlink(missing_ok=True)
             descriptor = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ConfigurationError("--output", str(path), f"a file to write to ({error.strerror})") from None
+            raise self._failed(error) from None
         self._file: BinaryIO = os.fdopen(descriptor, "wb")
         self._file.write(_MAGIC)
         head = ArchiveHead(ARCHIVE_VERSION, time.time(), f"persistkv {__version__}")
@@ -101,14 +102,13 @@ class ArchiveWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self._write(_END, msgspec.json.encode(_End(self._records, self._heads.hexdigest())))
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        self._file.close()
-        if error is None:
-            os.replace(self._part, self._path)
-        else:
+        try:
+            if error is None:
+                self._write(_END, msgspec.json.encode(_End(self._records, self._heads.hexdigest())))
+                self._finish()
+        finally:
+            with suppress(OSError):  # what is left in the buffer of a file that is given up
+                self._file.close()
             self._part.unlink(missing_ok=True)
 
     def namespace(self, identity: Identity) -> None:
@@ -131,8 +131,22 @@ class ArchiveWriter:
         head = _RECORD.pack(kind, 0, sum(map(len, parts)), digest.intdigest())
         self._heads.update(head)
         self._records += 1
-        for part in (head, *parts):
-            self._file.write(part)
+        try:
+            for part in (head, *parts):
+                self._file.write(part)
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def _finish(self) -> None:
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            os.replace(self._part, self._path)
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def _failed(self, error: OSError) -> ConfigurationError:
+        return ConfigurationError("--output", str(self._path), f"a place with room to write to ({error.strerror})")
 
 
 def read_archive(path: Path, took: Callable[[int], None]) -> Iterator[Record]:

@@ -12,13 +12,27 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
 from persistkv.storage.registry import open_backend
 from persistkv.testing.samples import sample_manifest, sample_pack
+from persistkv_tools.cli import main
 from tests.tools.contexts import Contexts
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command line in this process, which costs no start of an interpreter."""
+    monkeypatch.chdir(tmp_path)
+
+    def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        return subprocess.CompletedProcess(arguments, ended.value.code or 0, *capsys.readouterr())  # type: ignore[arg-type]
+
+    return run_here
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Run:
     """The command line in a process of its own."""
 
     def run_cli(*arguments: str, python: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:

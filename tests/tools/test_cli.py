@@ -25,30 +25,30 @@ def one_line_error(done, *parts, code=2):
 
 
 class TestBadInput:
-    def test_an_unknown_scheme_names_the_known_ones(self, run):
-        one_line_error(run("ls", "tape:///kv"), "tape", "lmdb")
+    def test_an_unknown_scheme_names_the_known_ones(self, start):
+        one_line_error(start("ls", "tape:///kv"), "tape", "lmdb")
 
-    def test_what_is_no_url(self, run):
-        one_line_error(run("stat", "somewhere"), "scheme://")
+    def test_what_is_no_url(self, start):
+        one_line_error(start("stat", "somewhere"), "scheme://")
 
-    def test_a_negative_capacity(self, run, tmp_path):
-        one_line_error(run("ls", f"lmdb://{tmp_path}/store?capacity=-1GiB"), "capacity", "-1GiB")
+    def test_a_negative_capacity(self, start, tmp_path):
+        one_line_error(start("ls", f"lmdb://{tmp_path}/store?capacity=-1GiB"), "capacity", "-1GiB")
 
-    def test_an_unknown_option(self, run, tmp_path):
-        one_line_error(run("ls", f"lmdb://{tmp_path}/store?color=red"), "color")
+    def test_an_unknown_option(self, start, tmp_path):
+        one_line_error(start("ls", f"lmdb://{tmp_path}/store?color=red"), "color")
 
-    def test_a_store_that_is_not_there(self, run, tmp_path):
-        one_line_error(run("stat", f"lmdb://{tmp_path}/absent"), "absent", code=3)
+    def test_a_store_that_is_not_there(self, start, tmp_path):
+        one_line_error(start("stat", f"lmdb://{tmp_path}/absent"), "absent", code=3)
         assert not (tmp_path / "absent").exists()
 
-    def test_a_file_where_a_directory_belongs(self, run, tmp_path):
+    def test_a_file_where_a_directory_belongs(self, start, tmp_path):
         (tmp_path / "file").write_text("hello")
-        one_line_error(run("ls", f"lmdb://{tmp_path}/file"), "file", code=3)
+        one_line_error(start("ls", f"lmdb://{tmp_path}/file"), "file", code=3)
 
-    def test_a_directory_with_something_else(self, run, tmp_path):
+    def test_a_directory_with_something_else(self, start, tmp_path):
         (tmp_path / "other").mkdir()
         (tmp_path / "other" / "data.mdb").write_bytes(os.urandom(100_000))
-        one_line_error(run("ls", f"lmdb://{tmp_path}/other"), "other", code=3)
+        one_line_error(start("ls", f"lmdb://{tmp_path}/other"), "other", code=3)
 
     def test_a_path_without_permission(self):
         """Run by an ordinary user: nothing is closed to root."""
@@ -61,8 +61,8 @@ class TestBadInput:
         one_line_error(done, "closed", "ermission", code=3)
 
     @pytest.mark.parametrize("arguments", [("ls",), ("no-such-command",), ("ls", "lmdb:///x", "--no-such-option")])
-    def test_wrong_usage(self, run, arguments):
-        done = run(*arguments)
+    def test_wrong_usage(self, start, arguments):
+        done = start(*arguments)
         assert done.returncode == 2
         assert "Traceback" not in done.stderr
 
@@ -76,9 +76,9 @@ class TestBadInput:
             (("--store", "lmdb://{tmp}/store?capacity=-5"), "capacity"),
         ],
     )
-    def test_the_demo_refuses_before_it_works(self, run, tmp_path, arguments, part):
+    def test_the_demo_refuses_before_it_works(self, start, tmp_path, arguments, part):
         (tmp_path / "file").touch()
-        one_line_error(run("demo", *(argument.format(tmp=tmp_path) for argument in arguments)), part)
+        one_line_error(start("demo", *(argument.format(tmp=tmp_path) for argument in arguments)), part)
         assert not (tmp_path / ".persistkv-demo" / "model").exists()
 
 
@@ -129,14 +129,14 @@ class TestWithoutTheExtra:
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("demo", "--help"), ("ls", "memory://x")])
-def test_imports_no_torch(run, arguments):
-    done = run(*arguments, python=("-X", "importtime"))
+def test_imports_no_torch(start, arguments):
+    done = start(*arguments, python=("-X", "importtime"))
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "persistkv_tools.cli" in imported
     assert not {"torch", "transformers"} & imported
 
 
-def test_help_names_the_commands(run):
-    done = run("--help")
+def test_help_names_the_commands(start):
+    done = start("--help")
     assert all(command in done.stdout for command in (*COMMANDS, "demo"))
-    assert run("--version").stdout.startswith("persistkv 0.")
+    assert start("--version").stdout.startswith("persistkv 0.")

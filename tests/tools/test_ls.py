@@ -13,8 +13,8 @@ from persistkv_tools.listing import Sort, list_requests
 from persistkv_tools.selection import Selection
 
 
-def test_lists_requests_while_the_store_is_open_elsewhere(run, filled):
-    done = run("ls", filled)
+def test_lists_requests_while_the_store_is_open_elsewhere(start, filled):
+    done = start("ls", filled)
     assert done.returncode == 0, done.stderr
     for request in ("engine-0-0", "engine-0-1", "engine-1-0"):
         assert request in done.stdout

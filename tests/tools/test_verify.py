@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from contextlib import closing
 
 import pytest
@@ -191,6 +195,28 @@ class TestResume:
             done = run("verify", filled, "--resume", name)
             assert (done.returncode, done.stderr.count("\n")) == (2, 1)
             assert "--resume" in done.stderr
+
+    def test_ctrl_c_leaves_a_file_to_go_on_from(self, run, contexts, tmp_path):
+        url, writer = contexts
+        for number in range(16):
+            writer.add(f"r{number}", " ".join(f"{number}-{word}" for word in range(32)))
+        slow = [sys.executable, "-m", "persistkv_tools", "verify", url, "--rate", "64KiB", "--resume", "state"]
+        process = subprocess.Popen(slow, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "state").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        assert "interrupted" in process.communicate(timeout=60)[1]
+        assert process.returncode == 130
+        assert VerifyState.load(tmp_path / "state", url, 1.0).packs < 16
+        found = json.loads(run("verify", url, "--resume", "state", "--json").stdout)
+        assert (found["packs"], found["problems"]) == (16, 0)
+        assert not (tmp_path / "state").exists()
+
+    def test_a_file_that_cannot_be_written_is_told_at_once(self, run, filled):
+        done = run("verify", filled, "--resume", "absent/state")
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert "absent/state" in done.stderr
 
     def test_the_file_is_gone_at_the_end(self, run, filled, tmp_path):
         assert run("verify", filled, "--resume", "state").returncode == 0

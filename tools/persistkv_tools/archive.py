@@ -12,6 +12,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NamedTuple
@@ -36,7 +37,7 @@ from persistkv_tools.errors import CorruptArchiveError
 
 ARCHIVE_VERSION = 1
 _MAGIC = b"PKVARCH1"
-_RECORD = struct.Struct("<4s4xQQ")
+_RECORD = struct.Struct("<4sIQQ")
 _HEAD_LENGTH = struct.Struct("<I")
 _HEAD, _NAMESPACE, _PACK, _REQUEST, _END = b"HEAD", b"NSPC", b"PACK", b"RQST", b"END "
 
@@ -74,18 +75,23 @@ class _End(msgspec.Struct, frozen=True):
 
 
 class ArchiveWriter:
-    """Writes beside the target and takes its place at the end of the block, where nothing was raised."""
+    """Writes beside the target and takes its place at the end of the block, where nothing was raised.
+
+    The file has mode 0600: it holds somebody's contexts.
+    """
 
     def __init__(self, path: Path) -> None:
-        """:raises ConfigurationError: the file cannot be written."""
+        """:raises ConfigurationError: the file cannot be written; so do all methods, and the end of the block."""
         self._path = path
         self._part = path.with_name(path.name + ".part")
         self._records = 0
         self._heads = xxhash.xxh3_64()
         try:
-            self._file: BinaryIO = self._part.open("wb")
+            self._part.unlink(missing_ok=True)
+            descriptor = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ConfigurationError("--output", str(path), f"a file to write to ({error.strerror})") from None
+            raise self._failed(error) from None
+        self._file: BinaryIO = os.fdopen(descriptor, "wb")
         self._file.write(_MAGIC)
         head = ArchiveHead(ARCHIVE_VERSION, time.time(), f"persistkv {__version__}")
         self._write(_HEAD, msgspec.json.encode(head))
@@ -96,14 +102,13 @@ class ArchiveWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self._write(_END, msgspec.json.encode(_End(self._records, self._heads.hexdigest())))
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        self._file.close()
-        if error is None:
-            os.replace(self._part, self._path)
-        else:
+        try:
+            if error is None:
+                self._write(_END, msgspec.json.encode(_End(self._records, self._heads.hexdigest())))
+                self._finish()
+        finally:
+            with suppress(OSError):  # what is left in the buffer of a file that is given up
+                self._file.close()
             self._part.unlink(missing_ok=True)
 
     def namespace(self, identity: Identity) -> None:
@@ -123,11 +128,25 @@ class ArchiveWriter:
         digest = xxhash.xxh3_64()
         for part in parts:
             digest.update(part)
-        head = _RECORD.pack(kind, sum(map(len, parts)), digest.intdigest())
+        head = _RECORD.pack(kind, 0, sum(map(len, parts)), digest.intdigest())
         self._heads.update(head)
         self._records += 1
-        for part in (head, *parts):
-            self._file.write(part)
+        try:
+            for part in (head, *parts):
+                self._file.write(part)
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def _finish(self) -> None:
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            os.replace(self._part, self._path)
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def _failed(self, error: OSError) -> ConfigurationError:
+        return ConfigurationError("--output", str(self._path), f"a place with room to write to ({error.strerror})")
 
 
 def read_archive(path: Path, took: Callable[[int], None]) -> Iterator[Record]:
@@ -173,7 +192,9 @@ class _Reader:
         head = self._file.read(_RECORD.size)
         if len(head) < _RECORD.size:
             raise self._corrupt(at, "the file ends before its last record")
-        kind, length, checksum = _RECORD.unpack(head)
+        kind, reserved, length, checksum = _RECORD.unpack(head)
+        if reserved:
+            raise self._corrupt(at, f"{reserved:#x} where 0 belongs")
         if length > self._size - at - _RECORD.size:
             raise self._corrupt(at, f"{length:,} bytes do not fit the file")
         body = memoryview(self._file.read(length))

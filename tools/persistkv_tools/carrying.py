@@ -61,6 +61,15 @@ class _Source:
         """One for each key, those nearest to the begin of the context first."""
         return self.catalogue.packs_in_order([group.unpack() for group in keys])
 
+    def orphans(self) -> list[bytes]:
+        """The packs that no request names."""
+        found = set(self.catalogue.tables)
+        for manifest in self._backend.manifests(self._namespace):
+            keys = self._backend.manifest_keys(self._namespace, manifest.id)
+            if keys is not None:
+                found -= self.catalogue.packs_holding(all_keys(keys))
+        return sorted(found)
+
     def read(self, pack_id: bytes) -> StoredPack | None:
         """A checked pack; None where it is damaged, gone, or of another release."""
         try:
@@ -197,7 +206,8 @@ def push(
     selection: Selection,
     took: Took,
 ) -> Received:
-    """Copy what the target lacks: requests oldest first, so that a small target keeps the newest, then other packs.
+    """Copy what the target lacks: packs that no request names, then requests, the oldest first, so that a small target
+    keeps the newest.
 
     :param selection: only these requests, and no packs besides theirs, where it selects at all.
     :raises StoreError: one of the stores failed; what was committed is good, and is not copied again.
@@ -206,11 +216,11 @@ def push(
     for namespace in namespaces:
         receiver = Receiver(target, namespace.identity, received)
         reader = _Source(source, namespace, took)
+        if selection == Selection():
+            _push_packs(reader, receiver, reader.orphans())
         for manifest in _oldest_first(source, namespace, selection):
             if not receiver.holds(manifest.id):
                 _push_request(reader, receiver, manifest, received)
-        if selection == Selection():
-            _push_packs(reader, receiver, sorted(reader.catalogue.tables))
         receiver.flush()
     return received
 

@@ -56,7 +56,7 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
     def run(*args: object, **options: object) -> None:
         try:
             command(*args, **options)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, typer.Abort):
             typer.echo("persistkv: interrupted", err=True)
             raise typer.Exit(_INTERRUPTED) from None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -12,7 +12,6 @@ import msgspec
 from persistkv.storage.backend import Backend
 from persistkv.storage.manifest import ManifestKeys
 from persistkv.storage.pack import Frame, PackTable
-from persistkv_tools.catalogue import Catalogue
 from persistkv_tools.errors import NotFoundError
 from persistkv_tools.listing import RequestView
 from persistkv_tools.selection import FoundRequest
@@ -95,25 +94,26 @@ def show_context(url: str, backend: Backend, found: FoundRequest, *, key_limit: 
     if keys is None:
         raise NotFoundError(f"the keys of {manifest.id} are gone or do not read; persistkv verify tells which")
     chains = [group.unpack() for group in keys]
-    catalogue = Catalogue.of(backend, namespace)
-    places = _places(catalogue, chains)
+    places = _places(backend.changes(namespace, None).added, chains)
     sharers = _sharers(backend, namespace, manifest.id, chains)
     shared = [key for keys_of_group in chains for key in keys_of_group if key in sharers]
     return ContextView(
         url,
         RequestView.of(namespace, manifest),
         [_group(number, chain, places, key_limit) for number, chain in enumerate(chains)],
-        _packs(catalogue, chains, places, sharers),
+        _packs(chains, places, sharers),
         len(shared),
     )
 
 
-def _places(catalogue: Catalogue, chains: Sequence[list[bytes]]) -> dict[bytes, _Place]:
+def _places(tables: Iterable[PackTable], chains: Sequence[list[bytes]]) -> dict[bytes, _Place]:
+    """Where the blocks of a request lie. Looks through all tables: an index of them all would cost more."""
     wanted = {key for chain in chains for key in chain}
     places: dict[bytes, _Place] = {}
-    for pack_id in {catalogue.pack_of(key) for key in wanted} - {None}:
-        table = catalogue.tables[pack_id]  # type: ignore[index]
+    for table in tables:
         keys = table.keys.unpack()
+        if wanted.isdisjoint(keys):
+            continue
         ends = accumulate(frame.block_count for frame in table.frames)
         for frame, end in zip(table.frames, ends, strict=True):
             for key in keys[end - frame.block_count : end]:
@@ -126,11 +126,11 @@ def _sharers(
     backend: Backend, namespace: bytes, manifest_id: str, chains: Sequence[list[bytes]]
 ) -> dict[bytes, list[str]]:
     """For each key of the request that others name too, who."""
-    positions = [{key: depth for depth, key in enumerate(chain)} for chain in chains]
+    own = list(map(frozenset, chains))
     found: dict[bytes, list[str]] = {}
     for other, keys in _other_keys(backend, namespace, manifest_id):
         for number, group in enumerate(keys[: len(chains)]):
-            for key in positions[number].keys() & group.unpack():
+            for key in own[number].intersection(group.unpack()):
                 found.setdefault(key, []).append(other)
     return found
 
@@ -160,29 +160,34 @@ def _key(depth: int, key: bytes, place: _Place | None) -> KeyView:
 
 
 def _packs(
-    catalogue: Catalogue,
-    chains: Sequence[list[bytes]],
-    places: dict[bytes, _Place],
-    sharers: dict[bytes, list[str]],
+    chains: Sequence[list[bytes]], places: dict[bytes, _Place], sharers: dict[bytes, list[str]]
 ) -> list[PackView]:
     blocks = Counter(place.pack.pack_id for place in places.values())
     others: dict[bytes, set[str]] = {}
     for key, names in sharers.items():
         if key in places:
             others.setdefault(places[key].pack.pack_id, set()).update(names)
-    views = []
-    for pack_id in catalogue.packs_in_order(chains):
-        table, names_of_pack = catalogue.tables[pack_id], sorted(others.get(pack_id, ()))
-        views.append(
-            PackView(
-                pack_id.hex(),
-                blocks[pack_id],
-                len(table.keys),
-                table.raw_length,
-                table.payload_length,
-                table.codecs,
-                len(names_of_pack),
-                names_of_pack[:_SHARERS],
-            )
-        )
-    return views
+    depths: dict[bytes, int] = {}
+    for chain in chains:
+        for depth, key in enumerate(chain):
+            if key in places:
+                pack_id = places[key].pack.pack_id
+                depths[pack_id] = min(depth, depths.get(pack_id, depth))
+    tables = {place.pack.pack_id: place.pack for place in places.values()}
+    return [
+        _pack(tables[pack_id], blocks[pack_id], sorted(others.get(pack_id, ())))
+        for pack_id in sorted(depths, key=depths.__getitem__)
+    ]
+
+
+def _pack(table: PackTable, blocks: int, sharers: list[str]) -> PackView:
+    return PackView(
+        table.pack_id.hex(),
+        blocks,
+        len(table.keys),
+        table.raw_length,
+        table.payload_length,
+        table.codecs,
+        len(sharers),
+        sharers[:_SHARERS],
+    )

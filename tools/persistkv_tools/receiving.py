@@ -48,13 +48,15 @@ class Receiver:
         self._cursor: bytes | None = None
         self._waiting: dict[bytes, StoredPack] = {}
         self._waiting_keys: dict[bytes, bytes] = {}
+        self._asked: set[bytes] = set()
         self._requests = {manifest.id for manifest in backend.manifests(self._namespace)}
         self._refresh()
 
     def wants(self, table: PackTable) -> bool:
-        """Whether the pack has a block that is not here; otherwise it counts as held."""
+        """Whether the pack has a block that is not here; where not, it counts as held once."""
         missing = any(key not in self._index and key not in self._waiting_keys for key in table.keys.unpack())
-        self._received.packs_held += not missing
+        self._received.packs_held += not missing and table.pack_id not in self._asked
+        self._asked.add(table.pack_id)
         return missing
 
     def pack(self, pack: StoredPack) -> None:

@@ -108,6 +108,11 @@ def pairs(rows: dict[str, str], *, title: str | None = None) -> Table:
     return made
 
 
+def plain(text: str, style: str = "") -> Text:
+    """Text for a cell, as it is."""
+    return Text(text, style=style)
+
+
 def console(*, stderr: bool = False) -> Console:
     """Where to print; as wide as the terminal."""
     made = Console(stderr=stderr)

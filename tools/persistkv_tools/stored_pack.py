@@ -28,6 +28,7 @@ class StoredPack(PackWriter):
         self.pack_id = table.pack_id
         self.raw_length = table.raw_length
         self.codecs = tuple(stored_codec(table.codecs, number + 1) for number in range(len(names)))
+        self._codec_numbers = {frame.group: frame.codec for frame in table.frames if frame.encoded}
         self.segments = list(_segments(table, memoryview(payload)))
         self._payload = payload
         self._described = table

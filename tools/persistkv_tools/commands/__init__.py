@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from persistkv_tools.commands.carry import export, import_, push_
+from persistkv_tools.commands.doctor import doctor
 from persistkv_tools.commands.ls import ls
 from persistkv_tools.commands.move import move
 from persistkv_tools.commands.pin import pin, unpin
@@ -24,6 +25,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "pin": pin,
     "unpin": unpin,
     "why": why,
+    "doctor": doctor,
     "export": export,
     "import": import_,
     "push": push_,

@@ -97,6 +97,8 @@ def _run(url: str, state: VerifyState, throttle: Throttle, repair: bool, resume:
 
 
 def _read_packs(verifier: Verifier, state: VerifyState, resume: Path | None) -> None:
+    if resume is not None:
+        state.save(resume)  # now, and not after an hour, it shows whether it can be written
     saved = time.monotonic()
     try:
         for _ in verifier.packs():

@@ -1,0 +1,92 @@
+"""The commands beside a real engine: what they carry is restored, and they work while it writes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from persistkv.integrations.transformers import Engine  # noqa: E402
+
+PROMPT = [(7 * index * index + 3 * index) % 256 for index in range(100)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    transformers.LlamaForCausalLM(config).eval().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def cache_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def open_engine(checkpoint, url, **options):
+    return Engine.open(checkpoint, url, block_size=4, device_blocks=64, cpu_bytes="2MiB", codec="zstd:1", **options)
+
+
+@pytest.mark.parametrize("way", ["file", "push"])
+def test_a_context_that_was_carried_is_restored(start, url, checkpoint, tmp_path, way):
+    with open_engine(checkpoint, url) as first:
+        cold = first.generate(PROMPT, 8)
+        resident = first.generate(PROMPT, 8, store=False)
+        assert first.wait_persisted(cold)
+        pages = {block_hash: page.clone() for block_hash, page in first.resident_pages().items()}
+        target = f"lmdb://{tmp_path}/target?capacity=256MiB"
+        request = json.loads(start("ls", url, "--json").stdout)["requests"][0]["id"]
+        if way == "file":
+            assert start("export", url, request, "-o", "context.pkv").returncode == 0
+            assert start("import", "context.pkv", target).returncode == 0
+        else:
+            assert start("push", url, target).returncode == 0
+    with open_engine(checkpoint, target) as second:
+        warm = second.generate(PROMPT, 8)
+        assert (warm.stats.persistent_tokens, warm.stats.computed_tokens) == (96, 4)
+        assert warm.tokens == cold.tokens
+        assert torch.equal(warm.logits, resident.logits)
+        restored = second.resident_pages()
+        assert all(torch.equal(restored[block_hash], pages[block_hash]) for block_hash in warm.block_hashes[:24])
+        assert second.notices == ()
+
+
+def test_why_knows_the_model_it_was_stored_for(start, url, checkpoint, tmp_path):
+    with open_engine(checkpoint, url) as engine:
+        assert engine.wait_persisted(engine.generate(PROMPT, 4))
+    done = start("why", url, "--against", str(checkpoint), "--json")
+    assert done.returncode == 0, done.stdout
+    config = json.loads((checkpoint / "config.json").read_text())
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "model.safetensors").write_bytes((checkpoint / "model.safetensors").read_bytes())
+    (other / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 4}))
+    (comparison,) = json.loads(start("why", url, "--against", str(other), "--json").stdout)["comparisons"]
+    assert comparison["differences"] == [{"field": "config.num_key_value_heads", "ours": 4, "theirs": 2}]
+
+
+def test_a_context_that_was_pruned_is_computed_again(start, url, checkpoint):
+    with open_engine(checkpoint, url) as engine:
+        result = engine.generate(PROMPT, 8)
+        assert engine.wait_persisted(result)
+        (namespace,) = json.loads(start("ls", url, "--json").stdout)["namespaces"]
+        assert start("prune", url, "--namespace", namespace["id"], "--orphans", "--yes").returncode == 0
+        assert start("verify", url).returncode == 0
+    with open_engine(checkpoint, url) as again:
+        cold = again.generate(PROMPT, 8)
+        assert (cold.stats.persistent_tokens, cold.tokens) == (0, result.tokens)

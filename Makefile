@@ -66,6 +66,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.scheduler_cost
 	$(BIN)/python -m benchmarks.worker_copy
 	$(BIN)/python -m benchmarks.persistence_overhead
+	$(BIN)/python -m benchmarks.s3_cost
 
 clean:
 	rm -rf $(VENV) $(WHEEL_VENV) dist build .persistkv-demo demo-report.png .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

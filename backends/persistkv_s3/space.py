@@ -59,7 +59,7 @@ class Space:
         if batch.deletions:
             follower.refresh()  # what others wrote since under the same name is not to be deleted
         else:
-            follower.look()
+            follower.look_before_commit()
         if batch.seen is not None and not catalogue.is_current(batch.seen):
             return CommitResult(batch.seen, stale=True)
         moment = max(moment, catalogue.moment + 1)

@@ -176,7 +176,7 @@ def test_snapshots_bound_what_a_fresh_reader_fetches(
     commit_many(backend, range(10, 60))
 
     names = Names("store/", NAMESPACE)
-    assert len(keys_under(raw_client, bucket, names.log_prefix)) <= 20
+    assert len(keys_under(raw_client, bucket, names.log_prefix)) <= 20, "covered twice, and old: trimmed"
     fresh, client = open_store()
     expected = {sample_pack(NAMESPACE, seed, blocks=1).pack_id for seed in range(60)} - {gone}
     assert set(tables(fresh, NAMESPACE)) == expected

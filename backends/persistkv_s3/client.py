@@ -27,7 +27,7 @@ from persistkv_s3.errors import (
 from persistkv_s3.options import Place, S3Options
 from persistkv_s3.transport import Body, Deadline, ObjectInfo, Sink, Transport
 
-_PUT_BYTES = 64 << 20  # 64 MiB: larger bodies go up in parts
+_PUT_BYTES = 72 << 20  # 72 MiB: the largest pack of many blocks with padding and table. Larger bodies go up in parts
 _PART_BYTES = 32 << 20  # 32 MiB
 _DELETED_AT_ONCE = 1000
 _READ_BYTES = 256 << 10  # 256 KiB: more at a time costs page faults, less costs calls

@@ -130,10 +130,12 @@ class S3Backend(Backend):
         if namespace not in self._spaces:
             if self._namespace(namespace) is None:
                 raise StoreError(f"{self._place} holds no namespace {namespace.hex()}")
-            place = Names(self._place.prefix, namespace)
-            fresh = Space(self._bucket, place, namespace, self._options.refresh_s, self._options.touch_s)
-            self._spaces.setdefault(namespace, fresh)
+            self._spaces.setdefault(namespace, self._make_space(namespace))
         return self._spaces[namespace]
+
+    def _make_space(self, namespace: bytes) -> Space:
+        place = Names(self._place.prefix, namespace)
+        return Space(self._bucket, place, namespace, self._options.refresh_s, self._options.touch_s)
 
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
         if self._read_only:
@@ -159,8 +161,8 @@ class S3Backend(Backend):
         """
         if self._read_only:
             raise StoreError(f"{self._place} is open read-only")
-        spaces = {namespace.id: self._space(namespace.id) for namespace in self.namespaces()}
-        return self._retention.run_if_first(spaces)
+        names = [namespace.id for namespace in self.namespaces()]
+        return self._retention.run_if_first({name: self._spaces.get(name) or self._make_space(name) for name in names})
 
     def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
         space = self._space(namespace)

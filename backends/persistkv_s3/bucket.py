@@ -28,17 +28,24 @@ class Bucket:
         self.place = place
         self._transport = transport
         self._deadline_s = deadline_s
-        self._pool = ThreadPoolExecutor(connections, thread_name_prefix="persistkv-s3")
+        self._readers = ThreadPoolExecutor(connections, thread_name_prefix="persistkv-s3-read")
+        self._writers = ThreadPoolExecutor(connections, thread_name_prefix="persistkv-s3-write")
 
     def all(self, what: Callable[[A], R], things: Iterable[A]) -> list[R]:
         """``what`` of each thing, side by side; all have ended on return, whatever came of them.
 
         :raises StoreError: the first that one of them raised.
         """
-        todo = list(things)
+        return self._all(self._readers, what, list(things))
+
+    def all_writes(self, what: Callable[[A], R], things: Iterable[A]) -> list[R]:
+        """The same on other threads, so that reads do not wait behind uploads."""
+        return self._all(self._writers, what, list(things))
+
+    def _all(self, pool: ThreadPoolExecutor, what: Callable[[A], R], todo: list[A]) -> list[R]:
         if len(todo) == 1:
             return [what(todo[0])]
-        futures: list[Future[R]] = [self._pool.submit(what, thing) for thing in todo]
+        futures: list[Future[R]] = [pool.submit(what, thing) for thing in todo]
         for future in futures:
             future.exception()  # waits: nobody may use the caller's memory once this call has ended
         return [future.result() for future in futures]
@@ -79,10 +86,11 @@ class Bucket:
         return self._transport.list(prefix, Deadline(self._deadline_s))
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects, side by side."""
-        self.all(lambda key: self._transport.delete([key], Deadline(self._deadline_s)), keys)
+        """As ``Transport.delete``."""
+        self._transport.delete(keys, Deadline(self._deadline_s))
 
     def close(self) -> None:
         """Wait for what is on its way, then release connections; idempotent."""
-        self._pool.shutdown()
+        self._readers.shutdown()
+        self._writers.shutdown()
         self._transport.close()

@@ -248,9 +248,9 @@ class Catalogue:
         """Tell once more of packs whose tables are others than those that who follows may have taken them for."""
         with self.lock:
             for pack_id in pack_ids:
-                held = self.packs[pack_id]
-                self._note(pack_id, False, held.generation)
-                self._note(pack_id, True, held.generation)
+                if (held := self.packs.get(pack_id)) is not None:
+                    self._note(pack_id, False, held.generation)
+                    self._note(pack_id, True, held.generation)
 
     def replace(self, fresh: Catalogue) -> None:
         """Know what ``fresh`` knows; the changes come into this one's log."""

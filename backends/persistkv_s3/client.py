@@ -27,8 +27,9 @@ from persistkv_s3.errors import (
 from persistkv_s3.options import Place, S3Options
 from persistkv_s3.transport import Body, Deadline, ObjectInfo, Sink, Transport
 
-_PUT_BYTES = 64 << 20  # 64 MiB: larger bodies go up in parts
+_PUT_BYTES = 72 << 20  # 72 MiB: the largest pack of many blocks with padding and table. Larger bodies go up in parts
 _PART_BYTES = 32 << 20  # 32 MiB
+_DELETED_AT_ONCE = 1000
 _READ_BYTES = 256 << 10  # 256 KiB: more at a time costs page faults, less costs calls
 _CONNECT_S = 5.0
 _MOST_S = 30.0
@@ -118,9 +119,15 @@ class BotoClient(Transport):
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
-        for key in keys:
-            with self._translated("DELETE", key, deadline):
-                self._client.delete_object(Bucket=self._place.bucket, Key=key)
+        for start in range(0, len(keys), _DELETED_AT_ONCE):
+            some = keys[start : start + _DELETED_AT_ONCE]
+            what = f"{some[0]} and {len(some) - 1} more"
+            with self._translated("DELETE", what, deadline):
+                answer = self._client.delete_objects(
+                    Bucket=self._place.bucket, Delete={"Objects": [{"Key": key} for key in some], "Quiet": True}
+                )
+            for error in answer.get("Errors", ()):
+                raise _of_answer({"Error": error}, f"{self._place}: DELETE {error.get('Key')}")
 
     def close(self) -> None:
         self._client.close()

@@ -76,6 +76,11 @@ class Follower:
         elif time.monotonic() >= self._next_look:
             self.refresh()
 
+    def look_before_commit(self) -> None:
+        """``look``, but only where looks are not spaced: a commit costs no listing, for its owner looks anyway."""
+        if not self._loaded or not self._refresh_s:
+            self.look()
+
     def refresh(self) -> None:
         """Learn what is new, now: one listing, and what it names that is not known."""
         if not self._loaded:

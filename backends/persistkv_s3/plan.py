@@ -114,7 +114,8 @@ class Plan:
             manifests.append(ManifestRow(*row))
             keys_at += keys_length
         came = {row.pack_id for row in rows}
-        gone = {**self._lost, **self.gone}
+        lost = {pack_id: held for pack_id, held in self._lost.items() if pack_id not in self._catalogue.packs}
+        gone = {**lost, **self.gone}
         head = Head(
             namespace=namespace,
             writer=stamp.writer,

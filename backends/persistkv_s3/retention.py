@@ -85,7 +85,8 @@ class Retention:
         except ObjectExistsError:
             return None
         now = self._bucket.head(lease).modified
-        self._bucket.delete([info.key for info in self._bucket.list(self._leases) if info.key < lease])
+        if ended := [info.key for info in self._bucket.list(self._leases) if info.key < lease]:
+            self._bucket.delete(ended)
         return self.run(spaces, now)
 
     def run(self, spaces: Mapping[bytes, Space], now: float) -> Round:
@@ -140,7 +141,8 @@ class Retention:
             logger.warning("%s: a part of the index does not read, so no orphans are removed", names.base)
             return 0
         orphans = list(_unnamed(found, space))
-        self._bucket.delete(orphans)
+        if orphans:
+            self._bucket.delete(orphans)
         return len(orphans)
 
 

@@ -21,8 +21,8 @@ from persistkv_s3.follower import Follower
 from persistkv_s3.layout import Entry, GoneRow, Head, ManifestRow, PackRow, Root, Stamp, encode_entries, encode_root
 from persistkv_s3.names import LogName
 
-_AFTER = (16, 24)  # index objects that no root covers; drawn anew each time, so that not all writers start at once
-_SEGMENTS = 12
+_AFTER = (20, 28)  # index objects that no root covers; drawn anew each time, so that not all writers start at once
+_SEGMENTS = 8
 _SEGMENT_BYTES = 64 << 20  # 64 MiB: of a segment, unless one entry is larger
 _TRIM_S = 60.0
 _REMEMBER_S = 7 * 86_400.0
@@ -91,7 +91,8 @@ class Snapshots:
             if name.number <= covered.get(name.writer, 0) and written < newest - _TRIM_S
         ]
         roots = [follower.names.root(number) for number in listing.roots if number < before.number]
-        self._bucket.delete([*old, *roots])
+        if old or roots:
+            self._bucket.delete([*old, *roots])
 
 
 def _covered(before: Root | None, objects: Iterable[LogName]) -> Iterable[tuple[bytes, int]]:

@@ -59,7 +59,7 @@ class Space:
         if batch.deletions:
             follower.refresh()  # what others wrote since under the same name is not to be deleted
         else:
-            follower.look()
+            follower.look_before_commit()
         if batch.seen is not None and not catalogue.is_current(batch.seen):
             return CommitResult(batch.seen, stale=True)
         moment = max(moment, catalogue.moment + 1)
@@ -88,13 +88,12 @@ class Space:
             else:
                 found[number] = self._packs.upload(uploads[number])
 
-        self._bucket.all(put, [*range(len(uploads)), *([None] if keys else [])])
+        self._bucket.all_writes(put, [*range(len(uploads)), *([None] if keys else [])])
         return [found[number] for number in range(len(uploads))]
 
     def _publish(self, entries: list[Entry]) -> None:
         """Tell all, in one object; uses that waited are told with it."""
         name = LogName(self._writer, self._number + 1)
-        lost = list(self.follower.lost)
         try:
             self._bucket.put(self.names.log(name), encode_entries(entries))
         except ObjectExistsError as error:
@@ -108,7 +107,9 @@ class Space:
         self.follower.published(name, entries)
         self.follower.touched.clear()
         self._told_at = time.monotonic()
-        for pack_id in lost:
+        told = [row.pack_id for entry in entries for row in entry.head.packs]
+        told += [row.pack_id for entry in entries for row in entry.head.gone]
+        for pack_id in told:
             self.follower.lost.pop(pack_id, None)
 
     def _become_another(self) -> None:

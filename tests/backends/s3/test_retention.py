@@ -116,14 +116,14 @@ def test_ttl_counts_from_the_last_use(open_store: Opener, monkeypatch: pytest.Mo
 
 
 def test_one_engine_looks_in_each_period(open_store: Opener, raw_client: Any, bucket: str) -> None:
-    (one, _), (two, _) = open_store("retention=1d"), open_store("retention=1d")
+    (one, _), (two, _) = open_store("retention=36500d"), open_store("retention=36500d")
     rounds = [one.retain(), two.retain(), one.retain()]
     assert rounds.count(None) == 2
     assert len(objects(raw_client, bucket, "store/leases/")) == 1
 
 
 def test_commits_look_when_a_period_begins(open_store: Opener, raw_client: Any, bucket: str) -> None:
-    backend, _ = open_store("retention=1d")
+    backend, _ = open_store("retention=36500d")
     backend.open_namespace(sample_identity())
     backend.commit(NAMESPACE, CommitBatch())
     assert not objects(raw_client, bucket, "store/leases/")

@@ -176,7 +176,7 @@ def test_snapshots_bound_what_a_fresh_reader_fetches(
     commit_many(backend, range(10, 60))
 
     names = Names("store/", NAMESPACE)
-    assert len(keys_under(raw_client, bucket, names.log_prefix)) <= 20
+    assert len(keys_under(raw_client, bucket, names.log_prefix)) <= 20, "covered twice, and old: trimmed"
     fresh, client = open_store()
     expected = {sample_pack(NAMESPACE, seed, blocks=1).pack_id for seed in range(60)} - {gone}
     assert set(tables(fresh, NAMESPACE)) == expected
@@ -252,3 +252,40 @@ def test_neighbouring_spans_are_one_request(open_store: Opener) -> None:
     for span, buffer in zip(spans, buffers, strict=True):
         assert buffer == payload[span.offset : span.offset + 65_536]
     assert client.take() == {"GET": 3}
+
+
+def test_large_pack_goes_up_in_parts(open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("persistkv_s3.client._PUT_BYTES", 1 << 20)
+    monkeypatch.setattr("persistkv_s3.client._PART_BYTES", 5 << 20)
+    (ours, client), (theirs, _) = open_store("refresh=1h"), open_store("refresh=1h")
+    for backend in (ours, theirs):
+        backend.open_namespace(sample_identity())
+        backend.changes(NAMESPACE, None)
+    client.take()
+    pack = sample_pack(NAMESPACE, 1, blocks=12, block_bytes=1 << 20)
+    ours.commit(NAMESPACE, CommitBatch([pack]))
+    assert client.take() == {"HEAD": 1, "POST": 2, "PUT": 4}, "two parts of 5 MiB and one of 2, and the index"
+    theirs.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 1, blocks=12, block_bytes=1 << 20, content=5)]))
+    for backend in (ours, theirs):
+        assert read_pack(backend, NAMESPACE, pack.table) == payload_of(pack)
+
+
+def test_lost_pack_that_another_wrote_again_is_not_told_to_be_gone(
+    open_store: Opener, raw_client: Any, bucket: str
+) -> None:
+    (one, _), (two, _) = open_store("refresh=1h"), open_store("refresh=1h")
+    one.open_namespace(sample_identity())
+    pack = sample_pack(NAMESPACE, 1)
+    one.commit(NAMESPACE, CommitBatch([pack]))
+    for backend in (one, two):
+        backend.changes(NAMESPACE, None)
+    raw_client.delete_object(Bucket=bucket, Key=Names("store/", NAMESPACE).pack(pack.pack_id, 0))
+    for backend in (one, two):
+        assert read_pack(backend, NAMESPACE, pack.table) is None
+    one.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 1)]))
+    two._space(NAMESPACE).follower.refresh()
+    two.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 2)]))
+    (fresh, _) = open_store()
+    for backend in (two, fresh):
+        assert read_pack(backend, NAMESPACE, pack.table) == payload_of(pack)
+        assert len(tables(backend, NAMESPACE)) == 2

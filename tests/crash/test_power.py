@@ -24,10 +24,11 @@ def recorder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.timeout(170)
-def test_what_was_acknowledged_survives_power_losses(recorder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("placement", ["inline", "extents"])
+def test_what_was_acknowledged_survives_power_losses(recorder: Path, tmp_path: Path, placement: str) -> None:
     directory = tmp_path / "run"
     directory.mkdir()
-    assert run(cuts=15, seed=2, directory=directory, seconds=150) > 30, "little was there to lose"
+    assert run(cuts=10, seed=2, directory=directory, seconds=150, placement=placement) > 30, "little was there to lose"
 
 
 def disk_of(*records: tuple[int, Path, int, int, bytes]) -> Disk:

@@ -12,10 +12,10 @@ from typing import NamedTuple
 from persistkv.storage.pack import MAX_PACK_BYTES
 
 MIN_STAGING_BYTES = 64 << 20  # 64 MiB: below, packs would be cut too small to be read fast
-BLOCKS_STAGED = 32  # of the largest size that the bound has room for, so that one block passes through each share
+BLOCKS_STAGED = 32  # blocks of the largest size that the bound has room for, so that each share has room for some
+MAX_IO_THREADS = 8
 
 _PART_BYTES = 4 << 20  # 4 MiB: half a millisecond of memory's speed, and it stays in the cache until it is verified
-_READERS = 16  # reads that the scratch memory is meant for: more threads do not pay
 
 
 class MemoryShares(NamedTuple):
@@ -33,4 +33,6 @@ class MemoryShares(NamedTuple):
     @classmethod
     def of(cls, bound: int) -> MemoryShares:
         """Shares of a bound."""
-        return cls(bound // 2, bound // 16, min(MAX_PACK_BYTES, bound // 4), min(_PART_BYTES, bound // (4 * _READERS)))
+        return cls(
+            bound // 2, bound // 16, min(MAX_PACK_BYTES, bound // 4), min(_PART_BYTES, bound // (8 * MAX_IO_THREADS))
+        )

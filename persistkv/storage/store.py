@@ -17,6 +17,7 @@ it is evicted last. All state belongs to one thread; what may block runs where i
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
@@ -36,7 +37,7 @@ from persistkv.storage.reading import ReadOutcome, make_scratch, plan_reads, rea
 from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions, parse_durability
 from persistkv.storage.rows import Rows
 from persistkv.storage.staging import Staging
-from persistkv.storage.writing import Outgoing, Writing
+from persistkv.storage.writing import Outgoing, Writing, slices_of
 
 _TOUCH_S = 2.0  # seconds that uses wait for a commit to go along with
 _MAX_TOUCHED = 4096  # packs whose use waits, at most: some 10 µs each in the commit that takes them
@@ -239,16 +240,16 @@ class Store:
         self._commit_waits = False
         everything, self._everything = self._everything, False
         then, self._when_committed = self._when_committed, []
-        outgoing, ends = self._take_out(everything)
-        if outgoing or ends or self._touched or not self._seconds_to_upkeep():
+        slices, ends = self._take_out(everything)
+        if slices or ends or self._touched or not self._seconds_to_upkeep():
             uses, self._touched = list(self._touched), {}
             writing = Writing(self.medium, self._catalogue, self.rows.layout, uses, self._ended)
-            await writing.run(outgoing, ends, self._shares.transaction)
+            await writing.run(slices, ends)
             self._committed_at = time.monotonic()
         for call in then:
             call()
 
-    def _take_out(self, everything: bool) -> tuple[list[Outgoing], list[RequestEnd]]:
+    def _take_out(self, everything: bool) -> tuple[deque[list[Outgoing]], list[RequestEnd]]:
         ends, self._ends, self._ends_bytes = self._ends, [], 0
         staging = self._staging
         due = dict.fromkeys(staging.waiting() if everything else staging.due())
@@ -258,7 +259,7 @@ class Store:
                 due.update(dict.fromkeys(staging.owners(keys)))
         outgoing, self._direct = self._direct, []
         outgoing += [Outgoing(self._writer(staging.take(pack)), pack) for pack in due]
-        return outgoing, ends
+        return slices_of(outgoing, self._shares.transaction), ends
 
     def _ended(self, outgoing: Outgoing, written: bool) -> None:
         self.ended_packs += 1

@@ -5,7 +5,8 @@ A pack's blocks are read until it has ended, which ``ended`` tells exactly once 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from persistkv.config import RowLayout
@@ -52,17 +53,15 @@ class Writing:
         self._uses = uses
         self._ended = ended
 
-    async def run(self, outgoing: Sequence[Outgoing], ends: Sequence[RequestEnd], max_bytes: int) -> None:
-        """Write packs in as few transactions as their bound allows; the ends of requests go with the last one.
+    async def run(self, slices: deque[list[Outgoing]], ends: Sequence[RequestEnd]) -> None:
+        """Write each slice in one transaction; the ends of requests go with the last one.
 
-        Failure costs what is in a transaction: it is dropped, and told.
-
-        :param max_bytes: raw bytes of one transaction: what it writes may be in memory until it ends.
+        Failure costs what is in a transaction: it is dropped, and told. Slices are taken off as they end, because their
+        copies are not to outlive that.
         """
-        slices = _slices(outgoing, max_bytes) or [[]]
-        for part in slices[:-1]:
-            await self._write(part, ())
-        await self._write(slices[-1], ends)
+        while len(slices) > 1:
+            await self._write(slices.popleft(), ())
+        await self._write(slices.popleft() if slices else (), ends)
 
     async def _write(self, outgoing: Sequence[Outgoing], ends: Sequence[RequestEnd]) -> None:
         """Together; where that does not fit, one by one, so that one pack too many costs only itself."""
@@ -108,9 +107,12 @@ class Writing:
         return all(key in index for segment in writer.segments for key in segment.keys)
 
 
-def _slices(outgoing: Sequence[Outgoing], max_bytes: int) -> list[list[Outgoing]]:
-    """Packs that are written in one transaction each."""
-    slices: list[list[Outgoing]] = []
+def slices_of(outgoing: Iterable[Outgoing], max_bytes: int) -> deque[list[Outgoing]]:
+    """Packs that are written in one transaction each, as few as its bound allows.
+
+    :param max_bytes: raw bytes of one transaction: what it writes may be in memory until it ends.
+    """
+    slices: deque[list[Outgoing]] = deque()
     size = 0
     for one in outgoing:
         length = one.writer.raw_length

@@ -689,3 +689,80 @@ def test_what_is_larger_than_the_store_is_dropped_and_nothing_else(
     assert not any(map(store.contains, large))
     assert sum("the store is full" in line for line in caplog.messages) == 1, "one warning a minute"
     assert dict(store.take_news().persisted) == {"small": True, "large0": False, "large1": False, "large2": False}
+
+
+def test_an_interval_gathers_what_was_taken(store_url: str, open_store: OpenStore, keys: Keys) -> None:
+    """Large jobs are copied, too; their rows are free, and nothing is durable nor found before its time."""
+    store = open_store(store_url, durability="interval:1h", max_age_s=0.0)
+    large, small = keys(64), keys(3)
+    assert store.put("a", large, range(64), range(64))
+    assert store.put("b", small, [0, 1, 2], None)
+    store.end_request(end("a", large))
+    before = refill(store)
+    assert not store.wants_commit()
+    assert store.seconds_to_work() > 0
+    store.tick()
+    assert not any(map(store.contains, large + small))
+    assert store.take_news().persisted == []
+    store.flush()
+    assert store.counters.commits == 1, "one transaction for all"
+    assert all(map(store.contains, large + small))
+    assert store.take_news().persisted == [("a", True)]
+    assert store.read(large, range(64)) == []
+    assert (store.rows.array == before).all()
+
+
+def test_an_interval_ends(open_store: OpenStore, keys: Keys) -> None:
+    for use in ("blocks", "an end"):
+        store = open_store("memory://x", durability="interval:1h")
+        names = keys(2)
+        if use == "blocks":
+            store.put("r", names, [0, 1], None)
+            (pack,) = store._staging.waiting()
+            pack.since -= 3601
+        else:
+            store.end_request(end("r", names))
+            store._ends_since -= 3601
+        assert store.seconds_to_work() == 0.0
+        store.tick()
+        assert store.counters.commits == 1
+        assert not store.wants_commit()
+
+
+def test_an_interval_ends_where_memory_does(open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows]) -> None:
+    store = open_store("memory://x", make_rows(64, 1 << 20), durability="interval:1h", staging_bytes=64 << 20)
+    names = keys(48)
+    assert store.put("r", names[:8], range(8), range(8))
+    assert not store.wants_commit()
+    assert store.put("r", names[8:16], range(8, 16), range(8, 16))
+    assert store.wants_commit(), "half of what may be staged"
+    assert store.put("r", names[16:32], range(16, 32), range(16, 32))
+    assert not store.put("r", names[32:], range(32, 48), range(32, 48)), "no room is left: written from the rows"
+    store.tick()
+    assert all(map(store.contains, names))
+    assert store.staged_bytes == 0
+
+
+def test_blocks_are_wanted_in_any_places(
+    store_url: str, open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows]
+) -> None:
+    """Whole frames and parts of them, rows that lie side by side or not, some wanted twice; raw and encoded."""
+    draw = np.random.default_rng(11)
+    for codec, ranges in (("raw", ()), ("zstd", ()), ("raw", (((0, 4096), (8192, 100)),)), ("zstd", (((0, 100),),))):
+        store = open_store(
+            store_url.replace("?", f"-{codec}{len(ranges)}?"), make_rows(256, 16 << 10, ranges), codec=codec
+        )
+        store.rows.array[:, ::2] = 0
+        names = keys(100)
+        store.put("r", names, range(100), range(100))
+        store.flush()
+        before = store.rows.array.copy()
+        for count in (1, 64, 100, 128):
+            store.rows.array[:] = 0
+            wanted = list(range(count)) if count == 100 else list(draw.integers(0, 100, count))
+            places = list(range(count)) if draw.integers(2) else list(draw.permutation(256)[:count])
+            assert store.read([names[block] for block in wanted], places) == []
+            expected = np.zeros_like(before)
+            for offset, size in store.rows.layout.groups[0].ranges:
+                expected[places, offset : offset + size] = before[wanted, offset : offset + size]
+            assert (store.rows.array == expected).all()

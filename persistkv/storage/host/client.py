@@ -129,6 +129,11 @@ class StoreClient:
         self._state = State.CLOSED
 
     @property
+    def host(self) -> Host:
+        """What runs the store's side."""
+        return self._host
+
+    @property
     def state(self) -> State:
         """Where the store's side stands, as of the last ``poll``."""
         return self._state

@@ -31,6 +31,7 @@ class NewsTeller:
         self._congested = congested
         self._listing: Iterator[bytes] | None = None
         self._behind = False
+        self._most_waiting = _MOST_WAITING
         self._begin_listing(protocol.Opened(store.namespace, store.notice))
 
     def _begin_listing(self, last: protocol.ToEngine) -> None:
@@ -63,7 +64,7 @@ class NewsTeller:
 
     def _let_wait(self) -> None:
         news = self._store.news
-        if len(news.stored) + len(news.removed) > _MOST_WAITING:
+        if len(news.stored) + len(news.removed) > self._most_waiting:
             self._behind = True
         if self._behind:
             news.stored, news.removed = [], []

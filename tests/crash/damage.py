@@ -166,7 +166,7 @@ def run_case(url: str, store: Path, right: dict[bytes, bytes]) -> Counter[str]:
 
 
 def run(cases: int, seed: int, directory: Path, seconds: float) -> Counter[str]:
-    """Run cases; their outcomes, counted.
+    """Run cases, or as many as the time allows; their outcomes, counted.
 
     :raises AssertionError: saying what is wrong, with the seed and the number of the case.
     """
@@ -181,9 +181,10 @@ def run(cases: int, seed: int, directory: Path, seconds: float) -> Counter[str]:
     store = directory / "case"
     for case in range(cases):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{case} of {cases} cases in {seconds} s")
+            break
         placement = PLACEMENTS[case // 8 % 2]
         how = damage_copy(directory / placement, store, random.Random(f"{seed} {case}"), case)
+        seen["damaged stores"] += 1
         try:
             seen += run_case(f"lmdb://{store}?{_OPTIONS}&placement={placement}", store, right)
         except AssertionError as error:
@@ -195,13 +196,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=3600.0, help="give up after so long")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="stop after so long")
     arguments: Any = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     logging.disable(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as directory:
         seen = run(arguments.cases, arguments.seed, Path(directory), arguments.seconds)
-    print(f"{arguments.cases} damaged stores: " + ", ".join(f"{count} {kind}" for kind, count in sorted(seen.items())))
+    damaged = seen.pop("damaged stores")
+    print(f"{damaged} damaged stores: " + ", ".join(f"{count} {kind}" for kind, count in sorted(seen.items())))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@ PYTHON ?= python3
 PIP_FLAGS ?=
 N ?= 200
 SEED ?= 0
+CASES ?= 100000
+CUTS ?= 300
+LIMIT_S ?= 3600
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -21,8 +24,10 @@ help:
 	@echo "make test        lint, types, import rules, tests"
 	@echo "make test-wheel  the built wheel, without torch and transformers"
 	@echo "make test-ceph   the S3 driver against a real server (Ceph), which it installs, starts and stops; as root"
-	@echo "make fuzz        100,000 broken packs, manifests and codec frames (5 minutes at most)"
+	@echo "make fuzz        100,000 broken packs, manifests and codec frames (5 minutes at most; CASES=...)"
 	@echo "make crash       kill a writer N times (N=200) and look at what it left"
+	@echo "make damage      400 stores cut short or with a flipped bit, used as a host uses them"
+	@echo "make powerloss   cut the power CUTS times (CUTS=300), in a simulation; needs a C compiler"
 	@echo "make bench       the figures in docs/benchmarks.md (minutes)"
 	@echo "make bench-vllm  the store beside vLLM's own fs tier (installs vLLM for CPUs, 2 GB)"
 	@echo "make clean       remove what these made"
@@ -57,10 +62,16 @@ test-ceph: setup
 	PYTHON=$(BIN)/python tests/servers/test-ceph.sh $(ARGS)
 
 fuzz: setup
-	$(BIN)/python -m tests.fuzz --cases 100000 --limit-s 300
+	$(BIN)/python -m tests.fuzz --cases $(CASES) --limit-s 300
 
 crash: setup
-	$(BIN)/python -m tests.crash.loop --kills $(N) --seed $(SEED)
+	$(BIN)/python -m tests.crash.loop --kills $(N) --seed $(SEED) --seconds $(LIMIT_S)
+
+damage: setup
+	$(BIN)/python -m tests.crash.damage --cases 400 --seed $(SEED) --seconds $(LIMIT_S)
+
+powerloss: setup
+	$(BIN)/python -m tests.crash.power --cuts $(CUTS) --seed $(SEED) --seconds $(LIMIT_S)
 
 bench: setup
 	$(BIN)/python -m benchmarks.open_store

@@ -22,6 +22,7 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import ConfigurationError, StoreBusyError, StoreError, StoreFullError
 from persistkv.storage.pack import align
 from persistkv_lmdb.errors import free_disk_bytes, translated, translated_at_open
+from persistkv_lmdb.guard import FILE_NAME as GUARD_FILE
 from persistkv_lmdb.guard import Guard
 from persistkv_lmdb.layout import (
     Databases,
@@ -42,6 +43,7 @@ from persistkv_lmdb.snapshots import Snapshots
 from persistkv_lmdb.space import recorded_bytes
 
 _MAX_READERS = 512
+_FILES = ("data.mdb", "lock.mdb", GUARD_FILE)
 _MIN_HEADROOM = 256 << 10  # 256 KiB
 _MAX_HEADROOM = 64 << 20  # 64 MiB
 _MIN_ROOM = 1 << 20  # 1 MiB
@@ -245,7 +247,7 @@ class Environment:
 
     def disk_bytes(self) -> int:
         """Bytes that the file system gives to the store."""
-        catalogue = sum(_allocated_bytes(self.path / name) for name in ("data.mdb", "lock.mdb"))
+        catalogue = sum(_allocated_bytes(self.path / name) for name in _FILES)
         return catalogue + sum(self.files.lengths().values())
 
     def close(self) -> None:

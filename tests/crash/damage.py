@@ -1,8 +1,8 @@
 """Cut a store's file short, or flip a bit of it, and use it: ``python -m tests.crash.damage --cases 400 --seed 1``.
 
-Each case is a copy of one real store, damaged once. A process that stands for the store's host opens all namespaces,
-reads every block, writes a request, and closes; it is started again where it dies, does not end, or cannot use the
-store, as an engine does. Then:
+Each case is a copy of a real store, of either placement in turns, damaged once in its ``data.mdb`` (one of 16: in a
+segment). A process that stands for the store's host opens all namespaces, reads every block, writes a request, and
+closes; it is started again where it dies, does not end, or cannot use the store, as an engine does. Then:
 
 1. The process that starts it lives, and waits no longer than its bound.
 2. No block that was served differs from what was stored under its key.
@@ -33,12 +33,14 @@ from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.testing.samples import sample_blocks, sample_keys, sample_manifest, sample_pack
 from tests.crash.forks import Outcome, run_in_fork
+from tests.crash.loop import PLACEMENTS
 
 IDENTITIES = [Identity.of({"test": "damage", "number": number}) for number in range(3)]
 BLOCK_BYTES = 4 << 10  # 4 KiB
 PACKS = 90  # in each namespace
 STARTS = 6
 PATIENCE_S = 90.0
+_OPTIONS = "capacity=16MiB"
 _PAGE_FLAGS = slice(10, 12)
 _OVERFLOW = 0x04
 _STRUCTURE_BYTES = 64  # of a page: its header, and where its first rows lie
@@ -133,49 +135,60 @@ def use(url: str, right: dict[bytes, bytes]) -> Outcome:
     return Outcome("used" if written else "unwritten", served)
 
 
-def run_case(store: Path, original: Path, draw: random.Random, case: int, right: dict[bytes, bytes]) -> Counter[str]:
-    """Damage a copy and use it.
+def damage_copy(original: Path, store: Path, draw: random.Random, case: int) -> str:
+    """Make a copy and damage it; says how."""
+    shutil.rmtree(store, ignore_errors=True)
+    shutil.copytree(original, store)
+    in_segment = case % 16 == 15
+    file = next(store.glob("segments/*.seg")) if in_segment else store / "data.mdb"
+    data = bytearray(file.read_bytes())
+    how = damage(data, draw, case)
+    file.write_bytes(data)
+    return f"{original.name}, {file.name}: {how}"
+
+
+def run_case(url: str, store: Path, right: dict[bytes, bytes]) -> Counter[str]:
+    """Use a damaged copy until it can be used.
 
     :raises AssertionError: saying what is wrong.
     """
-    shutil.rmtree(store, ignore_errors=True)
-    shutil.copytree(original, store)
-    data = bytearray((store / "data.mdb").read_bytes())
-    how = damage(data, draw, case)
-    (store / "data.mdb").write_bytes(data)
     seen: Counter[str] = Counter()
-    url = f"lmdb://{store}?capacity=16MiB"
     for _ in range(STARTS):
         outcome = run_in_fork(lambda: use(url, right), PATIENCE_S)
         seen[outcome.kind] += 1
-        assert outcome.kind not in (_WRONG_BYTES, "raised"), f"{how}: {outcome.kind}: {outcome.detail}"
+        assert outcome.kind not in (_WRONG_BYTES, "raised"), f"{outcome.kind}: {outcome.detail}"
         if outcome.kind == "used":
             aside = any(entry.name.startswith("damaged-") for entry in store.iterdir())
             seen["moved aside" if aside else "opened with what is right"] += 1
             seen["blocks served"] += outcome.count
             return seen
-    raise AssertionError(f"{how}: not usable after {STARTS} starts: {dict(seen)}, {outcome.detail}")
+    raise AssertionError(f"not usable after {STARTS} starts: {dict(seen)}, {outcome.detail}")
 
 
 def run(cases: int, seed: int, directory: Path, seconds: float) -> Counter[str]:
-    """Run cases; their outcomes, counted.
+    """Run cases, or as many as the time allows; their outcomes, counted.
 
     :raises AssertionError: saying what is wrong, with the seed and the number of the case.
     """
-    original = directory / "original"
-    made = run_in_fork(lambda: make_store(f"lmdb://{original}?capacity=16MiB"), PATIENCE_S)
-    assert made.kind == "used", made.detail
+    for placement in PLACEMENTS:
+        url = f"lmdb://{directory / placement}?{_OPTIONS}&placement={placement}"
+        made = run_in_fork(lambda url=url: make_store(url), PATIENCE_S)
+        assert made.kind == "used", made.detail
     right = expected()
     gc.freeze()
     seen: Counter[str] = Counter()
     deadline = time.monotonic() + seconds
+    store = directory / "case"
     for case in range(cases):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{case} of {cases} cases in {seconds} s")
+            break
+        placement = PLACEMENTS[case // 8 % 2]
+        how = damage_copy(directory / placement, store, random.Random(f"{seed} {case}"), case)
+        seen["damaged stores"] += 1
         try:
-            seen += run_case(directory / "case", original, random.Random(f"{seed} {case}"), case, right)
+            seen += run_case(f"lmdb://{store}?{_OPTIONS}&placement={placement}", store, right)
         except AssertionError as error:
-            raise AssertionError(f"seed {seed}, case {case}: {error}") from error
+            raise AssertionError(f"seed {seed}, case {case}, {how}: {error}") from error
     return seen
 
 
@@ -183,13 +196,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=3600.0, help="give up after so long")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="stop after so long")
     arguments: Any = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     logging.disable(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as directory:
         seen = run(arguments.cases, arguments.seed, Path(directory), arguments.seconds)
-    print(f"{arguments.cases} damaged stores: " + ", ".join(f"{count} {kind}" for kind, count in sorted(seen.items())))
+    damaged = seen.pop("damaged stores")
+    print(f"{damaged} damaged stores: " + ", ".join(f"{count} {kind}" for kind, count in sorted(seen.items())))
 
 
 if __name__ == "__main__":

@@ -1,33 +1,34 @@
 """A short run of the power losses; ``make powerloss`` runs a longer one. And the disk that forgets, by itself."""
 
 import random
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.crash.disk import ALLOCATE, CREATE, MKDIR, RESIZE, SYNC, SYNCED_WRITE, WRITE, Disk, Record
-from tests.crash.power import build_recorder, find_compiler, run
+from tests.crash.power import build_recorder, find_compiler
+from tests.crash.running import run_module
 
 FILE = Path("directory/file")
 PAGE = 4096
 
 
-@pytest.fixture
-def recorder(tmp_path: Path) -> Path:
+@pytest.mark.timeout(170)
+def test_what_was_acknowledged_survives_power_losses(tmp_path: Path) -> None:
     if find_compiler() is None:
-        pytest.skip("there is no C compiler here")
+        pytest.skip("there is no C compiler here, to build the recorder with")
     try:
-        return build_recorder(tmp_path)
+        build_recorder(tmp_path)
     except subprocess.CalledProcessError:
         pytest.skip("the C compiler here builds no shared library")
-
-
-@pytest.mark.timeout(170)
-def test_what_was_acknowledged_survives_power_losses(recorder: Path, tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    directory.mkdir()
-    assert run(cuts=15, seed=2, directory=directory, seconds=150) > 30, "little was there to lose"
+    lines = run_module("power", "--cuts", 10, "--seed", 2, "--seconds", 75)
+    assert [line.split(":")[0] for line in lines] == ["inline", "extents"]
+    for line in lines:
+        numbers = re.fullmatch(r"\w+: (\d+) power losses, (\d+) packs compared: 0 lost, 0 wrong", line)
+        assert numbers is not None, line
+        assert min(map(int, numbers.groups())) > 0, "there was nothing to lose"
 
 
 def disk_of(*records: tuple[int, Path, int, int, bytes]) -> Disk:

@@ -1,0 +1,23 @@
+"""Runs one of these programs from a test, in a process without threads and without torch: they fork."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_module(name: str, *arguments: object) -> list[str]:
+    """The lines that it wrote; it must succeed."""
+    paths = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.crash.{name}", *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()

@@ -1,0 +1,17 @@
+"""A short run of the damaged stores; ``make damage`` runs a longer one."""
+
+import re
+
+import pytest
+
+from tests.crash.running import run_module
+
+
+@pytest.mark.timeout(170)
+def test_damaged_stores_open_with_what_is_right_or_empty() -> None:
+    (line,) = run_module("damage", "--cases", 24, "--seed", 3, "--seconds", 150)
+    numbers = re.fullmatch(r"(\d+) damaged stores: .*, (\d+) moved aside, (\d+) opened with what is right.*", line)
+    assert numbers is not None, line
+    done, moved, kept = map(int, numbers.groups())
+    assert done == moved + kept
+    assert min(moved, kept) > 0

@@ -68,18 +68,22 @@ class Environment:
         self._fitted: Shares | None = None
         self._map_bytes = 0
         self._files_fit = False
-        self._env, self._db = self._open(read_only, placement or DEFAULT_PLACEMENT)
+        with translated_at_open(path):
+            self.files = SegmentFiles(path, read_only=read_only)
+        try:
+            self._env, self._db = self._open(read_only, placement or DEFAULT_PLACEMENT)
+        except BaseException:
+            self.files.close()
+            raise
         self.file_id = file_id(path)
         self.capacity = DEFAULT_CAPACITY
         try:
-            with translated_at_open(path):
-                self.files = SegmentFiles(path, read_only=read_only)
             self.capacity = self._recorded_capacity() or DEFAULT_CAPACITY
             self.check_placement(placement)
             if not read_only:
                 self.set_capacity(capacity or self.capacity)
         except BaseException:
-            self._env.close()
+            self.close()
             raise
 
     @contextmanager

@@ -51,7 +51,7 @@ class SegmentFiles:
         """:raises OSError: the store's directory cannot be opened."""
         self._path = path
         self._read_only = read_only
-        self._store = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # a store that is made anew there is not ours
+        self._store = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # one that is made anew in its place is another's
         self._lock = threading.Lock()
         self._open: dict[int, _Descriptors] = {}
         self._touched: set[int] = set()

@@ -199,3 +199,20 @@ def test_help_names_the_commands(run):
     done = run("--help")
     assert all(command in done.stdout for command in ("ls", "stat", "demo"))
     assert run("--version").stdout.startswith("persistkv 0.")
+
+
+class TestMove:
+    def test_moves_while_the_store_is_open_elsewhere(self, run, filled):
+        for placement in ("inline", "extents", "inline"):
+            done = run("move", filled, "--to", placement)
+            assert done.returncode == 0, done.stderr
+            assert f"48.0 KiB moved to {placement}" in done.stdout
+        assert "0 B moved" in run("move", filled, "--to", "inline").stdout
+        assert json.loads(run("stat", filled, "--json").stdout)["packs"] == 3
+
+    def test_an_unknown_placement_names_the_known_ones(self, run, filled):
+        one_line_error(run("move", filled, "--to", "tape"), "tape", "inline, extents")
+
+    def test_a_store_that_is_not_there(self, run, tmp_path):
+        one_line_error(run("move", f"lmdb://{tmp_path}/absent", "--to", "inline"), "absent")
+        assert not (tmp_path / "absent").exists()

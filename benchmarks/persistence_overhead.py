@@ -35,8 +35,8 @@ def turn(engine: Engine, prompts: list[list[int]], new_tokens: int) -> float:
 
 def host_stats(engine: Engine) -> HostStats:
     """What the store's side counts."""
-    stats = engine.stats().persistent
-    if stats is None or stats.host is None:
+    (stats,) = engine.stats().persistent
+    if stats.host is None:
         raise RuntimeError("the store did not answer")
     return stats.host
 

@@ -39,7 +39,9 @@ class Rig:
         self.rows: npt.NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8).reshape(num_rows, block_bytes)
         self.rows[:] = np.random.default_rng(0).integers(0, 256, self.rows.shape, dtype=np.uint8)
 
-    def client(self, url: str, host: str = "process", **options: object) -> StoreClient:
+    def client(
+        self, url: str, host: str = "process", *, max_queue_bytes: int = 8 << 30, **options: object
+    ) -> StoreClient:
         """A client that is not open yet."""
         hosts: dict[str, Callable[[], Host]] = {
             "process": lambda: ProcessHost(self._fd, len(self._memory)),
@@ -49,7 +51,7 @@ class Rig:
         layout = RowLayout(self.block_bytes, (GroupLayout(((0, self.block_bytes),)),))
         identity = Identity.of({"benchmark": self.block_bytes}).encode()
         hello = Hello(url, identity, layout, StoreOptions(**options))  # type: ignore[arg-type]
-        return StoreClient(hosts[host](), hello, max_queue_bytes=8 << 30)
+        return StoreClient(hosts[host](), hello, max_queue_bytes=max_queue_bytes)
 
 
 def touch_memory(share: float = 0.7) -> None:
@@ -65,7 +67,8 @@ def touch_memory(share: float = 0.7) -> None:
 
 def fresh_keys(count: int) -> list[bytes]:
     """Keys that no run has seen."""
-    return [os.urandom(32) + bytes(4) for _ in range(count)]
+    words = os.urandom(32 * count)
+    return [words[start : start + 32] + bytes(4) for start in range(0, len(words), 32)]
 
 
 def finish(client: StoreClient, job_id: int, timeout_s: float = 120.0) -> JobOutcome:

@@ -67,6 +67,10 @@ class StoreUnavailableError(StoreError):
     """The store cannot be opened or reached: permission, a file in the way, no such host."""
 
 
+class StoreBusyError(StoreError):
+    """Another process keeps the store from being written, longer than a commit takes. Nothing was done."""
+
+
 class StoreFullError(StoreError):
     """A commit did not fit; all of it was undone."""
 

@@ -4,6 +4,7 @@
 2. Remapping (another process grew the map, a new capacity) frees the memory that transactions read: it waits until none
    runs in this process.
 3. An environment does not cross a fork: the child is refused.
+4. Opening for writing, and each write transaction, run under persistkv's own lock for writing, whose wait is bounded.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
 import lmdb
 
 from persistkv.config import PAGE_BYTES
-from persistkv.errors import ConfigurationError, StoreError
+from persistkv.errors import ConfigurationError, StoreBusyError, StoreError, StoreFullError
 from persistkv.storage.pack import align
 from persistkv_lmdb.errors import free_disk_bytes, translated, translated_at_open
+from persistkv_lmdb.guard import Guard
 from persistkv_lmdb.layout import (
     Databases,
     Transaction,
@@ -68,15 +70,21 @@ class Environment:
         self._fitted: Shares | None = None
         self._map_bytes = 0
         self._files_fit = False
-        with translated_at_open(path):
-            self.files = SegmentFiles(path, read_only=read_only)
-        try:
-            self._env, self._db = self._open(read_only, placement or DEFAULT_PLACEMENT)
-        except BaseException:
-            self.files.close()
-            raise
-        self.file_id = file_id(path)
+        self._guard = None if read_only else Guard(path)
         self.capacity = DEFAULT_CAPACITY
+        opening = partial(self._open, read_only, placement or DEFAULT_PLACEMENT)
+        try:
+            self._env, self._db = opening() if self._guard is None else self._guard.open(opening)
+        except BaseException:
+            self._leave()
+            raise
+        try:
+            with translated_at_open(path):
+                self.files = SegmentFiles(path, read_only=read_only)
+        except BaseException:
+            self._env.close()
+            self._leave()
+            raise
         try:
             self.capacity = self._recorded_capacity() or DEFAULT_CAPACITY
             self.check_placement(placement)
@@ -91,11 +99,12 @@ class Environment:
         """Run a transaction: committed at the end of the block, undone where the block raises.
 
         :raises StoreFullError: it does not fit.
+        :raises StoreBusyError: another process has held the lock for writing for too long.
         :raises StoreError: anything else, also in a fork of the process that opened the store.
         """
         if self.process != os.getpid():
             raise StoreError(f"{self.path} was opened by process {self.process}; after a fork, open it anew")
-        with translated(self.path):
+        with self._guarded(write), translated(self.path):
             for _ in range(_BEGIN_ATTEMPTS):
                 with self._entered():
                     begun = self._begin(write)
@@ -103,8 +112,7 @@ class Environment:
                         with begun:
                             yield Transaction(begun, self._db)
                         return
-                with self._alone():
-                    begun()
+                begun()
         raise StoreError(f"{self.path}: no transaction could begin in {_BEGIN_ATTEMPTS} attempts")
 
     @property
@@ -220,10 +228,24 @@ class Environment:
 
     def make_writable(self) -> None:
         """Open again for writing; the handles on it do not notice. Where that fails, it stays open for reading."""
-        with self._alone():
-            self._reopen(read_only=False)
-            self.files.make_writable()
-            self.read_only = False
+        guard = Guard(self.path)
+        try:
+            guard.open(partial(self._reopen_alone, False))
+        except BaseException:
+            guard.close()
+            raise
+        self.files.make_writable()
+        self._guard, self.read_only = guard, False
+
+    def committed(self) -> None:
+        """A batch was committed: the store can be written (see ``guard``)."""
+        if self._guard is not None:
+            self._guard.committed()
+
+    def suspect(self) -> None:
+        """It may be damaged: it is looked at once all have closed it."""
+        if self._guard is not None:
+            self._guard.suspect()
 
     def disk_bytes(self) -> int:
         """Bytes that the file system gives to the store."""
@@ -235,6 +257,31 @@ class Environment:
         if self.process == os.getpid():
             self._env.close()
             self.files.close()
+            self._leave()
+
+    def forget(self) -> None:
+        """In a forked child: keep none of the parent's locks alive."""
+        if self._guard is not None:
+            self._guard.forget()
+
+    def _leave(self) -> None:
+        if self._guard is not None:
+            self._guard.close()
+
+    @contextmanager
+    def _guarded(self, write: bool) -> Iterator[None]:
+        """Hold the lock for writing, where it is for that. What fails is looked at once all have closed it."""
+        if self._guard is None:
+            yield
+            return
+        try:
+            with self._guard.writing() if write else nullcontext():
+                yield
+        except (StoreBusyError, StoreFullError):
+            raise
+        except StoreError:  # LMDB has many words for a damaged page
+            self._guard.suspect()
+            raise
 
     def _open(self, read_only: bool, placement: Placement = DEFAULT_PLACEMENT) -> tuple[lmdb.Environment, Databases]:
         """A map size of 0 takes the recorded one; ``set_capacity`` sets what is wanted."""
@@ -251,10 +298,15 @@ class Environment:
             )
             try:
                 env.reader_check()
+                self.file_id = file_id(self.path)
                 return env, open_databases(env, placement)
             except BaseException:
                 env.close()
                 raise
+
+    def _reopen_alone(self, read_only: bool) -> None:
+        with self._alone():
+            self._reopen(read_only)
 
     def _reopen(self, read_only: bool) -> None:
         self._env.close()
@@ -289,13 +341,21 @@ class Environment:
         try:
             begun = self._env.begin(write=write, buffers=True)
         except lmdb.MapResizedError:
-            return self._fit_map
+            return self._remap
         except lmdb.PanicError:  # a page of LMDB's own could not be written: the files are right, the handle is not
-            return partial(self._reopen, self.read_only)
+            return self._revive
         if write and read_shares(Transaction(begun, self._db)) != self._fitted:
             begun.abort()
-            return self._fit_map
+            return self._remap
         return begun
+
+    def _remap(self) -> None:
+        with self._alone():
+            self._fit_map()
+
+    def _revive(self) -> None:
+        with self._guarded(write=True):
+            self._reopen_alone(self.read_only)
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
@@ -313,58 +373,6 @@ class Environment:
         with self._gate:
             self._gate.wait_for(lambda: not self._inside)
             yield
-
-
-class _Environments:
-    """The environments of this process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: list[Environment] = []
-        os.register_at_fork(after_in_child=self._forget)
-
-    def acquire(self, path: Path, capacity: int | None, placement: Placement | None, *, read_only: bool) -> Environment:
-        with self._lock:
-            wanted = file_id(path)
-            found = next((env for env in self._open if env.file_id == wanted), None)
-            if found is None:
-                found = Environment(path, capacity, placement, read_only=read_only)
-                self._open.append(found)
-            else:
-                found.check_placement(placement)
-            if not read_only:
-                if found.read_only:
-                    found.make_writable()
-                if capacity not in (None, found.capacity):
-                    found.set_capacity(capacity)
-            found.handles += 1
-            return found
-
-    def release(self, environment: Environment) -> None:
-        with self._lock:
-            environment.handles -= 1
-            if not environment.handles:
-                self._open = [env for env in self._open if env is not environment]
-                environment.close()
-
-    def _forget(self) -> None:
-        """In a forked child: another thread of the parent may have held the lock."""
-        self._lock = threading.Lock()
-        self._open = []
-
-
-# State of the process, because what it stands for is: LMDB refuses to open an environment twice in one.
-_ENVIRONMENTS = _Environments()
-
-
-def acquire(path: Path, capacity: int | None, placement: Placement | None, *, read_only: bool) -> Environment:
-    """The process's environment of these files, opened where it is not; errors as in ``Environment``. Thread-safe."""
-    return _ENVIRONMENTS.acquire(path, capacity, placement, read_only=read_only)
-
-
-def release(environment: Environment) -> None:
-    """Give back what ``acquire`` gave; the last one closes it. Thread-safe."""
-    _ENVIRONMENTS.release(environment)
 
 
 def file_id(path: Path) -> tuple[int, int] | None:

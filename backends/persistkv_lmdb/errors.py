@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,8 @@ _CORRUPT = (
     lmdb.IncompatibleError,
     lmdb.NotFoundError,
 )
+_NO_ROW = (struct.error, OverflowError, SystemError, MemoryError)
+"""What Python makes of a row whose length, as a damaged page tells it, cannot be."""
 FULL_CODES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NEARLY_FULL = 64 << 20  # 64 MiB: a pack's raw bytes
 
@@ -33,6 +36,8 @@ def translated(path: Path) -> Iterator[None]:
         yield
     except lmdb.Error as error:
         raise _kind(error, path)(f"{path}: {_reason(error)}") from error
+    except _NO_ROW as error:
+        raise CorruptStoreError(f"{path}: a row does not read: {error}") from error
 
 
 @contextmanager
@@ -45,6 +50,11 @@ def translated_at_open(path: Path) -> Iterator[None]:
         raise kind(f"{path}: {_reason(error)}") from error
     except OSError as error:
         raise StoreUnavailableError(f"{path}: {error.strerror or error}") from error
+
+
+def met_the_maps_end(error: StoreFullError) -> bool:
+    """Whether LMDB found no page where the driver had counted on some: damage, or pages that lie too scattered."""
+    return isinstance(error.__cause__, lmdb.MapFullError)
 
 
 def _kind(error: lmdb.Error, path: Path) -> type[StoreError]:

@@ -18,7 +18,7 @@ from persistkv.storage.backend import Namespace
 from persistkv.storage.codec import Buffer
 from persistkv.storage.identity import Identity
 from persistkv.storage.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
-from persistkv_lmdb.options import Placement
+from persistkv_lmdb.options import MAX_CAPACITY, MIN_CAPACITY, Placement
 
 if TYPE_CHECKING:
     from lmdb import _Database
@@ -42,6 +42,8 @@ _USE = struct.Struct("<QdII")
 _CHAIN = struct.Struct("<QdB")
 _CLOCK_ROW = b"clock"
 _CLOCK = struct.Struct("<Qd")
+_MOST = 1 << 62  # more was never counted: that leaves room to count on
+_LATEST = float(1 << 40)  # seconds since the epoch; far beyond any clock
 
 PINNED, ORDERED = 1, 2
 PACK, MANIFEST = 0, 1
@@ -180,8 +182,14 @@ class NamespaceState:
         return self.generation + self.sequence.to_bytes(8, "big")
 
     def encode(self) -> bytes:
-        """The row."""
-        return _STATE.pack(*astuple(self))
+        """The row.
+
+        :raises CorruptStoreError: more went than it had counted.
+        """
+        generation, *counts = astuple(self)
+        if min(counts) < 0:
+            raise CorruptStoreError(f"namespace state: a count of {min(counts)}")
+        return _STATE.pack(generation, *counts)
 
     @classmethod
     def decode(cls, row: Buffer) -> NamespaceState:
@@ -191,7 +199,10 @@ class NamespaceState:
         """
         if len(row) != _STATE.size:
             raise CorruptStoreError(f"namespace state: {len(row)} bytes instead of {_STATE.size}")
-        return cls(*_STATE.unpack(row))
+        generation, *counts = _STATE.unpack(row)
+        if max(counts) > _MOST:
+            raise CorruptStoreError(f"namespace state: a count of {max(counts)}")
+        return cls(generation, *counts)
 
     def count(self, table: PackTable, sign: int) -> None:
         """Take a pack into the totals (1), or out of them (-1)."""
@@ -296,9 +307,10 @@ def used_bytes(transaction: Transaction) -> int:
 
 
 def read_capacity(transaction: Transaction) -> int | None:
-    """The bound that the store was last opened for writing with."""
+    """The bound that the store was last opened for writing with; None where none that can be is recorded."""
     row = transaction.txn.get(_CAPACITY_ROW, db=transaction.db.meta)
-    return _CAPACITY.unpack(row)[0] if row is not None and len(row) == _CAPACITY.size else None
+    capacity = _CAPACITY.unpack(row)[0] if row is not None and len(row) == _CAPACITY.size else None
+    return capacity if capacity is not None and MIN_CAPACITY <= capacity <= MAX_CAPACITY else None
 
 
 def write_capacity(transaction: Transaction, capacity: int) -> None:
@@ -331,9 +343,16 @@ def write_placement(transaction: Transaction, placement: Placement, catalogue_by
 
 
 def read_clock(transaction: Transaction) -> tuple[int, float]:
-    """The last moment: its number, and seconds since the epoch."""
+    """The last moment: its number, and seconds since the epoch.
+
+    :raises CorruptStoreError: the row is none: nobody could tell what is to be evicted first.
+    """
     row = transaction.txn.get(_CLOCK_ROW, db=transaction.db.meta)
-    moment, seconds = _CLOCK.unpack(row) if row is not None and len(row) == _CLOCK.size else (0, 0.0)
+    if row is None:
+        return 0, 0.0
+    moment, seconds = _CLOCK.unpack(row) if len(row) == _CLOCK.size else (-1, 0.0)
+    if not (0 <= moment <= _MOST and 0 <= seconds <= _LATEST):
+        raise CorruptStoreError(f"the clock does not read: moment {moment}, {seconds} s")
     return moment, seconds
 
 

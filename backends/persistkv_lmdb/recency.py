@@ -12,6 +12,8 @@ from typing import NamedTuple
 from persistkv.storage.pack import ID_BYTES
 from persistkv_lmdb.layout import MANIFEST, ORDER_KEY, Chain, Transaction, Use, read_clock, write_clock
 
+_MAX_PINS = (1 << 32) - 1
+
 
 class Candidate(NamedTuple):
     """Something that may be evicted."""
@@ -60,7 +62,7 @@ class Recency:
         use = Use.decode(self._txn.get(name, db=self._db.uses))
         if use is not None:
             self._unlist(use.order_key(name))
-            self._put(name, use._replace(pins=max(0, use.pins + count)))
+            self._put(name, use._replace(pins=min(max(0, use.pins + count), _MAX_PINS)))
 
     def remove_pack(self, name: bytes) -> None:
         """Forget a pack."""
@@ -91,13 +93,20 @@ class Recency:
         """What may be evicted, first to go first; it may change while this runs."""
         key = b""
         while (found := self._next(key)) is not None:
-            _, _, kind, name = ORDER_KEY.unpack(found)
-            row = self.chain(name) if kind == MANIFEST else Use.decode(self._txn.get(name, db=self._db.uses))
-            if row is None or row.order_key(name) != found:
+            if (candidate := self._candidate(found)) is None:
                 self._unlist(found)
             else:
-                yield Candidate(name, kind == MANIFEST, row.time)
+                yield candidate
             key = found + b"\0"
+
+    def _candidate(self, found: bytes) -> Candidate | None:
+        """What a key of ``order`` lists; None for one that is damaged, or that lists nothing."""
+        if len(found) != ORDER_KEY.size:
+            return None
+        _, _, kind, name = ORDER_KEY.unpack(found)
+        row = self.chain(name) if kind == MANIFEST else Use.decode(self._txn.get(name, db=self._db.uses))
+        listed = row is not None and row.order_key(name) == found
+        return Candidate(name, kind == MANIFEST, row.time) if row is not None and listed else None
 
     def finish(self) -> None:
         """Count the moment, where something was used at it."""

@@ -11,10 +11,13 @@ Byte by byte in docs/format.md. Invariants of this file:
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -31,12 +34,14 @@ ID_BYTES = 16
 FRAME_BYTES = 1 << 20  # 1 MiB: raw bytes that a frame holds at most, unless one block is larger
 MAX_PACK_BYTES = 64 << 20  # 64 MiB of raw bytes
 UNKNOWN_DEPTH = 0xFFFFFFFF
+FRAMES_AHEAD = 4  # frames that are encoded ahead of the one that is written, at most
 
 _HEADER = struct.Struct("<HHIIIQQ16s16s")
 _FRAME = struct.Struct("<IIIIIIQQQ")
 _TRAILER = struct.Struct("<QQ8s")
 _MAGIC = b"PKVPACK1"
 
+T = TypeVar("T")
 ByteArray = npt.NDArray[np.uint8]
 
 
@@ -68,6 +73,16 @@ class Frame(NamedTuple):
     def raw_length(self) -> int:
         """Bytes of all blocks."""
         return self.block_count * self.block_bytes
+
+
+def pack_frames(frames: Iterable[Frame]) -> bytes:
+    """Frames as they stand in a table."""
+    return b"".join([_FRAME.pack(*frame) for frame in frames])
+
+
+def unpack_frames(data: bytes) -> tuple[Frame, ...]:
+    """The frames of whole table entries."""
+    return tuple(map(Frame._make, _FRAME.iter_unpack(data)))
 
 
 def frame_seed(namespace: bytes, keys: bytes) -> int:
@@ -120,8 +135,7 @@ class PackTable(msgspec.Struct, frozen=True):
             self.namespace,
             self.pack_id,
         )
-        frames = b"".join([_FRAME.pack(*frame) for frame in self.frames])
-        table = b"".join((header, codecs, frames, self.keys.lengths, self.keys.data))
+        table = b"".join((header, codecs, pack_frames(self.frames), self.keys.lengths, self.keys.data))
         return table + _TRAILER.pack(len(table), xxhash.xxh3_64_intdigest(table), _MAGIC)
 
     @classmethod
@@ -148,7 +162,7 @@ class PackTable(msgspec.Struct, frozen=True):
             raise CorruptPackError("keys", f"{len(keys.data)} bytes are not {block_count} keys of {key_length}")
         if not key_length:
             _check_key_lengths(keys)
-        frames = tuple(map(Frame._make, _FRAME.iter_unpack(table[frames_at:lengths_at])))
+        frames = unpack_frames(table[frames_at:lengths_at])
         try:
             codecs = table[_HEADER.size : frames_at].decode()
         except UnicodeDecodeError:
@@ -246,9 +260,21 @@ class Segment:
         return self.raw(*next(self.frame_bounds()))
 
 
+class Ahead(Protocol):
+    """Begins a call beside the caller's own work; what it returns waits for the result."""
+
+    def __call__(self, call: Callable[[], T]) -> Callable[[], T]: ...
+
+
+class _StoredFrame(NamedTuple):
+    frame: Frame
+    """Its offset is not known yet."""
+    pieces: Sequence[Buffer]
+
+
 @dataclass
 class PackWriter:
-    """Turns segments into a pack, one frame in memory at a time.
+    """Turns segments into a pack, one frame in memory at a time, or a few where they are encoded ahead.
 
     What ``codec`` chooses for the segments' groups is settled here, for the pack is named after it. ``stream`` may be
     called again (a commit that is retried); the table then describes the newest run.
@@ -265,7 +291,10 @@ class PackWriter:
     """Those that the frames are written with, each once."""
     _codec_numbers: dict[int, int] = field(init=False)
     """For each group, which of ``codecs``, counted from 1."""
+    ahead: Ahead | None = None
+    """Begins the encoding of frames ahead of those that are asked for; None: each is encoded when it is asked for."""
     _table: PackTable | None = field(init=False, default=None)
+    _begun: deque[Callable[[], _StoredFrame]] = field(init=False, default_factory=deque)
 
     def __post_init__(self) -> None:
         first = {segment.group: segment for segment in reversed(self.segments)}
@@ -295,40 +324,47 @@ class PackWriter:
         """The payload in order, padding included. Raw frames come as the rows that they lie in; every piece stays valid
         while it is referenced, so that many can be written with one call.
         """
+        self.settle()
         frames: list[Frame] = []
         offset = 0
-        for segment in self.segments:
-            for start, stop in segment.frame_bounds():
-                frame, stored = self._frame(segment, start, stop, offset)
-                frames.append(frame)
-                yield from stored
-                offset = align(frame.offset + frame.stored_length)
-                if padding := offset - frame.offset - frame.stored_length:
-                    yield bytes(padding)
+        for stored in self._stored_frames():
+            frame = stored.frame._replace(offset=offset)
+            frames.append(frame)
+            yield from stored.pieces
+            offset = align(frame.offset + frame.stored_length)
+            if padding := offset - frame.offset - frame.stored_length:
+                yield bytes(padding)
         codecs = join_codecs(self.codecs)
         self._table = PackTable(self.namespace, self.pack_id, codecs, offset, self.raw_length, tuple(frames), self.keys)
 
-    def _frame(self, segment: Segment, start: int, stop: int, offset: int) -> tuple[Frame, Sequence[Buffer]]:
-        number, stored = self._encode(segment, start, stop)
+    def settle(self) -> None:
+        """Wait for frames that are encoded ahead of a ``stream`` that was left: nobody reads the blocks any more."""
+        while self._begun:
+            with suppress(Exception):  # it would have come out of the stream, which nobody asks any more
+                self._begun.popleft()()
+
+    def _stored_frames(self) -> Iterator[_StoredFrame]:
+        bounds = ((segment, *bound) for segment in self.segments for bound in segment.frame_bounds())
+        encodes = any(not codec.identity for codec in self.codecs)
+        for segment, start, stop in bounds:
+            if self.ahead is None or not encodes:
+                yield self._store(segment, start, stop)
+                continue
+            self._begun.append(self.ahead(partial(self._store, segment, start, stop)))
+            if len(self._begun) > FRAMES_AHEAD:
+                yield self._begun.popleft()()
+        while self._begun:
+            yield self._begun.popleft()()
+
+    def _store(self, segment: Segment, start: int, stop: int) -> _StoredFrame:
+        number, pieces = self._encode(segment, start, stop)
         digest = xxhash.xxh3_64(seed=frame_seed(self.namespace, b"".join(segment.keys[start:stop])))
-        for piece in stored:
+        for piece in pieces:
             digest.update(piece)
-        length = sum(map(len, stored))
         depth = segment.depth if segment.depth == UNKNOWN_DEPTH else segment.depth + start
-        return (
-            Frame(
-                segment.group,
-                stop - start,
-                segment.block_bytes,
-                depth,
-                number,
-                0,
-                offset,
-                length,
-                digest.intdigest(),
-            ),
-            stored,
-        )
+        length = sum(map(len, pieces))
+        frame = Frame(segment.group, stop - start, segment.block_bytes, depth, number, 0, 0, length, digest.intdigest())
+        return _StoredFrame(frame, pieces)
 
     def _encode(self, segment: Segment, start: int, stop: int) -> tuple[int, Sequence[Buffer]]:
         """The number of the codec, and the stored bytes; 0 and the raw ones, where they lie, where it does not help."""

@@ -39,15 +39,19 @@ class PlannedPack:
         return sum(segment.raw_length for segment in self.segments)
 
 
-def blocks_per_pack(rows: Rows) -> int:
+def blocks_per_pack(rows: Rows, max_bytes: int = TARGET_PACK_BYTES) -> int:
     """Depths between two cuts: the largest power of two of blocks, one of each group, that fits the target."""
     one_of_each = sum(group.block_bytes for group in rows.layout.groups)
-    return 1 << max(0, (TARGET_PACK_BYTES // one_of_each).bit_length() - 1)
+    return 1 << max(0, (min(TARGET_PACK_BYTES, max_bytes) // one_of_each).bit_length() - 1)
 
 
-def plan_packs(rows: Rows, blocks: Iterable[Block]) -> list[PlannedPack]:
-    """Cut blocks into packs: by depth where it is known, else whenever one is full."""
-    cut = blocks_per_pack(rows)
+def plan_packs(rows: Rows, blocks: Iterable[Block], max_bytes: int = MAX_PACK_BYTES) -> list[PlannedPack]:
+    """Cut blocks into packs: by depth where it is known, else whenever one is full.
+
+    :param max_bytes: raw bytes of a pack, unless one block has more. Stores cut the same packs of a prefix where it is
+        at least the target, or the same in both.
+    """
+    cut = blocks_per_pack(rows, max_bytes)
     by_bucket: dict[int, list[Block]] = {}
     unknown: list[Block] = []
     for block in blocks:
@@ -58,15 +62,15 @@ def plan_packs(rows: Rows, blocks: Iterable[Block]) -> list[PlannedPack]:
     packs = [
         PlannedPack(_segments(rows, sorted(bucket, key=lambda b: (b.group, b.depth)))) for bucket in by_bucket.values()
     ]
-    return packs + [PlannedPack(_segments(rows, run)) for run in _full_runs(rows, unknown)]
+    return packs + [PlannedPack(_segments(rows, run)) for run in _full_runs(rows, unknown, max_bytes)]
 
 
-def _full_runs(rows: Rows, blocks: Iterable[Block]) -> Iterable[list[Block]]:
+def _full_runs(rows: Rows, blocks: Iterable[Block], max_bytes: int) -> Iterable[list[Block]]:
     run: list[Block] = []
     size = 0
     for block in blocks:
         length = rows.layout.groups[block.group].block_bytes
-        if run and size + length > MAX_PACK_BYTES:
+        if run and size + length > max_bytes:
             yield run
             run, size = [], 0
         run.append(block)

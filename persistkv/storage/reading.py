@@ -1,33 +1,35 @@
 """Promotion's inner loop: keys to frames, frames to gathered reads, reads to verified rows.
 
-Frames that lie side by side in a pack become one span. A raw frame that is wanted whole is read straight into the rows
-and verified there; any other goes through scratch memory, of which there is a bounded amount at a time.
+A job is cut into parts of some MiB, which are read beside each other. Frames that lie side by side in a pack become one
+span. Nothing is copied where the medium or the codec can write into the rows: blocks of raw frames are read straight
+into them, wanted or not for the whole frame; encoded frames are decoded straight into rows that lie side by side. What
+is not wanted, and what is still encoded, goes to scratch memory.
 """
 
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import xxhash
 
-from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.index import HeldPack, Index
-from persistkv.storage.pack import Frame, decode_frame, verify_frame
+from persistkv.storage.pack import FRAME_BYTES, Frame, align, decode_frame, frame_seed, verify_frame
 from persistkv.storage.rows import Rows
+from persistkv.storage.scratch import Lease, Scratch
 
 logger = logging.getLogger(__name__)
-
-SCRATCH_BYTES = 16 << 20  # 16 MiB: stored bytes that pass through scratch memory in one call of the backend
 
 
 @dataclass
 class ReadOutcome:
-    """What came of one job."""
+    """What came of a part, or of a whole job."""
 
     failed: list[bytes] = field(default_factory=list)
     """Keys that could not be served."""
@@ -37,65 +39,67 @@ class ReadOutcome:
     raw_bytes: int = 0
     """Bytes that were filled and verified."""
 
+    def add(self, other: ReadOutcome) -> None:
+        """Take in what came of another part."""
+        self.failed += other.failed
+        self.suspects.update(other.suspects)
+        self.bad_frames += other.bad_frames
+        self.raw_bytes += other.raw_bytes
+
 
 @dataclass
-class _FrameRead:
+class FrameRead:
     """One frame, and where its blocks are wanted."""
 
     pack: HeldPack
-    number: int
-    wanted: list[tuple[bytes, int, int]] = field(default_factory=list)
-    """(key, position in the frame, row)"""
-    buffers: list[memoryview] = field(default_factory=list)
-    direct: bool = False
+    frame: Frame
+    keys: Sequence[bytes]
+    """Those of its blocks."""
+    rows: dict[int, list[int]] = field(default_factory=dict)
+    """For each wanted position in the frame, the rows."""
 
     @property
-    def frame(self) -> Frame:
-        return self.pack.frames[self.number]
+    def wanted(self) -> list[bytes]:
+        """The keys, as often as they are wanted."""
+        return [self.keys[position] for position, rows in self.rows.items() for _ in rows]
 
 
-def read_blocks(
-    backend: Backend, namespace: bytes, index: Index, rows: Rows, wanted: Sequence[tuple[bytes, int]]
-) -> ReadOutcome:
-    """Fill rows; ``wanted`` is (key, row). Raises nothing of the backend's: a failed read is a miss."""
-    outcome = ReadOutcome()
-    for batch in _batches(_frames(index, rows, wanted, outcome)):
-        for read in batch:
-            _place(read, rows)
-        spans = list(_spans(batch))
-        try:
-            answers = backend.read(namespace, [span for span, _ in spans])
-        except StoreError as error:
-            logger.warning("reading %d frames failed (%s): their blocks are misses", len(batch), error)
-            for read in batch:
-                _fail(read, outcome)
-            continue
-        for (_, reads), filled in zip(spans, answers, strict=True):
-            for read in reads:
-                _finish(read, rows, outcome, filled)
-    return outcome
-
-
-def _frames(index: Index, rows: Rows, wanted: Sequence[tuple[bytes, int]], outcome: ReadOutcome) -> list[_FrameRead]:
-    """The frames that hold the keys, in the order they lie in their packs."""
-    reads: dict[tuple[bytes, int], _FrameRead] = {}
+def plan_reads(
+    index: Index, rows: Rows, wanted: Iterable[tuple[bytes, int]], part_bytes: int
+) -> tuple[list[list[FrameRead]], list[bytes]]:
+    """The frames that hold the keys of ``wanted``, (key, row), in parts of so many stored bytes; and the missing."""
+    packs: dict[HeldPack, list[tuple[bytes, int]]] = {}
+    missing: list[bytes] = []
     for key, row in wanted:
-        found = index.locate(key)
-        if found is None:
-            outcome.failed.append(key)
-            continue
-        pack, position = found
-        number = pack.frame_of(position)
-        read = reads.setdefault((pack.pack_id, number), _FrameRead(pack, number))
-        read.wanted.append((key, position - pack.starts[number], row))
-    fitting = []
-    for place in sorted(reads):
-        read = reads[place]
-        if _fits(read.frame, rows):
-            fitting.append(read)
+        pack = index.pack_of(key)
+        if pack is None:
+            missing.append(key)
         else:
-            _fail(read, outcome)
-    return fitting
+            packs.setdefault(pack, []).append((key, row))
+    fitting: list[FrameRead] = []
+    for pack, wants in packs.items():
+        for read in _frames(pack, wants):
+            if _fits(read.frame, rows):
+                fitting.append(read)
+            else:
+                missing += read.wanted
+    return list(_parts(fitting, part_bytes)), missing
+
+
+def _frames(pack: HeldPack, wanted: Iterable[tuple[bytes, int]]) -> list[FrameRead]:
+    """In the order they lie in the pack."""
+    frames = pack.frames
+    starts = list(accumulate((frame.block_count for frame in frames[:-1]), initial=0))
+    places = {key: position for position, key in enumerate(pack.keys)}
+    reads: dict[int, FrameRead] = {}
+    for key, row in wanted:
+        position = places[key]
+        number = bisect_right(starts, position) - 1
+        start, frame = starts[number], frames[number]
+        if number not in reads:
+            reads[number] = FrameRead(pack, frame, pack.keys[start : start + frame.block_count])
+        reads[number].rows.setdefault(position - start, []).append(row)
+    return [reads[number] for number in sorted(reads)]
 
 
 def _fits(frame: Frame, rows: Rows) -> bool:
@@ -103,65 +107,122 @@ def _fits(frame: Frame, rows: Rows) -> bool:
     return frame.group < len(groups) and groups[frame.group].block_bytes == frame.block_bytes
 
 
-def _batches(reads: Iterable[_FrameRead]) -> Iterator[list[_FrameRead]]:
-    batch: list[_FrameRead] = []
+def _parts(reads: Iterable[FrameRead], part_bytes: int) -> Iterator[list[FrameRead]]:
+    part: list[FrameRead] = []
     size = 0
     for read in reads:
-        if batch and size + read.frame.stored_length > SCRATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(read)
-        size += read.frame.stored_length
-    if batch:
-        yield batch
+        length = align(read.frame.stored_length)
+        if part and size + length > part_bytes:
+            yield part
+            part, size = [], 0
+        part.append(read)
+        size += length
+    if part:
+        yield part
 
 
-def _place(read: _FrameRead, rows: Rows) -> None:
+def make_scratch(part_bytes: int) -> Scratch:
+    """Room for the stored bytes of a part, for one decoded frame, and for padding."""
+    return Scratch(part_bytes + 2 * FRAME_BYTES)
+
+
+@dataclass
+class _Placed:
+    """A frame, and the memory that its stored bytes go to."""
+
+    read: FrameRead
+    buffers: list[memoryview]
+    direct: bool
+    """The wanted blocks are in their rows once the buffers are filled."""
+
+
+def read_part(
+    backend: Backend, namespace: bytes, rows: Rows, scratch: Scratch, part: Sequence[FrameRead]
+) -> ReadOutcome:
+    """Fill rows. May run in any thread, beside others. Raises nothing of the backend's: a failed read is a miss."""
+    outcome = ReadOutcome()
+    with scratch.lend() as lease:
+        placed = [_place(read, rows, lease) for read in part]
+        spans = list(_spans(placed, lease))
+        try:
+            answers = backend.read(namespace, [span for span, _ in spans])
+        except StoreError as error:
+            why = str(error)  # the error itself holds the rows, and a log may keep it
+            logger.warning("reading %d frames failed (%s): their blocks are misses", len(part), why)
+            outcome.failed += [key for read in part for key in read.wanted]
+            return outcome
+        raw = lease.take(max(read.frame.raw_length for read in part))
+        for (_, frames), filled in zip(spans, answers, strict=True):
+            for frame in frames:
+                _finish(frame, namespace, rows, raw, outcome, filled)
+    return outcome
+
+
+def _place(read: FrameRead, rows: Rows, lease: Lease) -> _Placed:
     """Decide where the frame's stored bytes go."""
     frame = read.frame
-    read.wanted.sort(key=lambda want: want[1])
-    positions = [position for _, position, _ in read.wanted]
-    read.direct = not frame.encoded and positions == list(range(frame.block_count))
-    if read.direct:
-        read.buffers = [place for _, _, row in read.wanted for place in rows.places(frame.group, row)]
-    else:
-        read.buffers = [memoryview(bytearray(frame.stored_length))]
+    if frame.encoded:
+        return _Placed(read, [lease.take(frame.stored_length)], False)
+    size = frame.block_bytes
+    aside = lease.take(frame.stored_length) if len(read.rows) < frame.block_count else memoryview(b"")
+    buffers: list[memoryview] = []
+    begin = 0
+    for first, end in _runs(sorted(read.rows)):
+        buffers.append(aside[begin * size : first * size])
+        buffers += rows.pieces(frame.group, [read.rows[position][0] for position in range(first, end)])
+        begin = end
+    buffers.append(aside[begin * size :])
+    return _Placed(read, [buffer for buffer in buffers if buffer], True)
 
 
-def _spans(batch: Sequence[_FrameRead]) -> Iterator[tuple[ReadSpan, list[_FrameRead]]]:
+def _runs(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and end of each run of consecutive numbers."""
+    first = end = positions[0]
+    for position in positions:
+        if position != end:
+            yield first, end
+            first = position
+        end = position + 1
+    yield first, end
+
+
+def _spans(placed: Sequence[_Placed], lease: Lease) -> Iterator[tuple[ReadSpan, list[_Placed]]]:
     """Neighbouring frames of a pack as one span; the padding between them goes nowhere."""
-    padding = memoryview(bytearray(PAGE_BYTES))
-    reads: list[_FrameRead] = []
+    padding = lease.take(align(1))
+    frames: list[_Placed] = []
     buffers: list[memoryview] = []
     end = 0
-    for read in batch:
-        gap = read.frame.offset - end
-        if reads and (reads[0].pack.pack_id != read.pack.pack_id or not 0 <= gap < PAGE_BYTES):
-            yield ReadSpan(reads[0].pack.pack_id, reads[0].frame.offset, buffers), reads
-            reads, buffers = [], []
-        elif gap and reads:
-            buffers.append(padding[:gap])
-        reads.append(read)
-        buffers += read.buffers
-        end = read.frame.offset + read.frame.stored_length
-    if reads:
-        yield ReadSpan(reads[0].pack.pack_id, reads[0].frame.offset, buffers), reads
+    for one in placed:
+        pack, frame = one.read.pack, one.read.frame
+        if frames and (frames[0].read.pack is not pack or frame.offset != align(end)):
+            yield ReadSpan(frames[0].read.pack.pack_id, frames[0].read.frame.offset, buffers), frames
+            frames, buffers = [], []
+        elif frame.offset != end and frames:
+            buffers.append(padding[: frame.offset - end])
+        frames.append(one)
+        buffers += one.buffers
+        end = frame.offset + frame.stored_length
+    if frames:
+        yield ReadSpan(frames[0].read.pack.pack_id, frames[0].read.frame.offset, buffers), frames
 
 
-def _finish(read: _FrameRead, rows: Rows, outcome: ReadOutcome, filled: bool) -> None:
-    """Verify the frame and put its blocks into their rows, or give them up."""
+def _finish(placed: _Placed, namespace: bytes, rows: Rows, raw: memoryview, outcome: ReadOutcome, filled: bool) -> None:
+    """Verify the frame and see to it that its blocks are in their rows, or give them up."""
+    read = placed.read
     if not filled:
         outcome.suspects[read.pack.pack_id] = read.pack
-        _fail(read, outcome)
+        outcome.failed += read.wanted
         return
+    seed = frame_seed(namespace, b"".join(read.keys))
     try:
-        if read.direct:
-            _verify_in_place(read)
+        if placed.direct:
+            _verify_pieces(read.frame, placed.buffers, seed)
+            _copy_repeated(read, rows)
         else:
-            verify_frame(read.frame, read.buffers[0], read.pack.seeds[read.number])
-            _scatter(read, rows)
+            verify_frame(read.frame, placed.buffers[0], seed)
+            _decode(read, placed.buffers[0], rows, raw)
     except CorruptPackError as error:
-        _fail(read, outcome)
+        outcome.failed += read.wanted
         if error.field != "codec":  # a codec of another release's is no damage: its pack is that release's to read
             outcome.bad_frames += 1
             outcome.suspects[read.pack.pack_id] = read.pack
@@ -169,24 +230,33 @@ def _finish(read: _FrameRead, rows: Rows, outcome: ReadOutcome, filled: bool) ->
         outcome.raw_bytes += len(read.wanted) * read.frame.block_bytes
 
 
-def _verify_in_place(read: _FrameRead) -> None:
-    digest = xxhash.xxh3_64(seed=read.pack.seeds[read.number])
-    for buffer in read.buffers:
-        digest.update(buffer)
-    if digest.intdigest() != read.frame.checksum:
-        raise CorruptPackError("frame checksum", f"does not match at offset {read.frame.offset}")
+def _verify_pieces(frame: Frame, pieces: Iterable[memoryview], seed: int) -> None:
+    digest = xxhash.xxh3_64(seed=seed)
+    for piece in pieces:
+        digest.update(piece)
+    if digest.intdigest() != frame.checksum:
+        raise CorruptPackError("frame checksum", f"does not match at offset {frame.offset}")
 
 
-def _scatter(read: _FrameRead, rows: Rows) -> None:
-    frame = read.frame
-    raw = np.empty((frame.block_count, frame.block_bytes), dtype=np.uint8)
-    decode_frame(read.pack.codecs, frame, read.buffers[0], raw.data.cast("B"))
-    for _, position, row in read.wanted:
-        start = 0
-        for place in rows.places(frame.group, row):
-            place[:] = raw[position, start : start + len(place)].data
-            start += len(place)
+def _copy_repeated(read: FrameRead, rows: Rows) -> None:
+    """One job may want a block in several rows; it was read into the first."""
+    group = read.frame.group
+    for first, *others in read.rows.values():
+        for row in others:
+            rows.scatter(group, [row], rows.gather(group, [first]))
 
 
-def _fail(read: _FrameRead, outcome: ReadOutcome) -> None:
-    outcome.failed += [key for key, _, _ in read.wanted]
+def _decode(read: FrameRead, stored: memoryview, rows: Rows, raw: memoryview) -> None:
+    frame, codecs = read.frame, read.pack.codecs
+    positions = sorted(read.rows)
+    if len(positions) == frame.block_count:
+        places = rows.pieces(frame.group, [read.rows[position][0] for position in positions])
+        if len(places) == 1:
+            decode_frame(codecs, frame, stored, places[0])
+            _copy_repeated(read, rows)
+            return
+    out = raw[: frame.raw_length]
+    decode_frame(codecs, frame, stored, out)
+    wants = [(position, row) for position, places in read.rows.items() for row in places]
+    blocks = np.frombuffer(out, dtype=np.uint8).reshape(frame.block_count, frame.block_bytes)
+    rows.scatter(frame.group, [row for _, row in wants], blocks[[position for position, _ in wants]])

@@ -6,6 +6,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from persistkv.config import parse_duration
+from persistkv.errors import ConfigurationError
+
+_BYTES_OBJECT = 48  # of a bytes object beside its content, and of its place in a list
+
 
 class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a namespace is used; not part of its identity."""
@@ -13,9 +18,13 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     codec: str = "raw"
     """What new packs are written with; packs of any codec are read."""
     staging_bytes: int = 256 << 20  # 256 MiB
-    """Bound on the copies of small jobs that wait to be written."""
+    """Bound on all memory of the host beyond its index; see ``persistkv.storage.memory``."""
     max_age_s: float = 2.0
     """Seconds that a small job waits for company at most."""
+    durability: str = "commit"
+    """See ``parse_durability``."""
+    io_threads: int = 2
+    """Reads that run at once. Frames are encoded on the same threads."""
     refresh_s: float = 1.0
     """Seconds between looks for what other processes stored."""
     strict_identity: bool = False
@@ -71,3 +80,33 @@ class RequestEnd:
     """Tokens of one block."""
     ordered: bool = True
     labels: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that its keys take, roughly."""
+        return sum(len(keys) * (len(keys[0]) + _BYTES_OBJECT) for keys in self.group_keys if keys)
+
+
+def parse_durability(text: str) -> float | None:
+    """When what was taken becomes durable.
+
+    ``commit`` (None): a pack is written as soon as it is worth it. Jobs of 4 MiB and more are on disk when they end;
+    smaller ones when their request ends, and ``max_age_s`` after they were taken at the latest.
+
+    ``interval:5s`` (5.0): what was taken waits for company until the oldest of it is so old, and is then written
+    together: one transaction, one sync, which costs little however many requests end. A crash of the host loses what
+    was taken since then and nothing else: transactions are delayed, never left unsynced. A request counts as persisted,
+    and its blocks are found, once it is on disk, as ever. Where memory for what waits is used up, or ``flush`` asks for
+    it, it is written earlier.
+
+    :raises ConfigurationError: it is neither.
+    """
+    if text == "commit":
+        return None
+    kind, _, interval = text.partition(":")
+    try:
+        if kind == "interval":
+            return parse_duration(interval, name="durability")
+    except ConfigurationError:
+        pass
+    raise ConfigurationError("durability", text, "commit, or interval:5s for any positive duration")

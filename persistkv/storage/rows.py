@@ -65,6 +65,14 @@ class Rows:
         ids = np.asarray(block_ids)
         return np.concatenate([self.array[ids, start : start + size] for start, size in layout.ranges], axis=1)
 
+    def scatter(self, group: int, block_ids: Sequence[int], blocks: ByteArray) -> None:
+        """Write blocks, (n, block_bytes), into rows."""
+        ids = np.asarray(block_ids)
+        start = 0
+        for offset, size in self.layout.groups[group].ranges:
+            self.array[ids, offset : offset + size] = blocks[:, start : start + size]
+            start += size
+
 
 def _runs(block_ids: Sequence[int]) -> list[tuple[int, int]]:
     """First id and end of each run of consecutive ones."""

@@ -1,409 +1,371 @@
-"""One open namespace of one store: put, contains, read into rows, manifests, flush.
+"""One open namespace of one store: put, contains, read into rows, end requests, flush.
 
 Invariants of this file:
 
 1. A key is in the index exactly where a committed pack holds it and no read has found that pack bad.
-2. Rows handed to ``put`` are read until it says they are free, or until the next ``commit`` returns.
-3. Rows handed to ``read`` hold what was stored under their keys, or their keys are in the answer. Nothing in between.
-4. Failure of a commit costs the blocks in it, never the store: they are dropped, counted, and stay absent.
+2. Rows handed to ``put`` are read until it says they are free, or until ``in_flight`` names none of their keys.
+3. Rows handed to ``begin_read`` hold what was stored under their keys, or their keys are in the answer. Nothing in
+   between; and nobody writes them any more when it comes.
+4. A key is absent, in flight (in rows that a transaction waits for or reads), staged (copied), or held. Only what is
+   absent is taken; what is in flight or staged when a transaction fails is absent again.
+5. Failure of a transaction costs the blocks in it, never the store: they are dropped, counted, and stay absent.
 
 What was used (read, touched, offered though it is held, named by a manifest) goes to the backend with the next commit:
-it is evicted last. Used from one thread. Everything that came or went is collected in ``news`` until it is taken.
+it is evicted last. All state belongs to one thread; what may block runs where its ``Executor`` says.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 
 from persistkv.base import OffloadKey, get_offload_group_idx
-from persistkv.errors import IdentityMismatchError, StoreError, StoreFullError
-from persistkv.storage.backend import Backend, CommitBatch, CommitResult, ManifestWrite
+from persistkv.errors import IdentityMismatchError
+from persistkv.storage.backend import Backend, BackendStats
+from persistkv.storage.catalogue import Catalogue
 from persistkv.storage.codec import parse_codec
+from persistkv.storage.executor import Executor, InPlaceExecutor
 from persistkv.storage.identity import Identity
-from persistkv.storage.index import HeldPack, Index
-from persistkv.storage.keys import PackedKeys
-from persistkv.storage.manifest import ManifestKeys, RequestManifest
-from persistkv.storage.pack import MAX_PACK_BYTES, UNKNOWN_DEPTH, PackWriter, Segment
-from persistkv.storage.planning import DIRECT_BYTES, Block, plan_packs
-from persistkv.storage.reading import read_blocks
-from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions
+from persistkv.storage.index import Index
+from persistkv.storage.medium import Medium
+from persistkv.storage.memory import MemoryShares
+from persistkv.storage.pack import UNKNOWN_DEPTH, PackWriter, Segment
+from persistkv.storage.planning import DIRECT_BYTES, Block, PlannedPack, plan_packs
+from persistkv.storage.reading import ReadOutcome, make_scratch, plan_reads, read_part
+from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions, parse_durability
 from persistkv.storage.rows import Rows
 from persistkv.storage.staging import Staging
+from persistkv.storage.writing import Outgoing, Writing, slices_of
 
-logger = logging.getLogger(__name__)
-
-_STALE_RETRIES = 2
 _TOUCH_S = 2.0  # seconds that uses wait for a commit to go along with
 _MAX_TOUCHED = 4096  # packs whose use waits, at most: some 10 µs each in the commit that takes them
 _EXPIRE_S = 30.0  # seconds between commits that do nothing else than let the backend expire what is old
-_COMPLAIN_S = 60.0  # seconds between warnings that blocks are dropped
 
 
 class Store:
     """See the top of this file."""
 
-    def __init__(self, backend: Backend, identity: Identity, rows: Rows, options: StoreOptions, *, url: str) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        identity: Identity,
+        rows: Rows,
+        options: StoreOptions,
+        *,
+        url: str,
+        executor: Executor | None = None,
+    ) -> None:
         """Open a namespace of an open backend, which this object then owns.
 
-        :raises ConfigurationError: a bad codec; nothing was written.
+        :param executor: where blocking calls run; in the caller's stack by default. Stays the caller's to close.
+        :raises ConfigurationError: a bad codec or durability; nothing was written.
         :raises IdentityMismatchError: ``strict_identity``, and there are other identities only; nothing was written.
         :raises StoreError: as ``Backend.open_namespace``.
         """
         self.codec = parse_codec(options.codec)
+        self._interval_s = parse_durability(options.durability)
         self.options = options
         self.rows = rows
         self.counters = StoreCounters()
-        self.news = News()
-        self.index = Index()
         self.notice = _notice(backend, identity, options, url)
         """What differs from the nearest namespace, where this one is new beside others; else empty."""
         self.namespace = backend.open_namespace(identity).id
-        self._backend = backend
-        self._staging = Staging(options.staging_bytes, options.max_age_s)
-        self._direct: list[PackWriter] = []
+        self.medium = Medium(backend, self.namespace, executor or InPlaceExecutor())
+        self._catalogue = Catalogue(self.medium, self.counters)
+        self._shares = MemoryShares.of(options.staging_bytes)
+        self._scratch = make_scratch(self._shares.part)
+        waits_s = options.max_age_s if self._interval_s is None else self._interval_s
+        self._staging = Staging(self._shares.staged, waits_s, gather_all=self._interval_s is not None)
+        self._direct: list[Outgoing] = []
         self._flying: set[bytes] = set()
         self._ends: list[RequestEnd] = []
+        self._ends_bytes = 0
+        self._ends_since = 0.0
         self._touched: dict[bytes, None] = {}
-        self._committed_at = time.monotonic()
-        self._complained_at: float | None = None
-        self._cursor: bytes | None = None
-        self._refreshed = 0.0
-        self.refresh()
+        self._commit_waits = False
+        self._everything = False
+        self._when_committed: list[Callable[[], None]] = []
+        self._committed_at = self._refreshed = time.monotonic()
+        self.ended_packs = 0
+        """Packs that became durable or were dropped so far: ``in_flight`` changes with it only."""
 
     # What is there
 
+    @property
+    def index(self) -> Index:
+        """Keys that are durable here and can be read."""
+        return self._catalogue.index
+
     def contains(self, key: bytes) -> bool:
         """Whether the key is durable here and can be read."""
-        return key in self.index
+        return key in self._catalogue.index
 
     def took(self, key: bytes) -> bool:
         """Whether the key's bytes are durable or copied: its row is not needed any more."""
-        return key in self.index or key in self._staging
+        return key in self._catalogue.index or key in self._staging
 
-    def refresh(self) -> None:
-        """Learn what others committed and deleted. Not durable-making, cheap where nothing happened."""
-        changes = self._backend.changes(self.namespace, self._cursor)
-        if changes.reset and len(self.index):
-            self._gone(list(self.index))
-            self.index = Index()
-        self._gone(self.index.remove_all(changes.removed))
-        for table in changes.added:
-            self.news.stored += self.index.add(table)
-        self._cursor = changes.cursor
-        self._refreshed = time.monotonic()
+    def in_flight(self, keys: Iterable[bytes]) -> set[bytes]:
+        """Those of the keys that are written from rows: whoever offered them keeps his rows meanwhile."""
+        return self._flying.intersection(keys)
 
     # Writing
 
     def put(self, request: str, keys: Sequence[bytes], block_ids: Sequence[int], depths: Sequence[int] | None) -> bool:
-        """Take blocks out of rows: what is held is passed over, small packs are copied, large ones wait for ``commit``.
+        """Take blocks out of rows: what is held is passed over, small packs are copied, large ones wait for a commit.
 
         :param depths: for each key, the blocks of its group before it; None where nobody can tell.
-        :returns: whether the rows are free already; else they are read until the next ``commit`` has returned.
+        :returns: whether the rows are free already; else they are read while any of the keys is ``in_flight``.
         :raises ValueError: a row or a group that does not exist; nothing was taken.
         """
         self.rows.check(block_ids)
-        blocks = self._absent(keys, block_ids, depths)
+        blocks = self._absent(request, keys, block_ids, depths)
         self.counters.held_blocks += len(keys) - len(blocks)
         if len(blocks) < len(keys):
             self.touch(keys)
-        waits = any(key in self._flying for key in keys)
-        for pack in plan_packs(self.rows, blocks):
-            if pack.raw_length < DIRECT_BYTES:
-                for segment in pack.segments:
-                    self._staging.add(request, segment)
-            else:
-                self._add_direct(pack.segments)
-                waits = True
-        return not waits
+        for pack in plan_packs(self.rows, blocks, self._shares.transaction):
+            self._take_in(request, pack)
+        return self._flying.isdisjoint(keys)
 
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """Blocks were used; those that are not held are passed over. Durable with the next commit."""
-        locate = self.index.locate
-        for key in keys:
-            if len(self._touched) >= _MAX_TOUCHED:
-                return
-            if (found := locate(key)) is not None:
-                self._touched[found[0].pack_id] = None
-
-    def _absent(self, keys: Sequence[bytes], block_ids: Sequence[int], depths: Sequence[int] | None) -> list[Block]:
-        index, staging, flying = self.index, self._staging, self._flying
+    def _absent(
+        self, request: str, keys: Sequence[bytes], block_ids: Sequence[int], depths: Sequence[int] | None
+    ) -> list[Block]:
+        index, staging, flying = self._catalogue.index, self._staging, self._flying
         blocks: dict[bytes, Block] = {}
+        staged: list[bytes] = []
         for position, key in enumerate(keys):
-            if key in index or key in staging or key in flying or key in blocks:
+            if key in index or key in flying or key in blocks:
+                continue
+            if key in staging:
+                staged.append(key)
                 continue
             group = get_offload_group_idx(OffloadKey(key))
             if group >= len(self.rows.layout.groups):
                 raise ValueError(f"key of group {group}; there are {len(self.rows.layout.groups)} groups")
             depth = UNKNOWN_DEPTH if depths is None else depths[position]
             blocks[key] = Block(key, group, block_ids[position], depth)
+        for key in staged:
+            staging.claim(key, request)
         return list(blocks.values())
 
-    def _add_direct(self, segments: Sequence[Segment]) -> None:
-        writer = PackWriter(self.namespace, self.codec, segments)
-        self._direct.append(writer)
-        for segment in segments:
+    def _take_in(self, request: str, pack: PlannedPack) -> None:
+        """Copy what is small, or all where writes wait for an interval; write from the rows what has no room."""
+        small = pack.raw_length < DIRECT_BYTES
+        if (small or self._interval_s is not None) and self._staging.fits(pack.raw_length):
+            self._staging.add(request, pack.segments, whole=not small)
+            return
+        self._direct.append(Outgoing(self._writer(pack.segments)))
+        for segment in pack.segments:
             self._flying.update(segment.keys)
 
+    def _writer(self, segments: Sequence[Segment]) -> PackWriter:
+        executor = self.medium.executor
+        return PackWriter(self.namespace, self.codec, segments, executor.ahead if executor.threads else None)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether memory is left for what ``put`` copies and ``end_request`` keeps."""
+        next_one = min(DIRECT_BYTES, self._shares.staged)
+        return self._staging.fits(next_one) and self._ends_bytes < self._shares.ends
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Blocks were used; those that are not held are passed over. Durable with the next commit."""
+        pack_of = self._catalogue.index.pack_of
+        for key in keys:
+            if len(self._touched) >= _MAX_TOUCHED:
+                return
+            if (pack := pack_of(key)) is not None:
+                self._touched[pack.pack_id] = None
+
     def end_request(self, end: RequestEnd) -> None:
-        """The request stores nothing more: at the next ``commit`` what it staged is written, with its manifest.
+        """The request stores nothing more: at the next commit what it staged is written, with its manifest.
 
         :raises ValueError: it has not as many chains of keys as there are groups; nothing was taken.
         """
         if len(end.group_keys) != len(self.rows.layout.groups):
             raise ValueError(f"keys of {len(end.group_keys)} groups; there are {len(self.rows.layout.groups)}")
+        if not self._ends:
+            self._ends_since = time.monotonic()
         self._ends.append(end)
+        self._ends_bytes += end.num_bytes
 
     @property
-    def waiting_bytes(self) -> int:
-        """Raw bytes that the next ``commit`` writes for certain."""
-        return sum(writer.raw_length for writer in self._direct) + self._staging.due_bytes()
+    def unwritten(self) -> bool:
+        """Whether anything was taken that is not durable yet, nor dropped."""
+        return bool(self._direct or self._flying or self._ends or self._staging.num_bytes)
 
     def wants_commit(self) -> bool:
         """Whether something is to be written now."""
-        return bool(self._direct or self._ends or self._staging.due())
+        return bool(self._direct or self._staging.due() or self._ends_due())
 
-    def seconds_to_work(self) -> float:
-        """How long the owner may sleep before ``commit`` or ``refresh`` is called for."""
+    def _ends_due(self) -> bool:
+        if not self._ends or self._interval_s is None:
+            return bool(self._ends)
+        return self._ends_bytes >= self._shares.ends or time.monotonic() - self._ends_since >= self._interval_s
+
+    def seconds_to_work(self) -> float | None:
+        """How long the owner may sleep before ``tick`` has something to do; None: until what is written has ended."""
+        if self.medium.executor.writing:
+            return None
         if self.wants_commit():
             return 0.0
-        refresh = max(0.0, self._refreshed + self.options.refresh_s - time.monotonic())
-        aged = self._staging.seconds_to_due()
-        return min(refresh, self._seconds_to_upkeep(), refresh if aged is None else aged)
+        now = time.monotonic()
+        waits = [self._refreshed + self.options.refresh_s - now, self._seconds_to_upkeep()]
+        if (aged := self._staging.seconds_to_due()) is not None:
+            waits.append(aged)
+        if self._ends:
+            waits.append(self._ends_since + (self._interval_s or 0.0) - now)
+        return max(0.0, min(waits))
 
     def _seconds_to_upkeep(self) -> float:
         """How long until uses are to be written, or the backend is to be given a chance to expire what is old."""
-        return max(0.0, self._committed_at + (_TOUCH_S if self._touched else _EXPIRE_S) - time.monotonic())
+        touch_s = max(_TOUCH_S, self._interval_s or 0.0)
+        return max(0.0, self._committed_at + (touch_s if self._touched else _EXPIRE_S) - time.monotonic())
 
-    def commit(self, *, everything: bool = False) -> None:
-        """Write what waits, together; it is durable on return, or it was dropped and counted.
-
-        A transaction takes at most one large pack's worth: what it writes is in memory until it ends.
+    def begin_commit(self, *, everything: bool = False, then: Callable[[], None] | None = None) -> None:
+        """Write what waits, once what is being written has ended; all that comes until then goes along.
 
         :param everything: also what is staged and not due yet.
+        :param then: called when all of that is durable, or was dropped and counted.
         """
-        ends, self._ends = self._ends, []
-        due = set(self._staging.requests() if everything else self._staging.due())
-        due.update(name for end in ends for name in self._stagers(end))
-        staged = [PackWriter(self.namespace, self.codec, s) for name in due if (s := self._staging.take(name))]
-        writers, self._direct = self._direct + staged, []
-        if writers or ends or self._touched or not self._seconds_to_upkeep():
-            slices = _slices(writers) or [[]]
-            for part in slices[:-1]:
-                self._write(part, ())
-            self._write(slices[-1], ends)
-            self._touched = {}
+        self._everything |= everything
+        if then is not None:
+            self._when_committed.append(then)
+        if not self._commit_waits:
+            self._commit_waits = True
+            self.medium.executor.begin_write(self._commit())
+
+    async def _commit(self) -> None:
+        self._commit_waits = False
+        everything, self._everything = self._everything, False
+        then, self._when_committed = self._when_committed, []
+        slices, ends = self._take_out(everything)
+        if slices or ends or self._touched or not self._seconds_to_upkeep():
+            uses, self._touched = list(self._touched), {}
+            writing = Writing(self.medium, self._catalogue, self.rows.layout, uses, self._ended)
+            await writing.run(slices, ends)
             self._committed_at = time.monotonic()
-        self._flying.clear()
+        for call in then:
+            call()
 
-    def _stagers(self, end: RequestEnd) -> Iterable[str]:
-        owners = {self._staging.owner(key) for keys in end.group_keys for key in keys}
-        return (owner for owner in owners | {end.request} if owner is not None)
-
-    def _write(self, writers: Sequence[PackWriter], ends: Sequence[RequestEnd]) -> None:
-        """Together; where that does not fit, one by one, so that one pack too many costs only itself."""
-        if self._try_commit(writers, ends):
-            return
-        for writer in writers:
-            if (len(writers) == 1 and not ends) or not self._try_commit([writer], ()):
-                self._drop(writer)
+    def _take_out(self, everything: bool) -> tuple[deque[list[Outgoing]], list[RequestEnd]]:
+        ends, self._ends, self._ends_bytes = self._ends, [], 0
+        staging = self._staging
+        due = dict.fromkeys(staging.waiting() if everything else staging.due())
         for end in ends:
-            if not self._try_commit((), [end]):
-                self.news.persisted.append((end.request, False))
+            due.update(dict.fromkeys(staging.of_request(end.request)))
+            for keys in end.group_keys:
+                due.update(dict.fromkeys(staging.owners(keys)))
+        outgoing, self._direct = self._direct, []
+        outgoing += [Outgoing(self._writer(staging.take(pack)), pack) for pack in due]
+        return slices_of(outgoing, self._shares.transaction), ends
 
-    def _try_commit(self, writers: Sequence[PackWriter], ends: Sequence[RequestEnd]) -> bool:
-        try:
-            for retries_left in reversed(range(_STALE_RETRIES + 1)):
-                writers = [writer for writer in writers if not self._holds_all(writer)]
-                manifests = self._manifests(writers, ends)
-                result = self._backend.commit(
-                    self.namespace,
-                    CommitBatch(
-                        writers,
-                        [manifest for manifest, _ in manifests if manifest is not None],
-                        touches=list(self._touched),
-                        seen=self._cursor if retries_left else None,
-                    ),
-                )
-                if not result.stale:
-                    break
-                self.refresh()
-        except StoreError as error:
-            self._complain(error)
-            self._refresh_or_log()  # room may have been made although it was not enough
-            return False
-        self._committed(writers, result, followed=bool(retries_left))
-        self._touched = {}
-        self.news.persisted += [(end.request, whole) for end, (_, whole) in zip(ends, manifests, strict=True)]
-        return True
-
-    def _holds_all(self, writer: PackWriter) -> bool:
-        return all(key in self.index for segment in writer.segments for key in segment.keys)
-
-    def _committed(self, writers: Sequence[PackWriter], result: CommitResult, *, followed: bool) -> None:
-        """:param followed: nobody committed between our last look and this commit: its cursor is ours."""
-        self.counters.commits += 1
-        unknown = not all(writer.written for writer in writers)
-        if followed and not unknown:
-            self._cursor = result.cursor
-        for writer in writers:
-            if not writer.written:
-                continue
-            table = writer.table
-            self.news.stored += self.index.add(table)
-            self.counters.stored_blocks += len(table.keys)
-            self.counters.stored_raw_bytes += table.raw_length
-            self.counters.stored_bytes += table.payload_length
-        for evicted in result.evicted:
-            if evicted.namespace == self.namespace:
-                self.counters.evicted_blocks += len(evicted.keys)
-                self._gone(self.index.remove(evicted.pack_id, evicted.keys.unpack()))
-        if unknown and followed:
-            self._cursor = None  # the backend holds a pack that our index does not know: learn it anew
-        if unknown or not followed:
-            self._refresh_or_log()
-
-    def _gone(self, keys: Sequence[bytes]) -> None:
-        """News tells what is there in the end: a key that came and went since it was last taken only went."""
-        gone = set(keys)
-        if gone and not gone.isdisjoint(self.news.stored):
-            self.news.stored = [key for key in self.news.stored if key not in gone]
-        self.news.removed += keys
-
-    def _drop(self, writer: PackWriter) -> None:
-        self.counters.dropped_blocks += len(writer.keys)
-        self.counters.dropped_bytes += writer.raw_length
-
-    def _manifests(
-        self, writers: Sequence[PackWriter], ends: Sequence[RequestEnd]
-    ) -> list[tuple[ManifestWrite | None, bool]]:
-        """For each end what is written of it, and whether that is the whole context."""
-        if not ends:
-            return []
-        coming = {key: writer.pack_id for writer in writers for segment in writer.segments for key in segment.keys}
-        return [self._manifest(end, coming) for end in ends]
-
-    def _manifest(self, end: RequestEnd, coming: Mapping[bytes, bytes]) -> tuple[ManifestWrite | None, bool]:
-        """The manifest of what is durable with this commit: each group's longest prefix; and whether it is whole."""
-        kept = [self._prefix(keys, coming) for keys in end.group_keys]
-        whole = list(map(len, kept)) == list(map(len, end.group_keys))
-        if not any(kept):
-            return None, whole
-        keys: ManifestKeys = tuple(PackedKeys.of(chain) for chain in kept)
-        groups = self.rows.layout.groups
-        manifest = RequestManifest(
-            id=end.manifest_id,
-            created=time.time(),
-            tokens=end.tokens if whole else min(end.tokens, min(map(len, kept)) * end.block_size),
-            group_blocks=tuple(map(len, kept)),
-            raw_bytes=sum(len(chain) * group.block_bytes for chain, group in zip(kept, groups, strict=True)),
-            ordered=end.ordered,
-            labels=end.labels,
-        )
-        return ManifestWrite(manifest, keys, self._packs_of(kept, coming)), whole
-
-    def _packs_of(self, chains: Sequence[Sequence[bytes]], coming: Mapping[bytes, bytes]) -> list[bytes]:
-        """The packs that hold the keys of all groups, by the depth of the first one in each."""
-        packs: dict[bytes, int] = {}
-        for chain in chains:
-            for depth, key in enumerate(chain):
-                found = self.index.locate(key)
-                pack_id = coming[key] if found is None else found[0].pack_id
-                packs[pack_id] = min(depth, packs.get(pack_id, depth))
-        return sorted(packs, key=packs.__getitem__)
-
-    def _prefix(self, keys: list[bytes], coming: Mapping[bytes, bytes]) -> list[bytes]:
-        for position, key in enumerate(keys):
-            if key not in self.index and key not in coming:
-                return keys[:position]
-        return keys
+    def _ended(self, outgoing: Outgoing, written: bool) -> None:
+        self.ended_packs += 1
+        lost = 0 if written else len(outgoing.writer.keys)
+        if outgoing.staged is None:
+            for segment in outgoing.writer.segments:
+                self._flying.difference_update(segment.keys)
+        else:
+            lost = self._staging.end(outgoing.staged, written=written)
+        if lost:
+            self.counters.dropped_blocks += lost
+            self.counters.dropped_bytes += outgoing.writer.raw_length * lost // len(outgoing.writer.keys)
 
     # Reading
 
-    def read(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> list[bytes]:
+    def begin_read(self, keys: Sequence[bytes], block_ids: Sequence[int], then: Callable[[ReadOutcome], None]) -> None:
         """Fill rows with the blocks of keys, verified.
 
-        :returns: the keys that could not be served; what their rows hold is undefined. A bad pack is deleted, once a
-            second look at the catalogue has shown that it was not merely replaced.
-        :raises ValueError: a row that does not exist; nothing was written.
+        :param then: called with the keys that could not be served; what their rows hold is undefined. A bad pack is
+            deleted, once a second look at the catalogue has shown that it was not merely replaced.
+        :raises ValueError: a row that does not exist; nothing is written.
         """
         self.rows.check(block_ids)
         self.touch(keys)
-        wanted = list(zip(keys, block_ids, strict=True))
-        outcome = read_blocks(self._backend, self.namespace, self.index, self.rows, wanted)
+        self.medium.executor.begin(self._read(list(zip(keys, block_ids, strict=True)), then))
+
+    async def _read(self, wanted: Collection[tuple[bytes, int]], then: Callable[[ReadOutcome], None]) -> None:
+        medium = self.medium
+        parts, missing = plan_reads(self._catalogue.index, self.rows, wanted, self._shares.part)
+        outcome = ReadOutcome(missing)
+        calls = [partial(read_part, medium.backend, self.namespace, self.rows, self._scratch, part) for part in parts]
+        for part in await medium.executor.read(calls):
+            outcome.add(part)
         self.counters.verification_failures += outcome.bad_frames
         self.counters.missed_blocks += len(outcome.failed)
-        self.counters.loaded_blocks += len(keys) - len(outcome.failed)
+        self.counters.loaded_blocks += len(wanted) - len(outcome.failed)
         self.counters.loaded_bytes += outcome.raw_bytes
         if outcome.suspects:
-            self._quarantine(outcome.suspects.values())
-        return outcome.failed
-
-    def _quarantine(self, suspects: Iterable[HeldPack]) -> None:
-        """Packs that others deleted or replaced are learnt anew; those that are still the same leave the store."""
-        self._refresh_or_log()
-        bad = [pack.pack_id for pack in suspects if self.index.holds(pack)]
-        if not bad:
-            return
-        self._gone(self.index.remove_all(bad))
-        names = ", ".join(pack_id.hex() for pack_id in bad)
-        logger.warning("deleting packs whose bytes do not verify: %s; their blocks will be computed again", names)
-        try:
-            self._backend.commit(self.namespace, CommitBatch(deletions=bad))
-        except StoreError as error:
-            self._complain(error)
-        self._refresh_or_log()  # what could only be reached through them went too, and others may have committed
-
-    def _refresh_or_log(self) -> None:
-        try:
-            self.refresh()
-        except StoreError as error:
-            self._complain(error)
-
-    def _complain(self, error: StoreError) -> None:
-        """Warn, but once a minute: a full store would fill the log instead."""
-        now = time.monotonic()
-        if self._complained_at is None or now - self._complained_at >= _COMPLAIN_S:
-            self._complained_at = now
-            kind = "the store is full" if isinstance(error, StoreFullError) else "the store failed"
-            logger.warning("%s (%s); what it was given is dropped", kind, error)
+            medium.executor.begin_write(self._catalogue.quarantine(outcome.suspects.values()))
+        then(outcome)
 
     # The rest
 
     def tick(self) -> None:
-        """Commit what is due and look for what others stored, where it is time."""
+        """Begin to commit what is due and to look for what others stored, where it is time."""
+        executor = self.medium.executor
+        if executor.writing:
+            return
         if self.wants_commit() or not self._seconds_to_upkeep():
-            self.commit()
-        if time.monotonic() - self._refreshed >= self.options.refresh_s:
+            self.begin_commit()
+        if not executor.writing and time.monotonic() - self._refreshed >= self.options.refresh_s:
             self._refreshed = time.monotonic()
-            self._refresh_or_log()
+            executor.begin_write(self._catalogue.refresh_or_complain())
+
+    @property
+    def staged_bytes(self) -> int:
+        """Raw bytes of copies that wait to be written, or are."""
+        return self._staging.num_bytes
+
+    async def stats(self) -> BackendStats:
+        """Totals of the whole store, once what is being written has ended; as ``Backend.stats``."""
+        return await self.medium.stats()
+
+    @property
+    def news(self) -> News:
+        """What came and went since it was last taken; whoever cannot take it may let go of keys in it."""
+        return self._catalogue.news
+
+    def take_news(self) -> News:
+        """What came and went since the last call; what opening found is no news."""
+        return self._catalogue.take_news()
+
+    # Calls that wait
+
+    def commit(self, *, everything: bool = False) -> None:
+        """Write what waits; it is durable on return, or it was dropped and counted. See ``begin_commit``."""
+        ended: list[bool] = []
+        self.begin_commit(everything=everything, then=partial(ended.append, True))
+        self.medium.executor.run_until(lambda: bool(ended))
 
     def flush(self) -> None:
         """Write everything that was taken; durable on return, or dropped and counted."""
         self.commit(everything=True)
 
-    @property
-    def staged_bytes(self) -> int:
-        """Raw bytes of copies that wait to be written."""
-        return self._staging.num_bytes
+    def refresh(self) -> None:
+        """Learn what others committed and deleted.
 
-    @property
-    def backend(self) -> Backend:
-        """The open driver, for manifests and totals."""
-        return self._backend
+        :raises StoreError: the medium failed; nothing was learnt.
+        """
+        executor = self.medium.executor
+        executor.begin_write(self._catalogue.refresh())
+        executor.run_until(lambda: not executor.writing)
 
-    def take_news(self) -> News:
-        """What came and went since the last call."""
-        news, self.news = self.news, News()
-        return news
+    def read(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> list[bytes]:
+        """Fill rows with the blocks of keys; the keys that could not be served. See ``begin_read``."""
+        outcomes: list[ReadOutcome] = []
+        self.begin_read(keys, block_ids, outcomes.append)
+        self.medium.executor.run_until(lambda: bool(outcomes))
+        return outcomes[0].failed
 
     def close(self) -> None:
         """Write what was taken, then release the backend; idempotent."""
         try:
             self.flush()
         finally:
-            self._backend.close()
+            self.medium.backend.close()
 
 
 def _notice(backend: Backend, identity: Identity, options: StoreOptions, url: str) -> str:
@@ -416,16 +378,3 @@ def _notice(backend: Backend, identity: Identity, options: StoreOptions, url: st
     return f"{url} holds nothing of this identity yet; the nearest namespace differs in " + "; ".join(
         map(str, differences)
     )
-
-
-def _slices(writers: Sequence[PackWriter]) -> list[list[PackWriter]]:
-    """Packs that are written in one transaction each."""
-    slices: list[list[PackWriter]] = []
-    size = 0
-    for writer in writers:
-        if not slices or size + writer.raw_length > MAX_PACK_BYTES:
-            slices.append([])
-            size = 0
-        slices[-1].append(writer)
-        size += writer.raw_length
-    return slices

@@ -22,7 +22,7 @@ from persistkv.base import (
     RequestOffloadingContext,
     get_offload_group_idx,
 )
-from persistkv.config import OffloadingConfig, convert_options, parse_size
+from persistkv.config import OffloadingConfig, RowLayout, convert_options, parse_size
 from persistkv.errors import ConfigurationError
 from persistkv.storage.codec import parse_codec
 from persistkv.storage.host.answers import JobOutcome, StoreStats
@@ -31,7 +31,8 @@ from persistkv.storage.host.launch import Host, InlineHost, ProcessHost, ThreadH
 from persistkv.storage.host.protocol import EndRequest, Hello
 from persistkv.storage.identity import Identity
 from persistkv.storage.keys import PackedKeys
-from persistkv.storage.records import StoreOptions
+from persistkv.storage.memory import BLOCKS_STAGED, MAX_IO_THREADS, MIN_STAGING_BYTES
+from persistkv.storage.records import StoreOptions, parse_durability
 from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
 logger = logging.getLogger(__name__)
@@ -54,13 +55,20 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     queue_bytes: int | str = "1GiB"
     """Bound on the raw bytes of stores in flight; past it they are dropped."""
     staging_bytes: int | str = "256MiB"
-    """Bound on the copies of small jobs in the store's host."""
+    """Bound on all memory of the store's host beyond its index: 64MiB or more, and 32 of the largest blocks."""
     max_age_s: float = 2.0
     """Seconds that a small job waits for company before it is written."""
+    durability: str = "commit"
+    """``commit``: what is worth a write is written at once. ``interval:5s``: what was taken is written together when
+    the oldest of it is so old; a crash of the host loses no more than that. Either way, what counts as persisted, and
+    what a lookup finds, is on disk. See ``persistkv.storage.records.parse_durability``."""
+    io_threads: int = 2
+    """Threads of the store's host that read, verify, encode and decode, beside the one that writes."""
     open_timeout_s: float = 60.0
     """Seconds to wait at construction for the store to open."""
     watchdog_s: float = 60.0
-    """Seconds without an answer after which the host process is killed and started again."""
+    """Seconds without an answer after which the host process is killed and started again. One whose medium does not end
+    a call is given ten times as long."""
 
 
 class PersistentTier(SecondaryTierManager):
@@ -87,8 +95,10 @@ class PersistentTier(SecondaryTierManager):
                 config.layout,
                 StoreOptions(
                     codec=self.options.codec,
-                    staging_bytes=parse_size(self.options.staging_bytes, name="staging_bytes"),
+                    staging_bytes=_checked_bound(self.options.staging_bytes, config.layout),
                     max_age_s=self.options.max_age_s,
+                    durability=self.options.durability,
+                    io_threads=self.options.io_threads,
                     strict_identity=self.options.strict_identity,
                 ),
             ),
@@ -277,8 +287,20 @@ def _checked(options: Mapping[str, Any]) -> PersistentTierOptions:
     for name, least in (("max_age_s", 0.0), ("open_timeout_s", 1.0), ("watchdog_s", 1.0)):
         if not getattr(checked, name) >= least:
             raise ConfigurationError(f"{where} option {name}", getattr(checked, name), f"{least:g} seconds or more")
+    if not 1 <= checked.io_threads <= MAX_IO_THREADS:
+        raise ConfigurationError(f"{where} option io_threads", checked.io_threads, f"1 to {MAX_IO_THREADS}")
     parse_codec(checked.codec)
+    parse_durability(checked.durability)
     return checked
+
+
+def _checked_bound(value: int | str, layout: RowLayout) -> int:
+    bound = parse_size(value, name="staging_bytes")
+    largest = max(group.block_bytes for group in layout.groups)
+    least = max(MIN_STAGING_BYTES, BLOCKS_STAGED * largest)
+    if bound < least:
+        raise ConfigurationError("staging_bytes", value, f"{least} bytes or more, for blocks of {largest} bytes")
+    return bound
 
 
 def _result(outcome: JobOutcome) -> JobResult:

@@ -105,7 +105,7 @@ def test_a_store_writes_and_reads_with_what_was_chosen(open_store, make_rows, ke
         "codec auto: group 0 is written as pla",
         "codec auto: group 1 is written as raw",
     ]
-    pack, _ = store.index.locate(names[0])
+    pack = store.index.pack_of(names[0])
     assert pack.codecs == "planes:2,raw"
     rows.array[:] = 0
     assert store.read(names, range(8, 24)) == []

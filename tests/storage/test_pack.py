@@ -1,5 +1,6 @@
 import hashlib
 import struct
+import threading
 import tracemalloc
 from itertools import pairwise
 
@@ -10,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persistkv.errors import CorruptPackError
-from persistkv.storage.codec import AutoCodec, PlanesCodec, RawCodec, ZstdCodec
+from persistkv.storage.codec import AutoCodec, Codec, PlanesCodec, RawCodec, ZstdCodec
+from persistkv.storage.executor import ThreadExecutor
 from persistkv.storage.pack import (
     FRAME_BYTES,
     UNKNOWN_DEPTH,
+    ByteArray,
     Frame,
     PackTable,
     PackWriter,
@@ -23,6 +26,7 @@ from persistkv.storage.pack import (
     frame_seed,
     verify_frame,
 )
+from persistkv.storage.rows import StagedBlocks
 from persistkv.testing.samples import ArraySource, sample_blocks, sample_keys, sample_pack, sample_segment
 
 NAMESPACE = bytes(range(16))
@@ -421,3 +425,47 @@ def test_table_length_is_checked(length):
     with pytest.raises(CorruptPackError) as caught:
         PackTable.parse(wrong)
     assert caught.value.field in ("table length", "table checksum")
+
+
+@pytest.mark.parametrize("codec", [RawCodec(), ZstdCodec(), PlanesCodec()])
+def test_frames_encoded_ahead_make_the_same_pack(codec: Codec) -> None:
+    """In order, and what is referenced meanwhile stays as it was."""
+    blocks = np.random.default_rng(5).integers(0, 8, (40, 256 << 10), dtype=np.uint8)
+    names = [number.to_bytes(8, "little") + bytes(4) for number in range(40)]
+    segments = [Segment(0, 256 << 10, names, StagedBlocks([blocks[:17], blocks[17:]]), 0)]
+    executor = ThreadExecutor(3, lambda: None)
+    plain, ahead = (PackWriter(NAMESPACE, codec, segments, ahead) for ahead in (None, executor.ahead))
+    expected, pieces = b"".join(plain.stream()), list(ahead.stream())
+    assert b"".join(pieces) == expected
+    assert ahead.table == plain.table
+    assert b"".join(ahead.stream()) == expected, "a commit that is retried"
+    executor.close()
+
+
+def test_a_stream_that_is_left_is_waited_for() -> None:
+    """After that nobody reads the blocks, though frames were being encoded."""
+    inside, release = threading.Semaphore(0), threading.Event()
+    reading: list[int] = []
+
+    class Slow(StagedBlocks):
+        def gather(self, start: int, stop: int) -> ByteArray:
+            if start:
+                reading.append(start)
+                inside.release()
+                assert release.wait(30)
+                reading.remove(start)
+            return super().gather(start, stop)
+
+    names = [number.to_bytes(8, "little") + bytes(4) for number in range(12)]
+    source = Slow([np.zeros((12, 1 << 20), np.uint8)])
+    executor = ThreadExecutor(2, lambda: None)
+    writer = PackWriter(NAMESPACE, ZstdCodec(), [Segment(0, 1 << 20, names, source, 0)], executor.ahead)
+    stream = writer.stream()
+    next(stream)
+    inside.acquire(timeout=30)
+    assert reading
+    threading.Timer(0.02, release.set).start()
+    writer.settle()
+    assert not reading
+    assert not writer.written
+    executor.close()

@@ -29,7 +29,7 @@ def end(request: str, *chains: list[bytes], tokens: int | None = None, **more: A
 
 
 def manifests(store: Store) -> list[RequestManifest]:
-    return sorted(store.backend.manifests(store.namespace), key=lambda manifest: manifest.id)
+    return sorted(store.medium.backend.manifests(store.namespace), key=lambda manifest: manifest.id)
 
 
 def refill(store: Store) -> np.ndarray[Any, Any]:
@@ -115,10 +115,10 @@ def test_decoded_blocks_of_a_request_become_one_frame(store_url: str, open_store
         store.put("r", [name], [depth], [depth])
     store.end_request(end("r", names))
     store.commit()
-    found = [store.index.locate(name) for name in names]
-    assert [place and place[1] for place in found] == [0, 1, 2, 3, 4]
-    assert found[0] is not None
-    assert len(found[0][0].frames) == 1
+    (pack,) = {store.index.pack_of(name) for name in names}
+    assert pack is not None
+    assert pack.keys == tuple(names)
+    assert len(pack.frames) == 1
 
 
 def test_two_stores_cut_the_same_packs_of_one_prefix(
@@ -131,7 +131,7 @@ def test_two_stores_cut_the_same_packs_of_one_prefix(
         for run in runs:
             store.put("r", [names[i] for i in run], list(run), list(run))
         store.flush()
-        cut.append({table.pack_id for table in store.backend.changes(store.namespace, None).added})
+        cut.append({table.pack_id for table in store.medium.backend.changes(store.namespace, None).added})
     assert cut[0] == cut[1]
     assert len(cut[0]) == 3
 
@@ -147,7 +147,7 @@ def test_a_manifest_tells_of_the_whole_context(store_url: str, open_store: OpenS
     (manifest,) = manifests(store)
     assert (manifest.id, manifest.tokens, manifest.blocks, manifest.labels) == ("manifest-b", 70, 4, {"user": "x"})
     assert manifest.raw_bytes == 4 * (64 << 10)
-    (chain,) = store.backend.manifest_keys(store.namespace, "manifest-b") or ()
+    (chain,) = store.medium.backend.manifest_keys(store.namespace, "manifest-b") or ()
     assert chain.unpack() == names
     assert all(map(store.contains, names)), "what another request staged is written with it"
 
@@ -170,7 +170,7 @@ def test_age_and_bound_make_staged_blocks_due(open_store: OpenStore, keys: Keys)
     aged.put("r", keys(1), [0], None)
     assert aged.wants_commit()
     assert aged.seconds_to_work() == 0.0
-    bounded = open_store("memory://y", max_age_s=1e6, staging_bytes=128 << 10)
+    bounded = open_store("memory://y", max_age_s=1e6, staging_bytes=512 << 10)
     bounded.put("r", keys(1), [0], None)
     assert not bounded.wants_commit()
     bounded.put("s", keys(1), [1], None)
@@ -213,8 +213,8 @@ def test_other_handles_learn_of_what_was_stored_and_deleted(open_store: OpenStor
     writer.commit()
     reader.tick()
     assert sorted(reader.take_news().stored) == sorted(names)
-    tables = writer.backend.changes(writer.namespace, None).added
-    writer.backend.commit(writer.namespace, CommitBatch(deletions=[table.pack_id for table in tables]))
+    tables = writer.medium.backend.changes(writer.namespace, None).added
+    writer.medium.backend.commit(writer.namespace, CommitBatch(deletions=[table.pack_id for table in tables]))
     reader.tick()
     assert sorted(reader.take_news().removed) == sorted(names)
     assert reader.read(names, range(64)) == names
@@ -230,7 +230,7 @@ def test_a_commit_looks_again_at_what_others_stored(open_store: OpenStore, keys:
     two.commit()
     assert all(map(two.contains, names))
     assert two.counters.stored_blocks == 0
-    assert one.backend.stats().packs == 1
+    assert one.medium.backend.stats().packs == 1
 
 
 class FailingBackend(Backend):
@@ -287,8 +287,8 @@ class FailingBackend(Backend):
 @pytest.fixture
 def failing(open_store: OpenStore, store_url: str) -> tuple[Store, FailingBackend]:
     store = open_store(store_url)
-    backend = FailingBackend(store.backend)
-    store._backend = backend
+    backend = FailingBackend(store.medium.backend)
+    store.medium.backend = backend
     return store, backend
 
 
@@ -343,8 +343,8 @@ def test_a_flipped_byte_is_a_miss_and_the_pack_is_deleted(
 ) -> None:
     store = open_store(store_url, codec=codec)
     store.rows.array[:, ::2] = 0
-    backend = FailingBackend(store.backend)
-    store._backend = backend
+    backend = FailingBackend(store.medium.backend)
+    store.medium.backend = backend
     names = keys(64)
     store.put("r", names, range(64), range(64))
     store.commit()
@@ -380,7 +380,7 @@ def test_what_others_commit_before_ours_is_not_passed_over(open_store: OpenStore
             return super().commit(namespace, batch)
 
     expected = list(foreign)
-    ours._backend = Beaten(ours.backend)
+    ours.medium.backend = Beaten(ours.medium.backend)
     ours.put("r", mine := keys(64), range(64), None)
     ours.commit()
     ours.refresh()
@@ -395,8 +395,8 @@ def test_a_pack_that_was_replaced_is_not_deleted(open_store: OpenStore, keys: Ke
     ours.put("r", names, range(64), None)
     ours.commit()
     theirs.refresh()
-    tables = theirs.backend.changes(theirs.namespace, None).added
-    theirs.backend.commit(theirs.namespace, CommitBatch(deletions=[table.pack_id for table in tables]))
+    tables = theirs.medium.backend.changes(theirs.namespace, None).added
+    theirs.medium.backend.commit(theirs.namespace, CommitBatch(deletions=[table.pack_id for table in tables]))
     theirs.refresh()
     theirs.rows.array[:] ^= 0xFF
     theirs.put("r", names, range(64), None)
@@ -417,7 +417,7 @@ def test_a_pack_without_its_payload_heals(open_store: OpenStore, keys: Keys) -> 
         store.put("r", names, range(64), None)
         store.commit()
         assert store.read(names, range(64)) == []
-        packs = store.backend.spaces[store.namespace].packs  # type: ignore[attr-defined]
+        packs = store.medium.backend.spaces[store.namespace].packs  # type: ignore[attr-defined]
         (name,) = packs
         packs[name] = packs[name]._replace(payload=bytearray())
         assert store.read(names, range(64)) == names
@@ -445,9 +445,14 @@ def test_a_codec_of_another_release_is_a_miss_and_no_damage(
 
 def test_small_jobs_do_not_gather_past_their_bound(open_store: OpenStore, keys: Keys) -> None:
     store = open_store("memory://x", staging_bytes=8 * (64 << 10), max_age_s=1e6)
-    for start in range(0, 12, 4):
-        store.put("r", keys(4), range(start, start + 4), None)
-    assert store.waiting_bytes >= store.staged_bytes
+    names = [keys(4) for _ in range(3)]
+    free = [store.put("r", names[job], range(4 * job, 4 * job + 4), None) for job in range(3)]
+    assert free == [True, False, False], "what has no room is written from its rows"
+    assert store.staged_bytes == 4 * (64 << 10)
+    assert not store.has_room
+    store.commit()
+    assert store.has_room
+    assert all(store.contains(key) for job in names for key in job)
 
 
 def test_a_full_store_says_so_once(
@@ -472,7 +477,7 @@ def test_a_block_in_the_place_of_another_does_not_verify(open_store: OpenStore, 
     store.rows.array[:] ^= 0xFF
     store.put("b", two, range(64), None)
     store.commit()
-    packs = store.backend.spaces[store.namespace].packs  # type: ignore[attr-defined]
+    packs = store.medium.backend.spaces[store.namespace].packs  # type: ignore[attr-defined]
     first, second = packs
     packs[first], packs[second] = (
         packs[first]._replace(payload=packs[second].payload),
@@ -504,7 +509,7 @@ def test_another_identity_misses_and_is_told_why(open_store: OpenStore, keys: Ke
     other = Identity.of({"weights": "w", "dtype": "bfloat16"})
     with pytest.raises(IdentityMismatchError, match="dtype: 'bfloat16' here, 'float32' stored"):
         open_store(url, identity=other, strict_identity=True)
-    assert len(list(store.backend.namespaces())) == 1, "a refusal creates nothing"
+    assert len(list(store.medium.backend.namespaces())) == 1, "a refusal creates nothing"
     stranger = open_store(url, identity=other)
     assert "dtype: 'bfloat16' here, 'float32' stored" in stranger.notice
     assert not any(map(stranger.contains, names))
@@ -528,7 +533,7 @@ def test_readers_take_neighbouring_frames_in_one_span(open_store: OpenStore, key
             seen.extend(spans)
             return super().read(namespace, spans)
 
-    store._backend = Recording(store.backend)
+    store.medium.backend = Recording(store.medium.backend)
     assert store.read(names, range(64)) == []
     assert len(seen) == 1
     assert sum(map(len, seen[0].buffers)) == 64 * (64 << 10)
@@ -539,7 +544,7 @@ def test_a_pack_alone_is_enough(open_store: OpenStore, keys: Keys) -> None:
     names = keys(8)
     store.put("r", names, range(8), range(8))
     store.flush()
-    (pack,) = store.backend.spaces[store.namespace].packs.values()  # type: ignore[attr-defined]
+    (pack,) = store.medium.backend.spaces[store.namespace].packs.values()  # type: ignore[attr-defined]
     table = PackTable.parse(bytes(pack.payload) + pack.table)
     assert table.keys.unpack() == names
     assert [frame.depth for frame in table.frames] == [0]
@@ -684,3 +689,80 @@ def test_what_is_larger_than_the_store_is_dropped_and_nothing_else(
     assert not any(map(store.contains, large))
     assert sum("the store is full" in line for line in caplog.messages) == 1, "one warning a minute"
     assert dict(store.take_news().persisted) == {"small": True, "large0": False, "large1": False, "large2": False}
+
+
+def test_an_interval_gathers_what_was_taken(store_url: str, open_store: OpenStore, keys: Keys) -> None:
+    """Large jobs are copied, too; their rows are free, and nothing is durable nor found before its time."""
+    store = open_store(store_url, durability="interval:1h", max_age_s=0.0)
+    large, small = keys(64), keys(3)
+    assert store.put("a", large, range(64), range(64))
+    assert store.put("b", small, [0, 1, 2], None)
+    store.end_request(end("a", large))
+    before = refill(store)
+    assert not store.wants_commit()
+    assert store.seconds_to_work() > 0
+    store.tick()
+    assert not any(map(store.contains, large + small))
+    assert store.take_news().persisted == []
+    store.flush()
+    assert store.counters.commits == 1, "one transaction for all"
+    assert all(map(store.contains, large + small))
+    assert store.take_news().persisted == [("a", True)]
+    assert store.read(large, range(64)) == []
+    assert (store.rows.array == before).all()
+
+
+def test_an_interval_ends(open_store: OpenStore, keys: Keys) -> None:
+    for use in ("blocks", "an end"):
+        store = open_store("memory://x", durability="interval:1h")
+        names = keys(2)
+        if use == "blocks":
+            store.put("r", names, [0, 1], None)
+            (pack,) = store._staging.waiting()
+            pack.since -= 3601
+        else:
+            store.end_request(end("r", names))
+            store._ends_since -= 3601
+        assert store.seconds_to_work() == 0.0
+        store.tick()
+        assert store.counters.commits == 1
+        assert not store.wants_commit()
+
+
+def test_an_interval_ends_where_memory_does(open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows]) -> None:
+    store = open_store("memory://x", make_rows(64, 1 << 20), durability="interval:1h", staging_bytes=64 << 20)
+    names = keys(48)
+    assert store.put("r", names[:8], range(8), range(8))
+    assert not store.wants_commit()
+    assert store.put("r", names[8:16], range(8, 16), range(8, 16))
+    assert store.wants_commit(), "half of what may be staged"
+    assert store.put("r", names[16:32], range(16, 32), range(16, 32))
+    assert not store.put("r", names[32:], range(32, 48), range(32, 48)), "no room is left: written from the rows"
+    store.tick()
+    assert all(map(store.contains, names))
+    assert store.staged_bytes == 0
+
+
+def test_blocks_are_wanted_in_any_places(
+    store_url: str, open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows]
+) -> None:
+    """Whole frames and parts of them, rows that lie side by side or not, some wanted twice; raw and encoded."""
+    draw = np.random.default_rng(11)
+    for codec, ranges in (("raw", ()), ("zstd", ()), ("raw", (((0, 4096), (8192, 100)),)), ("zstd", (((0, 100),),))):
+        store = open_store(
+            store_url.replace("?", f"-{codec}{len(ranges)}?"), make_rows(256, 16 << 10, ranges), codec=codec
+        )
+        store.rows.array[:, ::2] = 0
+        names = keys(100)
+        store.put("r", names, range(100), range(100))
+        store.flush()
+        before = store.rows.array.copy()
+        for count in (1, 64, 100, 128):
+            store.rows.array[:] = 0
+            wanted = list(range(count)) if count == 100 else list(draw.integers(0, 100, count))
+            places = list(range(count)) if draw.integers(2) else list(draw.permutation(256)[:count])
+            assert store.read([names[block] for block in wanted], places) == []
+            expected = np.zeros_like(before)
+            for offset, size in store.rows.layout.groups[0].ranges:
+                expected[places, offset : offset + size] = before[wanted, offset : offset + size]
+            assert (store.rows.array == expected).all()

@@ -12,6 +12,7 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
 from persistkv.storage.registry import open_backend
 from persistkv.testing.samples import sample_manifest, sample_pack
+from tests.tools.contexts import Contexts
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -32,7 +33,8 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    return f"lmdb://{tmp_path}/store?capacity=1GiB"
+    """Payloads lie inline, where ``damage`` finds them."""
+    return f"lmdb://{tmp_path}/store?capacity=1GiB&placement=inline"
 
 
 @pytest.fixture
@@ -47,3 +49,10 @@ def filled(url: str) -> Iterator[str]:
             ]
             backend.commit(namespace, CommitBatch(packs, manifests))
         yield url
+
+
+@pytest.fixture
+def contexts(url: str) -> Iterator[tuple[str, Contexts]]:
+    """An empty store, open for writing while the test looks into it, and what writes requests to it."""
+    with closing(open_backend(url)) as backend:
+        yield url, Contexts(backend)

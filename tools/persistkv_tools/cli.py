@@ -1,37 +1,40 @@
 """The ``persistkv`` command.
 
-Exit codes: 0 done; 1 a command found what it looks for (its help says what); 2 bad input, or the store cannot be
-reached: one line on standard error says why.
+Exit codes: 0 done; 1 a command found what it looks for (its help says what); 2 bad input; 3 the store cannot be opened,
+reached or written; 130 interrupted (Ctrl-C). With 2 and 3, one line on standard error says why.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Annotated
 
 import typer
 
 from persistkv import __version__
-from persistkv.errors import PersistKVError
+from persistkv.errors import PersistKVError, StoreError
+from persistkv_tools.commands import COMMANDS
 from persistkv_tools.plugins import attach_commands
-from persistkv_tools.store_commands import COMMANDS
 
 _BAD_INPUT = 2
+_STORE_FAILED = 3
+_INTERRUPTED = 130
 
 
 def build_app(arguments: Sequence[str]) -> typer.Typer:
     """The application, with those commands from outside that ``arguments`` may mean."""
     app = typer.Typer(
         name="persistkv",
-        help="Look into persistkv stores, and see them at work.",
+        help="Look into persistkv stores, check and bound them, carry contexts, and see them at work.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
     for name, command in COMMANDS.items():
-        app.command(name)(command)
+        app.command(name)(_interruptible(command))
     attach_commands(app, arguments, built_in=COMMANDS)
     return app
 
@@ -43,7 +46,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         build_app(given)(args=given, prog_name="persistkv")
     except PersistKVError as error:
         typer.echo(f"persistkv: {' '.join(str(error).split())}", err=True)
-        sys.exit(_BAD_INPUT)
+        sys.exit(_STORE_FAILED if isinstance(error, StoreError) else _BAD_INPUT)
+
+
+def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
+    """Ctrl-C must not end with the exit code that means a finding."""
+
+    @wraps(command)
+    def run(*args: object, **options: object) -> None:
+        try:
+            command(*args, **options)
+        except KeyboardInterrupt:
+            typer.echo("persistkv: interrupted", err=True)
+            raise typer.Exit(_INTERRUPTED) from None
+
+    return run
 
 
 def _print_version(wanted: bool) -> None:
@@ -57,4 +74,4 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Look into persistkv stores, and see them at work."""
+    """Look into persistkv stores, check and bound them, carry contexts, and see them at work."""

@@ -1,23 +1,23 @@
-"""Tables for people, JSON for programs. Colours on terminals only (rich sees to it)."""
+"""What all commands print alike. Tables for people, JSON for programs; colours on terminals only (rich sees to it)."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
 import msgspec
+from rich import box
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from persistkv.storage.backend import MoveProgress
-from persistkv_tools.views import NamespaceView, RequestView, StoreView
-
-_PLAIN_WIDTH = 200  # a pipe or file has no width; rich would take 80 and cut
+_PLAIN_WIDTH = 1000  # a pipe or file has no width; rich would take 80 and cut
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_AGES = ((86_400, "d"), (3600, "h"), (60, "m"))
+_BAR = 24
 
 
 def format_size(num_bytes: int) -> str:
@@ -30,90 +30,85 @@ def format_size(num_bytes: int) -> str:
     return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
+def format_age(created: float, now: float | None = None) -> str:
+    """How long ago, for a person: ``3d``, ``12h``, ``5m``, ``40s``; ``-2m`` where it lies in the future."""
+    seconds = (time.time() if now is None else now) - created
+    sign, seconds = ("-", -seconds) if seconds < 0 else ("", seconds)
+    for unit, letter in _AGES:
+        if seconds >= unit:
+            return f"{sign}{int(seconds // unit)}{letter}"
+    return f"{sign}{int(seconds)}s"
+
+
+def format_time(seconds: float) -> str:
+    """A moment, in the zone of whoever looks."""
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def format_ratio(raw: int, stored: int) -> str:
+    """Raw bytes per stored byte."""
+    return f"{raw / stored:.2f}" if stored else "-"
+
+
+def format_labels(labels: dict[str, str]) -> str:
+    """``name=value``, sorted."""
+    return " ".join(f"{name}={value}" for name, value in sorted(labels.items()))
+
+
+def count(number: int, noun: str) -> str:
+    """``1 pack``, ``2 packs``."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def bar(value: int, largest: int) -> str:
+    """A bar as long as its share of the largest."""
+    return "█" * (-(-value * _BAR // largest) if largest else 0)
+
+
 def print_json(value: Any) -> None:
     """One JSON object and a line end."""
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
 
 
-def print_requests(url: str, namespaces: Sequence[NamespaceView]) -> None:
-    """A table for each namespace."""
-    console = _console()
-    for namespace in namespaces:
-        console.print(_requests_table(namespace))
-    requests = sum(len(namespace.requests) for namespace in namespaces)
-    console.print(Text(f"{_count(requests, 'request')} in {_count(len(namespaces), 'namespace')} of {url}"))
+def say(text: str) -> None:
+    """One line, as it is."""
+    console().print(Text(text))
 
 
-def _requests_table(namespace: NamespaceView) -> Table:
-    title = Text(f"namespace {namespace.id}, made {_time(namespace.created)}")
-    table = Table("request", "made", title=title, title_justify="left")
-    for header in ("tokens", "blocks", "size"):
-        table.add_column(header, justify="right")
-    table.add_column("labels")
-    for request in namespace.requests:
-        table.add_row(*map(Text, _cells(request)))
-    return table
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, left: str = "") -> Table:
+    """A table whose numbers stand right.
+
+    :param columns: their headers.
+    :param left: the headers of columns that stand left, joined by spaces, the first column besides.
+    """
+    made = Table(
+        title=None if title is None else Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    for position, header in enumerate(columns):
+        is_text = position == 0 or header in left.split()
+        made.add_column(
+            header,
+            justify="left" if is_text else "right",
+            no_wrap=not is_text,
+            overflow="fold" if is_text else "ellipsis",
+        )
+    for row in rows:
+        made.add_row(*map(Text, row))
+    return made
 
 
-def _cells(request: RequestView) -> list[str]:
-    return [
-        request.id,
-        _time(request.created),
-        f"{request.tokens:,}",
-        f"{request.blocks:,}",
-        format_size(request.raw_bytes),
-        " ".join(f"{name}={value}" for name, value in sorted(request.labels.items())),
-    ]
-
-
-def print_totals(store: StoreView) -> None:
-    """One table."""
-    table = Table(show_header=False, title=Text(store.url), title_justify="left")
-    table.add_column()
-    table.add_column(justify="right")
-    ratio = "-" if store.codec_ratio is None else f"{store.codec_ratio:.2f}"
-    full = "" if store.capacity is None else f" ({store.disk_bytes / store.capacity:.1%})"
-    rows = {
-        "namespaces": f"{store.namespaces:,}",
-        "requests": f"{store.requests:,}",
-        "packs": f"{store.packs:,}",
-        "blocks": f"{store.blocks:,}",
-        "raw": format_size(store.raw_bytes),
-        "stored": format_size(store.stored_bytes),
-        "codec ratio": ratio,
-        "on disk": format_size(store.disk_bytes) + full,
-        "capacity": "none" if store.capacity is None else format_size(store.capacity),
-    }
+def pairs(rows: dict[str, str], *, title: str | None = None) -> Table:
+    """A table of names and values."""
+    heading = None if title is None else Text(title)
+    made = Table(show_header=False, title=heading, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    made.add_column(no_wrap=True)
+    made.add_column(overflow="fold")
     for name, value in rows.items():
-        table.add_row(name, value)
-    _console().print(table)
+        made.add_row(Text(name), Text(value))
+    return made
 
 
-def follow(steps: Iterable[MoveProgress]) -> int:
-    """Show a bar on standard error while the steps are made; the bytes that were moved."""
-    moved = 0
-    console = Console(stderr=True)
-    with Progress(*Progress.get_default_columns(), console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("moving")
-        for step in steps:
-            moved = step.moved_bytes
-            progress.update(task, completed=step.moved_bytes, total=step.total_bytes)
-    return moved
-
-
-def print_moved(url: str, placement: str, moved: int) -> None:
-    """One line."""
-    _console().print(Text(f"{format_size(moved)} moved to {placement} in {url}"))
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=_PLAIN_WIDTH)
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+def console(*, stderr: bool = False) -> Console:
+    """Where to print; as wide as the terminal."""
+    made = Console(stderr=stderr)
+    return made if made.is_terminal else Console(stderr=stderr, width=_PLAIN_WIDTH)

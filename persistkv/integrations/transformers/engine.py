@@ -51,7 +51,7 @@ class Engine:
     def open(
         cls,
         model: Any,
-        url: str | None = None,
+        url: str | Sequence[str] | None = None,
         *,
         block_size: int = 16,
         device_blocks: int | None = None,
@@ -69,7 +69,9 @@ class Engine:
         :param model: a directory with a checkpoint, a name that transformers knows, or a model object, which is put
             into evaluation mode. A checkpoint's KV is shared between all that open these weights; that of an object is
             known by its state dict.
-        :param url: the store, such as ``lmdb:///var/kv?capacity=100GiB``; None keeps nothing beyond this process.
+        :param url: the store, such as ``lmdb:///var/kv?capacity=100GiB``; None keeps nothing beyond this process. With
+            several, the nearest first: each keeps all contexts, and what a later one alone holds is written to the
+            others when it is used.
         :param block_size: tokens in a block.
         :param device_blocks: blocks of the device cache for each KV cache group; by default enough for 8,192 tokens.
         :param cpu_bytes: size of the primary tier.
@@ -87,13 +89,14 @@ class Engine:
         for name, value in (("block_size", block_size), ("device_blocks", blocks)):
             if value <= 0:
                 raise ConfigurationError(name, value, "a positive number")
-        options = StackOptions(parse_size(cpu_bytes, name="cpu_bytes"), url, codec, host, strict_identity)
+        urls = (url,) if isinstance(url, str) else tuple(url or ())
+        options = StackOptions(parse_size(cpu_bytes, name="cpu_bytes"), urls, codec, host, strict_identity)
         checkpoint: Path | None = None
         if isinstance(model, (str, Path)):
             model, checkpoint = load_model(model, dtype, attn_implementation, device)
         model.eval()
         geometry = probe_model(model)
-        identity = model_identity(model, checkpoint, geometry, block_size) if url is not None else {}
+        identity = model_identity(model, checkpoint, geometry, block_size) if urls else {}
         cache = PagedKVCache(geometry, blocks, block_size)
         return cls(model, cache, build_stack(cache, identity, options), lookup_deadline_s)
 
@@ -146,13 +149,15 @@ class Engine:
             self._parts.loop.step()
 
     def wait_persisted(self, request: GenerateResult | str, timeout_s: float = 60.0) -> bool:
-        """Wait until a request's context is durable; False: not in time, dropped, or there is no store."""
+        """Wait until a request's context is durable in every store; False: not in time, dropped, or there is none."""
         self._check_open()
         req_id = request if isinstance(request, str) else request.req_id
         deadline = time.monotonic() + timeout_s
-        if self._stack.persistent is None or not self._parts.loop.drain(deadline, req_id):
+        if not self._stack.persistent or not self._parts.loop.drain(deadline, req_id):
             return False
-        return self._stack.persistent.wait_persisted(req_id, max(deadline - time.monotonic(), 0.0))
+        return all(
+            tier.wait_persisted(req_id, max(deadline - time.monotonic(), 0.0)) for tier in self._stack.persistent
+        )
 
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Wait until all that was handed on is durable; False where it is not in time."""
@@ -160,12 +165,11 @@ class Engine:
         deadline = time.monotonic() + timeout_s
         if not self._parts.loop.drain(deadline):
             return False
-        persistent = self._stack.persistent
-        return persistent is None or persistent.flush(max(deadline - time.monotonic(), 0.0))
+        flushed = [tier.flush(max(deadline - time.monotonic(), 0.0)) for tier in self._stack.persistent]
+        return all(flushed)
 
     def stats(self) -> EngineStats:
-        """Totals since the engine was opened. Waits for the store's answer, some seconds at most."""
-        persistent = self._stack.persistent
+        """Totals since the engine was opened. Waits for the stores' answers, some seconds at most."""
         pools = [group.pool for group in self._parts.device.groups]
         return EngineStats(
             self._num_requests,
@@ -174,13 +178,13 @@ class Engine:
             self._stack.num_cpu_blocks,
             self._parts.device.block_bytes,
             self._stack.scheduler.stats,
-            None if persistent is None else persistent.store_stats(),
+            tuple(tier.store_stats() for tier in self._stack.persistent),
         )
 
     @property
     def notices(self) -> Sequence[str]:
-        """What a person should know of the store, such as why it holds nothing for this model."""
-        return () if self._stack.persistent is None else tuple(self._stack.persistent.notices)
+        """What a person should know of the stores, such as why one holds nothing for this model."""
+        return tuple(notice for tier in self._stack.persistent for notice in tier.notices)
 
     @property
     def model(self) -> Any:

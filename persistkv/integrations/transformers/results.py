@@ -69,5 +69,5 @@ class EngineStats:
     block_bytes: int
     """Bytes of one block of each KV cache group together."""
     connector: ConnectorStats
-    persistent: StoreStats | None
-    """What both sides of the store count; None where there is no store."""
+    persistent: tuple[StoreStats, ...]
+    """What both sides of each store count, in the order that the stores were given in."""

@@ -1,4 +1,4 @@
-"""The tiers behind an engine: region, primary tier, persistent tier, and the connector's two sides over them."""
+"""The tiers behind an engine: region, primary tier, persistent tiers, and the connector's two sides over them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class StackOptions:
 
     cpu_bytes: int
     """Size of the primary tier; rows of less than it all are left out."""
-    url: str | None
-    """The store; None: there is no persistent tier."""
+    urls: tuple[str, ...]
+    """The stores, nearest first: each is a persistent tier."""
     codec: str
     host: str
     strict_identity: bool
@@ -42,7 +42,8 @@ class OffloadingStack:
 
     scheduler: OffloadingConnectorScheduler
     worker: OffloadingConnectorWorker
-    persistent: PersistentTier | None
+    persistent: list[PersistentTier]
+    """In the order that they are asked in."""
     num_cpu_blocks: int
 
     def close(self) -> None:
@@ -71,20 +72,21 @@ def build_stack(device: PagedKVCache, identity: Mapping[str, Any], options: Stac
         undo.callback(region.cleanup)
         primary = CPUPrimaryTierOffloadingManager(num_blocks, region)
         undo.callback(primary.shutdown)
-        persistent = None
-        if options.url is not None:
-            layout = RowLayout(stride, group_layouts(caches, 1))
-            config = OffloadingConfig(identity, device.block_size, layout, num_blocks, region.fd)
-            persistent = PersistentTier(
+        layout = RowLayout(stride, group_layouts(caches, 1))
+        config = OffloadingConfig(identity, device.block_size, layout, num_blocks, region.fd)
+        persistent = []
+        for url in options.urls:
+            tier = PersistentTier(
                 config,
                 primary.get_kv_memoryview(),
-                url=options.url,
+                url=url,
                 codec=options.codec,
                 host=options.host,
                 strict_identity=options.strict_identity,
             )
-            undo.callback(persistent.shutdown)
-        manager: OffloadingManager = TieringOffloadingManager(primary, [persistent] if persistent else [])
+            undo.callback(tier.shutdown)
+            persistent.append(tier)
+        manager: OffloadingManager = TieringOffloadingManager(primary, persistent)
         handlers = CpuGpuOffloadingHandlers(caches, 1, num_blocks, region)  # last: it holds on to the region's memory
         undo.pop_all()
     worker = OffloadingConnectorWorker(

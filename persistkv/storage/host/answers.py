@@ -41,6 +41,8 @@ class ClientCounters(msgspec.Struct):
     refused_jobs: int = 0
     """Jobs refused because the queue was full or nothing was open."""
     refused_bytes: int = 0
+    refused_ends: int = 0
+    """Ends of requests that were not sent, for the same reasons: their manifests are not written."""
     lost_jobs: int = 0
     """Jobs that were in flight when the store's side died."""
     restarts: int = 0

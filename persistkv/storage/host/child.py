@@ -12,8 +12,9 @@ import os
 import signal
 import socket
 
+from persistkv.storage.host.connection import SocketConnection
 from persistkv.storage.host.loop import NoticeHandler, serve
-from persistkv.storage.host.protocol import SocketConnection, ToStore
+from persistkv.storage.host.protocol import ToStore
 
 
 def main(engine_pid: int, socket_fd: int, region_fd: int, region_bytes: int) -> None:

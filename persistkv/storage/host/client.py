@@ -6,7 +6,7 @@ Invariants of this file:
 2. Every job that was submitted is answered exactly once by ``poll``, whatever happens to the store's side.
 3. A job is answered as failed only when its rows are certainly not used: refused before it was sent, answered by the
    store's side, or that side is known dead.
-4. The replica of the index holds a key from its ``Stored`` to its ``Removed``, and none while nothing is open.
+4. A store's side that owes an answer and is silent is killed, unless its loop answers that it waits for its medium.
 
 Used from one thread, the scheduler's. Refused after a fork.
 """
@@ -19,21 +19,24 @@ import os
 import time
 from array import array
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from persistkv.errors import HostError, PersistKVError
 from persistkv.storage.host import protocol
 from persistkv.storage.host.answers import ClientCounters, JobOutcome, StoreStats, open_error
+from persistkv.storage.host.connection import Connection
+from persistkv.storage.host.flights import Flights
 from persistkv.storage.host.launch import Host
-from persistkv.storage.host.protocol import Connection
+from persistkv.storage.host.replica import Replica
 from persistkv.storage.keys import PackedKeys
 
 logger = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S = 0.1
 _LONGEST_BACKOFF_S = 30.0
-_TOUCHED_A_STEP = 2_048  # keys in a step's message: some 75 KB
-_MOST_TOUCHED = 65_536  # keys that wait to be said
+_CALL_PATIENCE = 10  # times ``watchdog_s`` that one call of the medium may take
+_OPEN_ATTEMPTS = 3
+_KILL_S = 5.0  # seconds to wait for the end of what was killed
 _NAP_S = 0.0005  # between polls of the calls that wait
 
 
@@ -50,13 +53,6 @@ class State(enum.Enum):
     CLOSED = "closed"
 
 
-class _Flight(NamedTuple):
-    keys: Sequence[bytes]
-    num_bytes: int
-    begin: float
-    is_store: bool
-
-
 class StoreClient:
     """See the top of this file."""
 
@@ -65,33 +61,26 @@ class StoreClient:
 
         :param max_queue_bytes: bound on the raw bytes of store jobs in flight; a job past it is refused, unless it is
             the only one.
-        :param watchdog_s: a store's side that owes an answer and is silent for so long is killed and started again.
+        :param watchdog_s: a store's side that owes an answer and whose loop is silent for so long is killed and started
+            again; and one whose medium does not end a call within ten times as long.
         """
         self.counters = ClientCounters()
         self.notices: list[str] = []
         """Lines for a person that opening gave, such as what differs from the nearest namespace."""
         self._host = host
         self._hello = hello
-        self._max_queue_bytes = max_queue_bytes
         self._watchdog_s = watchdog_s
         self._pid = os.getpid()
         self._connection: Connection | None = None
         self._state = State.DOWN
         self._backoff_s = _FIRST_BACKOFF_S
         self._start_at = 0.0
-        self._held: set[bytes] = set()
-        self._arriving: set[bytes] = set()
-        self._touched: set[bytes] = set()
-        self._flights: dict[int, _Flight] = {}
-        self._queued_bytes = 0
-        self._outcomes: list[JobOutcome] = []
-        self._stored: list[bytes] = []
-        self._removed: list[bytes] = []
-        self._persisted: dict[str, bool] = {}
-        self._ending: set[str] = set()
+        self._replica = Replica()
+        self._flights = Flights(self.counters, max_queue_bytes)
         self._answers: dict[int, Any] = {}
         self._next_token = 0
         self._heard = 0.0
+        self._asked: float | None = None
         self._open_error: PersistKVError | None = None
 
     # Opening
@@ -105,17 +94,25 @@ class StoreClient:
         :raises HostError: it did not start, died, or did not answer in time. Nothing is left running.
         """
         self._check_process()
-        self._start()
         deadline = time.monotonic() + timeout_s
-        while self._state is State.OPENING and time.monotonic() < deadline:
-            if not self._receive():
-                time.sleep(_NAP_S)
-        if self._state is State.OPEN:
-            return
+        for _ in range(_OPEN_ATTEMPTS):
+            self._start()
+            self._await_open(deadline)
+            if self._state is State.OPEN:
+                return
+            if self._open_error is not None or self._state is State.OPENING or not self._host.restartable:
+                break
+            logger.warning("the store's side died while it opened")  # of damage, it may be: the next one repairs
+            self._host.wait(_KILL_S)
         reason = f"did not open within {timeout_s} s" if self._state is State.OPENING else "died while it opened"
         error = self._open_error or HostError(f"the store's side {reason}")
         self._abandon()
         raise error
+
+    def _await_open(self, deadline: float) -> None:
+        while self._state is State.OPENING and time.monotonic() < deadline:
+            if not self._receive():
+                time.sleep(_NAP_S)
 
     def _start(self) -> None:
         self._connection = self._host.start()
@@ -126,10 +123,15 @@ class StoreClient:
         if self._connection is not None:
             self._connection.close()
         self._host.kill()
-        self._host.wait(5.0)
+        self._host.wait(_KILL_S)
         self._connection = None
         self._host.release()
         self._state = State.CLOSED
+
+    @property
+    def host(self) -> Host:
+        """What runs the store's side."""
+        return self._host
 
     @property
     def state(self) -> State:
@@ -144,10 +146,10 @@ class StoreClient:
 
     def contains(self, key: bytes) -> bool:
         """Whether the key is durable and can be asked for: one probe of the replica."""
-        return key in self._held
+        return key in self._replica.held
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._replica.held)
 
     def submit_store(
         self,
@@ -167,14 +169,13 @@ class StoreClient:
         """
         self._check_process()
         self.counters.store_jobs += 1
-        if self._state is not State.OPEN or 0 < self._queued_bytes > self._max_queue_bytes - num_bytes:
-            self._refuse(job_id, keys, num_bytes)
+        if self._state is not State.OPEN or not self._flights.fits(num_bytes):
+            self._flights.refuse(job_id, keys, num_bytes)
             return
         depth_bytes = b"" if depths is None else _joined(depths)
         message = protocol.StoreJob(job_id, request, PackedKeys.of(keys), _joined(block_ids), depth_bytes)
         self._owe()
-        self._flights[job_id] = _Flight(keys, num_bytes, time.monotonic(), True)
-        self._queued_bytes += num_bytes
+        self._flights.begin(job_id, keys, num_bytes, is_store=True)
         self._send(message)
 
     def submit_load(self, job_id: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
@@ -185,11 +186,11 @@ class StoreClient:
         self._check_process()
         self.counters.load_jobs += 1
         if self._state is not State.OPEN:
-            self._refuse(job_id, keys, 0)
+            self._flights.refuse(job_id, keys, 0)
             return
         message = protocol.LoadJob(job_id, PackedKeys.of(keys), _joined(block_ids))
         self._owe()
-        self._flights[job_id] = _Flight(keys, 0, time.monotonic(), False)
+        self._flights.begin(job_id, keys, 0, is_store=False)
         self._send(message)
 
     def touch(self, keys: Collection[bytes]) -> None:
@@ -199,14 +200,8 @@ class StoreClient:
         :raises HostError: after a fork.
         """
         self._check_process()
-        if self._state is State.OPEN and len(self._touched) + len(keys) <= _MOST_TOUCHED:
-            self._touched |= self._held.intersection(keys)
-
-    def _send_touches(self) -> None:
-        """At most one message, of bounded length."""
-        if self._touched:
-            keys = [self._touched.pop() for _ in range(min(len(self._touched), _TOUCHED_A_STEP))]
-            self._send(protocol.Touch(PackedKeys.of(keys)))
+        if self._state is State.OPEN:
+            self._replica.touch(keys)
 
     def end_request(self, end: protocol.EndRequest) -> None:
         """The request stores nothing more; its manifest is written with what it staged.
@@ -214,22 +209,17 @@ class StoreClient:
         :raises HostError: after a fork.
         """
         self._check_process()
-        if self._state is not State.OPEN:
-            self._persisted[end.request] = False
-            return
         self._owe()
-        self._ending.add(end.request)
-        self._send(end)
-
-    def _refuse(self, job_id: int, keys: Sequence[bytes], num_bytes: int) -> None:
-        self.counters.refused_jobs += 1
-        self.counters.refused_bytes += num_bytes
-        self._outcomes.append(JobOutcome(job_id, list(keys), True, 0, 0.0))
+        if self._state is not State.OPEN:
+            self._flights.refuse_end(end.request)
+        elif self._flights.begin_end(end.request, sum(len(keys.data) for keys in end.group_keys)):
+            self._send(end)
 
     def _owe(self) -> None:
         """An answer is owed from now on, where none was."""
-        if not (self._flights or self._ending):
+        if not self._flights.owed:
             self._heard = time.monotonic()
+            self._asked = None
 
     def _send(self, message: protocol.ToStore) -> None:
         if self._connection is not None:
@@ -245,14 +235,13 @@ class StoreClient:
         self._check_process()
         if self._state in (State.OPENING, State.OPEN):
             self._receive()
-        if self._state is State.OPEN:
-            self._send_touches()
+        if self._state is State.OPEN and (touched := self._replica.take_touched()):
+            self._send(protocol.Touch(PackedKeys.of(touched)))
         if self._state is State.DYING and self._host.dead():
             self._mourn()
         if self._state is State.DOWN and self._host.restartable and time.monotonic() >= self._start_at:
             self._restart()
-        outcomes, self._outcomes = self._outcomes, []
-        return outcomes
+        return self._flights.take_outcomes()
 
     @property
     def num_jobs(self) -> int:
@@ -262,7 +251,21 @@ class StoreClient:
     @property
     def has_pending_work(self) -> bool:
         """Whether ``poll`` has something to wait for."""
-        return bool(self._flights or self._ending or self._outcomes)
+        return self._flights.pending
+
+    def take_stored(self) -> list[bytes]:
+        """Keys that became durable since the last call; those that opening found are not among them."""
+        return self._replica.take_stored()
+
+    def take_removed(self) -> list[bytes]:
+        """Keys that went since the last call."""
+        return self._replica.take_removed()
+
+    def take_persisted(self) -> dict[str, bool]:
+        """Requests whose end was dealt with since the last call, and whether the whole of their context is durable."""
+        return self._flights.take_persisted()
+
+    # What arrives
 
     def _receive(self) -> bool:
         """Take what has arrived; tells whether there was anything."""
@@ -281,6 +284,7 @@ class StoreClient:
     def _take_all(self, connection: Connection, messages: list[Any]) -> None:
         if messages:
             self._heard = time.monotonic()
+            self._asked = None
         try:
             for message in messages:
                 self._take(message)
@@ -288,68 +292,67 @@ class StoreClient:
             logger.error("the store's side sent what makes no sense: %s", error)
             connection.close()
 
-    def _check_health(self, connection: Connection) -> None:
-        if self._state not in (State.OPENING, State.OPEN):
-            return
-        if connection.ended:
-            self._lose()
-        elif self._is_stuck():
-            logger.error("the store's side has not answered for %.0f s; killing it", self._watchdog_s)
-            self._lose()
-
-    def _is_stuck(self) -> bool:
-        """Silent, although it owes an answer. One that answers slowly is not stuck."""
-        if not (self._flights or self._ending) or not self._host.restartable:
-            return False
-        return time.monotonic() - self._heard > self._watchdog_s
-
     def _take(self, message: Any) -> None:
         match message:
             case protocol.JobDone():
-                self._finish(message)
+                self._backoff_s = _FIRST_BACKOFF_S
+                self._flights.end(message.job_id, message.failed.unpack(), message.num_bytes)
             case protocol.Stored():
-                keys = message.keys.unpack()
-                (self._held if self._state is State.OPEN else self._arriving).update(keys)
-                if self._state is State.OPEN or self.counters.restarts:  # ``_lose`` told that they had gone
-                    self._stored += keys
+                self._replica.add(message.keys.unpack())
             case protocol.Removed():
-                keys = message.keys.unpack()
-                (self._held if self._state is State.OPEN else self._arriving).difference_update(keys)
-                self._gone(keys)
+                self._replica.remove(message.keys.unpack())
             case protocol.Persisted():
-                self._ending.discard(message.request)
-                self._persisted[message.request] = message.whole
+                self._flights.end_end(message.request, message.whole)
             case protocol.Flushed() | protocol.HostStats():
                 self._answers[message.token] = message
+            case protocol.Listing():
+                self._replica.begin_listing()
+            case protocol.Listed():
+                self._replica.end_listing(news=True)
             case protocol.Opened():
                 self._opened(message)
             case protocol.OpenFailed():
                 self._open_error = open_error(message)
                 logger.warning("the store does not open: %s", self._open_error)
                 self._lose()
+            case protocol.Pong():
+                self._check_call(message.longest_s)
             case protocol.Notice():
                 logger.log(message.level, "%s", message.text)
 
-    def _finish(self, done: protocol.JobDone) -> None:
-        flight = self._flights.pop(done.job_id, None)
-        if flight is None:
-            return
-        failed = done.failed.unpack()
-        num_bytes = done.num_bytes
-        if flight.is_store:
-            self._queued_bytes -= flight.num_bytes
-            num_bytes = flight.num_bytes * (len(flight.keys) - len(failed)) // max(1, len(flight.keys))
-        self._backoff_s = _FIRST_BACKOFF_S
-        self._outcomes.append(JobOutcome(done.job_id, failed, False, num_bytes, time.monotonic() - flight.begin))
-
     def _opened(self, opened: protocol.Opened) -> None:
         self._state = State.OPEN
-        self._held, self._arriving = self._arriving, set()
+        self._replica.end_listing(news=self.counters.restarts > 0)  # ``_lose`` told that what is back had gone
         if opened.notice and opened.notice not in self.notices:
             self.notices.append(opened.notice)
             logger.warning("%s", opened.notice)
 
-    # Death and return
+    # Health, death and return
+
+    def _check_health(self, connection: Connection) -> None:
+        if self._state not in (State.OPENING, State.OPEN):
+            return
+        if connection.ended:
+            self._lose()
+        elif self._flights.owed and self._host.restartable:
+            self._check_silence()
+
+    def _check_silence(self) -> None:
+        """Ask one that is silent whether it is alive; kill it where it does not answer that, either."""
+        now = time.monotonic()
+        if self._asked is None:
+            if now - self._heard > self._watchdog_s / 2:
+                self._asked = now
+                self._send(protocol.Ping())
+        elif now - self._asked > self._watchdog_s / 2:
+            logger.error("the store's side has not answered for %.1f s; killing it", self._watchdog_s)
+            self._lose()
+
+    def _check_call(self, longest_s: float) -> None:
+        """Its loop is alive; a call that its medium does not end is given much longer."""
+        if longest_s > _CALL_PATIENCE * self._watchdog_s:
+            logger.error("a call of the store's medium has not ended for %.0f s; killing its side", longest_s)
+            self._lose()
 
     def _lose(self) -> None:
         """The connection is of no use any more; its process may still touch rows until it is dead."""
@@ -357,21 +360,12 @@ class StoreClient:
             self._connection.close()
         self._host.kill()
         self._state = State.DYING
-        self._gone(self._held)
-        self._held, self._arriving, self._touched = set(), set(), set()
+        self._replica.clear()
 
     def _mourn(self) -> None:
-        """It is dead: the rows of its jobs are free, what it did not report never happened."""
-        self.counters.lost_jobs += len(self._flights)
-        now = time.monotonic()
-        for job_id, flight in self._flights.items():
-            self._outcomes.append(JobOutcome(job_id, list(flight.keys), True, 0, now - flight.begin))
-        self._persisted.update(dict.fromkeys(self._ending, False))
-        self._flights.clear()
-        self._ending.clear()
-        self._queued_bytes = 0
+        self._flights.lose_all()
         self._state = State.DOWN
-        self._start_at = now + self._backoff_s
+        self._start_at = time.monotonic() + self._backoff_s
         if self._host.restartable:
             logger.warning("the store's side died; lookups miss until it is back, in %.1f s", self._backoff_s)
         self._backoff_s = min(_LONGEST_BACKOFF_S, 2 * self._backoff_s)
@@ -384,30 +378,6 @@ class StoreClient:
             logger.error("%s", error)
             self._start_at = time.monotonic() + self._backoff_s
             self._backoff_s = min(_LONGEST_BACKOFF_S, 2 * self._backoff_s)
-
-    # News
-
-    def _gone(self, keys: Collection[bytes]) -> None:
-        """News tells what is there in the end: a key that came and went since it was last taken only went."""
-        if self._stored:
-            gone = set(keys)
-            self._stored = [key for key in self._stored if key not in gone]
-        self._removed += keys
-
-    def take_stored(self) -> list[bytes]:
-        """Keys that became durable since the last call; those that opening found are not among them."""
-        stored, self._stored = self._stored, []
-        return stored
-
-    def take_removed(self) -> list[bytes]:
-        """Keys that went since the last call."""
-        removed, self._removed = self._removed, []
-        return removed
-
-    def take_persisted(self) -> dict[str, bool]:
-        """Requests whose end was dealt with since the last call, and whether the whole of their context is durable."""
-        persisted, self._persisted = self._persisted, {}
-        return persisted
 
     # Calls that wait, for the end of a program, tests and tools
 
@@ -457,11 +427,11 @@ class StoreClient:
         if self._connection is not None:
             self._connection.close()
         self._state = State.CLOSED
-        self._held = set()
+        self._replica = Replica()
         ended = self._host.wait(max(1.0, deadline - time.monotonic()))
         if not ended:
             self._host.kill()
-            self._host.wait(5.0)
+            self._host.wait(_KILL_S)
         self._connection = None
         self._host.release()
         return ended

@@ -13,8 +13,10 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from persistkv.errors import HostError
+from persistkv.storage.executor import InPlaceExecutor
+from persistkv.storage.host.connection import Connection, QueueConnection, SocketConnection
 from persistkv.storage.host.loop import serve
-from persistkv.storage.host.protocol import Connection, QueueConnection, SocketConnection, ToEngine, ToStore
+from persistkv.storage.host.protocol import ToEngine, ToStore
 from persistkv.storage.host.server import StoreServer
 
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from persistkv.storage.host.child import main; main{arguments!r}"
@@ -171,7 +173,7 @@ class _InlineConnection(Connection):
     def __init__(self, rows_buffer: memoryview) -> None:
         self._answers: deque[Any] = deque()
         send: Callable[[ToEngine], None] = self._answers.append
-        self._server = StoreServer(rows_buffer, send)
+        self._server = StoreServer(rows_buffer, send, lambda threads: InPlaceExecutor())
         self._ended = False
 
     @property

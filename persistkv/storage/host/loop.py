@@ -1,25 +1,28 @@
-"""The store's side at the other end of a connection: one thread that sleeps until a message or a due time."""
+"""The store's side at the other end of a connection: one thread that sleeps until a message comes, a call of the
+backend has ended, or something is due."""
 
 from __future__ import annotations
 
 import logging
 
 from persistkv.errors import HostError
-from persistkv.storage.host.protocol import Notice, ServedConnection, SocketConnection
+from persistkv.storage.executor import ThreadExecutor
+from persistkv.storage.host.connection import ServedConnection
+from persistkv.storage.host.protocol import Notice
 from persistkv.storage.host.server import StoreServer
 
 logger = logging.getLogger(__name__)
 
 
 class NoticeHandler(logging.Handler):
-    """Sends log records to the engine, whose log they belong into."""
+    """Sends log records, of any thread, to the engine, whose log they belong into."""
 
-    def __init__(self, connection: SocketConnection) -> None:
+    def __init__(self, connection: ServedConnection) -> None:
         super().__init__(logging.INFO)
         self._connection = connection
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._connection.send(Notice(record.levelno, record.getMessage()))
+        self._connection.post(Notice(record.levelno, record.getMessage()))
 
 
 def serve(connection: ServedConnection, rows_buffer: memoryview, engine_pidfd: int | None = None) -> None:
@@ -28,7 +31,12 @@ def serve(connection: ServedConnection, rows_buffer: memoryview, engine_pidfd: i
     :param engine_pidfd: readable once the engine is dead. A child that the engine forked holds a copy of its socket,
         which would keep the connection open.
     """
-    server = StoreServer(rows_buffer, connection.send)
+    server = StoreServer(
+        rows_buffer,
+        connection.send,
+        lambda threads: ThreadExecutor(threads, connection.wake),
+        lambda: connection.congested,
+    )
     del rows_buffer  # this frame can outlive its call (a traceback keeps its callers), and would keep the rows mapped
     engine_died = False
     try:

@@ -1,7 +1,11 @@
-"""The store's side: takes messages, runs jobs, answers. The same code in all three hosts; one thread.
+"""The store's side: takes messages, runs jobs, answers. The same code in all three hosts.
 
-Loads go first, within reason: a request waits for them. Stores and the ends of requests keep their order; those that
-wait together share one transaction.
+Everything here runs on one thread, which never waits for the medium where the executor has threads. Loads are read
+beside one another and beside a transaction. Stores and the ends of requests keep their order; those that wait together
+share one transaction.
+
+A job is answered once nobody reads or writes its rows any more: a load when all its parts have ended, a store when none
+of its keys is in flight.
 """
 
 from __future__ import annotations
@@ -14,13 +18,16 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from persistkv.errors import ConfigurationError, HostError, IdentityMismatchError, PersistKVError, StoreError
+from persistkv.storage.executor import Executor, InPlaceExecutor
 from persistkv.storage.host import protocol
+from persistkv.storage.host.news import NewsTeller
 from persistkv.storage.identity import Identity
 from persistkv.storage.keys import PackedKeys
-from persistkv.storage.pack import MAX_PACK_BYTES
+from persistkv.storage.reading import ReadOutcome
 from persistkv.storage.records import RequestEnd
 from persistkv.storage.registry import open_backend
 from persistkv.storage.rows import Rows
@@ -28,28 +35,51 @@ from persistkv.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
-_MAX_LOADS_IN_A_ROW = 8  # then what waits to be written has a turn: its rows are kept from eviction meanwhile
-_CATALOGUE_KEYS = 4_096  # keys a message: the other side takes about a millisecond for them
+_CONGESTED_S = 0.1  # seconds after which the store's side looks whether the engine takes messages again
 
 
 @dataclass
 class _Job:
+    """A store job whose rows are in use."""
+
     message: protocol.StoreJob
     keys: list[bytes]
+    begin: float
+    borrowed: set[bytes] = field(default_factory=set)
+    """Keys that another job had in flight: their rows are kept to be written, should that one's transaction fail."""
     failed: list[bytes] = field(default_factory=list)
 
 
 class StoreServer:
     """One store and the work that waits for it."""
 
-    def __init__(self, rows_buffer: memoryview, send: Callable[[protocol.ToEngine], None]) -> None:
-        """:param rows_buffer: the primary tier's rows, writable; used from the first job to ``close``."""
+    def __init__(
+        self,
+        rows_buffer: memoryview,
+        send: Callable[[protocol.ToEngine], None],
+        make_executor: Callable[[int], Executor],
+        congested: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Nothing is open yet.
+
+        :param rows_buffer: the primary tier's rows, writable; used from the first job to ``close``.
+        :param make_executor: of a number of threads; it is closed with this object.
+        :param congested: whether the engine's side has much to take.
+        """
         self._buffer: memoryview | None = rows_buffer
         self._send = send
+        self._make_executor = make_executor
+        self._congested = congested
+        self._executor: Executor = InPlaceExecutor()
         self._store: Store | None = None
+        self._news: NewsTeller | None = None
         self._loads: deque[protocol.LoadJob] = deque()
-        self._loads_in_a_row = 0
+        self._loading = 0
         self._queue: deque[protocol.StoreJob | protocol.EndRequest | protocol.Flush] = deque()
+        self._writing: list[_Job] = []
+        self._ended_packs = 0
+        self._flushing: protocol.Flush | None = None
+        self._flushed: list[protocol.Flush] = []
 
     # Messages
 
@@ -64,7 +94,10 @@ class StoreServer:
                 if self._store is not None:
                     self._store.touch(message.keys.unpack())
             case protocol.AskStats():
-                self._answer_stats(message)
+                if self._store is not None:
+                    self._executor.begin(self._answer_stats(self._store, message))
+            case protocol.Ping():
+                self._send(protocol.Pong(self._executor.longest_s()))
             case _:
                 self._queue.append(message)
 
@@ -75,26 +108,25 @@ class StoreServer:
             traceback.clear_frames(error.__traceback__)  # they hold the rows, which could not be unmapped then
             self._send(_open_failed(error))
             return
-        self._send_news()
-        self._send(protocol.Opened(self._store.namespace, self._store.notice))
+        self._news = NewsTeller(self._store, self._send, self._congested)
 
     def _make_store(self, hello: protocol.Hello) -> Store:
         if self._buffer is None or self._store is not None:
             raise HostError("a store is opened once, before it is closed")
         rows = Rows(self._buffer, hello.layout)
         identity = Identity.decode(hello.identity)
+        url = hello.url.partition("?")[0]
         backend = open_backend(hello.url)
         try:
-            return Store(backend, identity, rows, hello.options, url=hello.url.partition("?")[0])
+            self._executor = self._make_executor(hello.options.io_threads)
+            return Store(backend, identity, rows, hello.options, url=url, executor=self._executor)
         except BaseException:
             backend.close()
             raise
 
-    def _answer_stats(self, ask: protocol.AskStats) -> None:
-        if self._store is None:
-            return
+    async def _answer_stats(self, store: Store, ask: protocol.AskStats) -> None:
         try:
-            totals = self._store.backend.stats()
+            totals = await store.stats()
             disk_bytes, capacity = totals.disk_bytes, totals.capacity
         except StoreError as error:
             logger.warning("totals cannot be read: %s", error)
@@ -103,9 +135,9 @@ class StoreServer:
         self._send(
             protocol.HostStats(
                 ask.token,
-                self._store.counters,
-                len(self._store.index),
-                self._store.staged_bytes,
+                store.counters,
+                len(store.index),
+                store.staged_bytes,
                 disk_bytes,
                 capacity,
                 usage.ru_utime + usage.ru_stime,
@@ -117,81 +149,82 @@ class StoreServer:
 
     @property
     def busy(self) -> bool:
-        """Whether ``step`` has something to do."""
-        return bool(self._loads or self._queue)
+        """Whether something that was given is not done yet, and may be done now."""
+        return bool(self._loads or self._loading or self._queue or self._writing or self._flushing or self._flushed)
 
     def seconds_to_work(self) -> float | None:
-        """How long the owner may sleep unless a message comes; None: until one comes."""
-        if self.busy:
+        """How long the owner may sleep unless a message comes or a call ends; None: until then."""
+        if self._store is None or self._news is None:
+            return None
+        if self._may_take(self._store):
             return 0.0
-        return None if self._store is None else self._store.seconds_to_work()
+        seconds = self._store.seconds_to_work()
+        return seconds if self._news.up_to_date else min(_CONGESTED_S, seconds or _CONGESTED_S)
 
     def step(self) -> None:
-        """Run one load, or one batch of what waits to be written, or what time has made due."""
+        """Go on with all that can go on."""
+        self._executor.run_ready()
         store = self._store
         if store is None:
             self._refuse_all()
             return
-        if self._loads and (not self._queue or self._loads_in_a_row < _MAX_LOADS_IN_A_ROW):
-            self._loads_in_a_row += 1
+        while self._loads and self._loading <= self._executor.threads:
             self._load(store, self._loads.popleft())
-        elif self._queue:
-            self._loads_in_a_row = 0
-            self._write(store)
-        else:
-            store.tick()
-        self._send_news()
+        while self._may_take(store):
+            self._take(store, self._queue.popleft())
+        store.tick()
+        self._settle_jobs(store)
+        if self._news is not None:
+            self._news.tell()
+            while self._flushed and self._news.up_to_date:
+                self._send(protocol.Flushed(self._flushed.pop(0).token))
 
-    def _load(self, store: Store, job: protocol.LoadJob) -> None:
+    def _may_take(self, store: Store) -> bool:
+        """A flush lets nothing pass; nor does a store whose memory is used up."""
+        return bool(self._queue) and self._flushing is None and store.has_room
+
+    def _load(self, store: Store, message: protocol.LoadJob) -> None:
         begin = time.perf_counter()
-        keys = job.keys.unpack()
-        before = store.counters.loaded_bytes
+        keys = message.keys.unpack()
+
+        def done(outcome: ReadOutcome) -> None:
+            self._loading -= 1
+            seconds = time.perf_counter() - begin
+            failed = PackedKeys.of(outcome.failed)
+            self._send(protocol.JobDone(message.job_id, failed, outcome.raw_bytes, seconds))
+
+        self._loading += 1
         try:
-            failed = store.read(keys, numbers(job.block_ids))
+            store.begin_read(keys, numbers(message.block_ids), done)
         except ValueError as error:
-            logger.error("load job %d is refused: %s", job.job_id, error)
-            failed = keys
-        seconds = time.perf_counter() - begin
-        loaded = store.counters.loaded_bytes - before
-        self._send(protocol.JobDone(job.job_id, PackedKeys.of(failed), loaded, seconds))
+            logger.error("load job %d is refused: %s", message.job_id, error)
+            done(ReadOutcome(keys))
 
-    def _write(self, store: Store) -> None:
-        """Take what is queued up to one pack's worth, then commit once."""
-        begin = time.perf_counter()
-        waiting: list[_Job] = []
-        flush: protocol.Flush | None = None
-        while self._queue and flush is None and store.waiting_bytes < MAX_PACK_BYTES:
-            message = self._queue.popleft()
-            match message:
-                case protocol.StoreJob():
-                    waiting += self._take(store, message)
-                case protocol.EndRequest():
-                    self._end_request(store, message)
-                case protocol.Flush():
-                    flush = message
-        if flush is not None or store.wants_commit():
-            store.commit(everything=flush is not None)
-        seconds = time.perf_counter() - begin
-        for job in waiting:
-            job.failed += [key for key in job.keys if not store.took(key)]
-            self._done(job, seconds)
-        if flush is not None:
-            self._send_news()
-            self._send(protocol.Flushed(flush.token))
+    def _take(self, store: Store, message: protocol.StoreJob | protocol.EndRequest | protocol.Flush) -> None:
+        match message:
+            case protocol.StoreJob():
+                job = _Job(message, message.keys.unpack(), time.perf_counter())
+                self._put(store, job, job.keys, numbers(message.block_ids), numbers(message.depths) or None)
+            case protocol.EndRequest():
+                self._end_request(store, message)
+            case protocol.Flush():
+                self._flushing = message
+                self._flush(store)
 
-    def _take(self, store: Store, message: protocol.StoreJob) -> list[_Job]:
-        """Give a job to the store; answer at once where its rows are free already."""
-        begin = time.perf_counter()
-        job = _Job(message, message.keys.unpack())
+    def _put(
+        self, store: Store, job: _Job, keys: list[bytes], block_ids: Sequence[int], depths: Sequence[int] | None
+    ) -> None:
+        """Give blocks to the store; answer at once where their rows are free already."""
+        job.borrowed = store.in_flight(keys)
         try:
-            free = store.put(message.request, job.keys, numbers(message.block_ids), numbers(message.depths) or None)
+            free = store.put(job.message.request, keys, block_ids, depths)
         except ValueError as error:
-            logger.error("store job %d is refused: %s", message.job_id, error)
+            logger.error("store job %d is refused: %s", job.message.job_id, error)
             free, job.failed = True, job.keys
-        if not free:
-            return [job]
-        self._done(job, time.perf_counter() - begin)
-        return []
+        if free:
+            self._done(job)
+        else:
+            self._writing.append(job)
 
     def _end_request(self, store: Store, message: protocol.EndRequest) -> None:
         try:
@@ -200,7 +233,42 @@ class StoreServer:
             logger.error("the end of request %s is refused: %s", message.request, error)
             self._send(protocol.Persisted(message.request, False))
 
-    def _done(self, job: _Job, seconds: float) -> None:
+    def _flush(self, store: Store) -> None:
+        """Until nothing is left: a job may take over what another's failed transaction left in its rows."""
+        self._settle_jobs(store)
+        if store.unwritten:
+            store.begin_commit(everything=True, then=partial(self._flush, store))
+        elif self._flushing is not None:
+            self._flushed.append(self._flushing)
+            self._flushing = None
+
+    def _settle_jobs(self, store: Store) -> None:
+        """Answer the jobs whose rows nobody reads any more."""
+        if store.ended_packs == self._ended_packs:
+            return
+        self._ended_packs = store.ended_packs
+        jobs, self._writing = self._writing, []
+        for job in jobs:
+            if store.in_flight(job.keys):
+                self._writing.append(job)
+            else:
+                self._settle(store, job)
+
+    def _settle(self, store: Store, job: _Job) -> None:
+        """What another job had in flight, and lost, is taken from this one's rows."""
+        places = [place for place, key in enumerate(job.keys) if not store.took(key)]
+        job.failed += [job.keys[place] for place in places if job.keys[place] not in job.borrowed]
+        again = [place for place in places if job.keys[place] in job.borrowed]
+        if not again:
+            self._done(job)
+            return
+        block_ids, depths = numbers(job.message.block_ids), numbers(job.message.depths)
+        keys = [job.keys[place] for place in again]
+        rows = [block_ids[place] for place in again]
+        self._put(store, job, keys, rows, [depths[place] for place in again] if depths else None)
+
+    def _done(self, job: _Job) -> None:
+        seconds = time.perf_counter() - job.begin
         self._send(protocol.JobDone(job.message.job_id, PackedKeys.of(job.failed), 0, seconds))
 
     def _refuse_all(self) -> None:
@@ -213,26 +281,20 @@ class StoreServer:
         self._loads.clear()
         self._queue.clear()
 
-    def _send_news(self) -> None:
-        if self._store is None:
-            return
-        news = self._store.take_news()
-        for chunk in _chunks(news.removed):
-            self._send(protocol.Removed(PackedKeys.of(chunk)))
-        for chunk in _chunks(news.stored):
-            self._send(protocol.Stored(PackedKeys.of(chunk)))
-        for request, whole in news.persisted:
-            self._send(protocol.Persisted(request, whole))
-
     def close(self) -> None:
         """Finish what was given, release the store, let go of the rows; idempotent."""
         try:
-            while self.busy:
-                self.step()
             if self._store is not None:
+                self._executor.run_until(self._finished)
                 self._store.close()
         finally:
-            self._store = self._buffer = None
+            self._executor.close()
+            self._store = self._news = self._buffer = None
+
+    def _finished(self) -> bool:
+        self._flushed.clear()  # nobody waits for the answer
+        self.step()
+        return not (self.busy or self._executor.writing)
 
 
 def numbers(data: bytes) -> Sequence[int]:
@@ -240,10 +302,6 @@ def numbers(data: bytes) -> Sequence[int]:
     values = array("I")
     values.frombytes(data)
     return values
-
-
-def _chunks(keys: list[bytes]) -> list[list[bytes]]:
-    return [keys[start : start + _CATALOGUE_KEYS] for start in range(0, len(keys), _CATALOGUE_KEYS)]
 
 
 def _request_end(message: protocol.EndRequest) -> RequestEnd:

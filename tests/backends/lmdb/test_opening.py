@@ -30,6 +30,8 @@ except StoreUnavailableError as error:
     print(error)
 """
 
+FILES = ("data.mdb", "guard", "lock.mdb", "writer.lock")
+
 
 def mode(path):
     return stat.S_IMODE(path.stat().st_mode)
@@ -47,7 +49,7 @@ def test_files_and_directories_are_private(open_store, tmp_path):
         os.umask(old)
     store = tmp_path / "made" / "here" / "store"
     assert [mode(directory) for directory in (store.parent.parent, store.parent, store)] == [0o700] * 3
-    assert {entry.name: mode(entry) for entry in store.iterdir()} == {"data.mdb": 0o600, "lock.mdb": 0o600}
+    assert {entry.name: mode(entry) for entry in store.iterdir()} == dict.fromkeys(FILES, 0o600)
 
 
 def test_relative_path(open_store, tmp_path, monkeypatch):

@@ -64,6 +64,29 @@ def test_a_primary_tier_too_small_for_the_prefix_takes_its_begin(model, url, pro
         assert result.tokens == answer_without_store(model, prompt).tokens
 
 
+def test_what_a_far_store_holds_is_written_to_the_near_one_when_used(model, prompt, tmp_path):
+    near, far = f"lmdb://{tmp_path}/near?capacity=256MiB", f"lmdb://{tmp_path}/far?capacity=256MiB"
+    with open_engine(model, far) as first:
+        cold = first.generate(prompt, 8)
+        assert first.wait_persisted(cold)
+    with open_engine(model, [near, far]) as second:
+        result = second.generate(prompt, 8)
+        assert (result.stats.persistent_tokens, result.tokens) == (96, cold.tokens)
+        assert second.wait_persisted(result)
+        assert [stats.state for stats in second.stats().persistent] == ["open", "open"]
+    with open_engine(model, near) as third:
+        assert third.generate(prompt, 8).stats.persistent_tokens == 96
+
+
+def test_both_stores_keep_what_is_computed(model, prompt, tmp_path):
+    urls = [f"lmdb://{tmp_path}/{name}?capacity=256MiB" for name in ("near", "far")]
+    with open_engine(model, urls) as first:
+        assert first.wait_persisted(first.generate(prompt, 8))
+    for url in urls:
+        with open_engine(model, url) as other:
+            assert other.generate(prompt, 8).stats.persistent_tokens == 96
+
+
 def test_salts_share_nothing_over_a_restart(model, url, prompt):
     with open_engine(model, url) as first:
         assert first.wait_persisted(first.generate(prompt, 8, salt="one"))
@@ -175,7 +198,7 @@ def test_goes_on_when_the_io_process_is_killed(model, url, prompt):
             fresh = [number, *prompt[1:]]
             assert engine.generate(fresh, 8, reuse=False).tokens == answer_without_store(model, fresh).tokens
         deadline = time.monotonic() + 60.0
-        while engine.stats().persistent.state != "open":
+        while engine.stats().persistent[0].state != "open":
             assert time.monotonic() < deadline
             engine.generate([1, 2, 3], 1)
             time.sleep(0.05)

@@ -16,14 +16,17 @@ import pytest
 
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import ConfigurationError, HostError, IdentityMismatchError, StoreUnavailableError
+from persistkv.storage.backend import CommitBatch
 from persistkv.storage.host.client import State, StoreClient
+from persistkv.storage.host.connection import Connection, SocketConnection
 from persistkv.storage.host.launch import InlineHost, ProcessHost
 from persistkv.storage.host.protocol import (
     EndRequest,
     Hello,
     JobDone,
     Opened,
-    SocketConnection,
+    Ping,
+    Pong,
     Stored,
     ToEngine,
     ToStore,
@@ -206,6 +209,15 @@ def test_a_host_that_answers_slowly_is_not_killed() -> None:
         time.sleep(0.1)
         host.send(JobDone(job, PackedKeys(), 0, 0.0))
         assert [outcome.job_id for outcome in client.poll()] == [job]
+    time.sleep(0.4)
+    client.poll()
+    assert client.state is State.OPEN, "asked whether it is alive"
+    assert [type(message) for message in host.receive_rest()][-1] is Ping
+    host.send(Pong(2.0))
+    client.poll()
+    time.sleep(0.4)
+    client.poll()
+    assert client.state is State.OPEN, "its loop is alive, its medium is slow"
     time.sleep(0.4)
     client.poll()
     assert client.state is not State.OPEN, "silent for longer than the watchdog waits"
@@ -453,3 +465,84 @@ def test_uses_are_said_in_bounded_messages(hosted: Any, tmp_path: Path) -> None:
     client.poll()
     client.poll()
     assert sent == [100], "what is held, once"
+
+
+class DyingHost(ProcessHost):
+    """Dies while it opens, the first few times: as one does that finds a damaged environment."""
+
+    deaths = 0
+    started = 0
+
+    def start(self) -> Connection:
+        connection = super().start()
+        self.started += 1
+        if self.deaths:
+            self.deaths -= 1
+            self.kill()
+        return connection
+
+
+@pytest.mark.parametrize("deaths", [1, 2, 3])
+def test_a_host_that_dies_while_it_opens_is_started_again(hosted: Any, tmp_path: Path, deaths: int) -> None:
+    template = hosted.connect(f"lmdb://{tmp_path}/store")
+    host = DyingHost(hosted.fd, len(hosted.memory))
+    host.deaths = deaths
+    client = StoreClient(host, template._hello, max_queue_bytes=1 << 30)
+    hosted.clients.append(client)
+    if deaths < 3:
+        client.open()
+        assert client.flush(20)
+    else:
+        with pytest.raises(HostError, match="died while it opened"):
+            client.open()
+        assert host.dead()
+    assert host.started == min(deaths + 1, 3)
+
+
+def test_what_the_engine_does_not_take_is_let_go_of_and_told_anew(hosted: Any, tmp_path: Path) -> None:
+    """An engine idles while another process fills the store: its host keeps a bounded amount of news."""
+    url = f"lmdb://{tmp_path}/store?capacity=256MiB"
+    idle, busy = hosted.connect(url, "inline", refresh_s=0.0), hosted.connect(url, "inline", max_age_s=0.0)
+    idle.open()
+    busy.open()
+    server, sent = idle._connection._server, idle._connection._answers
+    busy.submit_store(1, "a", names(128), range(128), None, 128 * BLOCK)
+    assert busy.flush(20)
+    idle.poll()
+    assert sorted(idle.take_stored()) == sorted(names(128))
+    server._news._congested = lambda: True
+    server._news._most_waiting = 64
+    busy.submit_store(2, "b", names(100, 128), range(100), None, 100 * BLOCK)
+    assert busy.flush(20)
+    delete_all_of(busy, names(1)[0])
+    for _ in range(3):
+        server.step()
+        assert not sent
+        assert len(server._store.news.stored) + len(server._store.news.removed) <= 64
+    server._news._congested = lambda: False
+    idle.poll()
+    assert sorted(idle.take_stored()) == sorted(names(100, 128))
+    assert sorted(idle.take_removed()) == sorted(names(128))
+    assert len(idle) == 100
+    assert idle.contains(names(1, 128)[0])
+    assert not idle.contains(names(1)[0])
+
+
+def delete_all_of(client: StoreClient, key: bytes) -> None:
+    """The pack that holds a key."""
+    store = client._connection._server._store  # type: ignore[union-attr]
+    pack = store.index.pack_of(key)
+    store.medium.backend.commit(store.namespace, CommitBatch(deletions=[pack.pack_id]))
+
+
+def test_an_end_that_finds_no_room_is_refused(hosted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of long contexts end while the store's side takes nothing: the queue of their manifests is bounded."""
+    client = hosted.connect("memory://x", "inline")
+    client.open()
+    long = PackedKeys.of(names(200_000))
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "_send", lambda message: None)
+        for number in range(4):
+            client.end_request(EndRequest(f"r{number}", f"m{number}", (long,), 1, 16, True, {}))
+    assert client.take_persisted() == {"r2": False, "r3": False}
+    assert client.counters.refused_ends == 2

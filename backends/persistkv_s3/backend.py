@@ -1,0 +1,194 @@
+"""The S3 driver: one handle on the namespaces of one store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from persistkv.config import StoreUrl
+from persistkv.errors import CorruptPackError, CorruptStoreError, StoreError, StoreUnavailableError
+from persistkv.storage.backend import (
+    Backend,
+    BackendStats,
+    Changes,
+    CommitBatch,
+    CommitResult,
+    Namespace,
+    ReadSpan,
+)
+from persistkv.storage.identity import Identity
+from persistkv.storage.manifest import ManifestKeys, RequestManifest, decode_manifest
+from persistkv_s3 import names
+from persistkv_s3.breaker import Breaker
+from persistkv_s3.bucket import Bucket
+from persistkv_s3.client import BotoClient
+from persistkv_s3.errors import ObjectExistsError, ObjectMissingError
+from persistkv_s3.layout import check_format, encode_format, encode_namespace, parse_namespace
+from persistkv_s3.names import Names
+from persistkv_s3.options import Place, S3Options, parse_url
+from persistkv_s3.reliable import Reliable
+from persistkv_s3.space import Space
+from persistkv_s3.transport import Transport
+
+
+class S3Backend(Backend):
+    """``read`` may be called from many threads, beside one other call."""
+
+    def __init__(self, place: Place, options: S3Options, transport: Transport, *, read_only: bool = False) -> None:
+        """Nothing is asked of the bucket yet; ``connect`` does.
+
+        :param transport: makes single attempts; retries and the breaker are put on top.
+        """
+        self.breaker = Breaker(str(place), options.slow_s)
+        """Whether the bucket is asked at all just now."""
+        self._place = place
+        self._options = options
+        self._read_only = read_only
+        self._bucket = Bucket(place, Reliable(transport, self.breaker), options.deadline_s, options.connections)
+        self._namespaces: dict[bytes, Namespace] = {}
+        self._spaces: dict[bytes, Space] = {}
+        self._closed = False
+
+    @classmethod
+    def open(cls, url: StoreUrl, *, read_only: bool = False) -> S3Backend:
+        place, options = parse_url(url)
+        return cls.connect(place, options, BotoClient(place, options), read_only=read_only)
+
+    @classmethod
+    def connect(cls, place: Place, options: S3Options, transport: Transport, *, read_only: bool = False) -> S3Backend:
+        """As ``open``, over a client of the caller's, which the handle then owns."""
+        backend = cls(place, options, transport, read_only=read_only)
+        try:
+            backend._check_format()
+        except BaseException:
+            backend.close()
+            raise
+        return backend
+
+    def _check_format(self) -> None:
+        key = self._place.prefix + names.FORMAT
+        try:
+            check_format(self._bucket.get(key), str(self._place))
+            return
+        except ObjectMissingError:
+            if self._read_only:
+                raise StoreUnavailableError(f"{self._place} holds no store, and is opened read-only") from None
+        except CorruptPackError:
+            raise CorruptStoreError(f"{self._place}: what lies there is no persistkv store") from None
+        try:
+            self._bucket.put(key, [encode_format()])
+        except ObjectExistsError:  # another process was faster
+            check_format(self._bucket.get(key), str(self._place))
+
+    def namespaces(self) -> Iterator[Namespace]:
+        self._check_open()
+        found = self._bucket.list(self._place.prefix + names.IDENTITIES)
+        known = [name for info in found if (name := names.parse_identity(info.key)) is not None]
+        self._bucket.all(self._namespace, [name for name in known if name not in self._namespaces])
+        return iter([self._namespaces[name] for name in known if name in self._namespaces])
+
+    def open_namespace(self, identity: Identity) -> Namespace:
+        self._check_open()
+        found = self._namespace(identity.digest)
+        if found is not None:
+            return found
+        if self._read_only:
+            raise StoreUnavailableError(
+                f"{self._place} holds no namespace {identity.digest.hex()}, and is open read-only"
+            )
+        created = Namespace(identity, time.time())
+        try:
+            self._bucket.put(self._identity_key(created.id), [encode_namespace(created)])
+        except ObjectExistsError as error:
+            held = self._namespace(created.id)  # another process was faster
+            if held is None:
+                raise CorruptStoreError(f"{self._identity_key(created.id)} does not read") from error
+            return held
+        return self._namespaces.setdefault(created.id, created)
+
+    def _identity_key(self, name: bytes) -> str:
+        return f"{self._place.prefix}{names.IDENTITIES}{name.hex()}"
+
+    def _namespace(self, name: bytes) -> Namespace | None:
+        """Looked up once: an identity never changes."""
+        if name not in self._namespaces:
+            try:
+                found = parse_namespace(self._bucket.get(self._identity_key(name)), name)
+            except (ObjectMissingError, CorruptPackError):
+                return None
+            if found is None:
+                return None
+            self._namespaces[name] = found
+        return self._namespaces[name]
+
+    def _space(self, namespace: bytes) -> Space:
+        self._check_open()
+        if namespace not in self._spaces:
+            if self._namespace(namespace) is None:
+                raise StoreError(f"{self._place} holds no namespace {namespace.hex()}")
+            place = Names(self._place.prefix, namespace)
+            fresh = Space(self._bucket, place, namespace, self._options.refresh_s, self._options.touch_s)
+            self._spaces.setdefault(namespace, fresh)
+        return self._spaces[namespace]
+
+    def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
+        if self._read_only:
+            self._check_open()
+            raise StoreError(f"{self._place} is open read-only")
+        if any(pack.namespace != namespace for pack in batch.packs):
+            raise StoreError(f"a pack of another namespace than {namespace.hex()}")
+        space = self._space(namespace)
+        return space.commit(batch, 1 + max(other.catalogue.moment for other in self._spaces.values()))
+
+    def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
+        space = self._space(namespace)
+        if cursor is None:
+            space.follower.load()
+        else:
+            space.follower.look()
+        return space.catalogue.changes(cursor)
+
+    def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+        space = self._space(namespace)
+        return space.read(spans)
+
+    def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
+        space = self._space(namespace)
+        space.follower.look()
+        for manifest in list(space.catalogue.manifests.values()):
+            try:
+                yield decode_manifest(manifest.head)
+            except CorruptPackError:
+                continue
+
+    def manifest_keys(self, namespace: bytes, manifest_id: str) -> ManifestKeys | None:
+        return self._space(namespace).manifest_keys(manifest_id)
+
+    def stats(self) -> BackendStats:
+        spaces = [self._space(namespace.id) for namespace in self.namespaces()]
+        for space in spaces:
+            space.follower.look()
+        packs = [pack for space in spaces for pack in space.catalogue.packs.values()]
+        return BackendStats(
+            packs=len(packs),
+            blocks=sum(len(pack.table.keys) for pack in packs),
+            requests=sum(len(space.catalogue.manifests) for space in spaces),
+            raw_bytes=sum(pack.table.raw_length for pack in packs),
+            stored_bytes=sum(pack.table.payload_length for pack in packs),
+            disk_bytes=sum(space.catalogue.stored_bytes for space in spaces),
+            capacity=None,
+        )
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            for space in () if self._read_only else self._spaces.values():
+                space.close()
+        finally:
+            self._bucket.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError(f"{self._place} is closed")

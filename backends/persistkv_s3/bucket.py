@@ -1,0 +1,88 @@
+"""One bucket as the driver uses it: the transport with the store's deadline, and threads for what goes side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from persistkv.storage.codec import Buffer
+from persistkv_s3.options import Place
+from persistkv_s3.sinks import RowSink, WholeSink
+from persistkv_s3.transport import Body, Deadline, ObjectInfo, Transport
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+_SMALL_BYTES = 1 << 20  # 1 MiB: an identity, a lease, a root: more than that is none
+
+
+class Bucket:
+    """Used from any thread.
+
+    :param deadline_s: for each operation, its retries included.
+    :param connections: operations side by side in one call of ``all``.
+    """
+
+    def __init__(self, place: Place, transport: Transport, deadline_s: float, connections: int) -> None:
+        self.place = place
+        self._transport = transport
+        self._deadline_s = deadline_s
+        self._pool = ThreadPoolExecutor(connections, thread_name_prefix="persistkv-s3")
+
+    def all(self, what: Callable[[A], R], things: Iterable[A]) -> list[R]:
+        """``what`` of each thing, side by side; all have ended on return, whatever came of them.
+
+        :raises StoreError: the first that one of them raised.
+        """
+        todo = list(things)
+        if len(todo) == 1:
+            return [what(todo[0])]
+        futures: list[Future[R]] = [self._pool.submit(what, thing) for thing in todo]
+        for future in futures:
+            future.exception()  # waits: nobody may use the caller's memory once this call has ended
+        return [future.result() for future in futures]
+
+    def put(self, key: str, pieces: Sequence[Buffer], *, only_if_absent: bool = True) -> None:
+        """As ``Transport.put``."""
+        self._transport.put(key, Body(pieces), Deadline(self._deadline_s), only_if_absent=only_if_absent)
+
+    def get(self, key: str, limit: int = _SMALL_BYTES) -> bytearray:
+        """A whole object.
+
+        :raises CorruptPackError: it is larger than ``limit``.
+        """
+        sink = WholeSink(limit)
+        self._transport.get(key, None, None, sink, Deadline(self._deadline_s))
+        return sink.data
+
+    def tail(self, key: str, length: int) -> bytearray:
+        """The last bytes of an object; all of it where it is shorter."""
+        sink = WholeSink(length)
+        self._transport.get(key, None, length, sink, Deadline(self._deadline_s))
+        return sink.data
+
+    def fill(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        """Fill buffers from byte ``start`` on.
+
+        :raises ObjectMissingError: there is no such object, or it is shorter. What the buffers hold is undefined.
+        """
+        total = sum(buffer.nbytes for buffer in buffers)
+        self._transport.get(key, start, start + total, RowSink(buffers), Deadline(self._deadline_s))
+
+    def head(self, key: str) -> ObjectInfo:
+        """As ``Transport.head``."""
+        return self._transport.head(key, Deadline(self._deadline_s))
+
+    def list(self, prefix: str) -> list[ObjectInfo]:
+        """As ``Transport.list``."""
+        return self._transport.list(prefix, Deadline(self._deadline_s))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects, side by side."""
+        self.all(lambda key: self._transport.delete([key], Deadline(self._deadline_s)), keys)
+
+    def close(self) -> None:
+        """Wait for what is on its way, then release connections; idempotent."""
+        self._pool.shutdown()
+        self._transport.close()

@@ -1,0 +1,315 @@
+"""What one handle knows of a namespace: the entries of all writers, merged.
+
+1. Merging is idempotent and knows no order: of two entries that speak of one thing the one with the greater stamp wins,
+   so all handles that heard of the same entries know the same.
+2. A pack is held where the last that was heard of it is that it came, and its table reads.
+3. Changes are numbered as this handle learns of them; a cursor is such a number, beside a digest of what is held, by
+   which a cursor of another handle is told to be up to date, or not.
+
+``lock`` is held for the length of one call and never over I/O: reads come from many threads, beside a commit.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from collections.abc import Iterable
+from hashlib import blake2b
+from typing import NamedTuple
+
+from persistkv.errors import CorruptPackError
+from persistkv.storage.backend import Changes
+from persistkv.storage.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
+from persistkv_s3.layout import Entry, Stamp, split_ids
+from persistkv_s3.names import LogName
+
+CHANGES_KEPT = 4096
+_CURSOR = struct.Struct("<8sQ16s")
+_NEVER = Stamp(-1, b"")
+
+
+class Use(NamedTuple):
+    """When something was used last."""
+
+    moment: int
+    time: float
+    """Seconds since the epoch."""
+
+
+class StoredPack(NamedTuple):
+    """A pack that is held."""
+
+    table: PackTable
+    generation: int
+    stamp: Stamp
+    time: float
+    """When it came."""
+    used: Use
+    table_bytes: int
+
+    @property
+    def depth(self) -> int:
+        """The least of its frames."""
+        return min((frame.depth for frame in self.table.frames), default=UNKNOWN_DEPTH)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of its object, and of its table in the index."""
+        return self.table.payload_length + 2 * self.table_bytes
+
+
+class StoredManifest(NamedTuple):
+    """A manifest that is held."""
+
+    head: bytes
+    """Sealed; it may not read."""
+    ordered: bool
+    packs: tuple[bytes, ...]
+    keys: LogName
+    keys_offset: int
+    keys_length: int
+    stamp: Stamp
+    used: Use
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of its head and keys."""
+        return len(self.head) + self.keys_length + ID_BYTES * len(self.packs)
+
+
+class Gone(NamedTuple):
+    """That something went."""
+
+    stamp: Stamp
+    time: float
+    generation: int = 0
+    """Of a pack: the one that went."""
+
+
+class Catalogue:
+    """See the top of this file. Its parts are read by those who hold ``lock``, or in the one thread that merges."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.packs: dict[bytes, StoredPack] = {}
+        self.gone: dict[bytes, Gone] = {}
+        self.manifests: dict[str, StoredManifest] = {}
+        self.manifests_gone: dict[str, Gone] = {}
+        self.naming: dict[bytes, set[str]] = {}
+        """For each pack, the manifests that name it."""
+        self.moment = 0
+        self.time = 0.0
+        self.damaged = False
+        """Something did not read: there may be packs that this handle does not know."""
+        self._pins: dict[str, tuple[Stamp, bool]] = {}
+        self._handle = os.urandom(8)
+        self._log: list[tuple[bytes, bool]] = []
+        self._position = 0
+        self._digest = 0
+
+    # What is held
+
+    def pinned(self, manifest_id: str) -> bool:
+        """Whether a manifest is kept from eviction."""
+        stamp, pinned = self._pins.get(manifest_id, (_NEVER, False))
+        gone = self.manifests_gone.get(manifest_id)
+        return pinned and (gone is None or stamp > gone.stamp)
+
+    @property
+    def pinned_packs(self) -> set[bytes]:
+        """Those that a pinned manifest names."""
+        names = [name for name in self._pins if name in self.manifests and self.pinned(name)]
+        return {pack_id for name in names for pack_id in self.manifests[name].packs}
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of all packs and manifests."""
+        packs = sum(pack.stored_bytes for pack in self.packs.values())
+        return packs + sum(manifest.stored_bytes for manifest in self.manifests.values())
+
+    def next_generation(self, pack_id: bytes) -> int:
+        """The generation that a pack which is not held is written under."""
+        gone = self.gone.get(pack_id)
+        return 0 if gone is None else gone.generation + 1
+
+    # Merging
+
+    def merge(self, entry: Entry) -> None:
+        """Take in what a commit did."""
+        head = entry.head
+        with self.lock:
+            self.moment = max(self.moment, head.moment)
+            self.time = max(self.time, head.time)
+            use = Use(head.moment, head.time)
+            for gone in head.gone:
+                self._lose(gone.pack_id, Gone(head.stamp, head.time, gone.generation))
+            for row in head.packs:
+                self._gain(
+                    row.pack_id, row.generation, entry.bodies[row.offset : row.offset + row.length], head.stamp, use
+                )
+            for pack_id in split_ids(head.uses):
+                self.use(pack_id, use)
+            for name in head.manifests_gone:
+                self._drop(name, Gone(head.stamp, head.time))
+            for manifest in head.manifests:
+                sealed = entry.bodies[manifest.offset : manifest.offset + manifest.length]
+                keys = LogName(manifest.keys_writer, manifest.keys_number)
+                place = (keys, manifest.keys_offset, manifest.keys_length)
+                packs = split_ids(manifest.packs)
+                self._keep(manifest.id, StoredManifest(sealed, manifest.ordered, packs, *place, head.stamp, use))
+            for name, pinned in head.pins:
+                if self._pins.get(name, (_NEVER, False))[0] < head.stamp:
+                    self._pins[name] = (head.stamp, pinned)
+
+    def use(self, pack_id: bytes, use: Use) -> None:
+        """A pack was used; one that is not held is passed over."""
+        with self.lock:
+            held = self.packs.get(pack_id)
+            if held is not None and held.used < use:
+                self.packs[pack_id] = held._replace(used=use)
+
+    def _gain(self, pack_id: bytes, generation: int, sealed: bytes, stamp: Stamp, use: Use) -> None:
+        held, gone = self.packs.get(pack_id), self.gone.get(pack_id)
+        if (held is not None and stamp <= held.stamp) or (gone is not None and stamp < gone.stamp):
+            return
+        try:
+            table = PackTable.parse(sealed)
+            if (table.pack_id, len(sealed)) != (pack_id, len(table.encode())):
+                raise CorruptPackError("table", "another pack's")
+        except CorruptPackError:
+            self.damaged = True
+            return
+        self.gone.pop(pack_id, None)
+        if held is not None:
+            use = max(use, held.used)
+        stored = StoredPack(table, generation, stamp, use.time, use, len(sealed))
+        if held is None or (held.generation, held.table) != (generation, table):
+            self._forget(pack_id)
+            self._note(pack_id, True, generation)
+        self.packs[pack_id] = stored
+
+    def _lose(self, pack_id: bytes, gone: Gone) -> None:
+        held, before = self.packs.get(pack_id), self.gone.get(pack_id)
+        if (held is not None and gone.stamp <= held.stamp) or (before is not None and gone.stamp <= before.stamp):
+            return
+        self._forget(pack_id)
+        generation = max(gone.generation, 0 if before is None else before.generation)
+        self.gone[pack_id] = gone._replace(generation=generation)
+
+    def _forget(self, pack_id: bytes) -> None:
+        held = self.packs.pop(pack_id, None)
+        if held is not None:
+            self._note(pack_id, False, held.generation)
+
+    def _note(self, pack_id: bytes, came: bool, generation: int) -> None:
+        self._position += 1
+        self._log.append((pack_id, came))
+        if len(self._log) > 2 * CHANGES_KEPT:
+            del self._log[:CHANGES_KEPT]
+        self._digest ^= _digest(pack_id, generation)
+
+    def _keep(self, name: str, manifest: StoredManifest) -> None:
+        held, gone = self.manifests.get(name), self.manifests_gone.get(name)
+        if (held is not None and manifest.stamp <= held.stamp) or (gone is not None and manifest.stamp < gone.stamp):
+            return
+        self._unname(name)
+        self.manifests[name] = manifest
+        for pack_id in manifest.packs:
+            self.naming.setdefault(pack_id, set()).add(name)
+
+    def _drop(self, name: str, gone: Gone) -> None:
+        held, before = self.manifests.get(name), self.manifests_gone.get(name)
+        if (held is not None and gone.stamp <= held.stamp) or (before is not None and gone.stamp <= before.stamp):
+            return
+        self._unname(name)
+        self.manifests_gone[name] = gone
+
+    def _unname(self, name: str) -> None:
+        held = self.manifests.pop(name, None)
+        for pack_id in () if held is None else held.packs:
+            names = self.naming.get(pack_id, set())
+            names.discard(name)
+            if not names:
+                self.naming.pop(pack_id, None)
+
+    # What others are told
+
+    def lose(self, pack_id: bytes, held: StoredPack) -> bool:
+        """A pack's object was not there; whether this is still what is known of the pack, and was forgotten now."""
+        with self.lock:
+            current = self.packs.get(pack_id)
+            if current is None or current.generation != held.generation:
+                return False
+            self._forget(pack_id)
+            self.gone[pack_id] = Gone(held.stamp, held.time, held.generation)
+            return True
+
+    def relearn(self, pack_ids: Iterable[bytes]) -> None:
+        """Tell once more of packs whose tables are others than those that who follows may have taken them for."""
+        with self.lock:
+            for pack_id in pack_ids:
+                held = self.packs[pack_id]
+                self._note(pack_id, False, held.generation)
+                self._note(pack_id, True, held.generation)
+
+    def replace(self, fresh: Catalogue) -> None:
+        """Know what ``fresh`` knows; the changes come into this one's log."""
+        with self.lock, fresh.lock:
+            before, after = self.packs, fresh.packs
+            for pack_id, held in before.items():
+                if pack_id not in after or _face(after[pack_id]) != _face(held):
+                    self._note(pack_id, False, held.generation)
+            for pack_id, held in after.items():
+                if pack_id not in before or _face(before[pack_id]) != _face(held):
+                    self._note(pack_id, True, held.generation)
+            self.packs, self.gone = fresh.packs, fresh.gone
+            self.manifests, self.manifests_gone = fresh.manifests, fresh.manifests_gone
+            self.naming, self._pins = fresh.naming, fresh._pins
+            self.damaged = fresh.damaged
+            self.moment = max(self.moment, fresh.moment)
+            self.time = max(self.time, fresh.time)
+
+    @property
+    def cursor(self) -> bytes:
+        """Where the catalogue stands."""
+        with self.lock:
+            return _CURSOR.pack(self._handle, self._position, self._digest.to_bytes(16, "little"))
+
+    def is_current(self, cursor: bytes) -> bool:
+        """Whether nothing changed since."""
+        with self.lock:
+            return self._behind(cursor) == 0
+
+    def _behind(self, cursor: bytes) -> int | None:
+        """Changes since; None where nobody can tell."""
+        if len(cursor) != _CURSOR.size:
+            return None
+        handle, position, digest = _CURSOR.unpack(cursor)
+        if handle != self._handle:
+            return 0 if digest == self._digest.to_bytes(16, "little") else None
+        behind = self._position - position
+        return int(behind) if 0 <= behind <= len(self._log) else None
+
+    def changes(self, cursor: bytes | None) -> Changes:
+        """See ``Backend.changes``; of what this handle knows."""
+        with self.lock:
+            behind = None if cursor is None else self._behind(cursor)
+            if behind is None:
+                return Changes(self.cursor, [pack.table for pack in self.packs.values()], reset=True)
+            moved = self._log[len(self._log) - behind :]
+            came = dict.fromkeys(pack_id for pack_id, came in moved if came)
+            added = [self.packs[pack_id].table for pack_id in came if pack_id in self.packs]
+            return Changes(self.cursor, added, [pack_id for pack_id, came in moved if not came])
+
+    def pins(self) -> dict[str, tuple[Stamp, bool]]:
+        """What was said of pins, for a snapshot."""
+        return {name: pin for name, pin in self._pins.items() if name in self.manifests}
+
+
+def _face(pack: StoredPack) -> tuple[int, PackTable]:
+    return pack.generation, pack.table
+
+
+def _digest(pack_id: bytes, generation: int) -> int:
+    return int.from_bytes(blake2b(pack_id + generation.to_bytes(4, "little"), digest_size=16).digest(), "little")

@@ -1,0 +1,250 @@
+"""Single attempts with boto3. The boundary: what botocore and urllib3 raise becomes an ``S3Error`` here and nowhere
+else.
+
+1. A body is uploaded from where it lies and downloaded to where it belongs; nothing here holds a copy of one.
+2. No attempt outlives its deadline by more than one time-out of a socket: an upload looks at it between pieces, and a
+   watchdog cuts a download off.
+3. botocore makes no retries of its own: what is retried, and until when, is decided in one place (``reliable``).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from typing import Any
+
+from persistkv.errors import ConfigurationError, StoreError
+from persistkv_s3.errors import (
+    BrokenError,
+    LateError,
+    ObjectExistsError,
+    ObjectMissingError,
+    RefusedError,
+    S3Error,
+    ThrottledError,
+)
+from persistkv_s3.options import Place, S3Options
+from persistkv_s3.transport import Body, Deadline, ObjectInfo, Sink, Transport
+
+_PUT_BYTES = 64 << 20  # 64 MiB: larger bodies go up in parts
+_PART_BYTES = 32 << 20  # 32 MiB
+_READ_BYTES = 256 << 10  # 256 KiB: more at a time costs page faults, less costs calls
+_CONNECT_S = 5.0
+_MOST_S = 30.0
+_THROTTLES = frozenset(
+    {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "ServiceUnavailable", "TooManyRequests"}
+)
+_MISSING = frozenset({"NoSuchKey", "404", "NotFound", "InvalidRange", "416"})
+_BROKEN = frozenset({"RequestTimeout", "InternalError", "OperationAborted", "ConditionalRequestConflict", "408", "409"})
+
+
+class BotoClient(Transport):
+    """One client for all threads."""
+
+    def __init__(self, place: Place, options: S3Options) -> None:
+        self._place = place
+        self._extra = _encryption(options)
+        self._client = _make_client(options)
+
+    def put(self, key: str, body: Body, deadline: Deadline, *, only_if_absent: bool = True) -> None:
+        condition = {"IfNoneMatch": "*"} if only_if_absent else {}
+        with self._translated("PUT", key, deadline):
+            if len(body) > _PUT_BYTES:
+                self._put_parts(key, body, deadline, condition)
+                return
+            self._client.put_object(
+                Bucket=self._place.bucket,
+                Key=key,
+                Body=body.within(deadline),
+                ContentLength=len(body),
+                **condition,
+                **self._extra,
+            )
+
+    def _put_parts(self, key: str, body: Body, deadline: Deadline, condition: dict[str, str]) -> None:
+        """Not every server looks at the condition of a completion, so it is asked for the object itself first."""
+        target = {"Bucket": self._place.bucket, "Key": key}
+        if condition:
+            with suppress(ObjectMissingError):
+                self.head(key, deadline)
+                raise ObjectExistsError(f"{self._place}: {key} lies there already")
+        upload = self._client.create_multipart_upload(**target, **self._extra)["UploadId"]
+        try:
+            parts = []
+            for number, part in enumerate(body.parts(_PART_BYTES), start=1):
+                answer = self._client.upload_part(
+                    **target,
+                    UploadId=upload,
+                    PartNumber=number,
+                    Body=part.within(deadline),
+                    ContentLength=len(part),
+                )
+                parts.append({"PartNumber": number, "ETag": answer["ETag"]})
+            self._client.complete_multipart_upload(
+                **target, UploadId=upload, MultipartUpload={"Parts": parts}, **condition
+            )
+        except BaseException:
+            with suppress(Exception):  # what remains is the bucket's lifecycle rule's
+                self._client.abort_multipart_upload(**target, UploadId=upload)
+            raise
+
+    def get(self, key: str, start: int | None, stop: int | None, sink: Sink, deadline: Deadline) -> None:
+        wanted = {} if stop is None else {"Range": f"bytes={'' if start is None else start}-{_last(start, stop)}"}
+        with self._translated("GET", key, deadline):
+            answer = self._client.get_object(Bucket=self._place.bucket, Key=key, **wanted)
+            with closing(answer["Body"]) as body:
+                sink.expect(answer["ContentLength"])
+                with _cut_off(body, deadline):
+                    _receive(body, sink)
+
+    def head(self, key: str, deadline: Deadline) -> ObjectInfo:
+        with self._translated("HEAD", key, deadline):
+            found = self._client.head_object(Bucket=self._place.bucket, Key=key)
+        return ObjectInfo(key, found["ContentLength"], found["LastModified"].timestamp())
+
+    def list(self, prefix: str, deadline: Deadline) -> list[ObjectInfo]:
+        found: list[ObjectInfo] = []
+        more: dict[str, str] = {}
+        while True:
+            with self._translated("LIST", prefix, deadline):
+                page = self._client.list_objects_v2(Bucket=self._place.bucket, Prefix=prefix, **more)
+            found += [
+                ObjectInfo(entry["Key"], entry["Size"], entry["LastModified"].timestamp())
+                for entry in page.get("Contents", ())
+            ]
+            if not page.get("IsTruncated"):
+                return found
+            more = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
+        for key in keys:
+            with self._translated("DELETE", key, deadline):
+                self._client.delete_object(Bucket=self._place.bucket, Key=key)
+
+    def close(self) -> None:
+        self._client.close()
+
+    @contextmanager
+    def _translated(self, verb: str, key: str, deadline: Deadline) -> Iterator[None]:
+        deadline.check(f"{self._place}: {verb} {key}")
+        try:
+            yield
+        except StoreError:
+            raise
+        except Exception as error:
+            raise _ours(error, f"{self._place}: {verb} {key}", deadline) from None
+
+
+def _last(start: int | None, stop: int) -> int:
+    """The second number of a range header: the last byte, or how many of the last ones."""
+    return stop if start is None else stop - 1
+
+
+def _receive(body: Any, sink: Sink) -> None:
+    while len(room := sink.room()):
+        count = body.readinto(room[:_READ_BYTES])
+        if not count:
+            raise BrokenError("the body broke off")
+        sink.advance(count)
+
+
+@contextmanager
+def _cut_off(body: Any, deadline: Deadline) -> Iterator[None]:
+    """A body may trickle for ever, though no single read times out."""
+
+    def cut() -> None:
+        with suppress(Exception):  # it ended in this moment
+            body._raw_stream.shutdown()
+
+    watchdog = threading.Timer(max(0.0, deadline.remaining), cut)
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        yield
+    finally:
+        watchdog.cancel()
+
+
+def _ours(error: Exception, what: str, deadline: Deadline) -> S3Error:
+    """Causes are not chained: botocore's hold requests with their headers."""
+    from botocore.exceptions import (
+        ClientError,
+        ConnectionError,
+        HTTPClientError,
+        NoCredentialsError,
+        PartialCredentialsError,
+        ResponseStreamingError,
+        TokenRetrievalError,
+    )
+
+    if isinstance(error, ClientError):
+        return _of_answer(error.response, what)
+    if deadline.remaining <= 0:
+        return LateError(f"{what} took longer than {deadline.seconds:g} s")
+    if isinstance(error, (NoCredentialsError, PartialCredentialsError, TokenRetrievalError)):
+        return RefusedError(f"{what}: no credentials; they come from the environment, a profile or a role")
+    if isinstance(error, (HTTPClientError, ConnectionError, ResponseStreamingError, OSError)):
+        return BrokenError(f"{what}: {type(error).__name__}")
+    return RefusedError(f"{what}: {type(error).__name__}")
+
+
+def _of_answer(answer: Any, what: str) -> S3Error:
+    code = str(answer.get("Error", {}).get("Code", ""))
+    status = int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    text = f"{what}: {status} {code}"
+    if code in _MISSING:
+        return ObjectMissingError(text)
+    if status == 412:
+        return ObjectExistsError(text)
+    if code in _THROTTLES or status in (429, 503):
+        found = ThrottledError(text)
+        found.pause_s = max(found.pause_s, _retry_after(answer))
+        return found
+    if status >= 500 or code in _BROKEN or status in (408, 409):
+        return BrokenError(text)
+    return RefusedError(text)
+
+
+def _retry_after(answer: Any) -> float:
+    asked = str(answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", "0"))
+    return min(float(asked), _MOST_S) if asked.isdigit() else 0.0
+
+
+def _encryption(options: S3Options) -> dict[str, str]:
+    if options.sse is None:
+        return {}
+    key = {} if options.sse_kms_key_id is None else {"SSEKMSKeyId": options.sse_kms_key_id}
+    return {"ServerSideEncryption": options.sse, **key}
+
+
+def _make_client(options: S3Options) -> Any:
+    try:
+        import boto3
+        from botocore.config import Config
+        from botocore.exceptions import BotoCoreError
+    except ImportError as error:
+        raise ConfigurationError("url scheme", "s3", f"pip install 'persistkv[s3]' ({error.name} is missing)") from None
+    unsigned = options.over_tls if options.unsigned_payload is None else options.unsigned_payload
+    path_style = options.endpoint_url is not None if options.path_style is None else options.path_style
+    checksum = "when_supported" if options.checksum == "crc32" else "when_required"
+    config = Config(
+        signature_version="s3v4",
+        connect_timeout=min(_CONNECT_S, options.deadline_s),
+        read_timeout=max(1.0, options.deadline_s / 3),  # a hang costs one attempt of three, not all the time there is
+        retries={"total_max_attempts": 1},
+        max_pool_connections=2 * options.connections,  # reads go beside a commit
+        request_checksum_calculation=checksum,
+        response_checksum_validation="when_required",
+        s3={"payload_signing_enabled": not unsigned, "addressing_style": "path" if path_style else "auto"},
+    )
+    session = boto3.session.Session()
+    try:
+        return session.client(
+            "s3",
+            endpoint_url=options.endpoint_url,
+            region_name=options.region or session.region_name or "us-east-1",
+            config=config,
+        )
+    except (BotoCoreError, ValueError) as error:
+        raise ConfigurationError("s3 url", options.endpoint_url, f"options that boto3 accepts ({error})") from None

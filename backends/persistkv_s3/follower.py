@@ -1,0 +1,208 @@
+"""Following a namespace's log: one listing tells what is new, and only that is fetched.
+
+1. An index object is merged once; its number tells that those of its writer before it were there too.
+2. A snapshot's root covers index objects, which are deleted only after a later root covers them as well. So whoever
+   lists sees each entry: as an index object, or in the segments of the newest root.
+3. Where a root covers something that this handle never merged (it slept while that was deleted), all is fetched anew.
+4. Looks are spaced by ``refresh_s``, with jitter; in between the answer is what is known already.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from persistkv.errors import CorruptPackError, StoreError
+from persistkv_s3.bucket import Bucket
+from persistkv_s3.catalogue import Catalogue, StoredPack, Use
+from persistkv_s3.errors import ObjectMissingError
+from persistkv_s3.layout import MAX_LOG_BYTES, Entry, Root, parse_entries, parse_root_object
+from persistkv_s3.names import LogName, Names, parse_log, parse_root
+
+logger = logging.getLogger(__name__)
+
+_TRIES = 5
+"""Listings that one load takes at most: an object that a listing names may be deleted before it is fetched."""
+
+
+class Listing(NamedTuple):
+    """What lies in a namespace's log."""
+
+    objects: dict[LogName, float]
+    """Index objects, and when they were written by the server's clock."""
+    roots: list[int]
+    """Numbers of snapshots, ascending."""
+
+
+class Follower:
+    """One namespace of one handle. ``catalogue`` may be read from any thread; the methods are for one at a time."""
+
+    def __init__(self, bucket: Bucket, names: Names, namespace: bytes, refresh_s: float) -> None:
+        self.names = names
+        self.namespace = namespace
+        self.catalogue = Catalogue()
+        self.root: Root | None = None
+        self.recent: dict[LogName, list[Entry]] = {}
+        """Entries that no snapshot covers yet."""
+        self.listing = Listing({}, [])
+        self.lost: dict[bytes, StoredPack] = {}
+        """Packs whose objects were not there, until a commit says so to all."""
+        self.touched: dict[bytes, Use] = {}
+        """Uses that wait for a commit."""
+        self._bucket = bucket
+        self._refresh_s = refresh_s
+        self._next_look = 0.0
+        self._seen: dict[bytes, int] = {}
+        self._loaded = False
+        self._first = threading.Lock()
+
+    # Looking
+
+    def ensure(self) -> None:
+        """Know at least what lay there once. From any thread."""
+        if not self._loaded:
+            with self._first:
+                if not self._loaded:
+                    self.load()
+
+    def look(self) -> None:
+        """Learn what is new, where it is time to look."""
+        if not self._loaded:
+            self.ensure()
+        elif time.monotonic() >= self._next_look:
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Learn what is new, now: one listing, and what it names that is not known."""
+        if not self._loaded:
+            self.ensure()
+            return
+        try:
+            gap = self._follow(self._list())
+        except ObjectMissingError:  # trimmed between listing and fetching
+            gap = True
+        if gap:
+            self.load()
+
+    def load(self) -> None:
+        """Learn everything anew. On failure what is known stays as it was."""
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                self._load(self._list())
+                return
+            except ObjectMissingError:
+                if not tries_left:
+                    raise
+
+    def _list(self) -> Listing:
+        found = self._bucket.list(self.names.log_prefix)
+        self._next_look = time.monotonic() + self._refresh_s * random.uniform(0.75, 1.25)
+        objects = {name: info.modified for info in found if (name := parse_log(info.key)) is not None}
+        roots = [number for info in found if (number := parse_root(info.key)) is not None]
+        return Listing(objects, sorted(roots))
+
+    def _load(self, listing: Listing) -> None:
+        fresh = Catalogue()
+        root = self._newest_root(listing, fresh)
+        covered = {} if root is None else dict(root.covered)
+        new = [name for name in listing.objects if name.number > covered.get(name.writer, 0)]
+        keys = [] if root is None else [self.names.segment(name) for name in root.segments]
+        fetched = self._fetch([*keys, *map(self.names.log, new)], fresh)
+        for entry in sorted((entry for entries in fetched for entry in entries), key=_moment):
+            fresh.merge(entry)
+        for pack_id, held in list(self.lost.items()):
+            fresh.lose(pack_id, held)
+        for pack_id, use in self.touched.items():
+            fresh.use(pack_id, use)
+        self.recent = dict(zip(new, fetched[len(keys) :], strict=True))
+        self.root, self.listing = root, listing
+        self._seen = covered
+        for name in new:
+            self._seen[name.writer] = max(name.number, self._seen.get(name.writer, 0))
+        self.catalogue.replace(fresh)
+        self._loaded = True
+
+    def _newest_root(self, listing: Listing, catalogue: Catalogue) -> Root | None:
+        """The newest one that reads: with an older one there are index objects missing, which is known to be damage."""
+        for number in reversed(listing.roots):
+            try:
+                return parse_root_object(self._bucket.get(self.names.root(number)), self.namespace, number)
+            except CorruptPackError as error:
+                catalogue.damaged = True
+                logger.warning("%s does not read (%s)", self.names.root(number), error)
+        return None
+
+    def _follow(self, listing: Listing) -> bool:
+        """Merge what is new; whether something is missing that cannot be had this way."""
+        root = self.root
+        if listing.roots and (root is None or listing.roots[-1] > root.number):
+            root = self._newest_root(listing, self.catalogue)
+        new = [name for name in listing.objects if name.number > self._seen.get(name.writer, 0)]
+        if root is not None and root is not self.root and self._misses(root, new):
+            return True
+        fetched = self._fetch([self.names.log(name) for name in new], self.catalogue)
+        for entry in sorted((entry for entries in fetched for entry in entries), key=_moment):
+            self.catalogue.merge(entry)
+        self.recent.update(zip(new, fetched, strict=True))
+        for name in new:
+            self._seen[name.writer] = max(name.number, self._seen.get(name.writer, 0))
+        self.listing = listing
+        self.cover(root)
+        return False
+
+    def _misses(self, root: Root, new: Sequence[LogName]) -> bool:
+        coming: dict[bytes, int] = {}
+        for name in new:
+            coming[name.writer] = coming.get(name.writer, 0) + 1
+        for writer, number in root.covered:
+            listed = sum(1 for name in new if name.writer == writer and name.number <= number)
+            if self._seen.get(writer, 0) + listed < number:
+                return True
+        return False
+
+    def _fetch(self, keys: Sequence[str], catalogue: Catalogue) -> list[list[Entry]]:
+        objects = self._bucket.all(lambda key: self._bucket.get(key, MAX_LOG_BYTES), keys) if keys else []
+        return [self._parse(key, data, catalogue) for key, data in zip(keys, objects, strict=True)]
+
+    def _parse(self, key: str, data: bytearray, catalogue: Catalogue) -> list[Entry]:
+        entries: list[Entry] = []
+        try:
+            for entry in parse_entries(data, self.namespace):
+                entries.append(entry)
+        except CorruptPackError as error:
+            catalogue.damaged = True
+            logger.warning("%s does not read in full (%s): what it named is missed", key, error)
+        return entries
+
+    # What this handle does itself
+
+    def published(self, name: LogName, entries: list[Entry]) -> None:
+        """This handle wrote an index object."""
+        for entry in entries:
+            self.catalogue.merge(entry)
+        self._seen[name.writer] = name.number
+        self.recent[name] = entries
+
+    def cover(self, root: Root | None) -> None:
+        """A snapshot is there; what this handle merged is at least as much."""
+        self.root = root
+        covered = {} if root is None else dict(root.covered)
+        self.recent = {name: held for name, held in self.recent.items() if name.number > covered.get(name.writer, 0)}
+
+    def miss(self, pack_id: bytes, held: StoredPack) -> None:
+        """A pack's object was not there. From any thread."""
+        if self.catalogue.lose(pack_id, held):
+            self.lost[pack_id] = held
+
+
+def _moment(entry: Entry) -> int:
+    return entry.head.moment
+
+
+def log_failure(what: str, error: StoreError) -> None:
+    """Something beside a commit failed; the next one tries again."""
+    logger.warning("%s failed (%s); it is tried again later", what, error)

@@ -1,0 +1,256 @@
+"""Index objects, snapshots and the two kinds of identity objects, byte by byte in docs/format.md.
+
+An index object is a run of entries, each what one commit did: a sealed head (msgpack behind a version and a
+checksum), then the bodies that it points to (pack tables and heads of manifests), each sealed in its own right. So
+damage to one body costs that body, and damage to a head costs that entry. Nothing here is trusted: lengths are
+checked against what is there, and what does not read raises ``CorruptPackError`` naming the field, or is left out.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import xxhash
+
+from persistkv.errors import CorruptPackError, CorruptStoreError
+from persistkv.storage.backend import Namespace
+from persistkv.storage.identity import Identity
+from persistkv.storage.pack import ID_BYTES
+
+VERSION = 1
+_MAGIC = b"PKVS3IX1"
+_FORMAT_MAGIC = b"PKVS3FM1"
+_LENGTHS = struct.Struct("<IQ")
+_SEAL = struct.Struct("<BQ")
+_FORMAT = struct.Struct("<8sI")
+_CREATED = struct.Struct("<d")
+MAX_LOG_BYTES = 1 << 30  # 1 GiB: an index object or segment that claims more is not read
+
+T = TypeVar("T")
+
+
+class Stamp(NamedTuple):
+    """When something was said of a thing. Of two that speak of one thing, the greater wins, whoever hears them in
+    which order."""
+
+    moment: int
+    """One more than all that the writer had heard of."""
+    writer: bytes
+
+
+class PackRow(msgspec.Struct, frozen=True, array_like=True):
+    """A pack that came."""
+
+    pack_id: bytes
+    generation: int
+    offset: int
+    """Where in the entry's bodies the table lies."""
+    length: int
+
+
+class GoneRow(msgspec.Struct, frozen=True, array_like=True):
+    """A pack that went."""
+
+    pack_id: bytes
+    generation: int
+    """The one that went: the next is written under a higher one."""
+
+
+class ManifestRow(msgspec.Struct, frozen=True, array_like=True):
+    """A manifest that was written."""
+
+    id: str
+    ordered: bool
+    packs: bytes
+    """Ids of the packs that it names, joined."""
+    offset: int
+    """Where in the entry's bodies the head lies."""
+    length: int
+    keys_writer: bytes
+    keys_number: int
+    """With ``keys_writer`` the name of the object that holds the keys."""
+    keys_offset: int
+    keys_length: int
+
+
+class Head(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What one commit did."""
+
+    namespace: bytes
+    writer: bytes
+    moment: int
+    time: float
+    """Seconds since the epoch, by the writer's clock, never going back."""
+    packs: tuple[PackRow, ...] = ()
+    gone: tuple[GoneRow, ...] = ()
+    uses: bytes = b""
+    """Ids of the packs that were used, joined; those of ``packs`` are not repeated."""
+    manifests: tuple[ManifestRow, ...] = ()
+    manifests_gone: tuple[str, ...] = ()
+    pins: tuple[tuple[str, bool], ...] = ()
+
+    @property
+    def stamp(self) -> Stamp:
+        """Of all that it says."""
+        return Stamp(self.moment, self.writer)
+
+
+class Entry(NamedTuple):
+    """A head with its bodies."""
+
+    head: Head
+    bodies: bytes
+
+
+class Root(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A snapshot: all that index objects up to a point said."""
+
+    namespace: bytes
+    number: int
+    covered: tuple[tuple[bytes, int], ...]
+    """(writer, number) of the index objects that were listed and are in here: each with those of the writer before."""
+    segments: tuple[str, ...]
+    """Names of the objects with the entries."""
+    whole_segments: int
+    """How many of them, the first ones, were written together, with nothing in them that later ones replaced then."""
+
+
+def encode_entries(entries: Sequence[Entry]) -> list[bytes]:
+    """The pieces of an index object or a segment."""
+    pieces = [_MAGIC]
+    for head, bodies in entries:
+        sealed = _seal(msgspec.msgpack.encode(head))
+        pieces += [_LENGTHS.pack(len(sealed), len(bodies)), sealed, bodies]
+    return pieces
+
+
+def parse_entries(data: bytes | bytearray, namespace: bytes) -> Iterator[Entry]:
+    """The entries that read; the others are left out, one ``CorruptPackError`` at the end names the first of them.
+
+    :raises CorruptPackError: it is no index object, or something in it did not read.
+    """
+    view = memoryview(data)
+    if view[: len(_MAGIC)] != _MAGIC:
+        raise CorruptPackError("index magic", f"{bytes(view[: len(_MAGIC)])!r} instead of {_MAGIC!r}")
+    at, problem = len(_MAGIC), None
+    while at < len(view):
+        if len(view) - at < _LENGTHS.size:
+            raise CorruptPackError("index entry", f"{len(view) - at} bytes are left over")
+        head_length, body_length = _LENGTHS.unpack_from(view, at)
+        at += _LENGTHS.size
+        if head_length + body_length > len(view) - at:
+            raise CorruptPackError("index entry", f"{head_length} and {body_length} bytes do not fit {len(view) - at}")
+        try:
+            head = _open(view[at : at + head_length], Head)
+            _check_head(head, namespace, body_length)
+        except CorruptPackError as error:
+            problem = problem or error
+        else:
+            yield Entry(head, bytes(view[at + head_length : at + head_length + body_length]))
+        at += head_length + body_length
+    if problem is not None:
+        raise problem
+
+
+def _check_head(head: Head, namespace: bytes, body_length: int) -> None:
+    if head.namespace != namespace:
+        raise CorruptPackError("index namespace", f"{head.namespace.hex()} instead of {namespace.hex()}")
+    packs = [row.pack_id for row in head.packs] + [row.pack_id for row in head.gone]
+    writers = [head.writer, *(row.keys_writer for row in head.manifests)]
+    if any(len(name) != ID_BYTES for name in (*packs, *writers)):
+        raise CorruptPackError("index ids", f"they are not all of {ID_BYTES} bytes")
+    if len(head.uses) % ID_BYTES or any(len(row.packs) % ID_BYTES for row in head.manifests):
+        raise CorruptPackError("index ids", f"joined ones are no multiple of {ID_BYTES} bytes")
+    numbers = [head.moment, *(n for row in head.manifests for n in (row.keys_number, row.keys_offset))]
+    generations = [row.generation for row in head.packs] + [row.generation for row in head.gone]
+    lengths = [row.keys_length for row in head.manifests]
+    for found, bound in ((numbers, 1 << 48), (generations, 1 << 32), (lengths, MAX_LOG_BYTES)):
+        if not all(0 <= number < bound for number in found):
+            raise CorruptPackError("index numbers", f"one is not below {bound}")
+    places = [(row.offset, row.length) for row in head.packs] + [(row.offset, row.length) for row in head.manifests]
+    for offset, length in places:
+        if offset < 0 or length < 0 or offset + length > body_length:
+            raise CorruptPackError("index body", f"{length} bytes at {offset} do not lie in {body_length}")
+    if not math.isfinite(head.time):
+        raise CorruptPackError("index time", f"{head.time} is none")
+
+
+def split_ids(joined: bytes) -> tuple[bytes, ...]:
+    """Joined ids, one by one."""
+    return tuple(joined[start : start + ID_BYTES] for start in range(0, len(joined), ID_BYTES))
+
+
+def encode_root(root: Root) -> bytes:
+    """A snapshot's root at rest."""
+    return _seal(msgspec.msgpack.encode(root))
+
+
+def parse_root_object(data: bytes | bytearray, namespace: bytes, number: int) -> Root:
+    """A snapshot's root.
+
+    :raises CorruptPackError: it does not read as the one of this number.
+    """
+    root = _open(data, Root)
+    if (root.namespace, root.number) != (namespace, number):
+        raise CorruptPackError("root", f"number {root.number} of {root.namespace.hex()} lies in place of {number}")
+    if any("/" in name or not name.isascii() for name in root.segments):
+        raise CorruptPackError("root segments", "a name that is none of a segment")
+    return root
+
+
+def _seal(body: bytes) -> bytes:
+    return _SEAL.pack(VERSION, xxhash.xxh3_64_intdigest(body)) + body
+
+
+def _open(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
+    view = memoryview(data)
+    if len(view) < _SEAL.size:
+        raise CorruptPackError("index head", f"{len(view)} bytes are too few")
+    version, checksum = _SEAL.unpack_from(view)
+    if version != VERSION:
+        raise CorruptPackError("index version", f"{version}; this release reads {VERSION}")
+    body = view[_SEAL.size :]
+    if xxhash.xxh3_64_intdigest(body) != checksum:
+        raise CorruptPackError("index checksum", "does not match")
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptPackError("index head", str(error)) from None
+
+
+def encode_format() -> bytes:
+    """The object that says what lies under a prefix."""
+    return _FORMAT.pack(_FORMAT_MAGIC, VERSION)
+
+
+def check_format(data: bytes | bytearray, where: str) -> None:
+    """Do nothing where this release can read and write the store.
+
+    :raises CorruptStoreError: something else lies there, or a newer format.
+    """
+    if len(data) != _FORMAT.size or data[: len(_FORMAT_MAGIC)] != _FORMAT_MAGIC:
+        raise CorruptStoreError(f"{where}: what lies there is no persistkv store")
+    _, version = _FORMAT.unpack(data)
+    if version != VERSION:
+        raise CorruptStoreError(f"{where}: format {version}; this release reads {VERSION}")
+
+
+def encode_namespace(namespace: Namespace) -> bytes:
+    """A namespace's identity object."""
+    return _CREATED.pack(namespace.created) + namespace.identity.encode()
+
+
+def parse_namespace(data: bytes | bytearray, name: bytes) -> Namespace | None:
+    """A namespace of its identity object; None where that is not what was written under this name."""
+    if len(data) < _CREATED.size:
+        return None
+    try:
+        identity = Identity.decode(bytes(data[_CREATED.size :]))
+        found = Namespace(identity, *_CREATED.unpack_from(data))
+        return found if identity.digest == name else None
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,122 @@
+"""What an ``s3://`` URL may set. Credentials are never among it: they come from the AWS chain or the environment."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from persistkv.config import StoreUrl, convert_options, parse_duration
+from persistkv.errors import ConfigurationError
+
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]")
+_PREFIX = re.compile(r"[A-Za-z0-9!_.*'()\-/]*")
+_MAX_PREFIX = 256
+
+
+class S3Options(msgspec.Struct, frozen=True):
+    """Options of one open."""
+
+    endpoint_url: str | None = None
+    """Where the server is, ``https://host:port``. None: AWS, or what the AWS configuration names."""
+    region: str | None = None
+    """None: what the AWS configuration names, or ``us-east-1``."""
+    path_style: bool | None = None
+    """Put the bucket into the path instead of the host's name. None: yes where there is an ``endpoint_url``."""
+    checksum: Literal["when_required", "crc32"] = "when_required"
+    """``crc32``: requests carry a CRC32 that the server verifies. Our own checksums cover the bytes at rest anyway."""
+    unsigned_payload: bool | None = None
+    """Leave bodies out of the signature (a third of the CPU that an upload costs). None: over https only."""
+    sse: Literal["AES256", "aws:kms"] | None = None
+    """Server-side encryption to ask for. None: what the bucket does by default."""
+    sse_kms_key_id: str | None = None
+    """The key, where ``sse`` is ``aws:kms``. None: the account's default key."""
+    deadline: str = "30s"
+    """Time for one operation, its retries included."""
+    slow: str = "10s"
+    """An operation that takes longer counts against the server, though it succeeds."""
+    refresh: str = "2s"
+    """Time between looks for what others stored; each is drawn from 75 % to 125 % of it. ``0s``: whenever asked."""
+    touch: str = "10m"
+    """How long uses wait for a commit that writes something; after that they cost a request of their own."""
+    connections: int = 8
+    """Requests at once, at most."""
+
+    def __post_init__(self) -> None:
+        if self.endpoint_url is not None:
+            _check_endpoint(self.endpoint_url)
+        if self.sse_kms_key_id is not None and self.sse != "aws:kms":
+            raise ConfigurationError("s3 option sse_kms_key_id", self.sse_kms_key_id, "sse=aws:kms beside it")
+        if not 1 <= self.connections <= 64:
+            raise ConfigurationError("s3 option connections", self.connections, "a number from 1 to 64")
+        for value in (self.deadline_s, self.slow_s, self.refresh_s, self.touch_s):
+            _ = value  # each raises where its option is none
+
+    @property
+    def deadline_s(self) -> float:
+        """``deadline`` in seconds."""
+        return parse_duration(self.deadline, name="s3 option deadline")
+
+    @property
+    def slow_s(self) -> float:
+        """``slow`` in seconds."""
+        return parse_duration(self.slow, name="s3 option slow")
+
+    @property
+    def refresh_s(self) -> float:
+        """``refresh`` in seconds."""
+        return 0.0 if self.refresh == "0s" else parse_duration(self.refresh, name="s3 option refresh")
+
+    @property
+    def touch_s(self) -> float:
+        """``touch`` in seconds."""
+        return 0.0 if self.touch == "0s" else parse_duration(self.touch, name="s3 option touch")
+
+    @property
+    def over_tls(self) -> bool:
+        """Whether requests are encrypted on their way."""
+        return self.endpoint_url is None or self.endpoint_url.lower().startswith("https:")
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a store lies."""
+
+    bucket: str
+    prefix: str
+    """Empty, or ending in a slash."""
+
+    def __str__(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+
+
+def parse_url(url: StoreUrl) -> tuple[Place, S3Options]:
+    """Bucket, prefix and options of a URL.
+
+    :raises ConfigurationError: naming what is wrong.
+    """
+    options = convert_options(S3Options, url.options, where="s3")
+    bucket, _, prefix = url.location.partition("/")
+    prefix = prefix.strip("/")
+    if not _BUCKET.fullmatch(bucket) or ".." in bucket:
+        raise ConfigurationError("url", f"s3://{bucket}", "a bucket's name: 3 to 63 of a-z, 0-9, dot and hyphen")
+    parts = prefix.split("/")
+    if not _PREFIX.fullmatch(prefix) or len(prefix) > _MAX_PREFIX or {".", ".."} & set(parts) or "" in parts[1:]:
+        raise ConfigurationError(
+            "url", url.location, f"a prefix of at most {_MAX_PREFIX} letters, digits and !_.*'()-, in parts split by /"
+        )
+    return Place(bucket, f"{prefix}/" if prefix else ""), options
+
+
+def _check_endpoint(endpoint: str) -> None:
+    expected = "https://host:port or http://host:port, without user, path or query"
+    try:
+        parts = urlsplit(endpoint)
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        raise ConfigurationError("s3 option endpoint_url", "…", expected) from None
+    if "@" in parts.netloc:
+        raise ConfigurationError("s3 option endpoint_url", f"{parts.scheme}://…", expected)
+    if parts.scheme not in ("http", "https") or not host or parts.path.strip("/") or parts.query or parts.fragment:
+        raise ConfigurationError("s3 option endpoint_url", endpoint, expected)

@@ -1,0 +1,94 @@
+"""Pack objects: one conditional PUT, which the first writer wins.
+
+A pack's object is what ``docs/format.md`` calls a pack: payload, table, trailer. Its name is the pack's id and a
+generation: a pack that was deleted is written again under a higher one, so that bytes never change under a reader,
+and an object that is damaged is never taken for a good one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from persistkv.errors import CorruptPackError
+from persistkv.storage.codec import Buffer
+from persistkv.storage.pack import PackTable, PackWriter
+from persistkv_s3.bucket import Bucket
+from persistkv_s3.errors import ObjectExistsError, ObjectMissingError, S3Error
+from persistkv_s3.names import Names
+
+_TAIL_BYTES = 64 << 10  # 64 KiB: another writer may have cut the same keys into more frames, which makes a longer table
+_GENERATIONS = 4
+"""Names that are tried for one pack: each that is taken by something unreadable costs one."""
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A pack on its way."""
+
+    writer: PackWriter
+    pieces: Sequence[Buffer]
+    """The whole object, where its bytes lie."""
+    generation: int
+
+
+class Uploaded(NamedTuple):
+    """A pack that lies in the bucket."""
+
+    writer: PackWriter
+    table: PackTable
+    """Of what lies there, which may be another writer's."""
+    generation: int
+    reused: bool
+    """Another writer, or an earlier attempt, had put it there."""
+
+
+class PackObjects:
+    """The packs of one namespace."""
+
+    def __init__(self, bucket: Bucket, names: Names) -> None:
+        self._bucket = bucket
+        self._names = names
+
+    def prepare(self, writer: PackWriter, generation: int) -> Upload:
+        """Run the pack's stream; what that raises comes through."""
+        pieces: list[Buffer] = list(writer.stream())
+        return Upload(writer, [*pieces, writer.table.encode()], generation)
+
+    def upload(self, upload: Upload) -> Uploaded:
+        """Put the pack where it belongs, or find that it lies there.
+
+        :raises S3Error: it may lie there or not; nothing names it.
+        """
+        writer, ours = upload.writer, upload.writer.table
+        for generation in range(upload.generation, upload.generation + _GENERATIONS):
+            try:
+                self._bucket.put(self._names.pack(writer.pack_id, generation), upload.pieces)
+            except ObjectExistsError:
+                held = self._held(ours, generation)
+                if held is not None:
+                    return Uploaded(writer, held, generation, reused=True)
+            else:
+                return Uploaded(writer, ours, generation, reused=False)
+        raise S3Error(f"{self._names.pack(writer.pack_id, generation)}: what lies there does not read as the pack")
+
+    def _held(self, ours: PackTable, generation: int) -> PackTable | None:
+        """The table of the object that lies there; None where it is not this pack, or damaged."""
+        key, length = self._names.pack(ours.pack_id, generation), len(ours.encode())
+        try:
+            table = PackTable.parse(self._bucket.tail(key, max(length, _TAIL_BYTES)))
+            size = self._bucket.head(key).size
+        except (CorruptPackError, ObjectMissingError):  # it may have been pruned in this moment
+            return None
+        whole = table.payload_length + len(table.encode())
+        same = (table.namespace, table.pack_id, table.keys) == (ours.namespace, ours.pack_id, ours.keys)
+        return table if same and size == whole else None
+
+    def exists(self, pack_id: bytes, generation: int) -> bool:
+        """Whether the object is there."""
+        try:
+            self._bucket.head(self._names.pack(pack_id, generation))
+        except ObjectMissingError:
+            return False
+        return True

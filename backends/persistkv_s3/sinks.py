@@ -1,0 +1,56 @@
+"""Where downloads go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from persistkv.errors import CorruptPackError
+from persistkv_s3.errors import BrokenError
+
+
+class RowSink:
+    """Buffers of the caller's, filled one after the other."""
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        self._parts = [part for buffer in buffers if len(part := buffer.cast("B"))]
+        self._total = sum(map(len, self._parts))
+        self._part = 0
+        self._filled = 0
+        self.position = 0
+
+    def expect(self, length: int) -> None:
+        if length != self._total - self.position:
+            raise BrokenError(f"the server sends {length} bytes instead of {self._total - self.position}")
+
+    def room(self) -> memoryview:
+        return self._parts[self._part][self._filled :] if self._part < len(self._parts) else memoryview(b"")
+
+    def advance(self, count: int) -> None:
+        self.position += count
+        self._filled += count
+        if self._filled == len(self._parts[self._part]):
+            self._part += 1
+            self._filled = 0
+
+
+class WholeSink:
+    """An object of unknown length, up to a bound: what lies in a bucket may have been put there by anyone."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.data = bytearray()
+        self.position = 0
+
+    def expect(self, length: int) -> None:
+        if self.position + length > self._limit:
+            raise CorruptPackError("object", f"{length} bytes where {self._limit} are the most that belong there")
+        if self.position and self.position + length != len(self.data):
+            raise BrokenError(f"the server sends {length} bytes more instead of {len(self.data) - self.position}")
+        if not self.position:
+            self.data = bytearray(length)
+
+    def room(self) -> memoryview:
+        return memoryview(self.data)[self.position :]
+
+    def advance(self, count: int) -> None:
+        self.position += count

@@ -1,0 +1,222 @@
+"""One namespace of one handle: commits to it, and reads from it.
+
+A commit, in this order:
+
+1. Packs go up side by side, and with them one object with the keys of the manifests. Nothing names them yet: what a
+   failure or a kill leaves of them is an orphan, which retention removes.
+2. One index object says all that the commit did. It is the commit: once it lies there everybody sees all of it.
+3. Packs that were found in the bucket instead of written are looked at once more: one that was pruned between 1 and 2
+   is written again.
+
+Where nobody can tell whether 2 was done, the handle goes on as another writer: numbers of a writer have no gaps, and
+what was done after all is learnt like a stranger's commit.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+
+from persistkv.errors import CorruptPackError, StoreError
+from persistkv.storage.backend import CommitBatch, CommitResult, ReadSpan
+from persistkv.storage.manifest import ManifestKeys, decode_manifest_keys
+from persistkv_s3.bucket import Bucket
+from persistkv_s3.catalogue import Use
+from persistkv_s3.errors import ObjectExistsError, ObjectMissingError
+from persistkv_s3.follower import Follower, log_failure
+from persistkv_s3.layout import Entry, Head, Stamp, encode_entries
+from persistkv_s3.names import LogName, Names
+from persistkv_s3.packs import PackObjects, Upload, Uploaded
+from persistkv_s3.plan import Plan
+from persistkv_s3.runs import Run, span_bytes
+from persistkv_s3.snapshots import Snapshots
+
+
+class Space:
+    """See the top of this file. Reads come from any thread; commits from one at a time."""
+
+    def __init__(self, bucket: Bucket, names: Names, namespace: bytes, refresh_s: float, touch_s: float) -> None:
+        self.follower = Follower(bucket, names, namespace, refresh_s)
+        self.catalogue = self.follower.catalogue
+        self._bucket = bucket
+        self._names = names
+        self._namespace = namespace
+        self._touch_s = touch_s
+        self._packs = PackObjects(bucket, names)
+        self._snapshots = Snapshots(bucket, self.follower)
+        self._writer = os.urandom(16)
+        self._number = 0
+        self._told_at = time.monotonic()
+
+    def commit(self, batch: CommitBatch, moment: int) -> CommitResult:
+        """See ``Backend.commit``.
+
+        :param moment: greater than all that the handle has heard of, in any namespace.
+        """
+        follower, catalogue = self.follower, self.catalogue
+        if batch.deletions:
+            follower.refresh()  # what others wrote since under the same name is not to be deleted
+        else:
+            follower.look()
+        if batch.seen is not None and not catalogue.is_current(batch.seen):
+            return CommitResult(batch.seen, stale=True)
+        moment = max(moment, catalogue.moment + 1)
+        now = max(catalogue.time, time.time())
+        plan = Plan(catalogue, batch, follower.lost)
+        if not plan.says_something:
+            self._touch(plan.uses, Use(moment, now))
+            return CommitResult(catalogue.cursor)
+        uploads = [self._packs.prepare(writer, generation) for writer, generation in plan.missing]
+        uploaded = self._upload(uploads, LogName(self._writer, self._number + 1), plan.manifest_keys)
+        entry = plan.entry(self._namespace, Stamp(moment, self._writer), now, self._number + 1, uploaded)
+        self._publish([*self._pending(), entry])
+        cursor = catalogue.cursor
+        catalogue.relearn(pack.table.pack_id for pack in uploaded if pack.reused and pack.table != pack.writer.table)
+        self._restore([both for both in zip(uploads, uploaded, strict=True) if both[1].reused])
+        self._maintain()
+        return CommitResult(cursor, plan.evicted)
+
+    def _upload(self, uploads: list[Upload], name: LogName, keys: bytes) -> list[Uploaded]:
+        """All packs, and the object with the manifests' keys beside them."""
+        found: dict[int, Uploaded] = {}
+
+        def put(number: int | None) -> None:
+            if number is None:
+                self._bucket.put(self._names.manifest_keys(name), [keys], only_if_absent=False)
+            else:
+                found[number] = self._packs.upload(uploads[number])
+
+        self._bucket.all(put, [*range(len(uploads)), *([None] if keys else [])])
+        return [found[number] for number in range(len(uploads))]
+
+    def _publish(self, entries: list[Entry]) -> None:
+        """Tell all, in one object; uses that waited are told with it."""
+        name = LogName(self._writer, self._number + 1)
+        lost = list(self.follower.lost)
+        try:
+            self._bucket.put(self._names.log(name), encode_entries(entries))
+        except ObjectExistsError as error:
+            if not error.uncertain:  # nobody else draws this writer's numbers: the process was copied
+                self._become_another()
+                raise
+        except StoreError:
+            self._become_another()
+            raise
+        self._number = name.number
+        self.follower.published(name, entries)
+        self.follower.touched.clear()
+        self._told_at = time.monotonic()
+        for pack_id in lost:
+            self.follower.lost.pop(pack_id, None)
+
+    def _become_another(self) -> None:
+        self._writer = os.urandom(16)
+        self._number = 0
+
+    def _restore(self, reused: list[tuple[Upload, Uploaded]]) -> None:
+        for upload, pack in reused:
+            if not self._packs.exists(pack.writer.pack_id, pack.generation):
+                key = self._names.pack(pack.writer.pack_id, pack.generation)
+                try:
+                    self._bucket.put(key, upload.pieces)
+                except ObjectExistsError:
+                    continue
+                if pack.table != pack.writer.table:  # the index tells of bytes that are gone: who reads them has a miss
+                    self.follower.miss(pack.writer.pack_id, self.catalogue.packs[pack.writer.pack_id])
+
+    def _maintain(self) -> None:
+        """What keeps the log short. The commit is done whatever comes of it."""
+        try:
+            self._snapshots.take_if_due(self._writer)
+        except StoreError as error:
+            log_failure(f"a snapshot of {self._names.base}", error)
+
+    # Uses
+
+    def _touch(self, pack_ids: list[bytes], use: Use) -> None:
+        """Uses wait for a commit that says more, so that they cost no request; but not for ever."""
+        for pack_id in pack_ids:
+            self.catalogue.use(pack_id, use)
+            self.follower.touched[pack_id] = use
+        if not self.follower.touched:
+            self._told_at = time.monotonic()
+        elif time.monotonic() - self._told_at >= self._touch_s:
+            self.tell_uses()
+
+    def tell_uses(self) -> None:
+        """Write down what was used since the last commit."""
+        if self.follower.touched:
+            self._publish(self._pending())
+
+    def close(self) -> None:
+        """Tell uses that waited; that they get lost is not worth an error."""
+        try:
+            self.tell_uses()
+        except StoreError as error:
+            log_failure(f"telling what was used in {self._names.base}", error)
+
+    def _pending(self) -> list[Entry]:
+        """Uses that nobody was told of: an entry for each moment."""
+        by_use: dict[Use, list[bytes]] = {}
+        for pack_id, use in self.follower.touched.items():
+            by_use.setdefault(use, []).append(pack_id)
+        return [
+            Entry(
+                Head(namespace=self._namespace, writer=self._writer, moment=moment, time=at, uses=b"".join(used)), b""
+            )
+            for (moment, at), used in sorted(by_use.items())
+        ]
+
+    # Reads
+
+    def read(self, spans: Sequence[ReadSpan]) -> list[bool]:
+        """See ``Backend.read``: neighbouring spans are one request, requests go side by side."""
+        self.follower.ensure()
+        filled = [False] * len(spans)
+        runs = list(self._runs(spans))
+
+        def fetch(run: Run) -> None:
+            try:
+                self._bucket.fill(run.key, run.start, run.buffers)
+            except ObjectMissingError:
+                self.follower.miss(run.pack_id, run.held)
+                return
+            for number in run.numbers:
+                filled[number] = True
+
+        if runs:
+            self._bucket.all(fetch, runs)
+        return [done or self._is_empty(span) for done, span in zip(filled, spans, strict=True)]
+
+    def manifest_keys(self, manifest_id: str) -> ManifestKeys | None:
+        """See ``Backend.manifest_keys``."""
+        self.follower.look()
+        held = self.catalogue.manifests.get(manifest_id)
+        if held is None:
+            return None
+        buffer = bytearray(held.keys_length)
+        try:
+            self._bucket.fill(self._names.manifest_keys(held.keys), held.keys_offset, [memoryview(buffer)])
+            return decode_manifest_keys(buffer)
+        except (CorruptPackError, ObjectMissingError):
+            return None
+
+    def _is_empty(self, span: ReadSpan) -> bool:
+        held = self.catalogue.packs.get(span.pack_id)
+        return span_bytes(span) == 0 and held is not None and span.offset <= held.table.payload_length
+
+    def _runs(self, spans: Sequence[ReadSpan]) -> Iterator[Run]:
+        run: Run | None = None
+        for number in sorted(range(len(spans)), key=lambda n: (spans[n].pack_id, spans[n].offset)):
+            span, length = spans[number], span_bytes(spans[number])
+            held = self.catalogue.packs.get(span.pack_id)
+            if held is None or not length or span.offset + length > held.table.payload_length:
+                continue
+            if run is None or not run.takes(span, held):
+                if run is not None:
+                    yield run
+                run = Run(self._names.pack(span.pack_id, held.generation), span.pack_id, held, span.offset)
+            run.add(number, span, length)
+        if run is not None:
+            yield run

@@ -1,0 +1,223 @@
+"""Durable stores and promotions of 32 MiB jobs, beside what the disk does with the same bytes in the same run.
+
+A store counts until its blocks are visible, hence durable. Two raw writes stand beside it, both O_DIRECT + fdatasync:
+to the end of a growing file, and over blocks of the disk that were allocated and written before. The ratio that has a
+target is against the growing file: until a store is full, what it writes is new to the file system, too. The ratio
+against overwriting is shown as well: it bounds what a full store that reuses its space could reach.
+
+A warm promotion is held against preadv of the same buffers out of the page cache and the xxh3 of each MiB, a cold one
+(all files dropped from the page cache, which is checked) against the faster of two raw cold reads: O_DIRECT, or through
+the page cache. Rows are shuffled, as an engine's are. What was loaded is compared with what was stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.raw_disk import RawDisk, drop_page_cache
+from benchmarks.rig import Rig, finish, fresh_keys, show, touch_memory
+from persistkv.storage.host.client import StoreClient
+
+JOB_BYTES = 32 << 20  # 32 MiB
+STORE_TARGET = 0.75
+WARM_TARGET = 0.8
+COLD_TARGET = 0.9
+WARM_UP = 2  # rounds that are not counted
+
+Seconds = dict[str, list[float]]
+
+
+class Job:
+    """One job's rows: the first half of a rig is stored from, the second loaded to, both in shuffled order."""
+
+    def __init__(self, count: int) -> None:
+        self.rig = Rig(2 * count, JOB_BYTES // count)
+        order = np.random.default_rng(0).permutation(count)
+        self.source = [int(row) for row in order]
+        self.target = [int(row) + count for row in order]
+
+    def buffers(self, rows: list[int]) -> list[memoryview]:
+        """The rows' bytes."""
+        return [self.rig.rows[row].data for row in rows]
+
+    def store(self, client: StoreClient, job_id: int, keys: list[bytes]) -> float:
+        """Seconds until all blocks are visible."""
+        begin = time.perf_counter()
+        client.submit_store(job_id, "request", keys, self.source, range(len(keys)), JOB_BYTES)
+        self._check(finish(client, job_id).failed)
+        while not all(map(client.contains, keys)):
+            client.poll()
+            time.sleep(0.0001)
+        return time.perf_counter() - begin
+
+    def load(self, client: StoreClient, job_id: int, keys: list[bytes]) -> float:
+        """Seconds until the rows are filled; they are then compared and cleared."""
+        begin = time.perf_counter()
+        client.submit_load(job_id, keys, self.target)
+        failed = finish(client, job_id).failed
+        seconds = time.perf_counter() - begin
+        self._check(failed)
+        half = len(self.rig.rows) // 2
+        if not np.array_equal(self.rig.rows[half:], self.rig.rows[:half]):
+            raise RuntimeError("what was loaded is not what was stored")
+        self.rig.rows[half:] = 0
+        return seconds
+
+    def _check(self, failed: list[bytes]) -> None:
+        if failed:
+            raise RuntimeError(f"{len(failed)} blocks failed")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", type=int, nargs="+", default=[512, 64, 16])
+    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--loads", type=int, default=4, help="warm ones, for each store")
+    parser.add_argument("--hosts", nargs="+", default=["process", "inline"])
+    parser.add_argument("--options", nargs="+", default=[""], help="variants of the URL, e.g. placement=extents")
+    parser.add_argument("--raw-threads", type=int, default=1, help="of the raw warm read: as many as the store uses")
+    parser.add_argument("--directory", help="on the disk to be measured; a temporary directory by default")
+    arguments = parser.parse_args()
+    touch_memory()
+    rows = []
+    for count in arguments.blocks:
+        with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+            seconds = measure(Job(count), Path(directory), arguments)
+        rows += table(f"{count} x {JOB_BYTES // count >> 10} KiB", seconds, arguments)
+    columns = ["32 MiB job", "median", "GB/s", "÷ raw", "target", "÷ raw overwrite"]
+    show("At the disk's speed: durable store, promotion warm and cold", columns, rows)
+
+
+def measure(job: Job, directory: Path, arguments: argparse.Namespace) -> Seconds:
+    """Seconds of each operation, by name; all take turns in changing order."""
+    (directory / "raw").mkdir()
+    raw = RawDisk(directory / "raw", job.buffers(job.source), job.buffers(job.target))
+    stores = {
+        name_of(host, options): (directory / f"{number}-{host}", host, options)
+        for number, options in enumerate(arguments.options)
+        for host in arguments.hosts
+    }
+    seconds: Seconds = defaultdict(list)
+    keys = warm(job, raw, stores, seconds, arguments)
+    cold(job, raw, stores, seconds, keys)
+    raw.close()
+    return seconds
+
+
+def warm(
+    job: Job,
+    raw: RawDisk,
+    stores: dict[str, tuple[Path, str, str]],
+    seconds: Seconds,
+    arguments: argparse.Namespace,
+) -> list[list[bytes]]:
+    """Stores and warm loads; the keys of each round."""
+    clients = {name: open_client(job, *store) for name, store in stores.items()}
+    stored = []
+    for run in range(arguments.runs + WARM_UP):
+        keys = fresh_keys(len(job.source))
+        taken = warm_round(job, raw, clients, run, keys, arguments)
+        if run >= WARM_UP:
+            stored.append(keys)
+            for name, values in taken.items():
+                seconds[name] += values
+    for client in clients.values():
+        client.close()
+    return stored
+
+
+def warm_round(
+    job: Job,
+    raw: RawDisk,
+    clients: dict[str, StoreClient],
+    run: int,
+    keys: list[bytes],
+    arguments: argparse.Namespace,
+) -> Seconds:
+    """One turn of each, in an order that depends on the round."""
+    taken: Seconds = defaultdict(list)
+
+    def use(name: str, client: StoreClient) -> None:
+        taken[f"store, {name}"].append(job.store(client, run, keys))
+        job.load(client, run, keys)  # into the page cache
+        taken[f"warm, {name}"] += [job.load(client, run, keys) for _ in range(arguments.loads)]
+
+    turns: list[Callable[[], None]] = [
+        lambda: taken["raw new"].append(raw.write_new()),
+        lambda: taken["raw overwrite"].append(raw.overwrite(run)),
+        lambda: taken["raw warm"].append(raw.read_warm(arguments.raw_threads)),
+        *(partial(use, name, client) for name, client in clients.items()),
+    ]
+    random.Random(run).shuffle(turns)
+    for turn in turns:
+        turn()
+    return taken
+
+
+def cold(
+    job: Job, raw: RawDisk, stores: dict[str, tuple[Path, str, str]], seconds: Seconds, stored: list[list[bytes]]
+) -> None:
+    """Loads by clients that were just opened, with nothing of the store in the page cache but what opening read."""
+    for run, keys in enumerate(stored):
+        seconds["raw cold, O_DIRECT"].append(raw.read_cold(run, direct=True))
+        seconds["raw cold, buffered"].append(raw.read_cold(run, direct=False))
+        for name in random.Random(run).sample(list(stores), len(stores)):
+            drop_page_cache([stores[name][0]])
+            client = open_client(job, *stores[name])
+            seconds[f"cold, {name}"].append(job.load(client, run, keys))
+            client.close()
+
+
+def open_client(job: Job, path: Path, host: str, options: str) -> StoreClient:
+    """A client that is open."""
+    client = job.rig.client(f"lmdb://{path}?capacity=32GiB" + f"&{options}" * bool(options), host)
+    client.open()
+    return client
+
+
+def name_of(host: str, options: str) -> str:
+    """How the table calls a store."""
+    return f"{host} {options}".rstrip()
+
+
+def table(size: str, seconds: Seconds, arguments: argparse.Namespace) -> list[list[str]]:
+    """The rows of one size of blocks."""
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    raw_cold = min(median["raw cold, O_DIRECT"], median["raw cold, buffered"])
+    yardsticks = {
+        "store": (median["raw new"], STORE_TARGET),
+        "warm": (median["raw warm"], WARM_TARGET),
+        "cold": (raw_cold, COLD_TARGET),
+    }
+    rows = []
+    for name in sorted(median, key=lambda name: (order_of(name), name)):
+        row = [f"{size}: {name}", f"{median[name] * 1e3:.1f} ms", f"{JOB_BYTES / median[name] / 1e9:.2f}"]
+        kind = name.split(",")[0]
+        if kind in yardsticks:
+            base, target = yardsticks[kind]
+            ratio = base / median[name]
+            row += [f"{ratio:.2f}", f">= {target}: {'yes' if ratio >= target else 'NO'}"]
+            if kind == "store":
+                row.append(f"{median['raw overwrite'] / median[name]:.2f}")
+        rows.append(row)
+    return rows
+
+
+def order_of(name: str) -> int:
+    """Stores first, then warm, then cold, each after its yardsticks."""
+    order = ("raw new", "raw overwrite", "store", "raw warm", "warm", "raw cold", "cold")
+    return next(place for place, start in enumerate(order) if name.startswith(start))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""What the disk and the page cache do without a store: the yardstick of ``disk_speed``, and dropping the page cache."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+FRAME_BYTES = 1 << 20  # 1 MiB: what one checksum covers
+MAX_BUFFERS = 1024  # of one system call
+_SLOTS = 8  # jobs that the preallocated files have room for
+
+
+class RawDisk:
+    """Writes and reads of one job's bytes, each call timed by itself.
+
+    :param rows: what is written, page-aligned, one buffer a block.
+    :param targets: what is read into, likewise.
+    """
+
+    def __init__(self, directory: Path, rows: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
+        self._rows, self._targets = rows, targets
+        self._num_bytes = sum(map(len, rows))
+        self._growing = _open(directory / "growing", os.O_DIRECT)
+        self._preallocated = _open(directory / "preallocated", os.O_DIRECT)
+        os.posix_fallocate(self._preallocated, 0, _SLOTS * self._num_bytes)
+        self._buffered = _open(directory / "preallocated", 0)
+        self._paths = [directory / "preallocated"]
+        self._written = 0
+        for slot in range(_SLOTS):
+            transfer(os.pwritev, self._preallocated, rows, slot * self._num_bytes)
+        os.fsync(self._preallocated)
+
+    def write_new(self) -> float:
+        """O_DIRECT at the end of a file, then fdatasync: blocks are allocated, and the file's length is a commit of the
+        file system's. Seconds."""
+        begin = time.perf_counter()
+        transfer(os.pwritev, self._growing, self._rows, self._written)
+        os.fdatasync(self._growing)
+        seconds = time.perf_counter() - begin
+        self._written += self._num_bytes
+        return seconds
+
+    def overwrite(self, run: int) -> float:
+        """O_DIRECT over blocks that were allocated and written before, then fdatasync. Seconds."""
+        begin = time.perf_counter()
+        transfer(os.pwritev, self._preallocated, self._rows, run % _SLOTS * self._num_bytes)
+        os.fdatasync(self._preallocated)
+        return time.perf_counter() - begin
+
+    def read_warm(self, threads: int) -> float:
+        """From the page cache, and the xxh3 of each frame. Seconds."""
+        transfer(os.preadv, self._buffered, self._targets, 0)  # into the cache
+        block = self._num_bytes // len(self._targets)
+        parts = np.array_split(np.arange(len(self._targets)), threads)
+
+        def read(part: npt.NDArray[np.int64]) -> None:
+            buffers = [self._targets[number] for number in part]
+            transfer(os.preadv, self._buffered, buffers, int(part[0]) * block)
+            checksums(buffers)
+
+        if threads == 1:
+            begin = time.perf_counter()
+            read(parts[0])
+            return time.perf_counter() - begin
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(time.sleep, [0.01] * threads))  # all of them run before the clock does
+            begin = time.perf_counter()
+            list(pool.map(read, parts))
+            return time.perf_counter() - begin
+
+    def read_cold(self, run: int, *, direct: bool) -> float:
+        """With an empty page cache, past it or through it. Seconds."""
+        drop_page_cache(self._paths)
+        fd = self._preallocated if direct else self._buffered
+        begin = time.perf_counter()
+        transfer(os.preadv, fd, self._targets, run % _SLOTS * self._num_bytes)
+        return time.perf_counter() - begin
+
+    def close(self) -> None:
+        """Close the files."""
+        for fd in (self._growing, self._preallocated, self._buffered):
+            os.close(fd)
+
+
+def transfer(
+    call: Callable[[int, Sequence[memoryview], int], int], fd: int, buffers: Sequence[memoryview], offset: int
+) -> None:
+    """One gathered transfer, in as few calls as the kernel allows.
+
+    :raises OSError: it was short.
+    """
+    for start in range(0, len(buffers), MAX_BUFFERS):
+        part = buffers[start : start + MAX_BUFFERS]
+        wanted = sum(map(len, part))
+        if (done := call(fd, part, offset)) != wanted:
+            raise OSError(f"{done} of {wanted} bytes")
+        offset += wanted
+
+
+def checksums(buffers: Sequence[memoryview]) -> list[int]:
+    """xxh3 of each frame: blocks that fit one together, or one that is larger."""
+    found: list[int] = []
+    digest, size = xxhash.xxh3_64(), 0
+    for buffer in buffers:
+        digest.update(buffer)
+        size += len(buffer)
+        if size >= FRAME_BYTES:
+            found.append(digest.intdigest())
+            digest, size = xxhash.xxh3_64(), 0
+    return found
+
+
+def drop_page_cache(paths: Sequence[Path]) -> None:
+    """Take files, and all files below directories, out of the page cache. No process may have them mapped.
+
+    :raises RuntimeError: more than a hundredth of a file stayed.
+    """
+    files = [file for path in paths for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
+    for file in files:
+        fd = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            resident, size = _resident_bytes(fd), os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+        if resident > max(size // 100, 1 << 20):
+            raise RuntimeError(f"{resident} of {size} bytes of {file} stay in the page cache: who uses it?")
+
+
+def _resident_bytes(fd: int) -> int:
+    size = os.fstat(fd).st_size
+    if not size:
+        return 0
+    memory = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+    pages = np.zeros(-(-size // mmap.PAGESIZE), dtype=np.uint8)
+    address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data)):
+        raise OSError(ctypes.get_errno(), "mincore")
+    memory = None  # type: ignore[assignment]  # unmapped once nothing refers to it
+    return int(np.count_nonzero(pages & 1)) * mmap.PAGESIZE
+
+
+def _open(path: Path, flags: int) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)

@@ -1,0 +1,64 @@
+"""What the end of a request writes: the manifest of what is durable of its context."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from persistkv.config import RowLayout
+from persistkv.storage.backend import ManifestWrite
+from persistkv.storage.index import Index
+from persistkv.storage.keys import PackedKeys
+from persistkv.storage.manifest import ManifestKeys, RequestManifest
+from persistkv.storage.pack import PackWriter
+from persistkv.storage.records import RequestEnd
+
+
+class ManifestMaker:
+    """Makes the manifests of one transaction.
+
+    :param writers: the packs that become durable with it.
+    """
+
+    def __init__(self, index: Index, layout: RowLayout, writers: Sequence[PackWriter]) -> None:
+        self._index = index
+        self._layout = layout
+        self._coming: Mapping[bytes, bytes] = {
+            key: writer.pack_id for writer in writers for segment in writer.segments for key in segment.keys
+        }
+
+    def make(self, end: RequestEnd) -> tuple[ManifestWrite | None, bool]:
+        """The manifest of each group's longest durable prefix, None where there is none; and whether it is whole."""
+        kept = [self._prefix(keys) for keys in end.group_keys]
+        whole = list(map(len, kept)) == list(map(len, end.group_keys))
+        if not any(kept):
+            return None, whole
+        keys: ManifestKeys = tuple(PackedKeys.of(chain) for chain in kept)
+        manifest = RequestManifest(
+            id=end.manifest_id,
+            created=time.time(),
+            tokens=end.tokens if whole else min(end.tokens, min(map(len, kept)) * end.block_size),
+            group_blocks=tuple(map(len, kept)),
+            raw_bytes=sum(
+                len(chain) * group.block_bytes for chain, group in zip(kept, self._layout.groups, strict=True)
+            ),
+            ordered=end.ordered,
+            labels=end.labels,
+        )
+        return ManifestWrite(manifest, keys, self._packs_of(kept)), whole
+
+    def _prefix(self, keys: list[bytes]) -> list[bytes]:
+        for position, key in enumerate(keys):
+            if key not in self._index and key not in self._coming:
+                return keys[:position]
+        return keys
+
+    def _packs_of(self, chains: Sequence[Sequence[bytes]]) -> list[bytes]:
+        """The packs that hold the keys of all groups, by the depth of the first one in each."""
+        packs: dict[bytes, int] = {}
+        for chain in chains:
+            for depth, key in enumerate(chain):
+                found = self._index.pack_of(key)
+                pack_id = self._coming[key] if found is None else found.pack_id
+                packs[pack_id] = min(depth, packs.get(pack_id, depth))
+        return sorted(packs, key=packs.__getitem__)

@@ -1,0 +1,81 @@
+"""The engine's copy of the index, and the news of how it moved.
+
+1. It holds a key from its ``Stored`` to its ``Removed``, and none while nothing is open.
+2. A listing replaces it as a whole, when it is complete; until then it stays as it was.
+3. News tells what is there in the end: a key that came and went since news was last taken only went.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+_TOUCHED_A_STEP = 2_048  # keys in a step's message: some 75 KB
+_MOST_TOUCHED = 65_536  # keys that wait to be said
+
+
+class Replica:
+    """See the top of this file. A membership probe is one probe of a set."""
+
+    def __init__(self) -> None:
+        self.held: set[bytes] = set()
+        self._listed: set[bytes] | None = None
+        self._stored: list[bytes] = []
+        self._removed: list[bytes] = []
+        self._touched: set[bytes] = set()
+
+    def begin_listing(self) -> None:
+        """All that is held is told anew."""
+        self._listed = set()
+
+    def end_listing(self, *, news: bool) -> None:
+        """All was told.
+
+        :param news: whether what was not held before is news.
+        """
+        before, self.held, self._listed = self.held, self._listed or set(), None
+        self._went([key for key in before if key not in self.held])
+        if news:
+            self._stored += [key for key in self.held if key not in before]
+
+    def add(self, keys: list[bytes]) -> None:
+        """Keys that became durable, or that a listing tells."""
+        if self._listed is not None:
+            self._listed.update(keys)
+        else:
+            self.held.update(keys)
+            self._stored += keys
+
+    def remove(self, keys: list[bytes]) -> None:
+        """Keys that went."""
+        self.held.difference_update(keys)
+        self._went(keys)
+
+    def clear(self) -> None:
+        """Nothing is open any more."""
+        self._went(self.held)
+        self.held, self._listed, self._touched = set(), None, set()
+
+    def _went(self, keys: Collection[bytes]) -> None:
+        if self._stored:
+            gone = set(keys)
+            self._stored = [key for key in self._stored if key not in gone]
+        self._removed += keys
+
+    def take_stored(self) -> list[bytes]:
+        """Keys that became durable since the last call."""
+        stored, self._stored = self._stored, []
+        return stored
+
+    def take_removed(self) -> list[bytes]:
+        """Keys that went since the last call."""
+        removed, self._removed = self._removed, []
+        return removed
+
+    def touch(self, keys: Collection[bytes]) -> None:
+        """Keys were used; those that are not held are passed over, and where too many wait, some of the others."""
+        if len(self._touched) + len(keys) <= _MOST_TOUCHED:
+            self._touched |= self.held.intersection(keys)
+
+    def take_touched(self) -> list[bytes]:
+        """Some of the keys that were used, a bounded number."""
+        return [self._touched.pop() for _ in range(min(len(self._touched), _TOUCHED_A_STEP))]

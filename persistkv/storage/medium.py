@@ -1,0 +1,59 @@
+"""The calls of a backend that may block, as flows await them, and its failures, told once a minute."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from persistkv.errors import StoreError, StoreFullError
+from persistkv.storage.backend import Backend, BackendStats, Changes, CommitBatch, CommitResult
+from persistkv.storage.executor import Executor
+from persistkv.storage.pack import PackWriter
+
+logger = logging.getLogger(__name__)
+
+_COMPLAIN_S = 60.0  # seconds between warnings that blocks are dropped
+
+
+class Medium:
+    """One namespace of an open backend. Errors are those of ``Backend``."""
+
+    def __init__(self, backend: Backend, namespace: bytes, executor: Executor) -> None:
+        self.backend = backend
+        self.namespace = namespace
+        self.executor = executor
+        self._complained_at: float | None = None
+
+    async def commit(self, batch: CommitBatch) -> CommitResult:
+        """As ``Backend.commit``; once it has ended, also by raising, nobody reads the blocks of its packs."""
+        return await self.executor.write(partial(_commit, self.backend, self.namespace, batch))
+
+    async def changes(self, cursor: bytes | None) -> Changes:
+        """As ``Backend.changes``."""
+        return await self.executor.write(partial(self.backend.changes, self.namespace, cursor))
+
+    async def stats(self) -> BackendStats:
+        """As ``Backend.stats``."""
+        return await self.executor.write(self.backend.stats)
+
+    def complain(self, error: StoreError) -> None:
+        """Warn, but once a minute: a full store would fill the log instead."""
+        now = time.monotonic()
+        if self._complained_at is None or now - self._complained_at >= _COMPLAIN_S:
+            self._complained_at = now
+            kind = "the store is full" if isinstance(error, StoreFullError) else "the store failed"
+            logger.warning("%s (%s); what it was given is dropped", kind, str(error))  # the error holds rows
+
+
+def _commit(backend: Backend, namespace: bytes, batch: CommitBatch) -> CommitResult:
+    try:
+        return backend.commit(namespace, batch)
+    finally:
+        _settle(batch.packs)
+
+
+def _settle(writers: Sequence[PackWriter]) -> None:
+    for writer in writers:
+        writer.settle()

@@ -1,0 +1,344 @@
+"""What the guard does about ends that were not clean; ``tests.crash.damage`` damages files at random."""
+
+import logging
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from persistkv.errors import CorruptStoreError
+from persistkv.storage.backend import CommitBatch
+from persistkv.testing.conformance.suite import check_totals, read_pack, tables
+from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
+from persistkv_lmdb import guard, inspection
+from persistkv_lmdb.inspection import Finding, Verdict, inspect
+
+ROOT = Path(__file__).parents[3]
+
+DIES = """
+import os, signal, sys
+from persistkv.config import StoreUrl
+from persistkv.storage.backend import CommitBatch
+from persistkv.testing.samples import sample_pack
+from persistkv_lmdb import LmdbBackend
+
+class DyingPack:
+    def __getattr__(self, name):
+        return getattr(self.pack, name)
+    def __init__(self, pack):
+        self.pack = pack
+    def stream(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
+namespace = bytes.fromhex(sys.argv[2])
+for number in range(int(sys.argv[3])):
+    backend.commit(namespace, CommitBatch([sample_pack(namespace, 500 + number)]))
+if sys.argv[4] == "writing":
+    backend.commit(namespace, CommitBatch([DyingPack(sample_pack(namespace, 600))]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def die(path, namespace, *, commits=0, where="idle"):
+    """A process that opens the store for writing and is killed."""
+    command = [sys.executable, "-c", DIES, f"lmdb://{path}", namespace.hex(), str(commits), where]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+
+
+def moved_aside(path):
+    return [entry for entry in path.iterdir() if entry.name.startswith("damaged-")]
+
+
+def flip_root(path):
+    """Damage the page that all begins at."""
+    data = bytearray((path / "data.mdb").read_bytes())
+    newest = max((0, 4096), key=lambda meta: data[meta + 16 + 24 + 2 * 48 + 8 : meta + 160][::-1])
+    (root,) = struct.unpack_from("<Q", data, newest + 16 + 24 + 48 + 40)
+    data[root * 4096 + 10] ^= 0xFF
+    (path / "data.mdb").write_bytes(data)
+
+
+@pytest.fixture
+def walks(monkeypatch):
+    """How often somebody looked."""
+    found = []
+
+    def counted(directory):
+        found.append(inspect(directory))
+        return found[-1]
+
+    monkeypatch.setattr(guard, "inspect", counted)
+    return found
+
+
+@pytest.fixture
+def filled(open_store, path, identity):
+    """The namespace of a store with a pack and a request, closed."""
+    backend = open_store("?capacity=64MiB")
+    namespace = backend.open_namespace(identity).id
+    pack = sample_pack(namespace, 1)
+    backend.commit(namespace, CommitBatch([pack], [sample_manifest("r", packs=[pack.pack_id])]))
+    backend.close()
+    return namespace
+
+
+def test_nobody_looks_after_a_clean_end(open_store, filled, walks):
+    for _ in range(3):
+        open_store().close()
+    assert walks == []
+
+
+def test_store_of_a_killed_process_is_looked_at_and_kept(open_store, path, filled, walks):
+    die(path, filled, commits=3)
+    backend = open_store()
+    assert [found.verdict for found in walks] == [Verdict.FINE]
+    assert len(tables(backend, filled)) == 4
+    check_totals(backend)
+    backend.close()
+    open_store().close()
+    assert len(walks) == 1
+
+
+def test_damage_is_moved_aside_with_a_message(open_store, path, filled, identity, caplog):
+    die(path, filled)
+    flip_root(path)
+    before = (path / "data.mdb").read_bytes()
+    backend = open_store()
+    assert list(backend.namespaces()) == []
+    namespace = backend.open_namespace(identity).id
+    pack = sample_pack(namespace, 2)
+    backend.commit(namespace, CommitBatch([pack]))
+    assert read_pack(backend, namespace, pack.table) == payload_of(pack)
+    (aside,) = moved_aside(path)
+    assert (aside / "data.mdb").read_bytes() == before
+    assert not aside.stat().st_mode & 0o077
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert str(aside) in warning
+    assert f"{path} is damaged" in warning
+
+
+def test_damage_after_a_clean_end_is_moved_aside_where_opening_finds_it(open_store, path, filled, walks):
+    data = bytearray((path / "data.mdb").read_bytes())
+    data[16] ^= 0xFF  # LMDB's magic
+    (path / "data.mdb").write_bytes(data)
+    assert list(open_store().namespaces()) == []
+    assert [found.verdict for found in walks] == [Verdict.DAMAGED]
+    assert len(moved_aside(path)) == 1
+
+
+def test_damage_that_a_transaction_met_is_looked_at_by_the_next_to_open(open_store, path, filled, identity):
+    with lmdb.open(str(path), max_dbs=16) as env, env.begin(write=True) as txn:
+        txn.put(filled, b"short", db=env.open_db(b"states", txn=txn))
+    backend = open_store()
+    with pytest.raises(CorruptStoreError, match="state"):
+        backend.changes(filled, None)
+    backend.close()
+    backend = open_store()
+    assert list(backend.namespaces()) == []
+    assert len(moved_aside(path)) == 1
+
+
+def test_one_of_earlier_times_is_deleted_with_a_word(open_store, path, filled, identity, caplog):
+    for _ in range(3):
+        backend = open_store()
+        backend.open_namespace(identity)
+        backend.close()
+        die(path, filled)
+        flip_root(path)
+        open_store().close()
+    (left,) = moved_aside(path)
+    assert (left / "data.mdb").exists()
+    assert len(re.findall("those from before were deleted: damaged-", caplog.text)) == 2
+
+
+def test_nothing_moves_while_somebody_alive_has_it_open(open_store, path, filled, walks):
+    holds = """
+import sys
+from persistkv.config import StoreUrl
+from persistkv_lmdb import LmdbBackend
+backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
+print("open", flush=True)
+sys.stdin.read()
+backend.close()
+"""
+    command = [sys.executable, "-c", holds, f"lmdb://{path}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"open\n"
+        die(path, filled)
+        backend = open_store()
+        assert len(tables(backend, filled)) == 1
+        backend.close()
+        assert (path / "guard").read_text().split() == ["open", "0"]
+    assert walks == []
+    open_store().close()
+    assert walks == []  # the other one ended cleanly
+    assert (path / "guard").read_text().split() == ["clean", "0"]
+
+
+def test_three_deaths_while_writing_move_it_aside(open_store, path, filled, caplog):
+    for _ in range(3):
+        die(path, filled, where="writing")
+    open_store()
+    assert len(moved_aside(path)) == 1
+    assert "3 processes in a row died" in caplog.text
+
+
+def test_deaths_elsewhere_do_not_count(open_store, path, filled):
+    for _ in range(5):
+        die(path, filled)
+    for _ in range(5):
+        die(path, filled, commits=1, where="writing")
+    assert len(tables(open_store(), filled)) == 2
+    assert not moved_aside(path)
+
+
+def test_death_while_it_is_opened_counts(open_store, path, filled, monkeypatch):
+    dies = """
+import os, signal, sys
+from persistkv.config import StoreUrl
+from persistkv_lmdb import LmdbBackend, environment
+environment.open_databases = lambda env: os.kill(os.getpid(), signal.SIGKILL)
+LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
+"""
+    for number in range(1, 4):
+        subprocess.run([sys.executable, "-c", dies, f"lmdb://{path}"], check=False)
+        assert (path / "guard").read_text().split() == ["open", str(number)]
+    open_store()
+    assert len(moved_aside(path)) == 1
+
+
+@pytest.mark.parametrize("content", [b"open", b"???", b"clean x", b"\xff" * 40])
+def test_guard_that_does_not_read_means_a_look(open_store, path, filled, walks, content):
+    (path / "guard").write_bytes(content)
+    assert len(tables(open_store(), filled)) == 1
+    assert len(walks) == 1
+
+
+def test_environment_of_something_else_is_nobodys_to_move(open_store, path, walks):
+    with lmdb.open(str(path)) as env, env.begin(write=True) as txn:
+        txn.put(b"key", b"value")
+    before = (path / "data.mdb").read_bytes()
+    for _ in range(3):
+        with pytest.raises(CorruptStoreError, match="something else"):
+            open_store()
+    flip_root(path)
+    damaged = (path / "data.mdb").read_bytes()
+    assert damaged != before
+    with pytest.raises(CorruptStoreError):
+        open_store()
+    assert (path / "data.mdb").read_bytes() == damaged
+    assert not moved_aside(path)
+    assert walks == []
+
+
+def test_child_that_cannot_run_says_nothing_about_the_store(open_store, path, filled, monkeypatch):
+    die(path, filled)
+    monkeypatch.setattr(inspection.sys, "executable", "/nonexistent")
+    assert inspect(path).verdict is Verdict.UNKNOWN
+    assert len(tables(open_store(), filled)) == 1
+
+
+@pytest.mark.parametrize(
+    ("program", "finding"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGBUS)", (Verdict.DAMAGED, "SIGBUS")),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", (Verdict.UNKNOWN, "-9")),
+        ("import time; time.sleep(600)", (Verdict.DAMAGED, "did not end")),
+        ("raise MemoryError", (Verdict.UNKNOWN, "exit code 1")),
+        ("raise SystemExit(3)", (Verdict.UNKNOWN, "exit code 3")),
+    ],
+)
+def test_how_the_child_ends(path, filled, monkeypatch, program, finding):
+    monkeypatch.setattr(inspection, "_PROGRAM", program)
+    monkeypatch.setattr(inspection, "_LEAST_S", 2.0 if "sleep" in program else 60.0)
+    found: Finding = inspect(path)
+    assert found.verdict is finding[0]
+    assert finding[1] in found.reason
+
+
+def test_walk_never_imports_torch(path, filled):
+    code = f"""
+import atexit, os, sys
+from persistkv_lmdb import walk
+os._exit = lambda code: sys.exit("torch" in sys.modules)
+walk.main({str(path)!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "1 packs in 1 namespaces, 1 pieces\n"), done.stderr
+
+
+def change_rows(path, database, row):
+    with lmdb.open(str(path), max_dbs=16) as env, env.begin(write=True) as txn:
+        rows = env.open_db(database, txn=txn)
+        for key in [key for key, _ in txn.cursor(rows)]:
+            txn.put(key, row, db=rows)
+
+
+@pytest.mark.parametrize(
+    ("database", "row", "verdict"),
+    [
+        (b"packs", b"no table", Verdict.FINE),
+        (b"uses", b"", Verdict.FINE),
+        (b"chains", b"odd", Verdict.FINE),
+        (b"manifests", b"\xc1", Verdict.FINE),
+        (b"manifest_keys", b"\xc1", Verdict.FINE),
+        (b"namespaces", b"{}", Verdict.FINE),
+        (b"states", b"", Verdict.DAMAGED),
+        (b"states", bytes(56), Verdict.DAMAGED),
+        (b"states", b"\xff" * 56, Verdict.DAMAGED),
+    ],
+)
+def test_rows_that_do_not_read(open_store, path, filled, identity, database, row, verdict):
+    """Where a row stands for one thing that is a miss without it, the store is kept, and takes what is new."""
+    change_rows(path, database, row)
+    assert inspect(path).verdict is verdict
+    before = open_store()
+    before._environment._guard.suspect()
+    before.close()
+    backend = open_store()
+    assert len(moved_aside(path)) == (verdict is Verdict.DAMAGED)
+    namespace = backend.open_namespace(identity).id
+    pack = sample_pack(namespace, 1)
+    payload = payload_of(pack)
+    backend.commit(namespace, CommitBatch([pack], [sample_manifest("r", packs=[pack.pack_id])]))
+    assert read_pack(backend, namespace, pack.table) == payload
+    backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))
+    assert tables(backend, namespace) == {}
+
+
+@pytest.mark.parametrize("row", [b"", bytes(15), b"\xff" * 16, struct.pack("<Qd", 1, float("nan"))])
+def test_clock_that_does_not_read(open_store, path, filled, row):
+    with lmdb.open(str(path), max_dbs=16) as env, env.begin(write=True) as txn:
+        txn.put(b"clock", row, db=env.open_db(b"meta", txn=txn))
+    backend = open_store()
+    with pytest.raises(CorruptStoreError, match="clock"):
+        backend.commit(filled, CommitBatch([sample_pack(filled, 9)]))
+    backend.close()
+    assert list(open_store().namespaces()) == []
+
+
+@pytest.mark.parametrize("row", [b"", bytes(8), b"\xff" * 8])
+def test_capacity_that_cannot_be(open_store, path, filled, row):
+    with lmdb.open(str(path), max_dbs=16) as env, env.begin(write=True) as txn:
+        txn.put(b"capacity", row, db=env.open_db(b"meta", txn=txn))
+    backend = open_store()
+    assert backend.stats().capacity == 10 << 30
+    assert len(tables(backend, filled)) == 1
+
+
+@pytest.mark.timeout(170)
+def test_damaged_at_random() -> None:
+    command = [sys.executable, "-m", "tests.crash.damage", "--cases", "24", "--seed", "3", "--seconds", "150"]
+    paths = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"24 damaged stores: .*24 used", done.stdout.strip()), done.stdout

@@ -1,0 +1,110 @@
+"""A server for a test run: moto, in this process; or the one that PERSISTKV_S3_ENDPOINT names (make test-ceph)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import boto3
+import pytest
+
+from persistkv.config import StoreUrl
+from persistkv_s3 import S3Backend
+from persistkv_s3.client import BotoClient
+from persistkv_s3.options import Place, S3Options, parse_url
+
+ACCESS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testsecret", "AWS_EC2_METADATA_DISABLED": "true"}
+
+
+@pytest.fixture(scope="session")
+def endpoint() -> Iterator[str]:
+    """Where the server is."""
+    given = os.environ.get("PERSISTKV_S3_ENDPOINT")
+    if given:
+        yield given
+        return
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture(autouse=True)
+def credentials() -> Iterator[None]:
+    """In the environment, as users have them; child processes inherit it."""
+    with mock.patch.dict(os.environ, ACCESS):
+        yield
+
+
+@pytest.fixture
+def raw_client(endpoint: str) -> Iterator[Any]:
+    """boto3, without the driver."""
+    client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def bucket(raw_client: Any) -> str:
+    """A bucket of the test's own."""
+    name = f"test-{uuid.uuid4().hex}"
+    raw_client.create_bucket(Bucket=name)
+    return name
+
+
+class CountingClient(BotoClient):
+    """Counts requests; can be told to call back before one."""
+
+    def __init__(self, place: Place, options: S3Options) -> None:
+        super().__init__(place, options)
+        self.counts: Counter[str] = Counter()
+        self.before: Callable[[str, str], None] = lambda verb, key: None
+        self._client.meta.events.register("before-send.s3", self._count)
+
+    def _count(self, request: Any, **_: Any) -> None:
+        self.counts[request.method] += 1
+        self.before(request.method, request.url)
+
+    def take(self) -> dict[str, int]:
+        """What was counted since the last call."""
+        counts, self.counts = self.counts, Counter()
+        return dict(counts)
+
+
+class Handle(NamedTuple):
+    """A store and the client below it."""
+
+    backend: S3Backend
+    client: CountingClient
+
+
+Opener = Callable[..., Handle]
+
+
+@pytest.fixture
+def open_store(endpoint: str, bucket: str) -> Iterator[Opener]:
+    """Opens handles on one store; closes what is left open."""
+    opened: list[S3Backend] = []
+
+    def open_store(
+        options: str = "refresh=0s", *, port: int | None = None, bucket: str = bucket, read_only: bool = False
+    ) -> Handle:
+        where = endpoint if port is None else f"http://127.0.0.1:{port}"
+        place, parsed = parse_url(StoreUrl.parse(f"s3://{bucket}/store?endpoint_url={where}&{options}"))
+        client = CountingClient(place, parsed)
+        opened.append(S3Backend.connect(place, parsed, client, read_only=read_only))
+        client.take()
+        return Handle(opened[-1], client)
+
+    yield open_store
+    for backend in opened:
+        backend.close()

@@ -1,0 +1,75 @@
+"""The S3 driver against the conformance suite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from persistkv.storage.backend import Backend
+from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
+from persistkv_s3 import S3Backend
+from persistkv_s3.names import LogName, Names
+
+
+class RawS3(RawStore):
+    """boto3. After a change the handle under test reads its index anew, as a fresh one would: what it has read of an
+    immutable object it does not fetch again."""
+
+    def __init__(self, client: Any, bucket: str, backend: S3Backend) -> None:
+        self.client = client
+        self.bucket = bucket
+        self.backend = backend
+
+    def get(self, kind: RawKind, namespace: bytes, name: bytes) -> bytes:
+        key, start, stop = self._place(kind, namespace, name)
+        return self._object(key)[start:stop]
+
+    def put(self, kind: RawKind, namespace: bytes, name: bytes, data: bytes) -> None:
+        before = self.get(kind, namespace, name)
+        for key in self._copies(kind, namespace, name):
+            whole = self._object(key)
+            assert before in whole
+            self.client.put_object(Bucket=self.bucket, Key=key, Body=whole.replace(before, data))
+        self.backend._space(namespace).follower.load()
+
+    def _object(self, key: str) -> bytes:
+        return bytes(self.client.get_object(Bucket=self.bucket, Key=key)["Body"].read())
+
+    def _place(self, kind: RawKind, namespace: bytes, name: bytes) -> tuple[str, int, int]:
+        names, catalogue = Names("store/", namespace), self.backend._space(namespace).catalogue
+        if kind in (RawKind.PAYLOAD, RawKind.TABLE):
+            held = catalogue.packs[name]
+            end = held.table.payload_length
+            key = names.pack(name, held.generation)
+            return (key, 0, end) if kind is RawKind.PAYLOAD else (key, end, end + held.table_bytes)
+        manifest = catalogue.manifests[name.decode()]
+        if kind is RawKind.MANIFEST_KEYS:
+            return names.manifest_keys(manifest.keys), manifest.keys_offset, manifest.keys_offset + manifest.keys_length
+        (key,) = self._index_objects(namespace, manifest.stamp.writer)
+        start = self._object(key).index(manifest.head)
+        return key, start, start + len(manifest.head)
+
+    def _copies(self, kind: RawKind, namespace: bytes, name: bytes) -> list[str]:
+        key, _, _ = self._place(kind, namespace, name)
+        if kind is not RawKind.TABLE:
+            return [key]
+        writer = self.backend._space(namespace).catalogue.packs[name].stamp.writer
+        return [key, *self._index_objects(namespace, writer)]
+
+    def _index_objects(self, namespace: bytes, writer: bytes) -> list[str]:
+        """Of a writer that committed once."""
+        return [Names("store/", namespace).log(LogName(writer, 1))]
+
+
+class TestS3Backend(BackendConformance):
+    driver = S3Backend
+
+    @pytest.fixture
+    def url(self, endpoint: str, bucket: str) -> str:
+        return f"s3://{bucket}/store?endpoint_url={endpoint}&refresh=0s"
+
+    @pytest.fixture
+    def raw(self, raw_client: Any, bucket: str, backend: Backend) -> RawS3:
+        assert isinstance(backend, S3Backend)
+        return RawS3(raw_client, bucket, backend)

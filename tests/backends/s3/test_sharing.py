@@ -1,0 +1,254 @@
+"""Several handles on one store, and what is left when one of them fails in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from persistkv.config import GroupLayout, RowLayout
+from persistkv.errors import StoreError
+from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.storage.identity import Identity
+from persistkv.storage.records import StoreOptions
+from persistkv.storage.rows import Rows
+from persistkv.storage.store import Store
+from persistkv.testing.conformance.suite import check_totals, read_pack, sample_identity, tables
+from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
+from persistkv_s3 import S3Backend, snapshots
+from persistkv_s3.errors import BrokenError
+from persistkv_s3.names import Names
+from tests.backends.s3.conftest import Opener
+
+NAMESPACE = sample_identity().digest
+
+
+def keys_under(client: Any, bucket: str, prefix: str) -> list[str]:
+    return [entry["Key"] for entry in client.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", ())]
+
+
+def test_pack_of_another_is_taken_as_it_lies_there(open_store: Opener) -> None:
+    (ours, _), (theirs, _) = open_store("refresh=1h"), open_store("refresh=1h")
+    for backend in (ours, theirs):
+        backend.open_namespace(sample_identity())
+        backend.changes(NAMESPACE, None)
+    first, second = sample_pack(NAMESPACE, 1, content=10), sample_pack(NAMESPACE, 1, content=20)
+    ours.commit(NAMESPACE, CommitBatch([first]))
+    cursor = theirs.commit(NAMESPACE, CommitBatch([second])).cursor
+    assert read_pack(theirs, NAMESPACE, second.table) == payload_of(first), "the first wins"
+    news = theirs.changes(NAMESPACE, cursor)
+    assert ([*news.removed], [*news.added]) == ([first.pack_id], [first.table]), "who took it for the second is told"
+    (third, _) = open_store()
+    assert tables(third, NAMESPACE) == {first.pack_id: first.table}
+
+
+def test_reused_pack_that_was_pruned_meanwhile_is_written_again(
+    open_store: Opener, raw_client: Any, bucket: str
+) -> None:
+    (ours, _), (theirs, client) = open_store("refresh=1h"), open_store("refresh=1h")
+    for backend in (ours, theirs):
+        backend.open_namespace(sample_identity())
+        backend.changes(NAMESPACE, None)
+    pack = sample_pack(NAMESPACE, 1)
+    ours.commit(NAMESPACE, CommitBatch([pack]))
+    key = Names("store/", NAMESPACE).pack(pack.pack_id, 0)
+
+    def prune(verb: str, url: str) -> None:
+        if verb == "PUT" and "/log/" in url:
+            raw_client.delete_object(Bucket=bucket, Key=key)
+
+    client.before = prune
+    theirs.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 1)]))
+    assert read_pack(theirs, NAMESPACE, pack.table) == payload_of(pack)
+
+
+@pytest.mark.parametrize("where", ["/packs/", "/keys/", "/log/"])
+def test_commit_that_fails_half_way_is_not_there(open_store: Opener, where: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr("persistkv_s3.reliable._ATTEMPTS", 2)
+    backend, client = open_store()
+    backend.open_namespace(sample_identity())
+    held = sample_pack(NAMESPACE, 1)
+    cursor = backend.commit(NAMESPACE, CommitBatch([held])).cursor
+
+    def fail(verb: str, url: str) -> None:
+        if verb == "PUT" and where in url:
+            raise BrokenError("pulled the plug")
+
+    client.before = fail
+    batch = CommitBatch([sample_pack(NAMESPACE, 2), sample_pack(NAMESPACE, 3)], [sample_manifest("r")])
+    with pytest.raises(StoreError):
+        backend.commit(NAMESPACE, batch)
+    client.before = lambda verb, url: None
+    (other, _) = open_store()
+    for handle in (backend, other):
+        assert tables(handle, NAMESPACE) == {held.pack_id: held.table}
+        assert not list(handle.manifests(NAMESPACE))
+    assert backend.changes(NAMESPACE, cursor).added == []
+
+    backend.commit(NAMESPACE, batch)
+    assert len(tables(other, NAMESPACE)) == 3
+    assert [manifest.id for manifest in other.manifests(NAMESPACE)] == ["r"]
+    check_totals(backend)
+
+
+def test_commit_whose_end_nobody_heard_of_is_learnt_later(open_store: Opener, raw_client: Any, bucket: str) -> None:
+    backend, client = open_store()
+    backend.open_namespace(sample_identity())
+    backend.changes(NAMESPACE, None)
+    put = client.put
+
+    def lose_every_reply(key: str, *arguments: Any, **options: Any) -> None:
+        put(key, *arguments, **options)
+        if "/log/" in key:
+            raise BrokenError("no reply")
+
+    client.put = lose_every_reply  # type: ignore[method-assign]
+    first = sample_pack(NAMESPACE, 1)
+    backend.commit(NAMESPACE, CommitBatch([first]))  # the second attempt finds its own object
+
+    def lose_all_replies(key: str, *arguments: Any, **options: Any) -> None:
+        lost = LateLost(key)
+        if "/log/" in key:
+            put(key, *arguments, **options)
+            raise lost
+        put(key, *arguments, **options)
+
+    class LateLost(BrokenError):
+        retryable = False
+
+    client.put = lose_all_replies  # type: ignore[method-assign]
+    second = sample_pack(NAMESPACE, 2)
+    with pytest.raises(StoreError):
+        backend.commit(NAMESPACE, CommitBatch([second]))
+    client.put = put  # type: ignore[method-assign]
+    third = sample_pack(NAMESPACE, 3)
+    backend.commit(NAMESPACE, CommitBatch([third]))
+    (other, _) = open_store()
+    for handle in (backend, other):
+        assert set(tables(handle, NAMESPACE)) == {pack.pack_id for pack in (first, second, third)}
+    check_totals(backend)
+
+
+def test_missing_object_is_a_miss_and_no_quarantine(open_store: Opener, raw_client: Any, bucket: str) -> None:
+    backend, _ = open_store("refresh=1h")
+    identity = Identity.of({"weights": "w"})
+    memory = bytearray(8 * 4096)
+    rows = Rows(memoryview(memory), RowLayout(4096, (GroupLayout(((0, 4096),)),)))
+    store = Store(backend, identity, rows, StoreOptions(), url="s3://test")
+    packs = [sample_pack(store.namespace, seed) for seed in (1, 2)]
+    backend.commit(store.namespace, CommitBatch(packs))
+    store.refresh()
+    gone, held = (pack.segments[0].keys for pack in packs)
+    raw_client.delete_object(Bucket=bucket, Key=Names("store/", store.namespace).pack(packs[0].pack_id, 0))
+    assert set(store.read([*gone, *held], range(8))) == set(gone)
+    assert bytes(memory[4 * 4096 :]) == payload_of(packs[1])
+    assert not store.contains(gone[0])
+    assert store.counters.verification_failures == 0
+
+    backend.commit(store.namespace, CommitBatch([sample_pack(store.namespace, 1)]))
+    store.refresh()
+    assert store.read(gone, range(4)) == []
+    assert bytes(memory[: 4 * 4096]) == payload_of(packs[0])
+    (other, _) = open_store()
+    assert len(tables(other, store.namespace)) == 2
+
+
+def commit_many(backend: S3Backend, seeds: range) -> None:
+    for seed in seeds:
+        batch = CommitBatch([sample_pack(NAMESPACE, seed, blocks=1)], [sample_manifest(f"r{seed}")])
+        backend.commit(NAMESPACE, batch)
+
+
+def test_snapshots_bound_what_a_fresh_reader_fetches(
+    open_store: Opener, raw_client: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "_SEGMENTS", 3)
+    monkeypatch.setattr(snapshots, "_TRIM_S", -1.0)
+    monkeypatch.setattr(snapshots, "_AFTER", (4, 6))
+    backend, _ = open_store("refresh=1h")
+    backend.open_namespace(sample_identity())
+    sleeper, _ = open_store("refresh=0s")
+    cursor = sleeper.changes(NAMESPACE, None).cursor
+    commit_many(backend, range(10))
+    gone = sample_pack(NAMESPACE, 3, blocks=1).pack_id
+    backend.commit(NAMESPACE, CommitBatch(deletions=[gone], pins=[("r5", True)]))
+    commit_many(backend, range(10, 60))
+
+    names = Names("store/", NAMESPACE)
+    assert len(keys_under(raw_client, bucket, names.log_prefix)) <= 20
+    fresh, client = open_store()
+    expected = {sample_pack(NAMESPACE, seed, blocks=1).pack_id for seed in range(60)} - {gone}
+    assert set(tables(fresh, NAMESPACE)) == expected
+    assert sum(client.take().values()) <= 16
+    assert {manifest.id for manifest in fresh.manifests(NAMESPACE)} == {f"r{seed}" for seed in range(60)}
+    assert fresh._space(NAMESPACE).catalogue.pinned("r5")
+    assert fresh.manifest_keys(NAMESPACE, "r7") == sample_manifest("r7").keys
+    assert check_totals(fresh) == backend.stats()
+
+    news = sleeper.changes(NAMESPACE, cursor)
+    assert {table.pack_id for table in news.added} == expected, "what was trimmed while it slept is in the snapshot"
+    assert not news.reset
+
+
+def test_two_writers_who_take_snapshots_lose_nothing(open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "_TRIM_S", -1.0)
+    monkeypatch.setattr(snapshots, "_AFTER", (2, 3))
+    monkeypatch.setattr(snapshots, "_SEGMENTS", 2)
+    (one, _), (two, _), (reader, _) = open_store("refresh=1h"), open_store(), open_store()
+    for backend in (one, two):
+        backend.open_namespace(sample_identity())
+        backend.changes(NAMESPACE, None)
+    expected: set[bytes] = set()
+    rng = np.random.default_rng(5)
+    cursor, known = reader.changes(NAMESPACE, None).cursor, set[bytes]()
+    for seed in range(60):
+        backend = (one, two)[int(rng.integers(2))]
+        pack = sample_pack(NAMESPACE, seed, blocks=1)
+        gone = [sorted(expected)[0]] if seed % 7 == 6 else []
+        backend.commit(NAMESPACE, CommitBatch([pack], deletions=gone))
+        expected = (expected | {pack.pack_id}) - set(gone)
+        if seed % 5 == 0:
+            news = reader.changes(NAMESPACE, cursor)
+            assert not news.reset
+            known = (known - set(news.removed)) | {table.pack_id for table in news.added}
+            cursor = news.cursor
+            assert known == expected
+    (fresh, _) = open_store()
+    for handle in (fresh, one, two, reader):
+        assert set(tables(handle, NAMESPACE)) == expected
+
+
+def test_uses_wait_for_a_commit_and_outlive_the_handle(open_store: Opener) -> None:
+    backend, client = open_store("refresh=1h")
+    backend.open_namespace(sample_identity())
+    packs = [sample_pack(NAMESPACE, seed) for seed in range(2)]
+    backend.commit(NAMESPACE, CommitBatch(packs))
+    client.take()
+    backend.commit(NAMESPACE, CommitBatch(touches=[packs[1].pack_id]))
+    backend.commit(NAMESPACE, CommitBatch(touches=[packs[0].pack_id]))
+    assert client.take() == {}
+    order = [backend._space(NAMESPACE).catalogue.packs[pack.pack_id].used for pack in packs]
+    assert order[0] > order[1]
+    backend.close()
+    (fresh, _) = open_store()
+    tables(fresh, NAMESPACE)
+    assert [fresh._space(NAMESPACE).catalogue.packs[pack.pack_id].used for pack in packs] == order
+
+
+def test_neighbouring_spans_are_one_request(open_store: Opener) -> None:
+    backend, client = open_store("refresh=1h")
+    backend.open_namespace(sample_identity())
+    pack = sample_pack(NAMESPACE, 1, blocks=64, block_bytes=65_536)
+    backend.commit(NAMESPACE, CommitBatch([pack]))
+    payload = payload_of(pack)
+    client.take()
+    buffers = [bytearray(65_536) for _ in range(8)]
+    spans = [
+        ReadSpan(pack.pack_id, 65_536 * block, [memoryview(buffer)])
+        for block, buffer in zip((0, 1, 3, 4, 40, 41, 20, 2), buffers, strict=True)
+    ]
+    assert backend.read(NAMESPACE, spans) == [True] * 8
+    for span, buffer in zip(spans, buffers, strict=True):
+        assert buffer == payload[span.offset : span.offset + 65_536]
+    assert client.take() == {"GET": 3}

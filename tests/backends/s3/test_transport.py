@@ -1,0 +1,261 @@
+"""Bodies, sinks, and what is on top of single attempts, with a client that follows a script."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from persistkv.errors import CorruptPackError
+from persistkv_s3.breaker import Breaker, BreakerState
+from persistkv_s3.errors import (
+    BreakerOpenError,
+    BrokenError,
+    LateError,
+    ObjectExistsError,
+    ObjectMissingError,
+    RefusedError,
+    S3Error,
+    ThrottledError,
+)
+from persistkv_s3.reliable import Reliable
+from persistkv_s3.sinks import RowSink, WholeSink
+from persistkv_s3.transport import Body, Deadline, ObjectInfo, Sink, Transport
+
+DATA = bytes(range(256)) * 4
+
+
+class Scripted(Transport):
+    """Each call follows the next step: an error to raise, a number of bytes after which a body breaks, or None."""
+
+    def __init__(self, *steps: S3Error | int | None, after: Callable[[], None] = lambda: None) -> None:
+        self.steps = list(steps)
+        self.calls: list[tuple[object, ...]] = []
+        self.after = after
+
+    def _step(self, *call: object) -> int | None:
+        self.calls.append(call)
+        step = self.steps.pop(0) if self.steps else None
+        self.after()
+        if isinstance(step, S3Error):
+            raise step
+        return step
+
+    def put(self, key: str, body: Body, deadline: Deadline, *, only_if_absent: bool = True) -> None:
+        self._step("put", key, only_if_absent)
+
+    def get(self, key: str, start: int | None, stop: int | None, sink: Sink, deadline: Deadline) -> None:
+        broken_after = self._step("get", key, start, stop)
+        data = DATA if stop is None else DATA[-stop:] if start is None else DATA[start:stop]
+        sink.expect(len(data))
+        for byte in data if broken_after is None else data[:broken_after]:
+            sink.room()[0] = byte
+            sink.advance(1)
+        if broken_after is not None:
+            raise BrokenError("the body broke off")
+
+    def head(self, key: str, deadline: Deadline) -> ObjectInfo:
+        self._step("head", key)
+        return ObjectInfo(key, 1, 0.0)
+
+    def list(self, prefix: str, deadline: Deadline) -> list[ObjectInfo]:
+        self._step("list", prefix)
+        return []
+
+    def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
+        self._step("delete", *keys)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What was slept, instead of sleeping."""
+    slept: list[float] = []
+    monkeypatch.setattr("persistkv_s3.reliable.time.sleep", slept.append)
+    return slept
+
+
+def reliable(client: Transport, slow_s: float = 10.0) -> Reliable:
+    return Reliable(client, Breaker("test", slow_s))
+
+
+def test_body_hands_out_what_lies_there() -> None:
+    row = bytearray(b"row")
+    body = Body([memoryview(row), b"", b"table"])
+    assert len(body) == 8
+    row[:] = b"ROW"
+    assert [bytes(body.read(1)), bytes(body.read()), body.read(100)] == [b"ROW", b"table", b""]
+    assert (body.seek(0), bytes(body.read()), body.tell(), body.seek(0, 2), body.read()) == (0, b"ROW", 3, 8, b"")
+    with pytest.raises(ValueError, match="seek"):
+        body.seek(1)
+
+
+def test_large_pieces_are_sent_bit_by_bit_and_cut_into_parts() -> None:
+    body = Body([bytes(5 << 20), b"x"])
+    assert [len(part) for part in body.parts(2 << 20)] == [2 << 20, 2 << 20, (1 << 20) + 1]
+    assert max(len(piece) for piece in iter(body.read, b"")) == 1 << 20
+
+
+def test_upload_stops_at_its_deadline() -> None:
+    body = Body([b"a", b"b"]).within(Deadline(0.0))
+    with pytest.raises(LateError):
+        body.read()
+
+
+@pytest.mark.parametrize(("start", "stop", "expected"), [(10, 500, DATA[10:500]), (0, 1, DATA[:1])])
+def test_broken_body_goes_on_where_it_broke(start: int, stop: int, expected: bytes) -> None:
+    client = Scripted(0, 0) if stop == 1 else Scripted(7, 90)
+    buffers = [bytearray(3), bytearray(0), bytearray(stop - start - 3)] if stop > 4 else [bytearray(1)]
+    reliable(client).get("k", start, stop, RowSink([memoryview(buffer) for buffer in buffers]), Deadline(10))
+    assert b"".join(buffers) == expected
+    starts = [10, 17, 107] if stop > 4 else [0, 0, 0]
+    assert [call[2] for call in client.calls] == starts
+
+
+@pytest.mark.parametrize("length", [None, 300])
+def test_broken_tail_goes_on_where_it_broke(length: int | None) -> None:
+    client, sink = Scripted(100, None), WholeSink(1 << 20)
+    reliable(client).get("k", None, length, sink, Deadline(10))
+    whole = len(DATA) if length is None else length
+    assert bytes(sink.data) == DATA[-whole:]
+    assert client.calls == [("get", "k", None, length), ("get", "k", None, whole - 100)]
+
+
+def test_sinks_refuse_what_was_not_asked_for() -> None:
+    with pytest.raises(BrokenError):
+        RowSink([memoryview(bytearray(4))]).expect(5)
+    with pytest.raises(CorruptPackError):
+        WholeSink(100).expect(101)
+
+
+@pytest.mark.parametrize("error", [BrokenError("x"), ThrottledError("x")])
+def test_what_may_pass_is_tried_again(error: S3Error, pauses: list[float]) -> None:
+    client = Scripted(error, error, None)
+    reliable(client).put("k", Body([b"x"]), Deadline(10))
+    assert len(client.calls) == 3
+    assert all(pause >= error.pause_s for pause in pauses)
+
+
+@pytest.mark.parametrize("error", [RefusedError("x"), ObjectMissingError("x"), LateError("x")])
+def test_what_will_not_pass_is_not(error: S3Error) -> None:
+    client = Scripted(error)
+    with pytest.raises(type(error)):
+        reliable(client).head("k", Deadline(10))
+    assert len(client.calls) == 1
+
+
+def test_no_pause_reaches_past_the_deadline(pauses: list[float]) -> None:
+    slow_down = ThrottledError("x")
+    slow_down.pause_s = 5.0
+    with pytest.raises(ThrottledError):
+        reliable(Scripted(slow_down)).list("p", Deadline(4))
+    assert pauses == []
+
+
+def test_own_object_after_a_lost_reply_is_told_apart() -> None:
+    with pytest.raises(ObjectExistsError) as caught:
+        reliable(Scripted(BrokenError("lost"), ObjectExistsError("412"))).put("k", Body([b"x"]), Deadline(10))
+    assert caught.value.uncertain
+    with pytest.raises(ObjectExistsError) as caught:
+        reliable(Scripted(ThrottledError("503"), ObjectExistsError("412"))).put("k", Body([b"x"]), Deadline(10))
+    assert not caught.value.uncertain
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_breaker(clock: Clock) -> Breaker:
+    return Breaker("test", 2.0, clock=clock, jitter=lambda: 1.0)
+
+
+def fail(breaker: Breaker, times: int) -> None:
+    for _ in range(times):
+        assert breaker.admit()
+        breaker.record(well=False, seconds=0.1)
+
+
+def test_breaker_opens_lets_one_through_and_closes() -> None:
+    clock = Clock()
+    breaker = make_breaker(clock)
+    fail(breaker, 4)
+    assert breaker.admit()
+    breaker.record(well=True, seconds=0.1)
+    fail(breaker, 5)
+    assert breaker.state is BreakerState.OPEN
+    assert not breaker.admit()
+    clock.now += 1.01
+    assert breaker.state is BreakerState.HALF_OPEN
+    assert [breaker.admit(), breaker.admit()] == [True, False]
+    breaker.record(well=False, seconds=0.1)
+    clock.now += 1.01
+    assert not breaker.admit(), "the pause doubled"
+    clock.now += 1.01
+    assert breaker.admit()
+    breaker.record(well=True, seconds=0.1)
+    assert breaker.state is BreakerState.CLOSED
+    assert (breaker.opened, breaker.refused) == (1, 3)
+    fail(breaker, 4)
+    assert breaker.admit()
+
+
+def test_breaker_opens_on_slowness_and_on_half_of_the_last_answers() -> None:
+    clock = Clock()
+    slow, mixed = make_breaker(clock), make_breaker(clock)
+    for _ in range(5):
+        slow.record(well=True, seconds=2.1)
+    assert slow.state is BreakerState.OPEN
+    for number in range(20):
+        mixed.record(well=bool(number % 2), seconds=0.1)
+    assert mixed.state is BreakerState.OPEN
+
+
+def test_what_was_on_its_way_when_it_opened_changes_nothing() -> None:
+    clock = Clock()
+    breaker = make_breaker(clock)
+    fail(breaker, 5)
+    for well in (False, True):
+        breaker.record(well=well, seconds=0.1)
+    assert breaker.state is BreakerState.OPEN
+    clock.now += 1.01
+    assert breaker.admit()
+
+
+def test_open_breaker_answers_at_once() -> None:
+    client = Scripted(*[RefusedError("403")] * 5)
+    transport = reliable(client)
+    for _ in range(5):
+        with pytest.raises(RefusedError):
+            transport.head("k", Deadline(10))
+    with pytest.raises(BreakerOpenError):
+        transport.head("k", Deadline(10))
+    assert len(client.calls) == 5
+
+
+def test_missing_objects_are_no_failure_of_the_server() -> None:
+    transport = reliable(Scripted(*[ObjectMissingError("404")] * 50))
+    for _ in range(50):
+        with pytest.raises(ObjectMissingError):
+            transport.head("k", Deadline(10))
+    assert transport.breaker.state is BreakerState.CLOSED
+
+
+def test_breaker_is_for_many_threads() -> None:
+    clock = Clock()
+    breaker = make_breaker(clock)
+    fail(breaker, 5)
+    clock.now += 2
+    admitted: list[bool] = []
+    threads = [threading.Thread(target=lambda: admitted.append(breaker.admit())) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(admitted) == 1

@@ -1,0 +1,77 @@
+"""The caches that the replay is compared with, against definitions that need no cleverness."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from benchmarks.trace import (
+    CONVERSATION,
+    Request,
+    clairvoyant_hits,
+    distinct_blocks,
+    lru_hits,
+    read_trace,
+)
+
+
+def chains(seed: int, count: int) -> list[Request]:
+    """Paths from the root of a small tree: child = 3 × parent + 1, 2 or 3."""
+    draw = random.Random(seed)
+    found = []
+    for _ in range(count):
+        block, chain = 0, []
+        for _ in range(draw.randint(1, 3)):
+            block = 3 * block + draw.randint(1, 2)
+            chain.append(block)
+        found.append(chain)
+    return found
+
+
+def prefix_hits(chain: Request, held: frozenset[int]) -> int:
+    return next((place for place, block in enumerate(chain) if block not in held), len(chain))
+
+
+def best_by_trying_all(requests: list[Request], capacity: int) -> int:
+    """The most prefix hits over all sets that a cache may keep after each request."""
+
+    @cache
+    def best(number: int, held: frozenset[int]) -> int:
+        if number == len(requests):
+            return 0
+        chain = requests[number]
+        offered = held | set(chain)
+        kept = [frozenset(choice) for choice in combinations(sorted(offered), min(capacity, len(offered)))]
+        return prefix_hits(chain, held) + max(best(number + 1, choice) for choice in kept)
+
+    return best(0, frozenset())
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("capacity", [1, 2, 3, 4])
+def test_the_clairvoyant_cache_is_the_best_of_all(seed: int, capacity: int) -> None:
+    requests = chains(seed, 7)
+    assert clairvoyant_hits(requests, capacity) == best_by_trying_all(requests, capacity)
+
+
+def test_the_lru_drops_what_was_used_longest_ago_and_ends_before_beginnings() -> None:
+    assert lru_hits([[1, 2], [3], [1, 2]], 2) == 1  # 2 had to go for 3
+    assert lru_hits([[1, 2], [3], [1, 2]], 3) == 2
+
+
+def test_a_block_after_two_different_ones_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"hash_ids": [1, 2]}\n{"hash_ids": [3, 2]}\n')
+    with pytest.raises(ValueError, match="block 2 follows both"):
+        read_trace(path)
+
+
+def test_the_trace_that_is_shipped_is_the_one_that_is_documented() -> None:
+    requests = read_trace(CONVERSATION)
+    blocks = sum(map(len, requests))
+    assert (len(requests), blocks, distinct_blocks(requests)) == (12_031, 288_500, 182_790)
+    assert round(lru_hits(requests, blocks) / blocks, 3) == 0.366

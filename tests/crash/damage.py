@@ -1,0 +1,248 @@
+"""Cut a store's file short, or flip a bit of it, and use it: ``python -m tests.crash.damage --cases 400 --seed 1``.
+
+Each case is a copy of one real store, damaged once. A process that stands for the store's host opens all namespaces,
+reads every block, writes a request, and closes; it is started again where it dies, does not end, or cannot use the
+store, as an engine does. Then:
+
+1. The process that starts it lives, and waits no longer than its bound.
+2. No block that was served differs from what was stored under its key.
+3. After a few starts at most, the store holds what is written to it: opened with what is right, or moved aside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import os
+import random
+import resource
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from persistkv.config import PAGE_BYTES, GroupLayout, RowLayout
+from persistkv.errors import StoreError
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.identity import Identity
+from persistkv.storage.records import RequestEnd, StoreOptions
+from persistkv.storage.registry import open_backend
+from persistkv.storage.rows import Rows
+from persistkv.storage.store import Store
+from persistkv.testing.samples import sample_blocks, sample_keys, sample_manifest, sample_pack
+
+IDENTITIES = [Identity.of({"test": "damage", "number": number}) for number in range(3)]
+BLOCK_BYTES = 4 << 10  # 4 KiB
+PACKS = 90  # in each namespace
+STARTS = 6
+PATIENCE_S = 90.0
+_PAGE_FLAGS = slice(10, 12)
+_OVERFLOW = 0x04
+_STRUCTURE_BYTES = 64  # of a page: its header, and where its first rows lie
+_WRONG_BYTES = "wrong bytes"
+
+
+class Outcome(NamedTuple):
+    """How one start ended."""
+
+    kind: str
+    """``used``, ``refused``, ``unwritten``, ``hung``, ``wrong bytes``, ``raised``, or the name of a signal."""
+    served: int = 0
+    detail: str = ""
+
+
+def blocks_of(seed: int) -> int:
+    """Blocks in a pack of the store."""
+    return 1 + random.Random(seed).randrange(12)
+
+
+def seeds_of(number: int) -> range:
+    """The seeds of a namespace's packs; the first third of them is deleted again."""
+    return range(1000 * number, 1000 * number + PACKS)
+
+
+def expected() -> dict[bytes, bytes]:
+    """Every block that was ever stored."""
+    found: dict[bytes, bytes] = {}
+    for number in range(len(IDENTITIES)):
+        for seed in seeds_of(number):
+            blocks = sample_blocks(seed, blocks_of(seed), BLOCK_BYTES)
+            found.update(zip(sample_keys(seed, len(blocks)), map(bytes, blocks), strict=True))
+    return found
+
+
+def make_store(url: str) -> None:
+    """Packs, manifests, pins, touches, and room that was used and freed."""
+    backend = open_backend(url)
+    for number, identity in enumerate(IDENTITIES):
+        namespace = backend.open_namespace(identity).id
+        packs = [sample_pack(namespace, seed, blocks=blocks_of(seed)) for seed in seeds_of(number)]
+        for start in range(0, PACKS, 6):
+            some = packs[start : start + 6]
+            ids = [pack.pack_id for pack in some]
+            name = f"request {start}"
+            pins = [(name, True)] if start % 4 == 2 else []
+            backend.commit(namespace, CommitBatch(some, [sample_manifest(name, start, packs=ids)], pins=pins))
+        gone = [pack.pack_id for pack in packs[: PACKS // 3]]
+        backend.commit(namespace, CommitBatch(deletions=gone, touches=[packs[-1].pack_id]))
+    backend.close()
+
+
+def damage(data: bytearray, draw: random.Random, case: int) -> str:
+    """Damage the file's bytes; says how. Half of the cases cut it. Of the others, half flip a bit anywhere, a quarter
+    one of the catalogue, and a quarter one of what holds the catalogue together."""
+    if case % 2 == 0:
+        length = draw.randrange(len(data))
+        del data[length:]
+        return f"cut to {length} bytes"
+    within = {1: PAGE_BYTES, 5: _STRUCTURE_BYTES}.get(case % 8)
+    offset = draw.randrange(len(data))
+    while within and (offset % PAGE_BYTES >= within or _lies_in_payload(data, offset)):
+        offset = draw.randrange(len(data))
+    bit = draw.randrange(8)
+    data[offset] ^= 1 << bit
+    return f"bit {bit} of byte {offset} flipped"
+
+
+def _lies_in_payload(data: bytearray, offset: int) -> bool:
+    """Whether the page is none of a tree's, by its flags; pages that continue an overflow are told by the payload's."""
+    page = data[offset // PAGE_BYTES * PAGE_BYTES :][:PAGE_BYTES]
+    number = int.from_bytes(page[:8], "little")
+    return number != offset // PAGE_BYTES or bool(int.from_bytes(page[_PAGE_FLAGS], "little") & _OVERFLOW)
+
+
+def use(url: str, right: dict[bytes, bytes]) -> Outcome:
+    """What a host does in its life, all at once."""
+    rows = Rows(
+        memoryview(bytearray(len(right) * PAGE_BYTES)), RowLayout(PAGE_BYTES, (GroupLayout(((0, BLOCK_BYTES),)),))
+    )
+    served, written = 0, True
+    for number, identity in enumerate(IDENTITIES):
+        try:
+            store = Store(open_backend(url), identity, rows, StoreOptions(), url=url)
+        except StoreError as error:
+            return Outcome("refused", detail=str(error))
+        keys = [key for seed in seeds_of(number) for key in sample_keys(seed, blocks_of(seed))]
+        held = [key for key in keys if store.contains(key)]
+        failed = set(store.read(held, list(range(len(held)))))
+        for row, key in enumerate(held):
+            if key not in failed and bytes(rows.places(0, row)[0]) != right[key]:
+                return Outcome(_WRONG_BYTES, detail=f"block {key.hex()}")
+        served += len(held) - len(failed)
+        new = sample_keys(1_000_000 + time.monotonic_ns() % 1_000_000, 4)
+        store.put("new", new, range(4), range(4))
+        store.end_request(RequestEnd("new", "new", (new,), 64, 16))
+        store.flush()
+        written = written and all(map(store.contains, new)) and not store.read(new, range(4))
+        store.close()
+    return Outcome("used" if written else "unwritten", served)
+
+
+def start(work: Callable[[], Outcome]) -> Outcome:
+    """Run it in a fork, which is killed where it does not end."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reading)
+        _run(work, writing)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        ended = _wait(child)
+        said = pipe.read()
+    if ended is None:
+        return Outcome("hung")
+    if os.WIFSIGNALED(ended):
+        return Outcome(signal.Signals(os.WTERMSIG(ended)).name)
+    return Outcome(*json.loads(said))
+
+
+def _run(work: Callable[[], Outcome], writing: int) -> None:
+    try:
+        outcome = work()
+    except BaseException:
+        outcome = Outcome("raised", detail=traceback.format_exc())
+    os.write(writing, json.dumps(outcome).encode()[:60_000])
+    os._exit(0)
+
+
+def _wait(child: int) -> int | None:
+    """Its status; None where it had to be killed."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def run_case(store: Path, original: Path, draw: random.Random, case: int, right: dict[bytes, bytes]) -> Counter[str]:
+    """Damage a copy and use it.
+
+    :raises AssertionError: saying what is wrong.
+    """
+    shutil.rmtree(store, ignore_errors=True)
+    shutil.copytree(original, store)
+    data = bytearray((store / "data.mdb").read_bytes())
+    how = damage(data, draw, case)
+    (store / "data.mdb").write_bytes(data)
+    seen: Counter[str] = Counter()
+    url = f"lmdb://{store}?capacity=16MiB"
+    for _ in range(STARTS):
+        outcome = start(lambda: use(url, right))
+        seen[outcome.kind] += 1
+        assert outcome.kind not in (_WRONG_BYTES, "raised"), f"{how}: {outcome.kind}: {outcome.detail}"
+        if outcome.kind == "used":
+            aside = any(entry.name.startswith("damaged-") for entry in store.iterdir())
+            seen["moved aside" if aside else "opened with what is right"] += 1
+            seen["blocks served"] += outcome.served
+            return seen
+    raise AssertionError(f"{how}: not usable after {STARTS} starts: {dict(seen)}, {outcome.detail}")
+
+
+def run(cases: int, seed: int, directory: Path, seconds: float) -> Counter[str]:
+    """Run cases; their outcomes, counted.
+
+    :raises AssertionError: saying what is wrong, with the seed and the number of the case.
+    """
+    original = directory / "original"
+    made = start(lambda: make_store(f"lmdb://{original}?capacity=16MiB") or Outcome("used"))
+    assert made.kind == "used", made.detail
+    right = expected()
+    gc.freeze()
+    seen: Counter[str] = Counter()
+    deadline = time.monotonic() + seconds
+    for case in range(cases):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{case} of {cases} cases in {seconds} s")
+        try:
+            seen += run_case(directory / "case", original, random.Random(f"{seed} {case}"), case, right)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, case {case}: {error}") from error
+    return seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=400)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="give up after so long")
+    arguments: Any = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    logging.disable(logging.CRITICAL)
+    with tempfile.TemporaryDirectory() as directory:
+        seen = run(arguments.cases, arguments.seed, Path(directory), arguments.seconds)
+    print(f"{arguments.cases} damaged stores: " + ", ".join(f"{count} {kind}" for kind, count in sorted(seen.items())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+#!/usr/bin/env python3
+"""A loopback TCP proxy that breaks an S3 connection on command.
+
+    faultproxy.py LISTEN_PORT UPSTREAM_PORT
+
+Control: send one line to LISTEN_PORT + 1; the reply is the number of connections since the last line.
+
+    ok               forward everything
+    hang             accept, never forward
+    hang_reply       forward the request, never the reply (the server may have committed)
+    lose_reply       forward the request, reset when the reply starts; lose_reply1: only once
+    rst              reset at accept
+    rst_after N      reset after N bytes of reply
+    delay S          wait S seconds before each read is passed on
+    rate B           at most B bytes per second
+    s503 N           answer the next N connections with 503 SlowDown
+    conns            change nothing, count only
+"""
+
+import asyncio
+import contextlib
+import socket
+import struct
+import sys
+
+SLOW_DOWN = (
+    b'<?xml version="1.0"?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>'
+)
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(Exception):
+        linger = struct.pack("ii", 1, 0)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        writer.transport.abort()
+
+
+class FaultProxy:
+    def __init__(self, upstream_port: int) -> None:
+        self.upstream_port = upstream_port
+        self.mode: list[str] = ["ok"]
+        self.slow_downs = 0
+        self.connections = 0
+        self.live: set[asyncio.Task] = set()
+
+    async def pump(self, reader, writer, is_request: bool, client_writer) -> None:
+        sent = 0
+        while data := await reader.read(65536):
+            name, *args = self.mode
+            is_continue = not is_request and data.startswith(b"HTTP/1.1 100") and len(data) < 40
+            if is_continue:  # let Expect: 100-continue through, or no body is ever sent
+                writer.write(data)
+                await writer.drain()
+                continue
+            if name == "hang" or (name == "hang_reply" and not is_request):
+                await asyncio.sleep(3600)
+            if name.startswith("lose_reply") and not is_request:
+                if name == "lose_reply1":
+                    self.mode = ["ok"]
+                reset(client_writer)
+                return
+            if name == "rst_after" and not is_request:
+                sent += len(data)
+                if sent > int(args[0]):
+                    writer.write(data[: max(0, len(data) - (sent - int(args[0])))])
+                    await writer.drain()
+                    await asyncio.sleep(0.05)
+                    reset(client_writer)
+                    return
+            if name == "delay":
+                await asyncio.sleep(float(args[0]))
+            if name == "rate":
+                await asyncio.sleep(len(data) / float(args[0]))
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+    async def answer_slow_down(self, reader, writer) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        if b"100-continue" in head:
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        lengths = [int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length:")]
+        if lengths:
+            await reader.readexactly(lengths[0])
+        writer.write(
+            b"HTTP/1.1 503 Slow Down\r\nContent-Type: application/xml\r\nConnection: close\r\n"
+            b"Content-Length: %d\r\n\r\n" % len(SLOW_DOWN) + SLOW_DOWN
+        )
+        await writer.drain()
+        writer.close()
+
+    async def serve(self, reader, writer) -> None:
+        self.connections += 1
+        self.live.add(asyncio.current_task())
+        try:
+            if self.mode[0] == "rst":
+                reset(writer)
+                return
+            if self.slow_downs > 0:
+                self.slow_downs -= 1
+                await self.answer_slow_down(reader, writer)
+                return
+            up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self.upstream_port)
+            pumps = [
+                asyncio.create_task(self.pump(reader, up_writer, True, writer)),
+                asyncio.create_task(self.pump(up_reader, writer, False, writer)),
+            ]
+            try:
+                await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for pump in pumps:
+                    pump.cancel()
+                up_writer.close()
+                if not writer.is_closing():
+                    writer.close()
+        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            reset(writer)
+        finally:
+            self.live.discard(asyncio.current_task())
+
+    async def control(self, reader, writer) -> None:
+        words = (await reader.readline()).decode().split() or ["conns"]
+        if words[0] == "s503":
+            self.mode, self.slow_downs = ["ok"], int(words[1])
+        elif words[0] != "conns":
+            self.mode, self.slow_downs = words, 0
+        if words[0] != "conns":  # drop kept-alive connections, so that the new mode meets fresh ones
+            for task in list(self.live):
+                task.cancel()
+        writer.write(b"%d\n" % self.connections)
+        self.connections = 0
+        await writer.drain()
+        writer.close()
+
+
+async def main() -> None:
+    listen_port, upstream_port = int(sys.argv[1]), int(sys.argv[2])
+    proxy = FaultProxy(upstream_port)
+    servers = (
+        await asyncio.start_server(proxy.serve, "127.0.0.1", listen_port),
+        await asyncio.start_server(proxy.control, "127.0.0.1", listen_port + 1),
+    )
+    await asyncio.gather(*(server.serve_forever() for server in servers))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,289 @@
+"""Loads, transactions and closing beside one another: a store on threads, over a medium that stops where it is told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from persistkv.errors import StoreError
+from persistkv.storage.backend import CommitBatch, CommitResult, ReadSpan
+from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.protocol import EndRequest
+from persistkv.storage.keys import PackedKeys
+from persistkv.testing.memory import MemoryBackend
+
+BLOCK = 64 << 10
+PATIENCE_S = 30.0
+
+
+class Gate:
+    """Calls stop here while it is shut."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._open.set()
+        self._lock = threading.Lock()
+        self.waiting = 0
+        self.errors: list[str] = []
+        """Of the next calls that pass, one each."""
+
+    def shut(self) -> None:
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def pass_through(self) -> None:
+        with self._lock:
+            self.waiting += 1
+        assert self._open.wait(PATIENCE_S)
+        with self._lock:
+            self.waiting -= 1
+            error = self.errors.pop(0) if self.errors else None
+        if error is not None:
+            raise StoreError(error)
+
+    def await_waiting(self, count: int = 1) -> None:
+        eventually(lambda: self.waiting >= count)
+
+
+class GatedBackend(MemoryBackend):
+    """A store in memory, with gates before its commits and reads. What it read into last is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.commits, self.reads = Gate(), Gate()
+        self.committing = 0
+        self.most_committing = 0
+
+    def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
+        self.committing += 1
+        self.most_committing = max(self.most_committing, self.committing)
+        try:
+            self.commits.pass_through()
+            return super().commit(namespace, batch)
+        finally:
+            self.committing -= 1
+
+    def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+        self.reads.pass_through()
+        return super().read(namespace, spans)
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, "it never comes to that"
+        time.sleep(0.001)
+
+
+def names(count: int, start: int = 0) -> list[bytes]:
+    return [number.to_bytes(32, "little") + bytes(4) for number in range(start, start + count)]
+
+
+@pytest.fixture
+def medium(monkeypatch: pytest.MonkeyPatch) -> Iterator[GatedBackend]:
+    backend = GatedBackend()
+    monkeypatch.setattr("persistkv.storage.host.server.open_backend", lambda url: backend)
+    yield backend
+    backend.commits.open()
+    backend.reads.open()
+
+
+@pytest.fixture
+def client(hosted: Any, medium: GatedBackend) -> StoreClient:
+    opened: StoreClient = hosted.connect("memory://gated", "thread", max_age_s=1e6, refresh_s=0.01)
+    opened.open()
+    return opened
+
+
+def store(client: StoreClient, job: int, keys: list[bytes], first_row: int = 0) -> None:
+    rows = range(first_row, first_row + len(keys))
+    client.submit_store(job, f"r{job}", keys, rows, range(len(keys)), len(keys) * BLOCK)
+
+
+def test_loads_go_on_while_a_transaction_runs(hosted: Any, client: StoreClient, medium: GatedBackend) -> None:
+    store(client, 1, names(64))
+    assert hosted.finish(client, 1).failed == []
+    medium.commits.shut()
+    store(client, 2, names(64, 64), 64)
+    medium.commits.await_waiting()
+    before = hosted.array[:64].copy()
+    for job in range(3, 8):
+        hosted.array[:64] = 0
+        client.submit_load(job, names(64), range(64))
+        assert hosted.finish(client, job).failed == []
+        assert (hosted.array[:64] == before).all()
+    assert client.num_jobs == 1
+    medium.commits.open()
+    assert hosted.finish(client, 2).failed == []
+
+
+def test_small_jobs_are_taken_while_a_transaction_runs(hosted: Any, client: StoreClient, medium: GatedBackend) -> None:
+    medium.commits.shut()
+    store(client, 1, names(64))
+    medium.commits.await_waiting()
+    store(client, 2, names(4, 64), 64)
+    outcome = hosted.finish(client, 2)
+    assert (outcome.failed, outcome.refused) == ([], False)
+    assert not any(map(client.contains, names(68)))
+    medium.commits.open()
+    assert client.flush(PATIENCE_S)
+    assert all(map(client.contains, names(68)))
+    assert medium.most_committing == 1
+
+
+def test_a_job_that_found_keys_in_flight_writes_what_was_lost(
+    hosted: Any, client: StoreClient, medium: GatedBackend
+) -> None:
+    medium.commits.shut()
+    store(client, 1, names(64))
+    medium.commits.await_waiting()
+    store(client, 2, names(70))  # 64 of them are in flight
+    store(client, 3, names(64, 32), 32)  # 32 are in flight with the first job, 6 with the second
+    client.flush(0.0)  # it waits for those that take over, too
+    medium.commits.errors = ["the disk went away"]
+    medium.commits.open()
+    outcomes = finish_all(client, {1, 2, 3})
+    assert {job: outcome.failed for job, outcome in outcomes.items()} == {1: names(64), 2: [], 3: []}
+    assert client.flush(PATIENCE_S)
+    assert all(map(client.contains, names(96)))
+    before = hosted.array[:96].copy()
+    hosted.array[:] = 0
+    client.submit_load(4, names(96), range(96))
+    assert hosted.finish(client, 4).failed == []
+    assert (hosted.array[:96] == before).all()
+
+
+def finish_all(client: StoreClient, jobs: set[int]) -> dict[int, Any]:
+    ended: dict[int, Any] = {}
+    deadline = time.monotonic() + PATIENCE_S
+    while not jobs <= ended.keys():
+        assert time.monotonic() < deadline
+        ended.update((outcome.job_id, outcome) for outcome in client.poll())
+    return ended
+
+
+def test_whoever_offers_a_staged_block_again_gets_it_stored(
+    hosted: Any, client: StoreClient, medium: GatedBackend
+) -> None:
+    """Both jobs were told that their blocks were taken, and their rows may hold something else by now."""
+    content = hosted.array[:4].copy()
+    store(client, 1, names(4))
+    assert hosted.finish(client, 1).failed == []
+    medium.commits.shut()
+    client.end_request(end("r1", names(4)))
+    medium.commits.await_waiting()
+    store(client, 2, names(2))
+    assert hosted.finish(client, 2).failed == []
+    hosted.array[:4] = 0
+    medium.commits.errors = ["no", "no"]
+    medium.commits.open()
+    assert client.flush(PATIENCE_S)
+    assert client.take_persisted() == {"r1": False}
+    assert [client.contains(key) for key in names(4)] == [True, True, False, False]
+    client.submit_load(3, names(2), [10, 11])
+    assert hosted.finish(client, 3).failed == []
+    assert (hosted.array[10:12] == content[:2]).all()
+    stats = client.stats()
+    assert stats.host is not None
+    assert stats.host.counters.dropped_blocks == 2
+    assert stats.host.staged_bytes == 0
+
+
+def end(request: str, keys: list[bytes]) -> EndRequest:
+    return EndRequest(request, f"m-{request}", (PackedKeys.of(keys),), 16 * len(keys), 16, True, {})
+
+
+def test_rows_are_free_only_when_the_slowest_part_has_ended(
+    hosted: Any, client: StoreClient, medium: GatedBackend
+) -> None:
+    """One part of a load fails at once, another is still at work: the rows of both are in use."""
+    store(client, 1, names(128))
+    assert hosted.finish(client, 1).failed == []
+    assert client.flush(PATIENCE_S)
+    fails = threading.Event()
+    slow = medium.read
+
+    def read(namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+        if spans[0].offset == 0 and not fails.is_set():
+            fails.set()
+            raise StoreError("this part is gone")
+        return slow(namespace, spans)
+
+    medium.read = read  # type: ignore[method-assign]
+    medium.reads.shut()
+    client.submit_load(2, names(128), range(128))
+    eventually(fails.is_set)
+    medium.reads.await_waiting()
+    assert client.poll() == []
+    hosted.array[:] = 0
+    medium.reads.open()
+    failed = hosted.finish(client, 2).failed
+    assert failed
+    assert set(failed) < set(names(128))
+    frozen = hosted.array.copy()
+    assert client.flush(PATIENCE_S)
+    assert (hosted.array == frozen).all()
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_closing_waits_for_all_that_runs(hosted: Any, medium: GatedBackend, codec: str) -> None:
+    client = hosted.connect("memory://gated", "thread", codec=codec, max_age_s=1e6)
+    client.open()
+    store(client, 1, names(64))
+    assert hosted.finish(client, 1).failed == []
+    medium.commits.shut()
+    medium.reads.shut()
+    store(client, 2, names(64, 64), 64)
+    medium.commits.await_waiting()
+    store(client, 3, names(2, 200), 5)
+    client.submit_load(4, names(64), range(64))
+    medium.reads.await_waiting()
+    committed: list[int] = []
+    close = medium.close
+
+    def note_and_close() -> None:
+        (space,) = medium.spaces.values()
+        committed.extend(len(table.keys) for pack in space.packs.values() for table in pack.readable())
+        close()
+
+    medium.close = note_and_close  # type: ignore[method-assign]
+    opener = threading.Timer(0.05, lambda: (medium.commits.open(), medium.reads.open()))
+    opener.start()
+    assert client.close(PATIENCE_S)
+    opener.join()
+    assert sum(committed) == 130
+
+
+def test_the_loop_answers_while_the_medium_is_stuck(hosted: Any, client: StoreClient, medium: GatedBackend) -> None:
+    medium.commits.shut()
+    store(client, 1, names(64))
+    medium.commits.await_waiting()
+    client.submit_load(2, names(3, 500), [70, 71, 72])
+    assert hosted.finish(client, 2).failed == names(3, 500)
+    medium.commits.open()
+    assert hosted.finish(client, 1).failed == []
+
+
+def test_a_bad_pack_is_deleted_once_the_transaction_has_ended(
+    hosted: Any, client: StoreClient, medium: GatedBackend
+) -> None:
+    store(client, 1, names(64))
+    assert hosted.finish(client, 1).failed == []
+    (space,) = medium.spaces.values()
+    (pack,) = space.packs.values()
+    pack.payload[5] ^= 1
+    medium.commits.shut()
+    store(client, 2, names(64, 64), 64)
+    medium.commits.await_waiting()
+    client.submit_load(3, names(64), range(64))
+    assert set(hosted.finish(client, 3).failed) < set(names(64))
+    medium.commits.open()
+    assert hosted.finish(client, 2).failed == []
+    eventually(lambda: not client.poll() and not any(map(client.contains, names(64))))
+    assert all(map(client.contains, names(64, 64)))

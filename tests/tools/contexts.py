@@ -1,0 +1,99 @@
+"""Contexts that share prefixes, as engines store them: what the commands are tried on."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from persistkv.base import make_offload_key
+from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
+from persistkv.storage.codec import Codec, RawCodec
+from persistkv.storage.identity import Identity
+from persistkv.storage.keys import PackedKeys
+from persistkv.storage.manifest import RequestManifest
+from persistkv.storage.pack import PackWriter, Segment
+from persistkv.testing.samples import ArraySource
+
+BLOCK_BYTES = 4096
+LLAMA = Identity.of({"weights": "checkpoint:1", "config": {"rope_theta": 10000.0}, "dtype": {"model": "bfloat16"}})
+
+
+def chain(words: Sequence[str], group: int = 0) -> list[bytes]:
+    """The keys of a context: each hash covers all words up to it, so equal prefixes have equal keys."""
+    digest = hashlib.sha256(b"seed")
+    keys = []
+    for word in words:
+        digest.update(word.encode() + b"\n")
+        keys.append(make_offload_key(digest.digest(), group))
+    return keys
+
+
+class Contexts:
+    """Writes requests, each pack as an engine would: only the blocks that nobody stored before."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        identity: Identity = LLAMA,
+        *,
+        groups: int = 1,
+        codec: Codec | None = None,
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
+        self.backend = backend
+        self.namespace = backend.open_namespace(identity).id
+        self.packs: dict[str, bytes] = {}
+        """For each request, the pack that was written for it."""
+        self._groups = groups
+        self._codec = codec or RawCodec()
+        self._block_bytes = block_bytes
+        self._where: dict[bytes, bytes] = {}
+
+    def add(
+        self, name: str, text: str, *, labels: dict[str, str] | None = None, age_s: float = 60.0, manifest: bool = True
+    ) -> None:
+        """Store a request whose context is ``text``, a word a block."""
+        chains = [chain(text.split(), group) for group in range(self._groups)]
+        packs = list(self._packs(name, chains))
+        writes = [self._manifest(name, chains, labels or {}, time.time() - age_s)] if manifest else []
+        self.backend.commit(self.namespace, CommitBatch(packs, writes))
+
+    def _packs(self, name: str, chains: Sequence[list[bytes]]) -> list[PackWriter]:
+        segments = []
+        for group, keys in enumerate(chains):
+            new = [key for key in keys if key not in self._where]
+            if new:
+                segments.append(Segment(group, self._block_bytes, new, self._blocks(new), keys.index(new[0])))
+        if not segments:
+            return []
+        pack = PackWriter(self.namespace, self._codec, segments)
+        self.packs[name] = pack.pack_id
+        self._where.update((key, pack.pack_id) for segment in segments for key in segment.keys)
+        return [pack]
+
+    def _blocks(self, keys: Sequence[bytes]) -> ArraySource:
+        """Bytes that follow from the key; the second half of a block repeats, so that codecs have work."""
+        blocks = np.empty((len(keys), self._block_bytes), dtype=np.uint8)
+        for block, key in zip(blocks, keys, strict=True):
+            rng = np.random.default_rng(int.from_bytes(key[:8], "big"))
+            block[:] = rng.integers(0, 256, self._block_bytes, dtype=np.uint8)
+            block[self._block_bytes // 2 :] = block[0]
+        return ArraySource(blocks)
+
+    def _manifest(
+        self, name: str, chains: Sequence[list[bytes]], labels: dict[str, str], created: float
+    ) -> ManifestWrite:
+        blocks = tuple(map(len, chains))
+        manifest = RequestManifest(
+            id=name,
+            created=created,
+            tokens=16 * blocks[0],
+            group_blocks=blocks,
+            raw_bytes=sum(blocks) * self._block_bytes,
+            labels=labels,
+        )
+        packs = dict.fromkeys(self._where[key] for keys in zip(*chains, strict=True) for key in keys)
+        return ManifestWrite(manifest, tuple(map(PackedKeys.of, chains)), list(packs))

@@ -1,0 +1,93 @@
+"""Damage within an LMDB store, done to its rows past the driver, which must not have it open."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import lmdb
+
+from persistkv.config import StoreUrl
+from persistkv.storage.pack import PackTable
+from persistkv_lmdb.layout import SEQUENCE, Databases, manifest_row
+from persistkv_lmdb.pieces import PIECE_BYTES
+
+_TABLE_PREFIX = SEQUENCE.size
+
+
+class Damage:
+    """Each method damages one thing."""
+
+    def __init__(self, url: str, namespace: bytes) -> None:
+        self._env = lmdb.open(StoreUrl.parse(url).location, max_dbs=len(Databases._fields), map_size=0, create=False)
+        self._db = {name: self._env.open_db(name.encode(), create=False) for name in Databases._fields}
+        self._namespace = namespace
+
+    def __enter__(self) -> Damage:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self._env.close()
+
+    def flip_payload(self, pack: bytes, position: int) -> None:
+        index, offset = divmod(position, PIECE_BYTES)
+        self._flip("pieces", self._namespace + pack + index.to_bytes(4, "big"), offset)
+
+    def swap_payloads(self, one: bytes, other: bytes) -> None:
+        """Their first pieces."""
+        names = [self._namespace + pack + bytes(4) for pack in (one, other)]
+        rows = [self._get("pieces", name) for name in names]
+        for name, row in zip(names, reversed(rows), strict=True):
+            self._put("pieces", name, row)
+
+    def cut_payload(self, pack: bytes, length: int) -> None:
+        name = self._namespace + pack + bytes(4)
+        self._put("pieces", name, self._get("pieces", name)[:length])
+
+    def drop_payload(self, pack: bytes) -> None:
+        with self._env.begin(write=True) as txn:
+            txn.delete(self._namespace + pack + bytes(4), db=self._db["pieces"])
+
+    def change_key(self, pack: bytes) -> None:
+        """Another key in the table, whose checksum is right."""
+        name = self._namespace + pack
+        row = self._get("packs", name)
+        table = PackTable.parse(row[_TABLE_PREFIX:])
+        data = bytes([table.keys.data[0] ^ 1]) + table.keys.data[1:]
+        changed = PackTable(
+            table.namespace,
+            table.pack_id,
+            table.codecs,
+            table.payload_length,
+            table.raw_length,
+            table.frames,
+            type(table.keys)(data, table.keys.key_length, table.keys.lengths),
+        )
+        self._put("packs", name, row[:_TABLE_PREFIX] + changed.encode())
+
+    def flip_table(self, pack: bytes, position: int) -> None:
+        self._flip("packs", self._namespace + pack, _TABLE_PREFIX + position)
+
+    def misplace_table(self, pack: bytes, other: bytes) -> None:
+        """The row of one lies in another's place."""
+        self._put("packs", self._namespace + pack, self._get("packs", self._namespace + other))
+
+    def flip_head(self, request: str, position: int) -> None:
+        self._flip("manifests", manifest_row(self._namespace, request), position)
+
+    def flip_keys(self, request: str, position: int) -> None:
+        self._flip("manifest_keys", manifest_row(self._namespace, request), position)
+
+    def _flip(self, db: str, name: bytes, position: int) -> None:
+        row = bytearray(self._get(db, name))
+        row[position] ^= 0x40
+        self._put(db, name, bytes(row))
+
+    def _get(self, db: str, name: bytes) -> bytes:
+        with self._env.begin() as txn:
+            row = txn.get(name, db=self._db[db])
+        assert row is not None
+        return row
+
+    def _put(self, db: str, name: bytes, row: bytes) -> None:
+        with self._env.begin(write=True) as txn:
+            txn.put(name, row, db=self._db[db])

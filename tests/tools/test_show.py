@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.registry import open_backend
+from persistkv.testing.samples import sample_manifest
+from tests.tools.contexts import Contexts, chain
+
+
+@pytest.fixture
+def shared(url):
+    backend = open_backend(url)
+    writer = Contexts(backend, groups=2)
+    writer.add("anna-1", "s1 s2 a1 a2", labels={"user": "anna"})
+    writer.add("anna-2", "s1 s2 a1 a3 a4")
+    writer.add("bert-1", "s1 s2 b1")
+    writer.add("lone-1", "x y")
+    yield url, writer
+    backend.close()
+
+
+def test_packs_keys_and_sharing(run, shared):
+    url, writer = shared
+    context = json.loads(run("show", url, "anna-2", "--json", "--keys", "2").stdout)["context"]
+    first, second = context["packs"]
+    assert (first["id"], second["id"]) == (writer.packs["anna-1"].hex(), writer.packs["anna-2"].hex())
+    assert (first["blocks"], first["pack_blocks"], first["sharers"]) == (6, 8, ["anna-1", "bert-1"])
+    assert (second["blocks"], second["pack_blocks"], second["shared_with"]) == (4, 4, 0)
+    assert context["shared_blocks"] == 6
+    assert [(group["blocks"], group["missing"]) for group in context["groups"]] == [(5, 0), (5, 0)]
+    assert [group["raw_bytes"] for group in context["groups"]] == [5 * 4096] * 2
+    keys = chain(["s1", "s2", "a1", "a3", "a4"])
+    assert [key["key"] for key in context["groups"][0]["keys"]] == [key.hex()[:12] for key in keys[:2]]
+    assert context["groups"][1]["keys"][0] == {
+        "depth": 0,
+        "key": chain(["s1"], 1)[0].hex()[:12],
+        "pack": first["id"],
+        "offset": 16_384,
+    }
+
+
+def test_for_a_person(run, shared):
+    shown = run("show", shared[0], "anna-1").stdout
+    for part in ("user=anna", "6 of 8 blocks are in other requests too", "2 requests", chain(["s1"])[0].hex()[:12]):
+        assert part in shown
+    assert "prefix tree" not in shown
+
+
+def test_the_tree(run, shared):
+    url, _ = shared
+    top = json.loads(run("show", url, "anna-2", "--tree", "--json").stdout)["tree"]
+    assert (top["requests"], top["blocks"]) == (4, 0)
+    common, lone = top["children"]
+    assert (common["start"], common["blocks"], common["requests"], common["chosen"]) == (0, 2, 3, True)
+    assert (lone["blocks"], lone["names"], lone["chosen"]) == (2, ["lone-1"], False)
+    annas, bert = common["children"]
+    assert (annas["start"], annas["blocks"], annas["requests"]) == (2, 1, 2)
+    assert (bert["names"], bert["blocks"]) == (["bert-1"], 1)
+    assert [(node["names"], node["start"], node["blocks"]) for node in annas["children"]] == [
+        (["anna-2"], 3, 2),
+        (["anna-1"], 3, 1),
+    ]
+    drawn = run("show", url, "anna-2", "--tree").stdout
+    assert "prefix tree of 4 requests" in drawn
+    assert "blocks 0 to 2, 3 requests" in drawn
+
+
+def test_a_request_that_ends_within_another(run, contexts):
+    url, writer = contexts
+    writer.add("short", "a b")
+    writer.add("long", "a b c")
+    writer.add("same", "a b")
+    top = json.loads(run("show", url, "long", "--tree", "--json").stdout)["tree"]
+    (node,) = top["children"]
+    assert (node["blocks"], node["requests"], node["ends"], node["names"]) == (2, 3, 2, ["same", "short"])
+    assert node["children"][0]["names"] == ["long"]
+
+
+def count(node):
+    return len(node["children"]) + sum(map(count, node["children"]))
+
+
+def test_the_tree_is_bounded_and_never_cuts_the_chosen_path(run, contexts):
+    url, writer = contexts
+    for number in range(30):
+        writer.add(f"r{number}", f"a b{number} c d{number}")
+    for limit in (1, 2, 12):
+        top = json.loads(run("show", url, "r7", "--tree", "--nodes", str(limit), "--json").stdout)["tree"]
+        assert count(top) == min(limit, 9)
+        node = top["children"][0]
+        assert node["hidden"] == 30 - len(node["children"])
+        assert not node["children"] or node["children"][0]["names"] == ["r7"]
+    assert "22 more not drawn" in run("show", url, "r7", "--tree").stdout
+
+
+def test_blocks_that_no_pack_holds(run, contexts):
+    url, writer = contexts
+    writer.backend.commit(writer.namespace, CommitBatch(manifests=[sample_manifest("ghost", blocks=3)]))
+    context = json.loads(run("show", url, "ghost", "--json").stdout)["context"]
+    assert context["groups"][0]["missing"] == 3
+    assert context["packs"] == []
+    assert "(none)" in run("show", url, "ghost").stdout
+
+
+def test_the_begin_of_an_id_is_enough_where_it_is_one_request(run, shared):
+    url, writer = shared
+    assert run("show", url, "lone").returncode == 0
+    done = run("show", url, "anna")
+    assert done.returncode == 2
+    assert "anna-1" in done.stderr
+    assert "anna-2" in done.stderr
+    writer.add("anna", "z")
+    assert "tokens      16" in run("show", url, "anna").stdout
+    done = run("show", url, "nobody")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "nobody" in done.stderr

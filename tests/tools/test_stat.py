@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import json
+from contextlib import closing
+
+import pytest
+
+from persistkv.storage.codec import ZstdCodec
+from persistkv.storage.identity import Identity
+from persistkv.storage.registry import open_backend
+from tests.tools.contexts import Contexts
+
+
+@pytest.fixture
+def known(url):
+    with closing(open_backend(url)) as backend:
+        writer = Contexts(backend, groups=2, codec=ZstdCodec(1), block_bytes=65_536)
+        writer.add("one", "a b c d", age_s=60.0)
+        writer.add("two", "a b c e", age_s=2 * 86_400.0)
+        Contexts(backend, Identity.of({"weights": "checkpoint:2"})).add("other", "a b")
+        yield url
+
+
+def test_totals_are_exact(run, known):
+    found = json.loads(run("stat", known, "--json").stdout)
+    assert (found["requests"], found["packs"], found["blocks"]) == (3, 3, 12)
+    assert found["raw_bytes"] == 10 * 65_536 + 2 * 4096
+    assert found["referenced_blocks"] == 18
+    assert found["dedup_ratio"] == 1.5
+    assert found["codec_ratio"] == round(found["raw_bytes"] / found["stored_bytes"], 4)
+    assert found["capacity"] == 1 << 30
+    assert found["fill"] == round(found["disk_bytes"] / (1 << 30), 4)
+
+
+def test_namespaces_and_groups_are_exact(run, known):
+    first, second = json.loads(run("stat", known, "--json").stdout)["namespaces"]
+    assert (first["requests"], first["packs"], first["blocks"], first["referenced_blocks"]) == (2, 2, 10, 16)
+    assert first["dedup_ratio"] == 1.6
+    assert [(group["group"], group["blocks"], group["codecs"]) for group in first["groups"]] == [
+        (0, 5, ["zstd:1"]),
+        (1, 5, ["zstd:1"]),
+    ]
+    for group in first["groups"]:
+        assert group["raw_bytes"] == 5 * 65_536
+        assert 1.5 < group["codec_ratio"] < 2.1  # half of each block repeats
+    assert [group["codecs"] for group in second["groups"]] == [["raw"]]
+    assert second["groups"][0]["codec_ratio"] == 1.0
+
+
+def test_histograms_count_each_request_once(run, known):
+    found = json.loads(run("stat", known, "--json").stdout)
+    assert {row["below"]: row["requests"] for row in found["ages"] if row["requests"]} == {"1h": 2, "7d": 1}
+    assert {row["below"]: row["requests"] for row in found["sizes"] if row["requests"]} == {"1MiB": 3}
+    assert sum(row["raw_bytes"] for row in found["sizes"]) == 16 * 65_536 + 2 * 4096
+    assert found["ages"][-1]["below"] is None
+
+
+def test_a_person_sees_all_of_it(run, known):
+    shown = run("stat", known).stdout
+    for part in ("dedup ratio", "1.50", "1.0 GiB", "zstd:1", "age of requests", "raw size of requests", "█"):
+        assert part in shown
+
+
+def test_an_empty_store(run, url):
+    open_backend(url).close()
+    found = json.loads(run("stat", url, "--json").stdout)
+    assert (found["requests"], found["dedup_ratio"], found["codec_ratio"], found["namespaces"]) == (0, None, None, [])
+    done = run("stat", url)
+    assert done.returncode == 0, done.stderr
+    assert "histogram" not in done.stdout

@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import json
+from contextlib import closing
+
+import pytest
+
+from persistkv.config import StoreUrl
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.codec import ZstdCodec
+from persistkv.storage.registry import open_backend
+from persistkv.testing.memory import MemoryBackend
+from persistkv.testing.samples import sample_manifest, sample_pack
+from persistkv_tools.live import LivePacks
+from persistkv_tools.pack_check import Problem
+from persistkv_tools.verify_state import VerifyState
+from persistkv_tools.verifying import Verifier, check_manifests, read_catalogues
+from tests.tools.contexts import Contexts
+from tests.tools.damage import Damage
+
+URL = "memory://here"
+
+
+def ignore(num_bytes):
+    pass
+
+
+@pytest.fixture
+def memory():
+    backend = MemoryBackend.open(StoreUrl.parse(URL))
+    writer = Contexts(backend, groups=2, codec=ZstdCodec(1))
+    for number in range(6):
+        writer.add(f"r{number}", f"a b c{number} d{number}")
+    return backend, writer
+
+
+def findings(backend, state=None):
+    state = state or VerifyState.begin(URL, 1.0)
+    catalogues = read_catalogues(backend)
+    for _ in Verifier(backend, catalogues.spaces, state, ignore).packs():
+        pass
+    return [*catalogues.findings, *check_manifests(backend, catalogues.spaces)[1], *state.findings]
+
+
+class TestWhatIsFound:
+    def test_nothing_in_a_good_store(self, memory):
+        assert findings(memory[0]) == []
+
+    def test_every_byte_of_a_payload_counts(self, memory):
+        """Frames, of which some are compressed, and the padding between them."""
+        backend, writer = memory
+        payload = backend.spaces[writer.namespace].packs[writer.packs["r0"]].payload
+        for position in range(0, len(payload), 97):
+            payload[position] ^= 0x10
+            (found,) = findings(backend)
+            assert found.problem in (Problem.PAYLOAD, Problem.PADDING)
+            assert found.pack == writer.packs["r0"].hex()
+            payload[position] ^= 0x10
+        assert findings(backend) == []
+
+    def test_a_payload_that_ends_too_early(self, memory):
+        backend, writer = memory
+        payload = backend.spaces[writer.namespace].packs[writer.packs["r1"]].payload
+        del payload[-1:]
+        (found,) = findings(backend)
+        assert (found.problem, found.pack) == (Problem.SHORT, writer.packs["r1"].hex())
+
+    def test_payloads_that_changed_places(self, memory):
+        backend, writer = memory
+        packs = backend.spaces[writer.namespace].packs
+        one, other = writer.packs["r1"], writer.packs["r2"]
+        packs[one], packs[other] = (
+            packs[one]._replace(payload=packs[other].payload),
+            packs[other]._replace(payload=packs[one].payload),
+        )
+        found = findings(backend)
+        assert {finding.pack for finding in found} == {one.hex(), other.hex()}
+
+    def test_rows_that_do_not_read_are_counted(self, memory):
+        backend, writer = memory
+        space = backend.spaces[writer.namespace]
+        for name in ("r3", "r4"):
+            pack = writer.packs[name]
+            space.packs[pack] = space.packs[pack]._replace(table=b"no table")
+        space.manifests["r0"] = space.manifests["r0"]._replace(head=b"no head")
+        space.manifests["r1"] = space.manifests["r1"]._replace(keys=b"no keys")
+        found = findings(backend)
+        assert {(finding.problem, finding.count, finding.request) for finding in found} == {
+            (Problem.PACK_ROWS, 2, None),
+            (Problem.MANIFEST_ROWS, 1, None),
+            (Problem.MANIFEST_KEYS, 1, "r1"),
+            (Problem.MISSING_BLOCKS, 4, "r3"),
+            (Problem.MISSING_BLOCKS, 4, "r4"),
+        }
+
+    def test_a_request_of_blocks_that_no_pack_holds(self, memory):
+        backend, writer = memory
+        backend.commit(writer.namespace, CommitBatch(manifests=[sample_manifest("ghost")]))
+        (found,) = findings(backend)
+        assert (found.problem, found.request, found.count) == (Problem.MISSING_BLOCKS, "ghost", 3)
+
+
+class TestWhatOthersDoMeanwhile:
+    def test_a_pack_that_went_is_no_problem(self, memory):
+        backend, writer = memory
+        catalogues = read_catalogues(backend)
+        state = VerifyState.begin(URL, 1.0)
+        backend.commit(writer.namespace, CommitBatch(deletions=[writer.packs["r3"]]))
+        for _ in Verifier(backend, catalogues.spaces, state, ignore).packs():
+            pass
+        assert (state.findings, state.went, state.packs) == ([], 1, 6)
+        assert check_manifests(backend, catalogues.spaces) == (5, [])
+
+    def test_a_pack_that_was_replaced_is_checked_as_it_is_now(self, memory):
+        backend, writer = memory
+        pack = sample_pack(writer.namespace, 77)
+        backend.commit(writer.namespace, CommitBatch([pack]))
+        catalogues = read_catalogues(backend)
+        again = sample_pack(writer.namespace, 77, content=78)
+        backend.commit(writer.namespace, CommitBatch([again], deletions=[pack.pack_id]))
+        state = VerifyState.begin(URL, 1.0)
+        for _ in Verifier(backend, catalogues.spaces, state, ignore).packs():
+            pass
+        assert (state.findings, state.went) == ([], 1)
+
+    def test_nothing_is_said_of_rows_while_somebody_writes(self, memory):
+        backend, _ = memory
+
+        class Busy(MemoryBackend):
+            written = 0
+
+            def manifests(self, namespace):
+                self.written += 1
+                self.commit(namespace, CommitBatch([sample_pack(namespace, 100 + self.written)]))
+                return super().manifests(namespace)
+
+        busy = Busy()
+        busy.spaces = backend.spaces
+        found = read_catalogues(busy)
+        assert (found.certain, found.findings) == (False, [])
+
+    def test_repair_spares_a_pack_that_is_good_again(self, memory):
+        backend, writer = memory
+        bad, healed = writer.packs["r1"], writer.packs["r2"]
+        packs = backend.spaces[writer.namespace].packs
+        for pack in (bad, healed):
+            packs[pack].payload[0] ^= 1
+        catalogues = read_catalogues(backend)
+        state = VerifyState.begin(URL, 1.0)
+        verifier = Verifier(backend, catalogues.spaces, state, ignore)
+        for _ in verifier.packs():
+            pass
+        assert {finding.pack for finding in state.findings} == {bad.hex(), healed.hex()}
+        packs[healed].payload[0] ^= 1
+        assert [table.pack_id for table in verifier.repair()] == [bad]
+        assert LivePacks(backend, writer.namespace).tables.keys() == set(writer.packs.values()) - {bad}
+        assert findings(backend) == []
+
+
+class TestResume:
+    def test_goes_on_where_it_stopped(self, memory, tmp_path):
+        backend, writer = memory
+        backend.spaces[writer.namespace].packs[min(writer.packs.values())].payload[0] ^= 1
+        file = tmp_path / "state"
+        state = VerifyState.load(file, URL, 1.0)
+        first = Verifier(backend, read_catalogues(backend).spaces, state, ignore)
+        run = first.packs()
+        for _ in range(2):
+            next(run)
+        state.save(file)
+        state = VerifyState.load(file, URL, 1.0)
+        verifier = Verifier(backend, read_catalogues(backend).spaces, state, ignore)
+        assert len(verifier.left()) == 4
+        assert len(list(verifier.packs())) == 4
+        assert state.packs == 6
+        assert len(state.findings) == 1
+
+    def test_a_share_is_drawn_once_for_a_run(self):
+        names = [bytes([number, 7]) * 8 for number in range(200)]
+        state = VerifyState.begin(URL, 0.3)
+        drawn = {name for name in names if state.draws(name)}
+        assert 20 < len(drawn) < 110
+        assert drawn == {name for name in names if state.draws(name)}
+        assert all(VerifyState.begin(URL, 1.0).draws(name) for name in names)
+
+    def test_the_file_of_another_run_is_refused(self, run, filled, tmp_path):
+        VerifyState.begin("lmdb:///elsewhere", 1.0).save(tmp_path / "other")
+        (tmp_path / "text").write_text("hello")
+        for name in ("other", "text"):
+            done = run("verify", filled, "--resume", name)
+            assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+            assert "--resume" in done.stderr
+
+    def test_the_file_is_gone_at_the_end(self, run, filled, tmp_path):
+        assert run("verify", filled, "--resume", "state").returncode == 0
+        assert not (tmp_path / "state").exists()
+
+
+class TestCommand:
+    def test_a_good_store_while_it_is_open(self, run, contexts):
+        url, writer = contexts
+        writer.add("one", "a b c")
+        done = run("verify", url)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "nothing is wrong" in done.stdout
+        found = json.loads(run("verify", url, "--json", "--rate", "100MiB").stdout)
+        assert (found["packs"], found["requests"], found["problems"], found["rows_counted"]) == (1, 1, 0, True)
+        assert found["stored_bytes"] == 3 * 4096
+
+    def test_damage_is_named_and_repaired(self, run, url):
+        with closing(open_backend(url)) as backend:
+            writer = Contexts(backend)
+            writer.add("one", "a b")
+            writer.add("two", "c d")
+        with Damage(url, writer.namespace) as damage:
+            damage.flip_payload(writer.packs["one"], 5000)
+        done = run("verify", url)
+        assert done.returncode == 1
+        assert writer.packs["one"].hex()[:8] in done.stdout
+        assert "found 1 problem" in done.stdout
+        done = run("verify", url, "--repair", "--json")
+        assert done.returncode == 1
+        assert json.loads(done.stdout)["deleted_packs"] == 1
+        assert run("verify", url).returncode == 0
+        left = json.loads(run("ls", url, "--json").stdout)["requests"]
+        assert [request["id"] for request in left] == ["two"]
+
+    @pytest.mark.parametrize("options", [("--sample", "0"), ("--sample", "1.5"), ("--rate", "fast")])
+    def test_wrong_options(self, run, filled, options):
+        done = run("verify", filled, *options)
+        assert done.returncode == 2
+        assert options[0] in done.stderr
+
+    def test_an_absent_store(self, run, tmp_path):
+        assert run("verify", f"lmdb://{tmp_path}/absent", "--repair").returncode == 3
+        assert not (tmp_path / "absent").exists()

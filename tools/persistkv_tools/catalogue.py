@@ -1,0 +1,62 @@
+"""What lies where in one namespace, as a snapshot in memory: the tables of its packs, and the packs of each key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+from persistkv.storage.backend import Backend
+from persistkv.storage.manifest import ManifestKeys
+from persistkv.storage.pack import PackTable
+
+
+class Catalogue:
+    """The packs of one namespace. Some 250 bytes for each key."""
+
+    def __init__(self, tables: Iterable[PackTable]) -> None:
+        self.tables = {table.pack_id: table for table in tables}
+        self._where: dict[bytes, bytes] = {}
+        self._also: dict[bytes, list[bytes]] = {}
+        for table in self.tables.values():
+            for key in table.keys.unpack():
+                if self._where.setdefault(key, table.pack_id) != table.pack_id:
+                    self._also.setdefault(key, []).append(table.pack_id)
+
+    @classmethod
+    def of(cls, backend: Backend, namespace: bytes) -> Catalogue:
+        """The catalogue as it is now."""
+        return cls(backend.changes(namespace, None).added)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._where
+
+    def pack_of(self, key: bytes) -> bytes | None:
+        """One pack that holds the key; None where no pack does."""
+        return self._where.get(key)
+
+    def packs_of(self, key: bytes) -> list[bytes]:
+        """All packs that hold the key."""
+        first = self._where.get(key)
+        return [] if first is None else [first, *self._also.get(key, ())]
+
+    def packs_holding(self, keys: Iterable[bytes]) -> set[bytes]:
+        """All packs that hold one of the keys."""
+        wanted = list(keys)
+        found = {pack for pack in map(self._where.get, wanted) if pack is not None}
+        for key in self._also.keys() & wanted if self._also else ():
+            found.update(self._also[key])
+        return found
+
+    def packs_in_order(self, chains: Sequence[Sequence[bytes]]) -> list[bytes]:
+        """One pack for each key of a context, each pack once, by the depth of its first key in any group."""
+        depths: dict[bytes, int] = {}
+        for keys in chains:
+            for depth, key in enumerate(keys):
+                if (pack := self._where.get(key)) is not None:
+                    depths[pack] = min(depth, depths.get(pack, depth))
+        return sorted(depths, key=depths.__getitem__)
+
+
+def all_keys(keys: ManifestKeys) -> list[bytes]:
+    """The keys of all groups."""
+    return list(chain.from_iterable(group.unpack() for group in keys))

@@ -1,0 +1,19 @@
+"""The commands, one family a module. A new one is a module, or a function in one, and its line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from persistkv_tools.commands.ls import ls
+from persistkv_tools.commands.move import move
+from persistkv_tools.commands.show import show
+from persistkv_tools.commands.stat import stat
+from persistkv_tools.commands.verify import verify
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "ls": ls,
+    "move": move,
+    "show": show,
+    "stat": stat,
+    "verify": verify,
+}

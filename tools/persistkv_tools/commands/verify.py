@@ -1,0 +1,183 @@
+"""``persistkv verify``."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from persistkv.config import parse_size
+from persistkv_tools import render
+from persistkv_tools.options import Json, Rate, Url, opened
+from persistkv_tools.pack_check import Finding
+from persistkv_tools.throttle import Throttle
+from persistkv_tools.verify_state import VerifyState
+from persistkv_tools.verifying import Verifier, check_manifests, read_catalogues
+
+_SAVE_S = 5.0
+_SHOWN = 20
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """What a run came to."""
+
+    url: str
+    sample: float
+    """Share of the packs that was read."""
+    seconds: float
+    """Of this run, what was done before it was resumed left out."""
+    packs: int
+    frames: int
+    stored_bytes: int
+    requests: int
+    went_meanwhile: int
+    """Packs that others deleted or replaced while they were read."""
+    other_release_packs: int
+    """Packs that this release cannot decode: nothing was said of them."""
+    rows_counted: bool
+    """False: others wrote all the time, so rows that do not read could not be told."""
+    problems: int
+    by_problem: dict[str, int]
+    deleted_packs: int
+    """By --repair, with what could only be reached through them."""
+    findings: list[Finding]
+
+
+def verify(
+    url: Url,
+    sample: Annotated[
+        float, typer.Option(metavar="SHARE", help="Read this share of the packs, drawn anew each time, e.g. 0.05.")
+    ] = 1.0,
+    rate: Rate = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Delete the packs that are bad.")] = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Note here how far it came, and go on there; removed at the end."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Read everything and check it. Exit code 1: something is wrong, repaired or not.
+
+    Example: persistkv verify lmdb:///var/cache/kv --rate 200MiB --resume /var/tmp/kv.verify
+    """
+    if not 0 < sample <= 1:
+        raise typer.BadParameter(f"{sample:g} is no share above 0 and up to 1", param_hint="--sample")
+    throttle = Throttle(None if rate is None else parse_size(rate, name="--rate"))
+    state = VerifyState.begin(url, sample) if resume is None else VerifyState.load(resume, url, sample)
+    summary = _run(url, state, throttle, repair, resume)
+    if json:
+        render.print_json(summary)
+    else:
+        _print(summary)
+    if summary.problems:
+        raise typer.Exit(1)
+
+
+def _run(url: str, state: VerifyState, throttle: Throttle, repair: bool, resume: Path | None) -> Summary:
+    begin = time.monotonic()
+    with opened(url, writable=repair) as backend:
+        catalogues = read_catalogues(backend)
+        with _progress() as progress:
+            task = progress.add_task("verify")
+
+            def took(num_bytes: int) -> None:
+                progress.advance(task, num_bytes)
+                throttle.took(num_bytes)
+
+            verifier = Verifier(backend, catalogues.spaces, state, took)
+            left = verifier.left()
+            progress.update(task, total=sum(space.tables[pack_id].payload_length for space, pack_id in left))
+            _read_packs(verifier, state, resume)
+            requests, of_manifests = check_manifests(backend, catalogues.spaces)
+            deleted = len(verifier.repair()) if repair else 0
+    if resume is not None:
+        with suppress(FileNotFoundError):
+            resume.unlink()
+    findings = [*catalogues.findings, *of_manifests, *state.findings]
+    return _summary(url, state, findings, time.monotonic() - begin, requests, catalogues.certain, deleted)
+
+
+def _read_packs(verifier: Verifier, state: VerifyState, resume: Path | None) -> None:
+    saved = time.monotonic()
+    try:
+        for _ in verifier.packs():
+            if resume is not None and time.monotonic() - saved > _SAVE_S:
+                state.save(resume)
+                saved = time.monotonic()
+    finally:
+        if resume is not None:
+            state.save(resume)
+
+
+def _summary(
+    url: str, state: VerifyState, findings: list[Finding], seconds: float, requests: int, certain: bool, deleted: int
+) -> Summary:
+    by_problem: Counter[str] = Counter()
+    for finding in findings:
+        by_problem[finding.problem.value] += finding.count
+    return Summary(
+        url,
+        state.share,
+        round(seconds, 3),
+        state.packs,
+        state.frames,
+        state.stored_bytes,
+        requests,
+        state.went,
+        state.other_release,
+        certain,
+        sum(by_problem.values()),
+        dict(by_problem),
+        deleted,
+        findings,
+    )
+
+
+def _progress() -> Progress:
+    """A bar on standard error, on terminals only."""
+    console = render.console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+    return Progress(
+        *columns,
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+def _print(summary: Summary) -> None:
+    if summary.findings:
+        rows = [
+            [
+                finding.problem.value,
+                (finding.pack or "")[:8] or finding.request or "-",
+                (finding.namespace or "")[:8],
+                finding.detail,
+            ]
+            for finding in summary.findings[:_SHOWN]
+        ]
+        render.console().print(
+            render.table(("problem", "where", "namespace", "what"), rows, left="where namespace what")
+        )
+    if len(summary.findings) > _SHOWN:
+        render.say(f"and {len(summary.findings) - _SHOWN:,} more; --json lists all")
+    speed = render.format_size(int(summary.stored_bytes / summary.seconds)) if summary.seconds else "-"
+    read = f"{render.count(summary.packs, 'pack')}, {render.format_size(summary.stored_bytes)}"
+    render.say(f"read {read} and {render.count(summary.requests, 'request')} in {summary.seconds:.1f} s ({speed}/s)")
+    if summary.went_meanwhile:
+        render.say(f"{render.count(summary.went_meanwhile, 'pack')} went while they were read: no problem")
+    if summary.other_release_packs:
+        render.say(f"{render.count(summary.other_release_packs, 'pack')} of another release's codec: not checked")
+    if not summary.rows_counted:
+        render.say("rows that do not read could not be told: others wrote all the time")
+    if summary.deleted_packs:
+        render.say(f"deleted {render.count(summary.deleted_packs, 'pack')}; their blocks will be computed again")
+    render.say("nothing is wrong" if not summary.problems else f"found {render.count(summary.problems, 'problem')}")

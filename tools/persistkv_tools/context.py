@@ -1,0 +1,188 @@
+"""``persistkv show``: one context, as values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import msgspec
+
+from persistkv.storage.backend import Backend
+from persistkv.storage.manifest import ManifestKeys
+from persistkv.storage.pack import Frame, PackTable
+from persistkv_tools.catalogue import Catalogue
+from persistkv_tools.errors import NotFoundError
+from persistkv_tools.listing import RequestView
+from persistkv_tools.selection import FoundRequest
+
+_SHARERS = 5
+_SHORT = 12
+
+
+class KeyView(msgspec.Struct, frozen=True):
+    """One block."""
+
+    depth: int
+    key: str
+    """The first digits of its hash, hexadecimal."""
+    pack: str | None
+    """The pack that holds it; None: no pack does."""
+    offset: int | None
+    """First byte of its frame in the pack's payload."""
+
+
+class GroupView(msgspec.Struct, frozen=True):
+    """The blocks of one KV cache group."""
+
+    group: int
+    blocks: int
+    missing: int
+    """Blocks that no pack holds."""
+    raw_bytes: int
+    stored_bytes: int
+    """Their share of their frames, padding left out."""
+    keys: list[KeyView]
+    """The first ones."""
+
+
+class PackView(msgspec.Struct, frozen=True):
+    """One pack that holds blocks of the request."""
+
+    id: str
+    blocks: int
+    """Blocks of this request in it."""
+    pack_blocks: int
+    """All blocks in it."""
+    raw_bytes: int
+    """Of the whole pack."""
+    stored_bytes: int
+    codecs: str
+    shared_with: int
+    """Other requests that name blocks of this request in it."""
+    sharers: list[str]
+    """Some of them."""
+
+
+class ContextView(msgspec.Struct, frozen=True):
+    """One request's whole context."""
+
+    url: str
+    request: RequestView
+    groups: list[GroupView]
+    packs: list[PackView]
+    """The ones nearest to the begin of the context first."""
+    shared_blocks: int
+    """Blocks that some other request names too."""
+
+
+class _Place(NamedTuple):
+    """Where a block lies."""
+
+    pack: PackTable
+    frame: Frame
+
+
+def show_context(url: str, backend: Backend, found: FoundRequest, *, key_limit: int) -> ContextView:
+    """The view of one request.
+
+    :param key_limit: keys to name of each group.
+    :raises NotFoundError: the request went meanwhile, or its keys do not read.
+    """
+    namespace, manifest = found.namespace.id, found.manifest
+    keys = backend.manifest_keys(namespace, manifest.id)
+    if keys is None:
+        raise NotFoundError(f"the keys of {manifest.id} are gone or do not read; persistkv verify tells which")
+    chains = [group.unpack() for group in keys]
+    catalogue = Catalogue.of(backend, namespace)
+    places = _places(catalogue, chains)
+    sharers = _sharers(backend, namespace, manifest.id, chains)
+    shared = [key for keys_of_group in chains for key in keys_of_group if key in sharers]
+    return ContextView(
+        url,
+        RequestView.of(namespace, manifest),
+        [_group(number, chain, places, key_limit) for number, chain in enumerate(chains)],
+        _packs(catalogue, chains, places, sharers),
+        len(shared),
+    )
+
+
+def _places(catalogue: Catalogue, chains: Sequence[list[bytes]]) -> dict[bytes, _Place]:
+    wanted = {key for chain in chains for key in chain}
+    places: dict[bytes, _Place] = {}
+    for pack_id in {catalogue.pack_of(key) for key in wanted} - {None}:
+        table = catalogue.tables[pack_id]  # type: ignore[index]
+        keys = table.keys.unpack()
+        ends = accumulate(frame.block_count for frame in table.frames)
+        for frame, end in zip(table.frames, ends, strict=True):
+            for key in keys[end - frame.block_count : end]:
+                if key in wanted:
+                    places.setdefault(key, _Place(table, frame))
+    return places
+
+
+def _sharers(
+    backend: Backend, namespace: bytes, manifest_id: str, chains: Sequence[list[bytes]]
+) -> dict[bytes, list[str]]:
+    """For each key of the request that others name too, who."""
+    positions = [{key: depth for depth, key in enumerate(chain)} for chain in chains]
+    found: dict[bytes, list[str]] = {}
+    for other, keys in _other_keys(backend, namespace, manifest_id):
+        for number, group in enumerate(keys[: len(chains)]):
+            for key in positions[number].keys() & group.unpack():
+                found.setdefault(key, []).append(other)
+    return found
+
+
+def _other_keys(backend: Backend, namespace: bytes, manifest_id: str) -> Iterator[tuple[str, ManifestKeys]]:
+    for manifest in backend.manifests(namespace):
+        keys = None if manifest.id == manifest_id else backend.manifest_keys(namespace, manifest.id)
+        if keys is not None:
+            yield manifest.id, keys
+
+
+def _group(number: int, chain: list[bytes], places: dict[bytes, _Place], key_limit: int) -> GroupView:
+    held = [places[key].frame for key in chain if key in places]
+    return GroupView(
+        number,
+        len(chain),
+        len(chain) - len(held),
+        sum(frame.block_bytes for frame in held),
+        sum(frame.stored_length // frame.block_count for frame in held),
+        [_key(depth, key, places.get(key)) for depth, key in enumerate(chain[:key_limit])],
+    )
+
+
+def _key(depth: int, key: bytes, place: _Place | None) -> KeyView:
+    pack, offset = (None, None) if place is None else (place.pack.pack_id.hex(), place.frame.offset)
+    return KeyView(depth, key.hex()[:_SHORT], pack, offset)
+
+
+def _packs(
+    catalogue: Catalogue,
+    chains: Sequence[list[bytes]],
+    places: dict[bytes, _Place],
+    sharers: dict[bytes, list[str]],
+) -> list[PackView]:
+    blocks = Counter(place.pack.pack_id for place in places.values())
+    others: dict[bytes, set[str]] = {}
+    for key, names in sharers.items():
+        if key in places:
+            others.setdefault(places[key].pack.pack_id, set()).update(names)
+    views = []
+    for pack_id in catalogue.packs_in_order(chains):
+        table, names_of_pack = catalogue.tables[pack_id], sorted(others.get(pack_id, ()))
+        views.append(
+            PackView(
+                pack_id.hex(),
+                blocks[pack_id],
+                len(table.keys),
+                table.raw_length,
+                table.payload_length,
+                table.codecs,
+                len(names_of_pack),
+                names_of_pack[:_SHARERS],
+            )
+        )
+    return views

@@ -1,0 +1,13 @@
+"""What only the command raises."""
+
+from __future__ import annotations
+
+from persistkv.errors import PersistKVError
+
+
+class NotFoundError(PersistKVError):
+    """What the command line names is not in the store, or is not the only one of that name."""
+
+
+class CorruptArchiveError(PersistKVError):
+    """A file of ``persistkv export`` does not read as one; nothing of it was imported."""

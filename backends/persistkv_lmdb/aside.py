@@ -3,10 +3,11 @@ twice. One is kept, the newest."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from pathlib import Path
+
+from persistkv_lmdb.syncs import sync_directory
 
 PREFIX = "damaged-"
 _FILES = ("segments", "lock.mdb", "data.mdb")
@@ -34,15 +35,6 @@ def move_aside(directory: Path) -> tuple[Path, int, list[str]]:
     for name in earlier:
         shutil.rmtree(directory / name, ignore_errors=True)
     return target, size, earlier
-
-
-def sync_directory(path: Path) -> None:
-    """Make durable which files are in it."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _new_directory(directory: Path) -> Path:

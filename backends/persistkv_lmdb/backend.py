@@ -57,6 +57,7 @@ from persistkv_lmdb.layout import (
 from persistkv_lmdb.moving import Mover
 from persistkv_lmdb.options import LmdbOptions, Placement
 from persistkv_lmdb.payload import read_payload
+from persistkv_lmdb.syncs import sync_directory
 
 _MANIFESTS_AT_ONCE = 256
 
@@ -201,6 +202,7 @@ def _prepare_directory(path: Path, read_only: bool) -> None:
             for directory in (*reversed(path.parents), path):
                 if not directory.exists():
                     directory.mkdir(0o700, exist_ok=True)
+                    sync_directory(directory.parent)
         if not stat.S_ISDIR(path.stat().st_mode):
             raise StoreUnavailableError(f"{path}: a file lies where the store's directory belongs")
 

@@ -21,7 +21,7 @@ def find_faults(environment: Environment) -> list[str]:
     with environment.transaction() as transaction:
         try:
             segments = Space(transaction).segments()
-            found = [*_space_faults(transaction), *_pack_faults(transaction), *_total_faults(transaction)]
+            found = [*space_faults(transaction), *_pack_faults(transaction), *_total_faults(transaction)]
         except CorruptStoreError as error:
             return [str(error)]
         lengths = environment.files.lengths()
@@ -31,7 +31,7 @@ def find_faults(environment: Environment) -> list[str]:
     return found
 
 
-def _space_faults(transaction: Transaction) -> Iterator[str]:
+def space_faults(transaction: Transaction) -> Iterator[str]:
     """Each page of each segment belongs to one extent, and the indices and totals agree."""
     space = Space(transaction)
     segments = space.segments()

@@ -9,7 +9,8 @@ LMDB reads through a memory map: a damaged environment can end the process that 
 3. What is damaged is moved aside, never changed, and only while nobody alive has it open for writing.
 4. Where three processes in a row died while they opened it or wrote, before any of them had committed, it is moved
    aside although nothing is found: no damage ends processes for ever. Other ends, however many, do not count.
-5. An empty guard file says nothing: what lies beside it may be somebody else's, and is left as it is.
+5. What such an end left is made durable before anybody reads it.
+6. An empty guard file says nothing: what lies beside it may be somebody else's, and is left as it is.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from persistkv.errors import CorruptStoreError, StoreBusyError
-from persistkv_lmdb.aside import move_aside, sync_directory
+from persistkv_lmdb.aside import move_aside
 from persistkv_lmdb.errors import translated_at_open
 from persistkv_lmdb.inspection import Verdict, inspect
+from persistkv_lmdb.syncs import sync_directory, sync_file
 from persistkv_lmdb.writer_lock import WriterLock
 
 logger = logging.getLogger(__name__)
@@ -160,7 +162,15 @@ class Guard:
             self._move_aside(found.reason)
             return 0
         logger.info("%s was not closed; it was looked at: %s", self._directory, found.reason)
+        self._sync_what_was_left()
         return before.deaths
+
+    def _sync_what_was_left(self) -> None:
+        """A process that was killed may have left a commit that reads and is not durable yet, or a new file's name."""
+        sync_file(self._directory / "data.mdb")
+        for directory in (self._directory, self._directory / "segments"):
+            with suppress(FileNotFoundError):
+                sync_directory(directory)
 
     def _create_or_open(self, opened: Callable[[], OpenedT]) -> OpenedT:
         if self._exists():

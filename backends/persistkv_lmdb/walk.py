@@ -20,6 +20,7 @@ from lmdb import verify
 from persistkv.errors import CorruptPackError, CorruptStoreError
 from persistkv.storage.manifest import decode_manifest, decode_manifest_keys
 from persistkv.storage.pack import ID_BYTES
+from persistkv_lmdb.check import space_faults
 from persistkv_lmdb.inspection import Verdict
 from persistkv_lmdb.layout import (
     ORDER_KEY,
@@ -97,16 +98,17 @@ class _Rows:
         :raises _DamageError: what the driver cannot do without does not read.
         """
         self._examine_meta()
+        self._examine_space()
         states = self._states()
         counted = {name: NamespaceState(b"") for name in states}
         self._count_packs(counted)
         self._count_manifests(counted)
         self._examine_order()
-        pieces = self._touch_pieces()
+        self._touch_pieces()
         if not self._unreadable:
             self._compare(states, counted)
         bad = ", ".join(f"{count} rows of {name}" for name, count in sorted(self._unreadable.items()))
-        found = f"{sum(state.packs for state in counted.values())} packs in {len(states)} namespaces, {pieces} pieces"
+        found = f"{sum(state.packs for state in counted.values())} packs in {len(states)} namespaces"
         return f"{found}; {bad} do not read" if bad else found
 
     def _examine_meta(self) -> None:
@@ -115,6 +117,15 @@ class _Rows:
             read_capacity(self._transaction)
         except CorruptStoreError as error:
             raise _DamageError(str(error)) from None
+
+    def _examine_space(self) -> None:
+        """What is given out twice would be written over."""
+        try:
+            fault = next(space_faults(self._transaction), None)
+        except CorruptStoreError as error:
+            fault = str(error)
+        if fault is not None:
+            raise _DamageError(fault)
 
     def _states(self) -> dict[bytes, NamespaceState]:
         states: dict[bytes, NamespaceState] = {}
@@ -161,11 +172,9 @@ class _Rows:
             self._unreadable["order"] += len(key) != ORDER_KEY.size
         self._unreadable += Counter()  # those that count nothing go
 
-    def _touch_pieces(self) -> int:
-        found = 0
+    def _touch_pieces(self) -> None:
         for _, row in rows(self._transaction, self._db.pieces, b""):
-            found += bool(row[:1])
-        return found
+            bytes(row[:1])
 
     def _compare(self, states: dict[bytes, NamespaceState], counted: dict[bytes, NamespaceState]) -> None:
         for name, state in states.items():

@@ -34,9 +34,8 @@ class WriterLock:
     :raises OSError: its file cannot be opened for writing.
     """
 
-    def __init__(self, directory: Path, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, directory: Path) -> None:
         self._file = directory / FILE_NAME
-        self._patience_s = patience_s
         self._threads = threading.RLock()
         self._depth = 0
         self._in_vain = False
@@ -50,7 +49,7 @@ class WriterLock:
         :raises StoreBusyError: somebody else holds it, for longer than the bound; the block does not run.
         """
         if patience_s is None:
-            patience_s = _SHORT_PATIENCE_S if self._in_vain else self._patience_s
+            patience_s = _SHORT_PATIENCE_S if self._in_vain else PATIENCE_S
         deadline = time.monotonic() + patience_s
         if not self._threads.acquire(timeout=patience_s):
             raise self._busy("another thread of this process", patience_s)

@@ -23,10 +23,12 @@ from persistkv_s3.breaker import Breaker
 from persistkv_s3.bucket import Bucket
 from persistkv_s3.client import BotoClient
 from persistkv_s3.errors import ObjectExistsError, ObjectMissingError
+from persistkv_s3.follower import log_failure
 from persistkv_s3.layout import check_format, encode_format, encode_namespace, parse_namespace
 from persistkv_s3.names import Names
 from persistkv_s3.options import Place, S3Options, parse_url
 from persistkv_s3.reliable import Reliable
+from persistkv_s3.retention import Policy, Retention, Round
 from persistkv_s3.space import Space
 from persistkv_s3.transport import Transport
 
@@ -45,6 +47,8 @@ class S3Backend(Backend):
         self._options = options
         self._read_only = read_only
         self._bucket = Bucket(place, Reliable(transport, self.breaker), options.deadline_s, options.connections)
+        policy = Policy(options.capacity_bytes, options.ttl_s, options.grace_s)
+        self._retention = Retention(self._bucket, place.prefix, policy, options.retention_s)
         self._namespaces: dict[bytes, Namespace] = {}
         self._spaces: dict[bytes, Space] = {}
         self._closed = False
@@ -138,7 +142,25 @@ class S3Backend(Backend):
         if any(pack.namespace != namespace for pack in batch.packs):
             raise StoreError(f"a pack of another namespace than {namespace.hex()}")
         space = self._space(namespace)
-        return space.commit(batch, 1 + max(other.catalogue.moment for other in self._spaces.values()))
+        result = space.commit(batch, 1 + max(other.catalogue.moment for other in self._spaces.values()))
+        if self._retention.is_due():
+            try:
+                self.retain()
+            except StoreError as error:
+                log_failure(f"retention in {self._place}", error)
+        return result
+
+    def retain(self) -> Round | None:
+        """Evict what the ttl and the capacity ask for and remove orphans, unless an engine has done so in this period.
+
+        What it evicts is told by ``changes``. Fetches the index of all namespaces.
+
+        :raises StoreError: it was not done to the end; the next period's goes on.
+        """
+        if self._read_only:
+            raise StoreError(f"{self._place} is open read-only")
+        spaces = {namespace.id: self._space(namespace.id) for namespace in self.namespaces()}
+        return self._retention.run_if_first(spaces)
 
     def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
         space = self._space(namespace)
@@ -176,7 +198,7 @@ class S3Backend(Backend):
             raw_bytes=sum(pack.table.raw_length for pack in packs),
             stored_bytes=sum(pack.table.payload_length for pack in packs),
             disk_bytes=sum(space.catalogue.stored_bytes for space in spaces),
-            capacity=None,
+            capacity=self._options.capacity_bytes,
         )
 
     def close(self) -> None:

@@ -101,7 +101,7 @@ class Catalogue:
         self.moment = 0
         self.time = 0.0
         self.damaged = False
-        """Something did not read: there may be packs that this handle does not know."""
+        """An entry or a root did not read: there is more than this handle knows, and could carry into a snapshot."""
         self._pins: dict[str, tuple[Stamp, bool]] = {}
         self._handle = os.urandom(8)
         self._log: list[tuple[bytes, bool]] = []
@@ -178,7 +178,6 @@ class Catalogue:
             if (table.pack_id, len(sealed)) != (pack_id, len(table.encode())):
                 raise CorruptPackError("table", "another pack's")
         except CorruptPackError:
-            self.damaged = True
             return
         self.gone.pop(pack_id, None)
         if held is not None:

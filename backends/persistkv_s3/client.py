@@ -225,26 +225,28 @@ def _make_client(options: S3Options) -> Any:
         from botocore.exceptions import BotoCoreError
     except ImportError as error:
         raise ConfigurationError("url scheme", "s3", f"pip install 'persistkv[s3]' ({error.name} is missing)") from None
-    unsigned = options.over_tls if options.unsigned_payload is None else options.unsigned_payload
     path_style = options.endpoint_url is not None if options.path_style is None else options.path_style
-    checksum = "when_supported" if options.checksum == "crc32" else "when_required"
-    config = Config(
-        signature_version="s3v4",
-        connect_timeout=min(_CONNECT_S, options.deadline_s),
-        read_timeout=max(1.0, options.deadline_s / 3),  # a hang costs one attempt of three, not all the time there is
-        retries={"total_max_attempts": 1},
-        max_pool_connections=2 * options.connections,  # reads go beside a commit
-        request_checksum_calculation=checksum,
-        response_checksum_validation="when_required",
-        s3={"payload_signing_enabled": not unsigned, "addressing_style": "path" if path_style else "auto"},
-    )
     session = boto3.session.Session()
-    try:
-        return session.client(
-            "s3",
-            endpoint_url=options.endpoint_url,
-            region_name=options.region or session.region_name or "us-east-1",
-            config=config,
+
+    def make(*, unsigned: bool) -> Any:
+        config = Config(
+            signature_version="s3v4",
+            connect_timeout=min(_CONNECT_S, options.deadline_s),
+            read_timeout=max(1.0, options.deadline_s / 3),  # a hang costs one attempt of three, not all the time
+            retries={"total_max_attempts": 1},
+            max_pool_connections=2 * options.connections,  # reads go beside a commit
+            request_checksum_calculation="when_supported" if options.checksum == "crc32" else "when_required",
+            response_checksum_validation="when_required",
+            s3={"payload_signing_enabled": not unsigned, "addressing_style": "path" if path_style else "auto"},
         )
+        region = options.region or session.region_name or "us-east-1"
+        return session.client("s3", endpoint_url=options.endpoint_url, region_name=region, config=config)
+
+    try:
+        client = make(unsigned=options.unsigned_payload is not False)
+        if options.unsigned_payload is None and not client.meta.endpoint_url.startswith("https:"):
+            client.close()
+            client = make(unsigned=False)  # nothing else would guard the bodies on their way
     except (BotoCoreError, ValueError) as error:
         raise ConfigurationError("s3 url", options.endpoint_url, f"options that boto3 accepts ({error})") from None
+    return client

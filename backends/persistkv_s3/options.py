@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from persistkv.config import StoreUrl, convert_options, parse_duration
+from persistkv.config import StoreUrl, convert_options, parse_duration, parse_size
 from persistkv.errors import ConfigurationError
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]")
@@ -42,7 +42,15 @@ class S3Options(msgspec.Struct, frozen=True):
     touch: str = "10m"
     """How long uses wait for a commit that writes something; after that they cost a request of their own."""
     connections: int = 8
-    """Requests at once, at most."""
+    """Requests at once, at most, of one call."""
+    capacity: str | None = None
+    """The bound on the bytes of the store. It is looked at once in a ``retention`` period. None: there is none."""
+    ttl: str | None = None
+    """How long what nobody uses is kept, e.g. ``7d``. None: as long as there is room."""
+    retention: str = "10m"
+    """How often one of the engines evicts and removes orphans."""
+    grace: str = "1h"
+    """Age from which on an object that no index names is an orphan. Longer than any upload or read takes."""
 
     def __post_init__(self) -> None:
         if self.endpoint_url is not None:
@@ -51,7 +59,16 @@ class S3Options(msgspec.Struct, frozen=True):
             raise ConfigurationError("s3 option sse_kms_key_id", self.sse_kms_key_id, "sse=aws:kms beside it")
         if not 1 <= self.connections <= 64:
             raise ConfigurationError("s3 option connections", self.connections, "a number from 1 to 64")
-        for value in (self.deadline_s, self.slow_s, self.refresh_s, self.touch_s):
+        _ = self.capacity_bytes
+        for value in (
+            self.deadline_s,
+            self.slow_s,
+            self.refresh_s,
+            self.touch_s,
+            self.ttl_s,
+            self.retention_s,
+            self.grace_s,
+        ):
             _ = value  # each raises where its option is none
 
     @property
@@ -75,9 +92,24 @@ class S3Options(msgspec.Struct, frozen=True):
         return 0.0 if self.touch == "0s" else parse_duration(self.touch, name="s3 option touch")
 
     @property
-    def over_tls(self) -> bool:
-        """Whether requests are encrypted on their way."""
-        return self.endpoint_url is None or self.endpoint_url.lower().startswith("https:")
+    def capacity_bytes(self) -> int | None:
+        """``capacity`` as a number."""
+        return None if self.capacity is None else parse_size(self.capacity, name="s3 option capacity")
+
+    @property
+    def ttl_s(self) -> float | None:
+        """``ttl`` in seconds."""
+        return None if self.ttl is None else parse_duration(self.ttl, name="s3 option ttl")
+
+    @property
+    def retention_s(self) -> float:
+        """``retention`` in seconds."""
+        return parse_duration(self.retention, name="s3 option retention")
+
+    @property
+    def grace_s(self) -> float:
+        """``grace`` in seconds."""
+        return parse_duration(self.grace, name="s3 option grace")
 
 
 class Place(msgspec.Struct, frozen=True):

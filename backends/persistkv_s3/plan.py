@@ -15,12 +15,14 @@ from persistkv_s3.packs import Uploaded
 class Plan:
     """Deletions and what goes with them, packs that are to be uploaded, uses. The catalogue is not changed."""
 
-    def __init__(self, catalogue: Catalogue, batch: CommitBatch, lost: dict[bytes, StoredPack]) -> None:
+    def __init__(
+        self, catalogue: Catalogue, batch: CommitBatch, lost: dict[bytes, StoredPack], dropped: Sequence[str] = ()
+    ) -> None:
         self._catalogue = catalogue
         self._batch = batch
         self._lost = lost
         self.gone: dict[bytes, StoredPack] = {}
-        self.manifests_gone: set[str] = set()
+        self.manifests_gone = {name for name in dropped if name in catalogue.manifests}
         named = {pack_id for write in batch.manifests for pack_id in write.packs}
         self.keep = named | {pack.pack_id for pack in batch.packs}
         """Packs that do not go with others."""
@@ -41,10 +43,6 @@ class Plan:
             held = self._catalogue.packs.get(pack_id)
             if held is not None:
                 self.gone[pack_id] = held
-
-    def drop(self, manifest_id: str) -> None:
-        """A manifest goes, its packs stay."""
-        self.manifests_gone.add(manifest_id)
 
     def _naming(self, pack_id: bytes) -> list[str]:
         return [name for name in self._catalogue.naming.get(pack_id, ()) if name not in self.manifests_gone]

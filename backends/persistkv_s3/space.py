@@ -40,8 +40,8 @@ class Space:
         self.follower = Follower(bucket, names, namespace, refresh_s)
         self.catalogue = self.follower.catalogue
         self._bucket = bucket
-        self._names = names
-        self._namespace = namespace
+        self.names = names
+        self.namespace = namespace
         self._touch_s = touch_s
         self._packs = PackObjects(bucket, names)
         self._snapshots = Snapshots(bucket, self.follower)
@@ -49,10 +49,11 @@ class Space:
         self._number = 0
         self._told_at = time.monotonic()
 
-    def commit(self, batch: CommitBatch, moment: int) -> CommitResult:
+    def commit(self, batch: CommitBatch, moment: int, *, dropped: Sequence[str] = ()) -> CommitResult:
         """See ``Backend.commit``.
 
         :param moment: greater than all that the handle has heard of, in any namespace.
+        :param dropped: manifests that go, without their packs.
         """
         follower, catalogue = self.follower, self.catalogue
         if batch.deletions:
@@ -63,13 +64,13 @@ class Space:
             return CommitResult(batch.seen, stale=True)
         moment = max(moment, catalogue.moment + 1)
         now = max(catalogue.time, time.time())
-        plan = Plan(catalogue, batch, follower.lost)
+        plan = Plan(catalogue, batch, follower.lost, dropped)
         if not plan.says_something:
             self._touch(plan.uses, Use(moment, now))
             return CommitResult(catalogue.cursor)
         uploads = [self._packs.prepare(writer, generation) for writer, generation in plan.missing]
         uploaded = self._upload(uploads, LogName(self._writer, self._number + 1), plan.manifest_keys)
-        entry = plan.entry(self._namespace, Stamp(moment, self._writer), now, self._number + 1, uploaded)
+        entry = plan.entry(self.namespace, Stamp(moment, self._writer), now, self._number + 1, uploaded)
         self._publish([*self._pending(), entry])
         cursor = catalogue.cursor
         catalogue.relearn(pack.table.pack_id for pack in uploaded if pack.reused and pack.table != pack.writer.table)
@@ -83,7 +84,7 @@ class Space:
 
         def put(number: int | None) -> None:
             if number is None:
-                self._bucket.put(self._names.manifest_keys(name), [keys], only_if_absent=False)
+                self._bucket.put(self.names.manifest_keys(name), [keys], only_if_absent=False)
             else:
                 found[number] = self._packs.upload(uploads[number])
 
@@ -95,7 +96,7 @@ class Space:
         name = LogName(self._writer, self._number + 1)
         lost = list(self.follower.lost)
         try:
-            self._bucket.put(self._names.log(name), encode_entries(entries))
+            self._bucket.put(self.names.log(name), encode_entries(entries))
         except ObjectExistsError as error:
             if not error.uncertain:  # nobody else draws this writer's numbers: the process was copied
                 self._become_another()
@@ -117,7 +118,7 @@ class Space:
     def _restore(self, reused: list[tuple[Upload, Uploaded]]) -> None:
         for upload, pack in reused:
             if not self._packs.exists(pack.writer.pack_id, pack.generation):
-                key = self._names.pack(pack.writer.pack_id, pack.generation)
+                key = self.names.pack(pack.writer.pack_id, pack.generation)
                 try:
                     self._bucket.put(key, upload.pieces)
                 except ObjectExistsError:
@@ -130,7 +131,7 @@ class Space:
         try:
             self._snapshots.take_if_due(self._writer)
         except StoreError as error:
-            log_failure(f"a snapshot of {self._names.base}", error)
+            log_failure(f"a snapshot of {self.names.base}", error)
 
     # Uses
 
@@ -154,7 +155,7 @@ class Space:
         try:
             self.tell_uses()
         except StoreError as error:
-            log_failure(f"telling what was used in {self._names.base}", error)
+            log_failure(f"telling what was used in {self.names.base}", error)
 
     def _pending(self) -> list[Entry]:
         """Uses that nobody was told of: an entry for each moment."""
@@ -162,9 +163,7 @@ class Space:
         for pack_id, use in self.follower.touched.items():
             by_use.setdefault(use, []).append(pack_id)
         return [
-            Entry(
-                Head(namespace=self._namespace, writer=self._writer, moment=moment, time=at, uses=b"".join(used)), b""
-            )
+            Entry(Head(namespace=self.namespace, writer=self._writer, moment=moment, time=at, uses=b"".join(used)), b"")
             for (moment, at), used in sorted(by_use.items())
         ]
 
@@ -197,7 +196,7 @@ class Space:
             return None
         buffer = bytearray(held.keys_length)
         try:
-            self._bucket.fill(self._names.manifest_keys(held.keys), held.keys_offset, [memoryview(buffer)])
+            self._bucket.fill(self.names.manifest_keys(held.keys), held.keys_offset, [memoryview(buffer)])
             return decode_manifest_keys(buffer)
         except (CorruptPackError, ObjectMissingError):
             return None
@@ -216,7 +215,7 @@ class Space:
             if run is None or not run.takes(span, held):
                 if run is not None:
                     yield run
-                run = Run(self._names.pack(span.pack_id, held.generation), span.pack_id, held, span.offset)
+                run = Run(self.names.pack(span.pack_id, held.generation), span.pack_id, held, span.offset)
             run.add(number, span, length)
         if run is not None:
             yield run

@@ -13,20 +13,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import logging
-import os
 import random
 import resource
 import shutil
-import signal
 import tempfile
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from persistkv.config import PAGE_BYTES, GroupLayout, RowLayout
 from persistkv.errors import StoreError
@@ -37,6 +32,7 @@ from persistkv.storage.registry import open_backend
 from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.testing.samples import sample_blocks, sample_keys, sample_manifest, sample_pack
+from tests.crash.forks import Outcome, run_in_fork
 
 IDENTITIES = [Identity.of({"test": "damage", "number": number}) for number in range(3)]
 BLOCK_BYTES = 4 << 10  # 4 KiB
@@ -47,15 +43,6 @@ _PAGE_FLAGS = slice(10, 12)
 _OVERFLOW = 0x04
 _STRUCTURE_BYTES = 64  # of a page: its header, and where its first rows lie
 _WRONG_BYTES = "wrong bytes"
-
-
-class Outcome(NamedTuple):
-    """How one start ended."""
-
-    kind: str
-    """``used``, ``refused``, ``unwritten``, ``hung``, ``wrong bytes``, ``raised``, or the name of a signal."""
-    served: int = 0
-    detail: str = ""
 
 
 def blocks_of(seed: int) -> int:
@@ -78,7 +65,7 @@ def expected() -> dict[bytes, bytes]:
     return found
 
 
-def make_store(url: str) -> None:
+def make_store(url: str) -> Outcome:
     """Packs, manifests, pins, touches, and room that was used and freed."""
     backend = open_backend(url)
     for number, identity in enumerate(IDENTITIES):
@@ -93,6 +80,7 @@ def make_store(url: str) -> None:
         gone = [pack.pack_id for pack in packs[: PACKS // 3]]
         backend.commit(namespace, CommitBatch(deletions=gone, touches=[packs[-1].pack_id]))
     backend.close()
+    return Outcome("used")
 
 
 def damage(data: bytearray, draw: random.Random, case: int) -> str:
@@ -145,46 +133,6 @@ def use(url: str, right: dict[bytes, bytes]) -> Outcome:
     return Outcome("used" if written else "unwritten", served)
 
 
-def start(work: Callable[[], Outcome]) -> Outcome:
-    """Run it in a fork, which is killed where it does not end."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(reading)
-        _run(work, writing)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        ended = _wait(child)
-        said = pipe.read()
-    if ended is None:
-        return Outcome("hung")
-    if os.WIFSIGNALED(ended):
-        return Outcome(signal.Signals(os.WTERMSIG(ended)).name)
-    return Outcome(*json.loads(said))
-
-
-def _run(work: Callable[[], Outcome], writing: int) -> None:
-    try:
-        outcome = work()
-    except BaseException:
-        outcome = Outcome("raised", detail=traceback.format_exc())
-    os.write(writing, json.dumps(outcome).encode()[:60_000])
-    os._exit(0)
-
-
-def _wait(child: int) -> int | None:
-    """Its status; None where it had to be killed."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return status
-        time.sleep(0.002)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return None
-
-
 def run_case(store: Path, original: Path, draw: random.Random, case: int, right: dict[bytes, bytes]) -> Counter[str]:
     """Damage a copy and use it.
 
@@ -198,13 +146,13 @@ def run_case(store: Path, original: Path, draw: random.Random, case: int, right:
     seen: Counter[str] = Counter()
     url = f"lmdb://{store}?capacity=16MiB"
     for _ in range(STARTS):
-        outcome = start(lambda: use(url, right))
+        outcome = run_in_fork(lambda: use(url, right), PATIENCE_S)
         seen[outcome.kind] += 1
         assert outcome.kind not in (_WRONG_BYTES, "raised"), f"{how}: {outcome.kind}: {outcome.detail}"
         if outcome.kind == "used":
             aside = any(entry.name.startswith("damaged-") for entry in store.iterdir())
             seen["moved aside" if aside else "opened with what is right"] += 1
-            seen["blocks served"] += outcome.served
+            seen["blocks served"] += outcome.count
             return seen
     raise AssertionError(f"{how}: not usable after {STARTS} starts: {dict(seen)}, {outcome.detail}")
 
@@ -215,7 +163,7 @@ def run(cases: int, seed: int, directory: Path, seconds: float) -> Counter[str]:
     :raises AssertionError: saying what is wrong, with the seed and the number of the case.
     """
     original = directory / "original"
-    made = start(lambda: make_store(f"lmdb://{original}?capacity=16MiB") or Outcome("used"))
+    made = run_in_fork(lambda: make_store(f"lmdb://{original}?capacity=16MiB"), PATIENCE_S)
     assert made.kind == "used", made.detail
     right = expected()
     gc.freeze()

@@ -45,14 +45,15 @@ def say(**line: object) -> None:
     os.write(1, json.dumps(line).encode() + b"\n")
 
 
-def work(backend: Backend, first: int, seed: int) -> None:
-    """Commit until killed. Pack numbers count from ``first``."""
+def work(backend: Backend, first: int, seed: int, commits: int | None = None) -> None:
+    """Commit until killed, or so many times. Pack numbers count from ``first``."""
     draw = random.Random(seed)
     namespace = backend.open_namespace(IDENTITY).id
     changes = backend.changes(namespace, None)
     held = [table.pack_id for table in changes.added]
-    say(done=[], evicted=[], cursor=changes.cursor.hex())
-    while True:
+    say(done=[], evicted=[], cursor=changes.cursor.hex(), held=[pack_id.hex() for pack_id in held])
+    while commits is None or commits > 0:
+        commits = None if commits is None else commits - 1
         numbers = list(range(first, first + draw.randint(1, 4)))
         first += len(numbers)
         packs = [make_pack(namespace, number) for number in numbers]
@@ -72,4 +73,6 @@ def work(backend: Backend, first: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    work(open_backend(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    opened = open_backend(sys.argv[1])
+    work(opened, *map(int, sys.argv[2:]))
+    opened.close()

@@ -35,6 +35,19 @@ from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.testing.memory import MemoryBackend, StoredPack
 from persistkv.testing.samples import ArraySource
+from persistkv_s3.catalogue import Catalogue
+from persistkv_s3.layout import (
+    Entry,
+    GoneRow,
+    Head,
+    ManifestRow,
+    PackRow,
+    Root,
+    encode_entries,
+    encode_root,
+    parse_entries,
+    parse_root_object,
+)
 
 BLOCK = 1024
 STRIDE = 4096
@@ -292,6 +305,96 @@ class CodecTexts(Target):
         return True
 
 
+class S3Index(Target):
+    """Index objects of the S3 driver, merged into a catalogue: what it holds afterwards is sound, and was written."""
+
+    name = "s3 index"
+    heads = tuple(
+        Head(
+            namespace=IDENTITY.digest,
+            writer=bytes([number]) * 16,
+            moment=number,
+            time=1.7e9 + number,
+            packs=(PackRow(pack.pack_id, number, 0, len(pack.table.encode())),),
+            gone=(GoneRow(bytes(16), number),),
+            uses=pack.pack_id,
+            manifests=(ManifestRow(f"r{number}", True, pack.pack_id, 0, 8, bytes(16), 1, 0, 9),),
+            pins=((f"r{number}", True),),
+        )
+        for number, pack in enumerate(PACKS)
+    )
+    samples = tuple(
+        b"".join(encode_entries([Entry(head, pack.table.encode()) for head, pack in pairs]))
+        for pairs in (
+            tuple(zip(heads[:1], PACKS[:1], strict=True)),
+            tuple(zip(heads, PACKS, strict=True)),
+        )
+    )
+
+    def check(self, number: int, data: bytes, sealed: bool) -> bool:
+        catalogue, merged = Catalogue(), 0
+        if sealed:
+            data = _seal_heads(data)
+        try:
+            for entry in parse_entries(data, IDENTITY.digest):
+                catalogue.merge(entry)
+                merged += 1
+        except CorruptPackError:
+            pass
+        for pack_id, held in catalogue.packs.items():
+            require(held.table.pack_id == pack_id, "a table under another name")
+            require(any(held.table == pack.table for pack in PACKS), "a table that nobody wrote")
+        changes = catalogue.changes(None)
+        require(len(changes.added) == len(catalogue.packs) and catalogue.stored_bytes >= 0, "totals")
+        require(catalogue.changes(changes.cursor).added == [], "news of nothing")
+        return merged > 0
+
+
+def _seal_heads(data: bytes) -> bytes:
+    """Checksums of heads that fit, as far as the lengths allow."""
+    body = bytearray(data)
+    at = 8
+    while at + 12 + 9 <= len(body):
+        head, bodies = int.from_bytes(body[at : at + 4], "little"), int.from_bytes(body[at + 4 : at + 12], "little")
+        sealed = body[at + 12 + 9 : at + 12 + head]
+        body[at + 12 + 1 : at + 12 + 9] = xxhash.xxh3_64_intdigest(bytes(sealed)).to_bytes(8, "little")
+        at += 12 + head + bodies
+    return bytes(body)
+
+
+class S3Roots(Target):
+    """Roots of the S3 driver's snapshots: refused, or equal to what they encode to."""
+
+    name = "s3 root"
+    samples = tuple(
+        encode_root(
+            Root(
+                namespace=IDENTITY.digest,
+                number=1,
+                covered=tuple((bytes([writer]) * 16, writer) for writer in range(count)),
+                segments=tuple(f"{index:032x}" for index in range(count)),
+                whole_segments=count // 2,
+            )
+        )
+        for count in (0, 1, 12)
+    )
+
+    def check(self, number: int, data: bytes, sealed: bool) -> bool:
+        data = seal_root(data) if sealed else data
+        try:
+            root = parse_root_object(data, IDENTITY.digest, 1)
+        except CorruptPackError:
+            return False
+        require(sealed or data in self.samples, "damage passed the checksum")
+        require(parse_root_object(encode_root(root), IDENTITY.digest, 1) == root, "a root that does not survive")
+        return True
+
+
+def seal_root(data: bytes) -> bytes:
+    """A root with a checksum that fits."""
+    return data[:1] + xxhash.xxh3_64_intdigest(data[9:]).to_bytes(8, "little") + data[9:]
+
+
 TARGETS: tuple[Target, ...] = (
-    Tables(), Payloads(), Frames(), Manifests(), ManifestKeyLists(), Identities(), CodecTexts(),
+    Tables(), Payloads(), Frames(), Manifests(), ManifestKeyLists(), Identities(), CodecTexts(), S3Index(), S3Roots(),
 )  # fmt: skip

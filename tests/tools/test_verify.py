@@ -14,7 +14,7 @@ from persistkv.testing.samples import sample_manifest, sample_pack
 from persistkv_tools.live import LivePacks
 from persistkv_tools.pack_check import Problem
 from persistkv_tools.verify_state import VerifyState
-from persistkv_tools.verifying import Verifier, check_manifests, read_catalogues
+from persistkv_tools.verifying import Verifier, check_manifests, packs_left, read_catalogues
 from tests.tools.contexts import Contexts
 from tests.tools.damage import Damage
 
@@ -169,8 +169,9 @@ class TestResume:
             next(run)
         state.save(file)
         state = VerifyState.load(file, URL, 1.0)
-        verifier = Verifier(backend, read_catalogues(backend).spaces, state, ignore)
-        assert len(verifier.left()) == 4
+        spaces = read_catalogues(backend).spaces
+        assert len(packs_left(spaces, state)) == 4
+        verifier = Verifier(backend, spaces, state, ignore)
         assert len(list(verifier.packs())) == 4
         assert state.packs == 6
         assert len(state.findings) == 1

@@ -73,8 +73,6 @@ def check_pack(
     :raises StoreError: the medium failed.
     """
     check = _Check(table)
-    if pack_id(table.namespace, table.keys, table.codecs) != table.pack_id:
-        check.note(Problem.NAME, "the keys and codecs of its table are not those that it is named after")
     for frames in _runs(table.frames):
         start, end = frames[0].offset, align(frames[-1].offset + frames[-1].stored_length)
         buffer = memoryview(bytearray(end - start))
@@ -89,7 +87,23 @@ def check_pack(
     return check.findings
 
 
+def check_payload(table: PackTable, payload: memoryview) -> list[Finding]:
+    """What is wrong with a pack whose payload is in memory.
+
+    :raises OtherReleaseError: the pack cannot be decoded by this release.
+    """
+    check = _Check(table)
+    if len(payload) != table.payload_length:
+        check.note(Problem.SHORT, f"{len(payload):,} bytes of payload; its table says {table.payload_length:,}")
+        return check.findings
+    for frame in table.frames:
+        check.frame(frame, payload[frame.offset :])
+    return check.findings
+
+
 class _Check:
+    """What is wrong with a pack's table at once, with its frames as they are given."""
+
     def __init__(self, table: PackTable) -> None:
         self.findings: list[Finding] = []
         self._table = table
@@ -101,6 +115,8 @@ class _Check:
         }
         largest = max((frame.raw_length for frame in table.frames if frame.encoded), default=0)
         self._raw = memoryview(bytearray(largest))
+        if pack_id(table.namespace, table.keys, table.codecs) != table.pack_id:
+            self.note(Problem.NAME, "the keys and codecs of its table are not those that it is named after")
 
     def note(self, problem: Problem, detail: str, *, group: int | None = None, offset: int | None = None) -> None:
         """Something is wrong."""

@@ -58,6 +58,21 @@ def _unread(packs: int, heads: int) -> Iterator[Finding]:
             yield Finding(problem=problem, detail=detail, count=abs(count))
 
 
+def packs_left(spaces: list[LivePacks], state: VerifyState) -> list[tuple[LivePacks, bytes]]:
+    """The packs that are still to be read, in order."""
+    return [
+        (space, pack_id)
+        for space in spaces
+        for pack_id in sorted(space.tables)
+        if (space.namespace + pack_id).hex() > state.after and state.draws(pack_id)
+    ]
+
+
+def payload_left(spaces: list[LivePacks], state: VerifyState) -> int:
+    """Their bytes."""
+    return sum(space.tables[pack_id].payload_length for space, pack_id in packs_left(spaces, state))
+
+
 class Verifier:
     """One run over the packs of a store."""
 
@@ -73,21 +88,12 @@ class Verifier:
         self._state = state
         self._took = took
 
-    def left(self) -> list[tuple[LivePacks, bytes]]:
-        """The packs that are still to be read, in order."""
-        return [
-            (space, pack_id)
-            for space in self._spaces
-            for pack_id in sorted(space.tables)
-            if (space.namespace + pack_id).hex() > self._state.after and self._state.draws(pack_id)
-        ]
-
     def packs(self) -> Iterator[VerifyState]:
         """Check one pack after the other; the state behind each.
 
         :raises StoreError: the medium failed.
         """
-        for space, pack_id in self.left():
+        for space, pack_id in packs_left(self._spaces, self._state):
             table = space.tables.get(pack_id)
             if table is not None:  # another look at the catalogue showed that it went
                 self._pack(space, table)

@@ -10,15 +10,15 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from persistkv.config import parse_size
 from persistkv_tools import render
 from persistkv_tools.options import Json, Rate, Url, opened
 from persistkv_tools.pack_check import Finding
+from persistkv_tools.progress import byte_progress, counted
 from persistkv_tools.throttle import Throttle
 from persistkv_tools.verify_state import VerifyState
-from persistkv_tools.verifying import Verifier, check_manifests, read_catalogues
+from persistkv_tools.verifying import Verifier, check_manifests, payload_left, read_catalogues
 
 _SAVE_S = 5.0
 _SHOWN = 20
@@ -83,16 +83,9 @@ def _run(url: str, state: VerifyState, throttle: Throttle, repair: bool, resume:
     begin = time.monotonic()
     with opened(url, writable=repair) as backend:
         catalogues = read_catalogues(backend)
-        with _progress() as progress:
-            task = progress.add_task("verify")
-
-            def took(num_bytes: int) -> None:
-                progress.advance(task, num_bytes)
-                throttle.took(num_bytes)
-
-            verifier = Verifier(backend, catalogues.spaces, state, took)
-            left = verifier.left()
-            progress.update(task, total=sum(space.tables[pack_id].payload_length for space, pack_id in left))
+        with byte_progress() as progress:
+            total = payload_left(catalogues.spaces, state)
+            verifier = Verifier(backend, catalogues.spaces, state, counted(progress, "verify", total, throttle))
             _read_packs(verifier, state, resume)
             requests, of_manifests = check_manifests(backend, catalogues.spaces)
             deleted = len(verifier.repair()) if repair else 0
@@ -136,20 +129,6 @@ def _summary(
         dict(by_problem),
         deleted,
         findings,
-    )
-
-
-def _progress() -> Progress:
-    """A bar on standard error, on terminals only."""
-    console = render.console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
-    return Progress(
-        *columns,
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
     )
 
 

@@ -1,0 +1,173 @@
+"""Retention: what a ttl, a capacity and failures leave to be removed. One engine at a time does it.
+
+1. Time is cut into periods. Who first puts the lease object of a period does that period's round; a lease is never
+   released and never renewed, it ends with its period. Two rounds side by side (clocks differ) harm nobody.
+2. Eviction is a commit like any other: it says that packs went. Their objects stay until they are orphans of some
+   age, so that whoever is just reading them finishes.
+3. An orphan is an object that the index does not name and that is older than ``grace`` by the server's clock. The index
+   is read anew before orphans are deleted, and nothing is deleted where a part of it does not read.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.pack import UNKNOWN_DEPTH
+from persistkv_s3.bucket import Bucket
+from persistkv_s3.catalogue import Catalogue
+from persistkv_s3.errors import ObjectExistsError
+from persistkv_s3.names import parse_pack
+from persistkv_s3.space import Space
+from persistkv_s3.transport import ObjectInfo
+
+logger = logging.getLogger(__name__)
+
+
+class Policy(NamedTuple):
+    """What is kept."""
+
+    capacity: int | None
+    """Bytes of all namespaces; None: no bound."""
+    ttl_s: float | None
+    """Seconds after the last use; None: for ever."""
+    grace_s: float
+    """Age from which on an object that nothing names is an orphan."""
+
+
+class Round(NamedTuple):
+    """What one round did."""
+
+    evicted: int
+    """Packs."""
+    orphans: int
+    """Objects that were deleted."""
+
+
+class _Candidate(NamedTuple):
+    """Something that may be evicted; sorts as it goes."""
+
+    time: float
+    moment: int
+    depth_left: int
+    is_manifest: bool
+    namespace: bytes
+    name: bytes
+    size: int
+
+
+class Retention:
+    """One store's, of one handle; used from the thread that commits."""
+
+    def __init__(self, bucket: Bucket, prefix: str, policy: Policy, period_s: float) -> None:
+        self._bucket = bucket
+        self._leases = f"{prefix}leases/"
+        self._policy = policy
+        self._period_s = period_s
+        self._period = int(time.time() / period_s)  # the first round is the next period's: opening is not slowed down
+
+    def is_due(self) -> bool:
+        """Whether a period began that this handle has not tried for."""
+        return int(time.time() / self._period_s) > self._period
+
+    def run_if_first(self, spaces: Mapping[bytes, Space]) -> Round | None:
+        """Do this period's round; None where another engine does it.
+
+        :raises StoreError: it was not done to the end; the next one goes on.
+        """
+        self._period = int(time.time() / self._period_s)
+        lease = f"{self._leases}{self._period:012x}"
+        try:
+            self._bucket.put(lease, [b"taken"])
+        except ObjectExistsError:
+            return None
+        now = self._bucket.head(lease).modified
+        self._bucket.delete([info.key for info in self._bucket.list(self._leases) if info.key < lease])
+        return self.run(spaces, now)
+
+    def run(self, spaces: Mapping[bytes, Space], now: float) -> Round:
+        """Evict, then remove orphans.
+
+        :param now: the server's time.
+        """
+        for space in spaces.values():
+            space.follower.refresh()
+        evicted = self._evict(spaces)
+        orphans = sum(self._remove_orphans(space, now) for space in spaces.values())
+        if evicted or orphans:
+            logger.info("%d packs were evicted, %d orphans removed", evicted, orphans)
+        return Round(evicted, orphans)
+
+    def _evict(self, spaces: Mapping[bytes, Space]) -> int:
+        packs: dict[bytes, list[bytes]] = {}
+        manifests: dict[bytes, list[str]] = {}
+        for victim in self._victims({name: space.catalogue for name, space in spaces.items()}):
+            if victim.is_manifest:
+                manifests.setdefault(victim.namespace, []).append(victim.name.decode())
+            else:
+                packs.setdefault(victim.namespace, []).append(victim.name)
+        evicted = 0
+        for name in packs.keys() | manifests.keys():
+            batch = CommitBatch(deletions=packs.get(name, ()))
+            evicted += len(spaces[name].commit(batch, 0, dropped=manifests.get(name, ())).evicted)
+        return evicted
+
+    def _victims(self, catalogues: Mapping[bytes, Catalogue]) -> Iterator[_Candidate]:
+        policy = self._policy
+        expired = -1.0 if policy.ttl_s is None else time.time() - policy.ttl_s
+        total = sum(catalogue.stored_bytes for catalogue in catalogues.values())
+        for candidate in sorted(c for name, catalogue in catalogues.items() for c in _candidates(name, catalogue)):
+            over = policy.capacity is not None and total > policy.capacity
+            if not over and candidate.time >= expired:
+                return
+            total -= candidate.size
+            yield candidate
+
+    def _remove_orphans(self, space: Space, now: float) -> int:
+        """How many objects of one namespace were deleted."""
+        names = space.names
+        found = [
+            info
+            for prefix in (names.packs_prefix, names.keys_prefix, names.segments_prefix)
+            for info in self._bucket.list(prefix)
+            if info.modified <= now - self._policy.grace_s
+        ]
+        space.follower.refresh()
+        if space.catalogue.damaged:
+            logger.warning("%s: a part of the index does not read, so no orphans are removed", names.base)
+            return 0
+        orphans = list(_unnamed(found, space))
+        self._bucket.delete(orphans)
+        return len(orphans)
+
+
+def _candidates(namespace: bytes, catalogue: Catalogue) -> Iterator[_Candidate]:
+    pinned = catalogue.pinned_packs
+    for pack_id, pack in catalogue.packs.items():
+        if pack_id not in pinned:
+            used, depth = pack.used, UNKNOWN_DEPTH - pack.depth
+            yield _Candidate(used.time, used.moment, depth, False, namespace, pack_id, pack.stored_bytes)
+    for name, manifest in catalogue.manifests.items():
+        if not catalogue.pinned(name):
+            used = manifest.used
+            yield _Candidate(
+                used.time, used.moment, UNKNOWN_DEPTH, True, namespace, name.encode(), manifest.stored_bytes
+            )
+
+
+def _unnamed(found: Iterable[ObjectInfo], space: Space) -> Iterator[str]:
+    root, names = space.follower.root, space.names
+    named = {names.segment(name) for name in (() if root is None else root.segments)}
+    named |= {names.manifest_keys(manifest.keys) for manifest in space.catalogue.manifests.values()}
+    for info in found:
+        pack = parse_pack(info.key)
+        if pack is None:
+            if info.key not in named:
+                yield info.key
+            continue
+        held = space.catalogue.packs.get(pack[0])
+        if held is None or held.generation != pack[1]:
+            yield info.key

@@ -1,0 +1,41 @@
+"""An engine's scheduler, as far as I/O beside it is concerned. Needs nothing: it also runs beside vLLM, without us."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+TURN_S = 0.001
+
+
+class Scheduler:
+    """One Python thread that looks for ended jobs about once a millisecond, and works or sleeps in between."""
+
+    def __init__(self, busy: bool) -> None:
+        self.busy = busy
+        self.waits: list[float] = []
+        """What each turn spent in ``ended``, in seconds."""
+
+    def run(self, ended: Callable[[], bool]) -> float:
+        """Take turns until ``ended`` says so; seconds that it took."""
+        begin = last = time.perf_counter()
+        while True:
+            if self.busy:
+                work(0.0002)
+            else:
+                time.sleep(0.0002)
+            now = time.perf_counter()
+            if now - last < TURN_S:
+                continue
+            over = ended()
+            last = time.perf_counter()
+            self.waits.append(last - now)
+            if over:
+                return last - begin
+
+
+def work(seconds: float) -> None:
+    """Hold the GIL, in Python."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        sum(range(100))

@@ -1,0 +1,138 @@
+"""vLLM's own ``fs`` tier, driven through vLLM's public interface of secondary tiers; part of ``vllm_fs``.
+
+Runs in a virtual environment with vLLM, from the repository's root; needs nothing else. Reads one JSON command a line,
+``{"store": true, "busy": false}``, and answers with one JSON line. A load is of what was stored last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import mmap
+import os
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.scheduler_loop import Scheduler
+
+
+class FsTier:
+    """The tier, and rows for one job to store from and one to load to.
+
+    :param threads: its I/O threads; half of them prefer loads, the others stores, and all do both.
+    """
+
+    def __init__(self, root: str, count: int, block_bytes: int, threads: int) -> None:
+        from vllm.v1.kv_offload.base import ReqContext
+        from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+        fd = os.memfd_create("benchmark")
+        os.ftruncate(fd, 2 * count * block_bytes)
+        self._rows = np.frombuffer(mmap.mmap(fd, 0), dtype=np.int8).reshape(2 * count, block_bytes)
+        self._rows[:count] = np.random.default_rng(0).integers(-128, 128, (count, block_bytes), dtype=np.int8)
+        order = np.random.default_rng(0).permutation(count)
+        self._source, self._target = order, order + count
+        config = {"type": "fs", "root_dir": root, "n_read_threads": threads // 2, "n_write_threads": -(-threads // 2)}
+        self._tier = SecondaryTierFactory.create_secondary_tier(config, self._rows.data, _spec(block_bytes))
+        self._root = os.open(root, os.O_RDONLY)
+        self._request = ReqContext("benchmark")
+        self._tier.on_new_request(self._request)
+        self._keys: list[bytes] = []
+        self._job = 0
+
+    def store(self, busy: bool) -> dict[str, Any]:
+        """New blocks. Seconds until the tier says that the job is done, and until its files are also synced."""
+        words = os.urandom(32 * len(self._source))
+        self._keys = [words[start : start + 32] + bytes(4) for start in range(0, len(words), 32)]
+        begin = time.perf_counter()
+        seconds = self._run(busy, is_promotion=False)
+        ctypes.CDLL(None).syncfs(self._root)
+        return {"seconds": seconds, "synced": time.perf_counter() - begin, "right": True}
+
+    def load(self, busy: bool) -> dict[str, Any]:
+        """The blocks that were stored last."""
+        half = len(self._source)
+        self._rows[half:] = 0
+        seconds = self._run(busy, is_promotion=True)
+        return {"seconds": seconds, "right": bool(np.array_equal(self._rows[half:], self._rows[:half]))}
+
+    def _run(self, busy: bool, *, is_promotion: bool) -> float:
+        from vllm.v1.kv_offload.tiering.base import TransferJob
+
+        self._job += 1
+        rows = self._target if is_promotion else self._source
+        job = TransferJob(self._job, self._keys, rows, is_promotion, self._request)
+        begin = time.perf_counter()
+        (self._tier.submit_load if is_promotion else self._tier.submit_store)(job)
+        Scheduler(busy).run(self._ended)
+        return time.perf_counter() - begin
+
+    def _ended(self) -> bool:
+        results = list(self._tier.get_finished_jobs())
+        if any(not result.success for result in results):
+            raise RuntimeError(f"the tier failed: {results}")
+        return bool(results)
+
+    def close(self) -> None:
+        """End its threads."""
+        self._tier.shutdown()
+
+
+def _spec(block_bytes: int) -> SimpleNamespace:
+    """What a tier is told about the engine: one group of a model, blocks of 16 tokens."""
+    from vllm.v1.kv_offload import config as offload
+
+    config = offload.OffloadingConfig(
+        groups=(offload.OffloadingGroupConfig(tokens_per_block=16, layer_names=("layer",), group_id=0),),
+        worker_kv_bytes_per_block=block_bytes,
+        enable_kv_cache_events=False,
+        extra_config={},
+        engine_id="benchmark",
+        model=offload.OffloadingModelConfig(name="benchmark", dtype="bfloat16"),
+        cache=offload.OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
+        parallel=offload.OffloadingParallelConfig(
+            rank=0,
+            world_size=1,
+            tp_size=1,
+            pp_size=1,
+            pcp_size=1,
+            dcp_size=1,
+            data_parallel_index=0,
+            data_parallel_size=1,
+            data_parallel_rank_local=None,
+            is_parallelism_agnostic=False,
+        ),
+    )
+    return SimpleNamespace(config=config, blocks_per_chunk=1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("root")
+    parser.add_argument("count", type=int)
+    parser.add_argument("block_bytes", type=int)
+    parser.add_argument("threads", type=int)
+    arguments = parser.parse_args()
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what vLLM prints
+    tier = FsTier(arguments.root, arguments.count, arguments.block_bytes, arguments.threads)
+    print(json.dumps({"version": _version()}), file=answers)
+    for line in sys.stdin:
+        command = json.loads(line)
+        print(json.dumps((tier.store if command["store"] else tier.load)(command["busy"])), file=answers)
+    tier.close()
+
+
+def _version() -> str:
+    import vllm
+
+    return str(vllm.__version__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,374 @@
+"""Two processes on one store: one is killed or stopped inside a transaction, or grows the map; the other goes on."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+from persistkv.errors import StoreBusyError
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.identity import Identity
+from persistkv.testing.conformance.suite import check_totals, read_pack, tables
+from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
+from persistkv_lmdb import guard, writer_lock
+
+PATIENCE_S = 60
+
+OTHER = """
+import os, signal, sys
+from persistkv.config import StoreUrl
+from persistkv.errors import StoreError
+from persistkv.storage.backend import CommitBatch
+from persistkv.testing.conformance.suite import read_pack
+from persistkv.testing.samples import payload_of, sample_pack
+from persistkv_lmdb import LmdbBackend
+
+namespace = bytes.fromhex(sys.argv[2])
+
+class SignallingPack:
+    def __init__(self, pack, number):
+        self.pack, self.number = pack, number
+    def __getattr__(self, name):
+        return getattr(self.pack, name)
+    def stream(self):
+        say("inside")
+        os.kill(os.getpid(), self.number)
+        yield from self.pack.stream()
+
+def say(text):
+    os.write(1, text.encode() + b"\\n")
+
+def do(command, seed):
+    pack = sample_pack(namespace, seed)
+    if command == "read":
+        payload = payload_of(pack)
+        return "right" if read_pack(backend, namespace, pack.table) == payload else "missing"
+    if command in ("stop", "die"):
+        pack = SignallingPack(pack, signal.SIGSTOP if command == "stop" else signal.SIGKILL)
+    backend.commit(namespace, CommitBatch([pack]))
+    return "committed"
+
+try:
+    backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
+    say("open")
+    for line in sys.stdin:
+        command, _, seed = line.partition(" ")
+        try:
+            say(do(command, int(seed)))
+        except StoreError as error:
+            say(f"{type(error).__name__}: {error}")
+    backend.close()
+except StoreError as error:
+    say(f"{type(error).__name__}: {error}")
+"""
+
+
+class Other:
+    """Another process that has the store open."""
+
+    def __init__(self, process):
+        self.process = process
+        self.pid = process.pid
+
+    def say(self, command):
+        self.process.stdin.write(command.encode() + b"\n")
+        self.process.stdin.flush()
+
+    def hear(self):
+        ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE_S)
+        assert ready, "the other process does not answer"
+        return self.process.stdout.readline().decode().strip()
+
+    def ask(self, command):
+        self.say(command)
+        return self.hear()
+
+    def stop_inside(self, seed):
+        assert self.ask(f"stop {seed}") == "inside"
+        _, status = os.waitpid(self.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+
+
+@pytest.fixture
+def start(path, namespace):
+    """Starts other processes, and ends them."""
+    started = []
+
+    def start(options=""):
+        command = [sys.executable, "-uc", OTHER, f"lmdb://{path}{options}", namespace.hex()]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        started.append(process)
+        return Other(process)
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+@pytest.fixture
+def other(start):
+    other = start()
+    assert other.hear() == "open"
+    return other
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(writer_lock, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(guard, "OPENING_PATIENCE_S", 0.5)
+
+
+def commit(backend, namespace, seed):
+    pack = sample_pack(namespace, seed)
+    backend.commit(namespace, CommitBatch([pack]))
+    return pack.table
+
+
+def test_both_write_and_read(backend, namespace, other):
+    for seed in range(0, 20, 2):
+        commit(backend, namespace, seed)
+        assert other.ask(f"commit {seed + 1}") == "committed"
+        assert other.ask(f"read {seed}") == "right"
+    found = tables(backend, namespace)
+    assert len(found) == 20
+    for seed in range(20):
+        pack = sample_pack(namespace, seed)
+        assert read_pack(backend, namespace, found[pack.pack_id]) == payload_of(pack)
+    check_totals(backend)
+
+
+def test_one_is_killed_inside_a_transaction(backend, namespace, other):
+    first = commit(backend, namespace, 1)
+    assert other.ask("die 2") == "inside"
+    assert other.process.wait(PATIENCE_S) == -signal.SIGKILL
+    assert set(tables(backend, namespace)) == {first.pack_id}
+    second = commit(backend, namespace, 3)
+    assert set(tables(backend, namespace)) == {first.pack_id, second.pack_id}
+    check_totals(backend)
+
+
+@pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
+def test_one_is_stopped_inside_a_transaction(open_store, backend, namespace, other, impatient, end):
+    held = commit(backend, namespace, 1)
+    other.stop_inside(2)
+    with pytest.raises(StoreBusyError, match=f"process {other.pid} has held its lock for writing for more than 0.5 s"):
+        commit(backend, namespace, 3)
+    with pytest.raises(StoreBusyError, match=r"more than 0\.2 s"):  # one that was in vain makes the next ones short
+        commit(backend, namespace, 3)
+    with pytest.raises(StoreBusyError):
+        backend.open_namespace(Identity.of({"another": "one"}))
+    assert backend.open_namespace(Identity.of({"weights": "abc"})).id == namespace
+    assert read_pack(backend, namespace, held) == payload_of(sample_pack(namespace, 1))
+    assert set(tables(backend, namespace)) == {held.pack_id}
+    backend.stats()
+    reader = open_store(read_only=True)
+    assert set(tables(reader, namespace)) == {held.pack_id}
+
+    os.kill(other.pid, end)
+    if end == signal.SIGCONT:
+        assert other.hear() == "committed"
+    else:
+        other.process.wait(PATIENCE_S)
+    third = commit(backend, namespace, 3)
+    expected = {held.pack_id, third.pack_id}
+    if end == signal.SIGCONT:
+        expected.add(sample_pack(namespace, 2).pack_id)
+    assert set(tables(backend, namespace)) == expected
+    check_totals(backend)
+
+
+def test_capacity_and_age_wait_no_longer(open_store, backend, namespace, other, impatient):
+    other.stop_inside(2)
+    with pytest.raises(StoreBusyError):
+        open_store("?capacity=128MiB")
+    with pytest.raises(StoreBusyError):
+        backend._environment.age()
+    other.process.kill()
+    other.process.wait()
+    assert open_store("?capacity=128MiB").stats().capacity == 128 << 20
+
+
+def test_opening_for_writing_waits_no_longer(open_store, path, namespace, backend, other, impatient):
+    backend.close()
+    other.stop_inside(2)
+    with pytest.raises(StoreBusyError, match=f"process {other.pid}"):
+        open_store()
+    reader = open_store(read_only=True)
+    assert tables(reader, namespace) == {}
+    with pytest.raises(StoreBusyError):
+        open_store()
+    assert tables(reader, namespace) == {}
+    other.process.kill()
+    other.process.wait()
+    commit(open_store(), namespace, 3)
+    assert len(tables(reader, namespace)) == 1
+
+
+def test_one_grows_the_map_while_the_other_works(path, backend, namespace, start):
+    """The other one reads and writes all the time; a commit of ours fits the larger map only."""
+    growing = start("?capacity=256MiB")
+    assert growing.hear() == "open"
+    tables_of_mine = []
+    for step in range(10):
+        growing.say(f"commit {1000 + step}")
+        tables_of_mine.append(commit(backend, namespace, step))
+        assert growing.hear() == "committed"
+    large = sample_pack(namespace, 77, blocks=1200, block_bytes=1 << 16)
+    other = start("?capacity=512MiB")
+    assert other.hear() == "open"
+    for step in range(10, 20):
+        other.say(f"commit {2000 + step}")
+        tables_of_mine.append(commit(backend, namespace, step))
+        assert other.hear() == "committed"
+        assert growing.ask(f"read {step}") == "right"
+    backend._environment.set_capacity(512 << 20)
+    backend.commit(namespace, CommitBatch([large]))
+    assert growing.ask("commit 3000") == "committed"
+    assert other.ask("read 3000") == "right"
+    for step, table in enumerate(tables_of_mine):
+        assert read_pack(backend, namespace, table) == payload_of(sample_pack(namespace, step))
+
+
+class WaitingPack:
+    """A pack whose stream waits for an event: its transaction stays open."""
+
+    def __init__(self, pack):
+        self.pack = pack
+        self.inside, self.go_on = threading.Event(), threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self.pack, name)
+
+    def stream(self):
+        self.inside.set()
+        assert self.go_on.wait(PATIENCE_S)
+        yield from self.pack.stream()
+
+
+@contextmanager
+def in_a_transaction(backend, namespace, seed):
+    """A thread of this process is inside a transaction; it goes on at the end of the block."""
+    pack = WaitingPack(sample_pack(namespace, seed))
+    thread = threading.Thread(target=backend.commit, args=(namespace, CommitBatch([pack])))
+    thread.start()
+    assert pack.inside.wait(PATIENCE_S)
+    try:
+        yield
+    finally:
+        pack.go_on.set()
+        thread.join()
+
+
+def test_threads_of_one_process(open_store, backend, namespace, impatient):
+    second = open_store()
+    with in_a_transaction(backend, namespace, 1):
+        with pytest.raises(StoreBusyError, match="another thread of this process"):
+            commit(second, namespace, 2)
+        assert tables(second, namespace) == {}
+    commit(second, namespace, 2)
+    assert len(tables(second, namespace)) == 2
+
+
+def test_lock_file_that_is_deleted(path, backend, namespace, other):
+    """LMDB's own lock still lets one write at a time; from the next transactions on, so does the new file."""
+    with in_a_transaction(backend, namespace, 1):
+        (path / "writer.lock").unlink()
+        other.say("commit 2")
+    assert other.hear() == "committed"
+    commit(backend, namespace, 3)
+    assert len(tables(backend, namespace)) == 3
+    other.stop_inside(4)
+    assert (path / "writer.lock").exists()
+    os.kill(other.pid, signal.SIGCONT)
+    assert other.hear() == "committed"
+    check_totals(backend)
+
+
+def test_fork_keeps_neither_lock_nor_guard_alive(open_store, path, backend, namespace, other):
+    """A process that forks while it writes, and ends, leaves a store that others can use at once."""
+    code = """
+import os, sys, time
+from persistkv.config import StoreUrl
+from persistkv.storage.backend import CommitBatch
+from persistkv_lmdb import LmdbBackend
+backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
+with backend._environment.transaction(write=True):
+    child = os.fork()
+    if not child:
+        os.write(1, b"forked\\n")
+        time.sleep(600)
+    os.write(1, f"{child}\\n".encode())
+    sys.stdin.readline()
+os._exit(0)
+"""
+    command = [sys.executable, "-uc", code, f"lmdb://{path}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as forking:
+        said = {forking.stdout.readline().strip() for _ in range(2)}
+        (child,) = (int(word) for word in said if word != b"forked")
+        try:
+            forking.kill()
+            forking.wait()
+            commit(backend, namespace, 1)
+            assert other.ask("commit 2") == "committed"
+            backend.close()
+            other.process.kill()
+            other.process.wait()
+            assert (path / "guard").read_text().split()[0] == "open"
+            again = open_store()
+            assert len(tables(again, namespace)) == 2
+            again.close()
+            assert (path / "guard").read_text().split()[0] == "clean"  # nobody else holds it, the fork included
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def active_readers(backend):
+    """Processes and threads that hold a snapshot."""
+    lines = backend._environment._env.readers().splitlines()[1:]
+    return [line.split()[0] for line in lines if len(line.split()) == 3 and line.split()[2] != "-"]
+
+
+def test_listing_holds_no_snapshot_while_its_reader_blocks(path, backend, namespace):
+    """``persistkv ls | less``: the pipe is full, and the writer goes on."""
+    writes = [sample_manifest(f"request {number:06} " + "x" * 200, number) for number in range(1500)]
+    backend.commit(namespace, CommitBatch(manifests=writes))
+    command = [sys.executable, "-m", "persistkv_tools", "ls", f"lmdb://{path}", "--limit", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as listing:
+        ready, _, _ = select.select([listing.stdout], [], [], PATIENCE_S)
+        assert ready
+        assert active_readers(backend) == []
+        commit(backend, namespace, 1)
+        assert len(listing.stdout.read()) > 200 * len(writes)
+
+
+def test_iterators_hold_no_snapshot_between_items(open_store, backend, namespace):
+    backend.commit(namespace, CommitBatch(manifests=[sample_manifest(f"r{number}") for number in range(600)]))
+    reader = open_store(read_only=True)
+    for iterator in (reader.manifests(namespace), reader.namespaces()):
+        next(iter(iterator))
+        assert active_readers(backend) == []
+
+
+def test_killed_reader_pins_nothing_after_the_next_opening(open_store, path, backend, namespace):
+    code = """
+import lmdb, os, sys
+env = lmdb.open(sys.argv[1], readonly=True)
+with env.begin():
+    os.write(1, b"inside\\n")
+    sys.stdin.readline()
+"""
+    command = [sys.executable, "-c", code, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
+        reader.stdout.readline()
+        assert active_readers(backend) == [str(reader.pid)]
+        reader.kill()
+    subprocess.run([sys.executable, "-m", "persistkv_tools", "stat", f"lmdb://{path}"], check=True, capture_output=True)
+    assert active_readers(backend) == []

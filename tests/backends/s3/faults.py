@@ -1,0 +1,57 @@
+"""The fault proxy as a fixture's object, and ports."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SERVERS = Path(__file__).parents[2] / "servers"
+_PATIENCE_S = 60
+
+
+def free_ports() -> int:
+    """A port that is free, and so is the next one."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return int(port)
+
+
+def wait_for_port(port: int) -> None:
+    """Until something listens there."""
+    until = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < until:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.05)
+    raise TimeoutError(f"nothing listens on {port}")
+
+
+class FaultProxy:
+    """A proxy process before a server."""
+
+    def __init__(self, upstream_port: int) -> None:
+        self.port = free_ports()
+        command = [sys.executable, str(SERVERS / "faultproxy.py"), str(self.port), str(upstream_port)]
+        self._process = subprocess.Popen(command)
+        wait_for_port(self.port + 1)
+
+    def set(self, mode: str) -> None:
+        """See ``tests/servers/faultproxy.py``; connections that are open are cut."""
+        with socket.create_connection(("127.0.0.1", self.port + 1), timeout=_PATIENCE_S) as control:
+            control.sendall(f"{mode}\n".encode())
+            control.recv(64)
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()

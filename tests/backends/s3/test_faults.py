@@ -1,0 +1,158 @@
+"""A broken network, a broken server: no wrong bytes, no waiting past the deadline, and all is well again afterwards.
+
+Each fault is met by a commit and by a read, through a proxy that breaks the connection for real.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from persistkv.errors import StoreError
+from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.testing.conformance.suite import check_totals, read_pack, sample_identity, tables
+from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
+from persistkv_s3.breaker import BreakerState
+from tests.backends.s3.conftest import Opener
+from tests.backends.s3.faults import FaultProxy
+
+NAMESPACE = sample_identity().digest
+OPTIONS = "refresh=0s&deadline=5s&slow=1h"
+HARD = ["hang", "hang_reply", "lose_reply", "rst", "rst_after 100", "delay 60", "s503 100000"]
+SOFT = ["lose_reply1", "s503 2", "rate 4000000"]
+"""What an operation gets over within its deadline."""
+
+
+@pytest.fixture
+def proxy(endpoint: str) -> Iterator[FaultProxy]:
+    running = FaultProxy(urlsplit(endpoint).port or 80)
+    yield running
+    running.close()
+
+
+@pytest.fixture(autouse=True)
+def impatient_breaker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("persistkv_s3.breaker._LONGEST_PAUSE_S", 1.0)
+
+
+def recovered(backend: Any) -> None:
+    """Ask until the breaker has closed."""
+    until = time.monotonic() + 60
+    while True:
+        try:
+            backend.changes(NAMESPACE, backend.changes(NAMESPACE, None).cursor)
+            return
+        except StoreError:
+            assert time.monotonic() < until, "it never came back"
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize("fault", HARD)
+def test_fault_that_lasts(open_store: Opener, proxy: FaultProxy, fault: str) -> None:
+    backend, _ = open_store(OPTIONS, port=proxy.port)
+    backend.open_namespace(sample_identity())
+    held, lost = (sample_pack(NAMESPACE, seed, blocks=16, block_bytes=65_536) for seed in (1, 2))
+    backend.commit(NAMESPACE, CommitBatch([held], [sample_manifest("r1")]))
+
+    proxy.set(fault)
+    begin = time.monotonic()
+    with pytest.raises(StoreError):
+        backend.commit(NAMESPACE, CommitBatch([lost], [sample_manifest("r2")]))
+    buffer = bytearray(held.table.payload_length)
+    with pytest.raises(StoreError):
+        backend.read(NAMESPACE, [ReadSpan(held.pack_id, 0, [memoryview(buffer)])])
+    assert time.monotonic() - begin < 60, "two operations of 5 s, and what a socket's time-out adds"
+
+    proxy.set("ok")
+    recovered(backend)
+    assert backend.breaker.state is BreakerState.CLOSED
+    assert read_pack(backend, NAMESPACE, held.table) == payload_of(held)
+    backend.commit(NAMESPACE, CommitBatch([lost], [sample_manifest("r2")]))
+    (other, _) = open_store()
+    for handle in (backend, other):
+        assert set(tables(handle, NAMESPACE)) == {held.pack_id, lost.pack_id}
+        assert {manifest.id for manifest in handle.manifests(NAMESPACE)} == {"r1", "r2"}
+        assert read_pack(handle, NAMESPACE, lost.table) == payload_of(lost)
+        check_totals(handle)
+
+
+@pytest.mark.parametrize("fault", SOFT)
+def test_fault_that_passes_is_not_noticed(open_store: Opener, proxy: FaultProxy, fault: str) -> None:
+    backend, _ = open_store("refresh=0s", port=proxy.port)
+    backend.open_namespace(sample_identity())
+    backend.changes(NAMESPACE, None)
+    pack = sample_pack(NAMESPACE, 1, blocks=16, block_bytes=65_536)
+    proxy.set(fault)
+    backend.commit(NAMESPACE, CommitBatch([pack], [sample_manifest("r1")]))
+    proxy.set(fault)
+    assert read_pack(backend, NAMESPACE, pack.table) == payload_of(pack)
+    proxy.set("ok")
+    (other, _) = open_store()
+    assert tables(other, NAMESPACE) == {pack.pack_id: pack.table}
+    assert check_totals(other).requests == 1
+
+
+def test_body_that_breaks_goes_on_where_it_broke(open_store: Opener, proxy: FaultProxy) -> None:
+    backend, client = open_store("refresh=1h", port=proxy.port)
+    backend.open_namespace(sample_identity())
+    pack = sample_pack(NAMESPACE, 1, blocks=8, block_bytes=1 << 18)
+    backend.commit(NAMESPACE, CommitBatch([pack]))
+    proxy.set("rst_after 900000")
+    client.take()
+    assert read_pack(backend, NAMESPACE, pack.table) == payload_of(pack)
+    assert client.take()["GET"] >= 3, "no attempt got more than 900 kB, and none began anew"
+
+
+def test_trickling_body_ends_at_the_deadline(open_store: Opener, proxy: FaultProxy) -> None:
+    backend, _ = open_store(OPTIONS, port=proxy.port)
+    backend.open_namespace(sample_identity())
+    pack = sample_pack(NAMESPACE, 1, blocks=16, block_bytes=1 << 18)
+    backend.commit(NAMESPACE, CommitBatch([pack]))
+    proxy.set("rate 100000")
+    begin = time.monotonic()
+    with pytest.raises(StoreError):
+        read_pack(backend, NAMESPACE, pack.table)
+    assert time.monotonic() - begin < 20, "at 100 kB/s it would be 42 s"
+    proxy.set("ok")
+    recovered(backend)
+    assert read_pack(backend, NAMESPACE, pack.table) == payload_of(pack)
+
+
+def test_open_breaker_costs_no_time(open_store: Opener, proxy: FaultProxy) -> None:
+    backend, _ = open_store("refresh=1h&deadline=5s&slow=1h", port=proxy.port)
+    backend.open_namespace(sample_identity())
+    pack = sample_pack(NAMESPACE, 1)
+    backend.commit(NAMESPACE, CommitBatch([pack]))
+    proxy.set("rst")
+    while backend.breaker.state is BreakerState.CLOSED:
+        with pytest.raises(StoreError):
+            read_pack(backend, NAMESPACE, pack.table)
+    refused = backend.breaker.refused
+    begin = time.monotonic()
+    for seed in range(20):
+        with pytest.raises(StoreError):
+            backend.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 10 + seed)]))
+        with pytest.raises(StoreError):
+            read_pack(backend, NAMESPACE, pack.table)
+    assert time.monotonic() - begin < 60, "40 operations that try until their deadline take 200 s"
+    assert backend.breaker.refused > refused
+
+
+def test_bucket_that_is_deleted_is_no_miss(open_store: Opener, raw_client: Any, bucket: str) -> None:
+    backend, _ = open_store("refresh=1h")
+    backend.open_namespace(sample_identity())
+    pack = sample_pack(NAMESPACE, 1)
+    backend.commit(NAMESPACE, CommitBatch([pack]))
+    for entry in raw_client.list_objects_v2(Bucket=bucket)["Contents"]:
+        raw_client.delete_object(Bucket=bucket, Key=entry["Key"])
+    raw_client.delete_bucket(Bucket=bucket)
+    with pytest.raises(StoreError):
+        read_pack(backend, NAMESPACE, pack.table)
+    with pytest.raises(StoreError):
+        backend.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 2)]))
+    with pytest.raises(StoreError):
+        open_store()

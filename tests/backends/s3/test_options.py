@@ -1,0 +1,154 @@
+"""Options of an s3 URL, credentials, and what is said where boto3 is missing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from persistkv.config import StoreUrl
+from persistkv.errors import ConfigurationError, StoreUnavailableError
+from persistkv.storage.backend import CommitBatch
+from persistkv.testing.conformance.suite import sample_identity
+from persistkv.testing.samples import sample_pack
+from persistkv_s3 import S3Backend
+from persistkv_s3.client import BotoClient
+from persistkv_s3.options import parse_url
+from tests.backends.s3.conftest import Opener
+
+
+def parse(url: str) -> Any:
+    return parse_url(StoreUrl.parse(url))
+
+
+def test_defaults_are_safe() -> None:
+    place, options = parse("s3://bucket/some/prefix/")
+    assert (place.bucket, place.prefix, str(place)) == ("bucket", "some/prefix/", "s3://bucket/some/prefix")
+    assert parse("s3://bucket")[0].prefix == ""
+    client = BotoClient(place, options)
+    config = client._client.meta.config
+    assert client._client.meta.endpoint_url.startswith("https://")
+    assert config.s3 == {"payload_signing_enabled": False, "addressing_style": "auto"}
+    assert config.request_checksum_calculation == "when_required"
+    assert config.retries["total_max_attempts"] == 1
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "signed", "style"),
+    [
+        ("endpoint_url=http://127.0.0.1:1", True, "path"),
+        ("endpoint_url=https://127.0.0.1:1", False, "path"),
+        ("endpoint_url=http://127.0.0.1:1&unsigned_payload=yes&path_style=no", False, "auto"),
+        ("unsigned_payload=no", True, "auto"),
+    ],
+)
+def test_bodies_are_signed_where_nothing_else_guards_them(options: str, signed: bool, style: str) -> None:
+    client = BotoClient(*parse(f"s3://bucket/p?{options}"))
+    assert client._client.meta.config.s3 == {"payload_signing_enabled": signed, "addressing_style": style}
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ("endpoint_url=ftp://x", "endpoint_url"),
+        ("endpoint_url=http://x/path", "endpoint_url"),
+        ("endpoint_url=http://x:port", "endpoint_url"),
+        ("endpoint_url=", "endpoint_url"),
+        ("checksum=md5", "checksum"),
+        ("sse=none", "sse"),
+        ("sse=AES256&sse_kms_key_id=k", "sse_kms_key_id"),
+        ("deadline=0s", "deadline"),
+        ("deadline=soon", "deadline"),
+        ("slow=-1s", "slow"),
+        ("refresh=2", "refresh"),
+        ("touch=x", "touch"),
+        ("connections=0", "connections"),
+        ("connections=many", "connections"),
+        ("path_style=maybe", "path_style"),
+        ("access_key=x", "access_key"),
+    ],
+)
+def test_wrong_option_is_named(options: str, field: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"s3 option {field}") as caught:
+        parse(f"s3://bucket/p?{options}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "location", ["ab", "UPPER/x", "b..d/x", "bucket/a//b", "bucket/../x", "bucket/ä", "bucket/" + "x" * 300]
+)
+def test_wrong_place_is_named(location: str) -> None:
+    with pytest.raises(ConfigurationError, match="url"):
+        parse(f"s3://{location}")
+
+
+def test_endpoint_of_the_environment_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
+    client = BotoClient(*parse("s3://bucket/p"))
+    assert client._client.meta.config.s3["payload_signing_enabled"]
+    client.close()
+
+
+def test_credentials_in_an_endpoint_are_refused_and_not_repeated() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse("s3://bucket/p?endpoint_url=https://user:hunter2@host")
+    assert "hunter2" not in str(caught.value)
+    assert "hunter2" not in repr(caught.value)
+
+
+def test_credentials_show_nowhere(
+    open_store: Opener, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, client = open_store()
+    namespace = backend.open_namespace(sample_identity()).id
+    backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
+    with pytest.raises(StoreUnavailableError) as caught:
+        open_store(bucket="no-such-bucket-anywhere")
+    said = [str(caught.value), repr(caught.value), repr(backend), repr(client), repr(vars(backend)), caplog.text]
+    assert not [text for text in said if "testsecret" in text or "Authorization" in text]
+    assert caught.value.__cause__ is None
+    assert "NoSuchBucket" in str(caught.value)
+
+
+@pytest.mark.skipif("PERSISTKV_S3_ENDPOINT" not in os.environ, reason="moto accepts any secret")
+def test_wrong_secret(open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    with pytest.raises(StoreUnavailableError, match="403"):
+        open_store()
+
+
+def test_no_credentials(endpoint: str, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    with pytest.raises(StoreUnavailableError, match="no credentials"):
+        S3Backend.open(StoreUrl.parse(f"s3://{bucket}/p?endpoint_url={endpoint}"))
+
+
+def test_other_things_under_the_prefix_are_not_touched(open_store: Opener, raw_client: Any, bucket: str) -> None:
+    raw_client.put_object(Bucket=bucket, Key="store/persistkv", Body=b"my notes on persistkv")
+    with pytest.raises(StoreUnavailableError.__base__, match="no persistkv store"):  # type: ignore[arg-type]
+        open_store()
+    assert raw_client.get_object(Bucket=bucket, Key="store/persistkv")["Body"].read() == b"my notes on persistkv"
+
+
+def test_without_boto3_the_error_says_what_to_install() -> None:
+    program = (
+        "import sys; sys.modules.update(dict.fromkeys(('boto3', 'botocore'))); "
+        "from persistkv_tools.cli import main; sys.argv = ['persistkv', 'ls', 's3://bucket/prefix']; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "persistkv[s3]" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_importing_the_driver_imports_no_boto3() -> None:
+    program = "import sys, persistkv, persistkv_s3, persistkv_tools.cli; sys.exit('boto3' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

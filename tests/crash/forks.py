@@ -1,0 +1,63 @@
+"""Runs a piece of work in a fork: it may die or hang without harm to who started it.
+
+The one who forks has no LMDB environment open, and no threads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Outcome(NamedTuple):
+    """How it ended."""
+
+    kind: str
+    """What the work said, ``raised``, ``hung``, or the name of a signal."""
+    count: int = 0
+    detail: str = ""
+
+
+def run_in_fork(work: Callable[[], Outcome], patience_s: float) -> Outcome:
+    """Run it; where it takes longer, it is killed."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reading)
+        _run(work, writing)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        status = _wait(child, patience_s)
+        said = pipe.read()
+    if status is None:
+        return Outcome("hung")
+    if os.WIFSIGNALED(status):
+        return Outcome(signal.Signals(os.WTERMSIG(status)).name)
+    return Outcome(*json.loads(said))
+
+
+def _run(work: Callable[[], Outcome], writing: int) -> None:
+    try:
+        outcome = work()
+    except BaseException:
+        outcome = Outcome("raised", detail=traceback.format_exc()[-20_000:])
+    os.write(writing, json.dumps(outcome).encode())
+    os._exit(0)
+
+
+def _wait(child: int, patience_s: float) -> int | None:
+    """Its status; None where it had to be killed."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None

@@ -1,0 +1,97 @@
+"""A short run of the power losses; ``make powerloss`` runs a longer one. And the disk that forgets, by itself."""
+
+import random
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.crash.disk import ALLOCATE, CREATE, MKDIR, RESIZE, SYNC, SYNCED_WRITE, WRITE, Disk, Record
+from tests.crash.power import build_recorder, find_compiler, run
+
+FILE = Path("directory/file")
+PAGE = 4096
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Path:
+    if find_compiler() is None:
+        pytest.skip("there is no C compiler here")
+    try:
+        return build_recorder(tmp_path)
+    except subprocess.CalledProcessError:
+        pytest.skip("the C compiler here builds no shared library")
+
+
+@pytest.mark.timeout(170)
+def test_what_was_acknowledged_survives_power_losses(recorder: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    directory.mkdir()
+    assert run(cuts=15, seed=2, directory=directory, seconds=150) > 30, "little was there to lose"
+
+
+def disk_of(*records: tuple[int, Path, int, int, bytes]) -> Disk:
+    disk = Disk()
+    for op, path, offset, length, data in [
+        (MKDIR, FILE.parent, 0, 0, b""),
+        (CREATE, FILE, 0, 0, b""),
+        (SYNC, FILE.parent, 0, 0, b""),
+        (SYNC, Path("."), 0, 0, b""),
+        *records,
+    ]:
+        disk.replay(Record(op, path, offset, length, memoryview(data)))
+    return disk
+
+
+def outcomes(disk: Disk, tmp_path: Path) -> set[bytes | None]:
+    """What the file may hold after a power loss; None: it is not there."""
+    found: set[bytes | None] = set()
+    for seed in range(200):
+        disk.rebuild(tmp_path / str(seed), random.Random(seed))
+        file = tmp_path / str(seed) / FILE
+        found.add(file.read_bytes() if file.exists() else None)
+    return found
+
+
+def write(content: bytes, offset: int = 0) -> tuple[int, Path, int, int, bytes]:
+    return WRITE, FILE, offset, len(content), content
+
+
+SYNCED = (SYNC, FILE, 0, 0, b"")
+
+
+def test_what_was_synced_stays(tmp_path: Path) -> None:
+    assert outcomes(disk_of(write(b"a" * PAGE), SYNCED), tmp_path) == {b"a" * PAGE}
+
+
+def test_synchronous_write_stays_and_leaves_others_open(tmp_path: Path) -> None:
+    disk = disk_of(write(b"a" * 2 * PAGE), SYNCED, write(b"b" * PAGE, PAGE), (SYNCED_WRITE, FILE, 0, PAGE, b"c" * PAGE))
+    found = outcomes(disk, tmp_path)
+    assert {content[:PAGE] for content in found if content} == {b"c" * PAGE}
+    assert {b"a" * PAGE, b"b" * PAGE} < {content[PAGE:] for content in found if content}, "also torn ones"
+
+
+def test_what_was_not_synced_may_be_there_or_not_in_any_order(tmp_path: Path) -> None:
+    disk = disk_of((ALLOCATE, FILE, 0, 2 * PAGE, b""), SYNCED, write(b"a" * PAGE), write(b"b" * PAGE, PAGE))
+    found = outcomes(disk, tmp_path)
+    assert {bytes(2 * PAGE), b"a" * PAGE + bytes(PAGE), bytes(PAGE) + b"b" * PAGE} <= found
+
+
+def test_length_that_was_not_synced_may_be_the_old_one(tmp_path: Path) -> None:
+    found = outcomes(disk_of(write(b"a" * PAGE), SYNCED, (RESIZE, FILE, 0, 0, b"")), tmp_path)
+    assert {b"a" * PAGE, b""} <= found
+    assert {len(content) for content in found if content is not None} == {0, PAGE}
+
+
+def test_new_file_may_be_missing_until_its_directory_is_synced(tmp_path: Path) -> None:
+    disk = Disk()
+    other = Path("file")
+    for op, path in [(CREATE, other), (SYNC, other)]:
+        disk.replay(Record(op, path, 0, 0, memoryview(b"")))
+    for seed in range(50):
+        disk.rebuild(tmp_path / str(seed), random.Random(seed))
+    assert {(tmp_path / str(seed) / other).exists() for seed in range(50)} == {False, True}
+    disk.replay(Record(SYNC, Path("."), 0, 0, memoryview(b"")))
+    for seed in range(50, 100):
+        disk.rebuild(tmp_path / str(seed), random.Random(seed))
+        assert (tmp_path / str(seed) / other).exists()

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# The S3 driver's tests against a real server: installs Ceph's S3 gateway where it is missing, starts one of its own on free
+# ports, runs the tests, stops it. Where that is not possible it says so and succeeds: moto has been tested all the same.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+PYTHON=${PYTHON:-.venv/bin/python}
+
+skip() {
+  echo "test-ceph: SKIPPED, the tests ran on moto only: $1"
+  exit 0
+}
+
+for tool in radosgw ceph-mon ceph-osd ceph; do
+  command -v $tool >/dev/null && continue
+  [ "$(id -u)" = 0 ] || skip "$tool is not installed, and only root may install it (tests/servers/install-ceph.sh)"
+  command -v apt-get >/dev/null || skip "$tool is not installed, and there is no apt-get"
+  sh tests/servers/install-ceph.sh || skip "Ceph's packages cannot be installed"
+  break
+done
+
+work=$(mktemp -d)
+read -r RGW_PORT MON_PORT < <($PYTHON -c 'from tests.backends.s3.faults import free_ports; print(free_ports(), free_ports())')
+export D=$work/ceph RGW_PORT MON_PORT
+cleanup() {
+  bash tests/servers/ceph.sh stop >/dev/null 2>&1 || true
+  bash tests/servers/ceph.sh kill9 >/dev/null 2>&1 || true
+  rm -rf "$work"
+}
+trap cleanup EXIT
+bash tests/servers/ceph.sh init || { tail -5 "$D"/*.out || true; skip "the server did not start"; }
+export PERSISTKV_S3_ENDPOINT=http://127.0.0.1:$RGW_PORT PERSISTKV_S3_CEPH=$D
+$PYTHON -m pytest tests/backends/s3 "$@"

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+import struct
+from contextlib import closing
+
+import pytest
+
+from persistkv.storage.fingerprint import fingerprint_checkpoint
+from persistkv.storage.identity import Identity
+from persistkv.storage.registry import open_backend
+
+CONFIG = {"rope_theta": 10000.0, "hidden_size": 64, "rope_scaling": {"factor": 2.0, "type": "linear"}}
+
+
+def write_weights(directory, byte=0):
+    """A checkpoint of one tensor, by hand: this runs where safetensors is not installed."""
+    header = json.dumps({"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}).encode()
+    directory.mkdir()
+    data = struct.pack("<Q", len(header)) + header + bytes([byte] * 4)
+    (directory / "model.safetensors").write_bytes(data)
+
+
+@pytest.fixture
+def model(tmp_path):
+    directory = tmp_path / "model"
+    write_weights(directory)
+    config = CONFIG | {"torch_dtype": "bfloat16", "transformers_version": "5.0", "a_default_nobody_stored": 1}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture
+def store(url, model):
+    fields = {
+        "weights": fingerprint_checkpoint(model),
+        "config": CONFIG | {"vocab_size": 256},
+        "dtype": {"model": "bfloat16", "kv": "bfloat16"},
+        "block_size": 16,
+    }
+    with closing(open_backend(url)) as backend:
+        backend.open_namespace(Identity.of(fields))
+        backend.open_namespace(Identity.of(fields | {"block_size": 32, "weights": "checkpoint:other"}))
+    return url, fields
+
+
+def compared(run, url, against, *options, code):
+    done = run("why", url, "--against", str(against), "--json", *options)
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout)["comparisons"]
+
+
+def test_a_model_that_matches(run, store, model):
+    url, fields = store
+    (found,) = compared(run, url, model, code=0)
+    assert (found["matches"], found["differences"]) == (True, [])
+    assert found["theirs"] == Identity.of(fields).digest.hex()
+    assert found["not_compared"] == ["block_size"]
+    assert found["compared"] == 6
+    assert "matches" in run("why", url, "--against", str(model)).stdout
+
+
+def test_a_model_that_differs(run, store, model):
+    url, _ = store
+    config = json.loads((model / "config.json").read_text())
+    config |= {"rope_theta": 500000.0, "torch_dtype": "float16"}
+    config["rope_scaling"]["factor"] = 4.0
+    (model / "config.json").write_text(json.dumps(config))
+    (found,) = compared(run, url, model, code=1)
+    assert found["differences"] == [
+        {"field": "config.rope_scaling.factor", "ours": 4.0, "theirs": 2.0},
+        {"field": "config.rope_theta", "ours": 500000.0, "theirs": 10000.0},
+        {"field": "dtype.model", "ours": "float16", "theirs": "bfloat16"},
+    ]
+    done = run("why", url, "--against", str(model))
+    assert done.returncode == 1
+    for part in ("config.rope_theta", "500000.0", "10000.0", "block_size"):
+        assert part in done.stdout
+
+
+def test_other_weights(run, store, tmp_path, model):
+    write_weights(tmp_path / "tuned", byte=1)
+    (tmp_path / "tuned" / "config.json").write_bytes((model / "config.json").read_bytes())
+    (found,) = compared(run, store[0], tmp_path / "tuned", code=1)
+    assert [row["field"] for row in found["differences"]] == ["weights"]
+
+
+def test_two_namespaces_of_a_store(run, store):
+    url, fields = store
+    ours = Identity.of(fields).digest.hex()
+    (found,) = compared(run, url, ours[:6], code=1)
+    assert found["ours"] == ours
+    assert {row["field"]: (row["ours"], row["theirs"]) for row in found["differences"]} == {
+        "block_size": (16, 32),
+        "weights": (fields["weights"], "checkpoint:other"),
+    }
+
+
+def test_two_stores(run, store, tmp_path):
+    url, fields = store
+    other = f"lmdb://{tmp_path}/other"
+    with closing(open_backend(other)) as backend:
+        backend.open_namespace(Identity.of(fields))
+        backend.open_namespace(Identity.of(fields | {"block_size": 64}))
+    same, near = compared(run, url, other, code=0)
+    assert same["matches"]
+    assert [row["field"] for row in near["differences"]] == ["block_size"]
+    theirs = Identity.of(fields | {"block_size": 32, "weights": "checkpoint:other"}).digest.hex()
+    far, _ = compared(run, url, other, "--namespace", theirs[:8], code=1)
+    assert [row["field"] for row in far["differences"]] == ["block_size", "weights"]
+
+
+def test_what_cannot_be_compared(run, store, tmp_path, url):
+    for against in ("nothing-there", str(tmp_path)):
+        done = run("why", url, "--against", against)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert against in done.stderr
+    write_weights(tmp_path / "bare")
+    assert "config.json" in run("why", url, "--against", "bare").stderr
+    for text in ("{", "[]"):
+        (tmp_path / "bare" / "config.json").write_text(text)
+        assert run("why", url, "--against", "bare").returncode == 2
+    empty = f"lmdb://{tmp_path}/empty"
+    open_backend(empty).close()
+    for first, second in ((empty, url), (url, empty)):
+        done = run("why", first, "--against", second)
+        assert done.returncode == 2
+        assert "holds no" in done.stderr

@@ -1,0 +1,148 @@
+"""``persistkv export``, ``import`` and ``push``."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from persistkv.config import StoreUrl, parse_size
+from persistkv.errors import ConfigurationError
+from persistkv.storage.backend import Backend
+from persistkv.storage.registry import open_backend
+from persistkv_tools import render
+from persistkv_tools.archive import ArchiveWriter
+from persistkv_tools.carrying import export_requests, import_archive, new_identities, push, verify_archive
+from persistkv_tools.options import InNamespace, Json, Labels, NewerThan, OlderThan, Rate, Url, opened
+from persistkv_tools.progress import byte_progress, counted
+from persistkv_tools.receiving import Received
+from persistkv_tools.selection import FoundRequest, Selection, chosen_namespaces, find_request
+from persistkv_tools.throttle import Throttle
+
+
+def export(
+    url: Url,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write.")],
+    requests: Annotated[
+        list[str] | None, typer.Argument(metavar="[REQUEST]...", help="Ids; their first letters are enough.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All requests.")] = False,
+    label: Labels = None,
+    namespace: InNamespace = None,
+    force: Annotated[bool, typer.Option("--force", help="Take the place of a file that is there.")] = False,
+    rate: Rate = None,
+    json: Json = False,
+) -> None:
+    """Write contexts to one file that any store can import. Exit code 1: some are damaged and were left out.
+
+    Example: persistkv export lmdb:///var/cache/kv 0c4de6a0 -o context.pkv
+    """
+    if not (requests or everything or label):
+        raise ConfigurationError("export", url, "requests, --label or --all")
+    if output.exists() and not force:
+        raise ConfigurationError("--output", str(output), "a file that is not there yet, or --force")
+    throttle = Throttle(None if rate is None else parse_size(rate, name="--rate"))
+    with opened(url) as backend:
+        found = _found(backend, requests or [], Selection.parse(label), namespace)
+        with byte_progress() as progress, ArchiveWriter(output) as writer:
+            sent = export_requests(backend, found, writer, counted(progress, "export", None, throttle))
+    if json:
+        render.print_json({"url": url, "file": str(output), "exported": sent})
+    else:
+        packs = f"{render.count(sent.packs, 'pack')}, {render.format_size(sent.stored_bytes)}"
+        render.say(f"{render.count(sent.requests, 'request')} with {packs} to {output}")
+        _print_incomplete(sent.incomplete)
+    if sent.incomplete:
+        raise typer.Exit(1)
+
+
+def import_(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What persistkv export wrote.")],
+    url: Url,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse where the store holds other identities only.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Verify all of a file of export, then write what it holds to a store, which is made where it is absent.
+
+    Example: persistkv import context.pkv lmdb:///var/cache/kv?capacity=100GiB
+    """
+    StoreUrl.parse(url)
+    with byte_progress() as progress:
+        size = file.stat().st_size if file.is_file() else None
+        contents = verify_archive(file, counted(progress, "verify", size, Throttle(None)))
+        with closing(open_backend(url)) as backend:
+            differences = new_identities(backend, url, contents, strict=strict)
+            received = import_archive(backend, file, counted(progress, "import", size, Throttle(None)))
+    if json:
+        notices = [[str(difference) for difference in found] for found in differences]
+        render.print_json({"url": url, "file": str(file), "received": received, "new_identities": notices})
+    else:
+        for found in differences:
+            fields = "; ".join(map(str, found))
+            render.say(f"{url} held nothing of this identity; its nearest namespace differs in {fields}")
+        _print_received(received, url)
+    if received.incomplete:
+        raise typer.Exit(1)
+
+
+def push_(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="The store to copy from.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="The store to copy to, made where it is absent.")],
+    namespace: InNamespace = None,
+    label: Labels = None,
+    older_than: OlderThan = None,
+    newer_than: NewerThan = None,
+    rate: Rate = None,
+    json: Json = False,
+) -> None:
+    """Copy what another store lacks; run it again where it was cut off. Exit code 1: some requests are damaged.
+
+    Example: persistkv push lmdb:///var/cache/kv lmdb:///mnt/backup/kv?capacity=1TiB
+    """
+    ends = [StoreUrl.parse(url) for url in (source, target)]
+    if (ends[0].scheme, ends[0].location) == (ends[1].scheme, ends[1].location):
+        raise ConfigurationError("DST", target, "another store than SRC")
+    throttle = Throttle(None if rate is None else parse_size(rate, name="--rate"))
+    selection = Selection.parse(label, older_than, newer_than)
+    with opened(source) as reading, closing(open_backend(target)) as writing, byte_progress() as progress:
+        namespaces = chosen_namespaces(reading, namespace)
+        received = push(reading, writing, namespaces, selection, counted(progress, "push", None, throttle))
+    if json:
+        render.print_json({"source": source, "target": target, "received": received})
+    else:
+        _print_received(received, target)
+    if received.incomplete:
+        raise typer.Exit(1)
+
+
+def _found(backend: Backend, names: list[str], selection: Selection, namespace: str | None) -> list[FoundRequest]:
+    if names:
+        return list(
+            {found.manifest.id: found for found in (find_request(backend, n, namespace) for n in names)}.values()
+        )
+    return [
+        FoundRequest(space, manifest)
+        for space in chosen_namespaces(backend, namespace)
+        for manifest in backend.manifests(space.id)
+        if selection.takes(manifest)
+    ]
+
+
+def _print_received(received: Received, url: str) -> None:
+    packs = f"{render.count(received.packs, 'pack')}, {render.format_size(received.stored_bytes)}"
+    render.say(f"{render.count(received.requests, 'request')} and {packs} came to {url}")
+    if received.requests_held or received.packs_held:
+        held = f"{render.count(received.requests_held, 'request')} and {render.count(received.packs_held, 'pack')}"
+        render.say(f"{held} were there already")
+    if received.evicted_packs:
+        render.say(f"{render.count(received.evicted_packs, 'pack')} were evicted to make room")
+    _print_incomplete(received.incomplete)
+
+
+def _print_incomplete(names: list[str]) -> None:
+    for name in names:
+        render.say(f"left out, because some of its blocks are damaged or gone: {name}")

@@ -1,0 +1,207 @@
+"""``persistkv prune``: what deleting requests would take with it, and doing so while others write.
+
+1. A pack goes only where no request that stays names a block in it.
+2. A request goes with the first of its packs. One whose packs all stay cannot go: a store deletes packs, not requests.
+3. Requests that came after the plan was made are looked for before each commit; their packs are spared.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+
+import msgspec
+
+from persistkv.errors import StoreFullError
+from persistkv.storage.backend import Backend, CommitBatch, Namespace
+from persistkv.storage.manifest import RequestManifest
+from persistkv.storage.pack import PackTable
+from persistkv_tools.catalogue import Catalogue, all_keys
+from persistkv_tools.listing import RequestView
+from persistkv_tools.selection import Selection
+
+_PACKS_AT_ONCE = 256
+
+
+class Amount(msgspec.Struct):
+    """Some packs."""
+
+    packs: int = 0
+    blocks: int = 0
+    stored_bytes: int = 0
+
+    def add(self, table: PackTable) -> None:
+        """Count one more."""
+        self.packs += 1
+        self.blocks += len(table.keys)
+        self.stored_bytes += table.payload_length
+
+
+class Plan(msgspec.Struct):
+    """What would go."""
+
+    requests: list[RequestView]
+    """Those that would go, oldest first."""
+    staying: list[RequestView]
+    """Those that were asked for and cannot go: other requests use all their packs."""
+    goes: Amount
+    """The packs that would go."""
+    private_blocks_left: int
+    """Blocks that only these requests name, in packs that others use: they stay, unless shared packs go too."""
+
+
+class Done(msgspec.Struct):
+    """What went."""
+
+    goes: Amount
+    requests: int
+    staying: list[str]
+    """Ids of requests that were asked for and are still there."""
+
+
+class Usage:
+    """The requests and packs of one namespace, and who uses what."""
+
+    def __init__(self, backend: Backend, namespace: Namespace) -> None:
+        self.namespace = namespace
+        self.manifests: dict[str, RequestManifest] = {}
+        self.packs: dict[str, set[bytes]] = {}
+        """For each request, the packs that hold one of its blocks."""
+        self.doomed: set[str] = set()
+        """Ids of the requests that are to go."""
+        catalogue = Catalogue.of(backend, namespace.id)
+        self.tables = catalogue.tables
+        for manifest in backend.manifests(namespace.id):
+            keys = backend.manifest_keys(namespace.id, manifest.id)
+            self.manifests[manifest.id] = manifest
+            self.packs[manifest.id] = set() if keys is None else catalogue.packs_holding(all_keys(keys))
+
+    def used(self, requests: Iterable[str]) -> set[bytes]:
+        """The packs that these requests use."""
+        return set().union(*(self.packs[name] for name in requests))
+
+    @property
+    def kept(self) -> list[str]:
+        """Ids of the requests that stay."""
+        return [name for name in self.manifests if name not in self.doomed]
+
+
+class Pruning:
+    """A plan over some namespaces of a store."""
+
+    def __init__(self, backend: Backend, namespaces: Iterable[Namespace]) -> None:
+        self._backend = backend
+        self._usages = [Usage(backend, namespace) for namespace in namespaces]
+        self._packs: dict[bytes, set[bytes]] = {}
+
+    def choose(self, selection: Selection, requests: Collection[tuple[bytes, str]] | None = None) -> None:
+        """Requests that are to go: all that are selected.
+
+        :param requests: (namespace, id): only these.
+        """
+        for usage in self._usages:
+            for name, manifest in usage.manifests.items():
+                named = requests is None or (usage.namespace.id, name) in requests
+                if named and selection.takes(manifest):
+                    usage.doomed.add(name)
+
+    def shrink_to(self, stored_bytes: int) -> None:
+        """Of what was chosen, only as much goes as is needed, oldest first, until so many bytes are left."""
+        held = sum(table.payload_length for usage in self._usages for table in usage.tables.values())
+        candidates = [(usage.manifests[name].created, name, usage) for usage in self._usages for name in usage.doomed]
+        uses = {id(usage): Counter(pack for used in usage.packs.values() for pack in used) for usage in self._usages}
+        for usage in self._usages:
+            usage.doomed = set()
+        for _, name, usage in sorted(candidates, key=lambda candidate: candidate[:2]):
+            if held <= stored_bytes:
+                return
+            usage.doomed.add(name)
+            counts = uses[id(usage)]
+            counts.subtract(usage.packs[name])
+            held -= sum(usage.tables[pack].payload_length for pack in usage.packs[name] if not counts[pack])
+
+    def plan(self, *, orphans: bool = False, shared: bool = False) -> Plan:
+        """What would go.
+
+        :param orphans: also packs that no request names.
+        :param shared: also packs that hold a block only these requests name, although others use the pack.
+        """
+        plan = Plan([], [], Amount(), 0)
+        for usage in self._usages:
+            kept = usage.used(usage.kept)
+            packs = usage.used(usage.doomed) - kept
+            private = _private_blocks(self._backend, usage, usage.used(usage.doomed) & kept)
+            if shared:
+                packs |= private.keys()
+            else:
+                plan.private_blocks_left += sum(private.values())
+            if orphans:
+                packs |= usage.tables.keys() - kept - usage.used(usage.doomed)
+            self._packs[usage.namespace.id] = packs
+            for pack in packs:
+                plan.goes.add(usage.tables[pack])
+            self._sort_requests(plan, usage, packs)
+        for views in (plan.requests, plan.staying):
+            views.sort(key=lambda view: (view.created, view.id))
+        return plan
+
+    def _sort_requests(self, plan: Plan, usage: Usage, packs: set[bytes]) -> None:
+        for name, manifest in usage.manifests.items():
+            goes = not usage.packs[name].isdisjoint(packs)
+            if goes or name in usage.doomed:
+                (plan.requests if goes else plan.staying).append(RequestView.of(usage.namespace.id, manifest))
+
+    def run(self) -> Done:
+        """Delete what the plan names.
+
+        :raises StoreError: a commit failed; those before it were done.
+        """
+        done = Done(Amount(), 0, [])
+        for usage in self._usages:
+            packs = sorted(self._packs[usage.namespace.id])
+            for start in range(0, len(packs), _PACKS_AT_ONCE):
+                for table in self._delete(usage, packs[start : start + _PACKS_AT_ONCE]):
+                    done.goes.add(table)
+            there = {manifest.id for manifest in self._backend.manifests(usage.namespace.id)}
+            done.requests += len(usage.manifests.keys() - there)
+            done.staying += sorted(usage.doomed & there)
+        return done
+
+    def _delete(self, usage: Usage, packs: list[bytes]) -> Iterator[PackTable]:
+        wanted = [pack for pack in packs if pack not in self._used_since(usage, packs)]
+        try:
+            yield from self._backend.commit(usage.namespace.id, CommitBatch(deletions=wanted)).evicted
+        except StoreFullError:  # deleting takes room too; fewer at once take less
+            if len(wanted) < 2:
+                raise
+            half = len(wanted) // 2
+            yield from self._delete(usage, wanted[:half])
+            yield from self._delete(usage, wanted[half:])
+
+    def _used_since(self, usage: Usage, packs: list[bytes]) -> set[bytes]:
+        """Those of the packs that requests use which came after the plan was made."""
+        namespace = usage.namespace.id
+        fresh = [found.id for found in self._backend.manifests(namespace) if found.id not in usage.manifests]
+        if not fresh:
+            return set()
+        catalogue = Catalogue(usage.tables[pack] for pack in packs)
+        keys = (self._backend.manifest_keys(namespace, name) for name in fresh)
+        return set().union(*(catalogue.packs_holding(all_keys(found)) for found in keys if found is not None))
+
+
+def _private_blocks(backend: Backend, usage: Usage, shared: set[bytes]) -> dict[bytes, int]:
+    """For each of these packs that has some, how many blocks in it only doomed requests name."""
+    where = {key: pack for pack in shared for key in usage.tables[pack].keys.unpack()}
+    doomed: set[bytes] = set()
+    for name, used in usage.packs.items():
+        if name in usage.doomed and not used.isdisjoint(shared):
+            doomed.update(_keys_in(backend, usage, name, where))
+    for name, used in usage.packs.items():
+        if name not in usage.doomed and not used.isdisjoint(shared):
+            doomed.difference_update(_keys_in(backend, usage, name, where))
+    return dict(Counter(where[key] for key in doomed))
+
+
+def _keys_in(backend: Backend, usage: Usage, name: str, where: dict[bytes, bytes]) -> set[bytes]:
+    keys = backend.manifest_keys(usage.namespace.id, name)
+    return set() if keys is None else where.keys() & all_keys(keys)

@@ -62,11 +62,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="how often the whole content is replaced")
     parser.add_argument("--directory", help="where the store is made; a temporary directory by default")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--placement", choices=["inline", "extents"], action="append", help="both by default")
     arguments = parser.parse_args()
+    for placement in arguments.placement or ["extents", "inline"]:
+        run(placement, arguments)
+
+
+def run(placement: str, arguments: argparse.Namespace) -> None:
+    """Fill a store and replace its content; print the table and the verdict."""
     capacity = parse_size(arguments.capacity, name="--capacity")
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-        url = f"lmdb://{directory}/store?capacity={capacity}"
-        backend = open_backend(url)
+        backend = open_backend(f"lmdb://{directory}/store?capacity={capacity}&placement={placement}")
         churn = Churn(backend, arguments.seed)
         speeds, rows = [], []
         for number in range(arguments.rounds + 1):
@@ -85,7 +91,7 @@ def main() -> None:
             print(*rows[-1], flush=True)
         backend.close()
     columns = ["round", "GB/s", "÷ round 1", "payload ÷ capacity", "most on disk ÷ capacity", "packs evicted"]
-    show(f"Replacing the content of a full store of {arguments.capacity}", columns, rows)
+    show(f"Replacing the content of a full store of {arguments.capacity}, placement {placement}", columns, rows)
     verdict = speeds[-1] / speeds[1] >= TARGET and churn.most_bytes <= capacity
     print(f"last round ÷ first ≥ {TARGET} and never over capacity: {'yes' if verdict else 'NO'}")
 

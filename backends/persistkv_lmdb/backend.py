@@ -38,8 +38,9 @@ from persistkv.storage.backend import (
 from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import ManifestKeys, RequestManifest, decode_manifest, decode_manifest_keys
 from persistkv.storage.pack import ID_BYTES, PackTable
-from persistkv_lmdb import environment
+from persistkv_lmdb import sharing
 from persistkv_lmdb.committing import Committing
+from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.errors import met_the_maps_end, translated_at_open
 from persistkv_lmdb.layout import (
     ADDED,
@@ -66,8 +67,8 @@ class LmdbBackend(Backend):
 
     capabilities = Capabilities(placements=tuple(placement.value for placement in Placement))
 
-    def __init__(self, shared: environment.Environment, *, read_only: bool, ttl_s: float | None = None) -> None:
-        self._shared: environment.Environment | None = shared
+    def __init__(self, shared: Environment, *, read_only: bool, ttl_s: float | None = None) -> None:
+        self._shared: Environment | None = shared
         self._path = shared.path
         self._read_only = read_only
         self._ttl_s = ttl_s
@@ -77,7 +78,7 @@ class LmdbBackend(Backend):
         options = convert_options(LmdbOptions, url.options, where="lmdb")
         path = _store_path(url.location)
         _prepare_directory(path, read_only)
-        shared = environment.acquire(path, options.capacity_bytes, options.placement, read_only=read_only)
+        shared = sharing.acquire(path, options.capacity_bytes, options.placement, read_only=read_only)
         return cls(shared, read_only=read_only, ttl_s=options.ttl_s)
 
     def namespaces(self) -> Iterator[Namespace]:
@@ -174,10 +175,10 @@ class LmdbBackend(Backend):
     def close(self) -> None:
         if self._shared is not None:
             shared, self._shared = self._shared, None
-            environment.release(shared)
+            sharing.release(shared)
 
     @property
-    def _environment(self) -> environment.Environment:
+    def _environment(self) -> Environment:
         if self._shared is None:
             raise StoreError(f"{self._path} is closed")
         return self._shared

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
@@ -24,6 +24,7 @@ from persistkv_lmdb.layout import (
 )
 from persistkv_lmdb.payload import Payloads, payload_bound
 from persistkv_lmdb.recency import Candidate, Recency
+from persistkv_lmdb.room import Goal
 
 LOG_ENTRIES = 4096
 
@@ -82,18 +83,18 @@ class Commit:
         """Those that would be written."""
         return [pack for pack in packs if not self._holds(self._namespace + pack.pack_id)]
 
-    def evict(self, enough: Callable[[], bool], at_most: int) -> Evicted:
-        """Take what was not used for longest, until there is enough room."""
-        if enough():
+    def evict(self, goal: Goal, at_most: int) -> Evicted:
+        """Take what was not used for longest, and helps, until there is enough room."""
+        if goal.met():
             return Evicted.ENOUGH
         for candidate in self._recency.oldest():
-            if candidate.name in self._keep:
+            if candidate.name in self._keep or not (candidate.is_manifest or goal.helps(candidate.name)):
                 continue
             if not at_most:
                 return Evicted.SOME
             at_most -= 1
             self._remove(candidate)
-            if enough():
+            if goal.met():
                 return Evicted.ENOUGH
         return Evicted.ALL
 

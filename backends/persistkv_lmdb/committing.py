@@ -11,15 +11,13 @@ batch that lacks just that is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from persistkv.errors import StoreFullError
 from persistkv.storage.backend import CommitBatch, CommitResult
 from persistkv.storage.pack import PackTable
 from persistkv_lmdb.commit import Commit, Evicted
 from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.layout import Transaction, manifest_row
-from persistkv_lmdb.room import Amount, Room
+from persistkv_lmdb.room import Amount, Goal, Room
 
 _EVICTED_AT_ONCE = 512
 """Packs and manifests that one transaction evicts at most: tens of milliseconds."""
@@ -91,7 +89,7 @@ class Committing:
             if self._ttl_s is not None:
                 commit.expire(self._ttl_s, _EXPIRED_AT_ONCE)
             if commit.grew:
-                commit.evict(_below(room, room.spared()), _EVICTED_AT_ONCE)
+                commit.evict(Goal(room, room.spared()), _EVICTED_AT_ONCE)
             commit.finish()
             if commit.grew and not room.used().within(room.limit):
                 raise room.full(need)
@@ -139,7 +137,9 @@ class Committing:
             if not more:
                 room.widen(need)
             goal = self._goals.setdefault(more, self._goal(room, need, more))
-            ended = commit.evict(_below(room, goal), at_most)
+            if not need.within(room.limit):
+                raise _NothingLeftError(str(room.full(need)))
+            ended = commit.evict(Goal(room, goal), at_most)
             too_much = not room.used().plus(need).within(room.limit)
             if ended is Evicted.ALL and (too_much or not (self._evicted or commit.evicted)):
                 raise _NothingLeftError(str(room.full(need)))
@@ -166,7 +166,3 @@ class Committing:
     def _stale(self) -> CommitResult:
         """What was evicted meanwhile is among the changes since then."""
         return CommitResult(self._batch.seen or b"", stale=True)
-
-
-def _below(room: Room, goal: Amount) -> Callable[[], bool]:
-    return lambda: room.used().within(goal)

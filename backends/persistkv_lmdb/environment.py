@@ -83,13 +83,17 @@ class Environment:
         try:
             with translated_at_open(path):
                 self.files = SegmentFiles(path, read_only=read_only)
+        except BaseException:
+            self._env.close()
+            self._leave()
+            raise
+        try:
             self.capacity = self._recorded_capacity() or DEFAULT_CAPACITY
             self.check_placement(placement)
             if not read_only:
                 self.set_capacity(capacity or self.capacity)
         except BaseException:
-            self._env.close()
-            self._leave()
+            self.close()
             raise
 
     @contextmanager
@@ -371,60 +375,6 @@ class Environment:
         with self._gate:
             self._gate.wait_for(lambda: not self._inside)
             yield
-
-
-class _Environments:
-    """The environments of this process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: list[Environment] = []
-        os.register_at_fork(after_in_child=self._forget)
-
-    def acquire(self, path: Path, capacity: int | None, placement: Placement | None, *, read_only: bool) -> Environment:
-        with self._lock:
-            wanted = file_id(path)
-            found = next((env for env in self._open if env.file_id == wanted), None)
-            if found is None:
-                found = Environment(path, capacity, placement, read_only=read_only)
-                self._open.append(found)
-            else:
-                found.check_placement(placement)
-            if not read_only:
-                if found.read_only:
-                    found.make_writable()
-                if capacity not in (None, found.capacity):
-                    found.set_capacity(capacity)
-            found.handles += 1
-            return found
-
-    def release(self, environment: Environment) -> None:
-        with self._lock:
-            environment.handles -= 1
-            if not environment.handles:
-                self._open = [env for env in self._open if env is not environment]
-                environment.close()
-
-    def _forget(self) -> None:
-        """In a forked child: another thread of the parent may have held the lock."""
-        self._lock = threading.Lock()
-        for environment in self._open:
-            environment.forget()
-        self._open = []
-
-
-# State of the process, because what it stands for is: LMDB refuses to open an environment twice in one.
-_ENVIRONMENTS = _Environments()
-
-
-def acquire(path: Path, capacity: int | None, placement: Placement | None, *, read_only: bool) -> Environment:
-    """The process's environment of these files, opened where it is not; errors as in ``Environment``. Thread-safe."""
-    return _ENVIRONMENTS.acquire(path, capacity, placement, read_only=read_only)
-
-
-def release(environment: Environment) -> None:
-    """Give back what ``acquire`` gave; the last one closes it. Thread-safe."""
-    _ENVIRONMENTS.release(environment)
 
 
 def file_id(path: Path) -> tuple[int, int] | None:

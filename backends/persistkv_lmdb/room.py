@@ -13,6 +13,7 @@ from persistkv_lmdb.layout import Transaction, used_bytes
 from persistkv_lmdb.options import Placement
 from persistkv_lmdb.payload import Payloads, payload_bound
 from persistkv_lmdb.pieces import page_bytes
+from persistkv_lmdb.space import read_extents
 
 _MAX_AHEAD = 256 << 20  # 256 MiB: a commit of 128 MiB, and the one before it, whose pages are not free yet
 _ROWS_BYTES = 1 << 10
@@ -91,6 +92,10 @@ class Room:
             more = self._environment.widen_catalogue(self._transaction, lacks + lacks // 8)
             self.limit = self.limit._replace(catalogue=self.limit.catalogue + more)
 
+    def lies_in_extents(self, pack: bytes) -> bool:
+        """:param pack: its name."""
+        return read_extents(self._transaction, pack) is not None
+
     def full(self, need: Amount) -> StoreFullError:
         """Why it is refused."""
         environment = self._environment
@@ -99,6 +104,26 @@ class Room:
     def spared(self) -> Amount:
         """A limit that leaves room for the commits that follow."""
         return Amount(*[limit - min(limit // 16, _MAX_AHEAD) for limit in self.limit])
+
+
+class Goal:
+    """What eviction is to reach.
+
+    :param at_most: what is used is to be.
+    """
+
+    def __init__(self, room: Room, at_most: Amount) -> None:
+        self._room = room
+        self._at_most = at_most
+
+    def met(self) -> bool:
+        """Whether enough went."""
+        return self._room.used().within(self._at_most)
+
+    def helps(self, pack: bytes) -> bool:
+        """Whether it helps that a pack goes: one that lies inline gives nothing to the segments."""
+        lacks_catalogue = self._room.used().catalogue > self._at_most.catalogue
+        return lacks_catalogue or self._room.lies_in_extents(pack)
 
 
 def _pack_rows_bytes(pack: PackWriter) -> int:

@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreError, StoreFullError
 from persistkv.storage.codec import Buffer
 from persistkv_lmdb.errors import FULL_CODES
-from persistkv_lmdb.gathering import Bounce, behind, front, is_aligned, read_some, write_all
+from persistkv_lmdb.gathering import Bounce, behind, front, read_all, write_all
 from persistkv_lmdb.space import Extent
 
 logger = logging.getLogger(__name__)
@@ -50,13 +51,13 @@ class SegmentFiles:
         """:raises OSError: the store's directory cannot be opened."""
         self._path = path
         self._read_only = read_only
-        self._store = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # a store that is made anew there is not ours
+        self._store = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # one that is made anew in its place is another's
         self._lock = threading.Lock()
         self._open: dict[int, _Descriptors] = {}
         self._touched: set[int] = set()
-        self._bounce: Bounce | None = None
+        self._bounce = Bounce()
+        self._writer: ThreadPoolExecutor | None = None
         self._direct = True
-        self._nowait = True
 
     def grow(self, segment: int, before: int, pages: int) -> None:
         """Make a file so many pages long, with space for all of them.
@@ -91,23 +92,29 @@ class SegmentFiles:
                     os.posix_fallocate(fd, held, expected - held)
 
     def write(self, extents: Sequence[Extent], stream: Iterator[Buffer]) -> int:
-        """Write a payload to where it is to lie.
+        """Write a payload to where it is to lie, each part while the next one comes out of the stream.
 
         :returns: its length in bytes, a multiple of 4 KiB; what the extents have beyond was not written.
         :raises StoreFullError: the file system wants space for what it had given, or the extents are too short.
         """
-        if self._bounce is None:
-            self._bounce = Bounce()
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, "persistkv-lmdb-write")
         written = 0
-        for buffers in self._bounce.aligned(stream):
-            length = sum(map(len, buffers))
-            with self._translated():
-                for run in _runs(extents, written, length):
-                    self._write(run, front(buffers, run.length))
-                    buffers = behind(buffers, run.length)
-                    written += run.length
-            if buffers:
-                raise StoreError(f"{self._path}: a payload is longer than it said")
+        running: Future[None] | None = None
+        try:
+            for buffers in self._bounce.aligned(stream):
+                length = sum(map(len, buffers))
+                runs = list(_runs(extents, written, length))
+                if sum(run.length for run in runs) < length:
+                    raise StoreError(f"{self._path}: a payload is longer than it said")
+                if running is not None:
+                    running.result()
+                running = self._writer.submit(self._write_runs, runs, buffers)
+                written += length
+            if running is not None:
+                running.result()
+        finally:  # the buffers are the caller's again
+            wait([running] if running is not None else [])
         return written
 
     def sync(self) -> None:
@@ -144,6 +151,8 @@ class SegmentFiles:
 
     def close(self) -> None:
         """Close all descriptors; nobody may be inside."""
+        if self._writer is not None:
+            self._writer.shutdown()
         self._close_files()
         os.close(self._store)
 
@@ -151,6 +160,12 @@ class SegmentFiles:
         for fd in [fd for descriptors in self._open.values() for fd in descriptors if fd is not None]:
             os.close(fd)
         self._open.clear()
+
+    def _write_runs(self, runs: Sequence[_Run], buffers: list[memoryview]) -> None:
+        with self._translated():
+            for run in runs:
+                self._write(run, front(buffers, run.length))
+                buffers = behind(buffers, run.length)
 
     def _write(self, run: _Run, buffers: Sequence[memoryview]) -> None:
         self._touched.add(run.segment)
@@ -165,35 +180,12 @@ class SegmentFiles:
         return write_all(descriptors.buffered, buffers, run.offset, aligned=False)
 
     def _read(self, run: _Run, buffers: Sequence[memoryview]) -> bool:
-        """What the page cache has comes from there; the rest past it, where the buffers are aligned."""
+        """Through the page cache: what several engines promote comes from memory, and the kernel reads ahead."""
         try:
-            descriptors = self._descriptors(run.segment)
+            fd = self._descriptors(run.segment).buffered
         except FileNotFoundError:
             return False
-        done = self._read_cached(descriptors.buffered, run, buffers)
-        rest = behind(buffers, done) if done else buffers
-        if rest and descriptors.direct is not None and self._direct and _all_aligned(run.offset + done, rest):
-            try:
-                done += read_some(descriptors.direct, rest, run.offset + done, aligned=True)
-            except OSError as error:
-                if error.errno not in _NO_DIRECT:
-                    raise
-                self._refuse_direct(error)
-            rest = behind(buffers, done)
-        if rest:
-            done += read_some(descriptors.buffered, rest, run.offset + done)
-        return done == run.length
-
-    def _read_cached(self, fd: int, run: _Run, buffers: Sequence[memoryview]) -> int:
-        if not self._nowait:
-            return 0
-        try:
-            return read_some(fd, buffers, run.offset, os.RWF_NOWAIT)
-        except OSError as error:
-            if error.errno not in _NO_DIRECT:
-                raise
-            self._nowait = False
-            return 0
+        return read_all(fd, buffers, run.offset)
 
     def _refuse_direct(self, error: OSError) -> None:
         self._direct = False
@@ -266,7 +258,3 @@ def _runs(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_Run]
             length -= count
             offset = size
         offset -= size
-
-
-def _all_aligned(offset: int, buffers: Sequence[memoryview]) -> bool:
-    return not offset % PAGE_BYTES and all(map(is_aligned, buffers))

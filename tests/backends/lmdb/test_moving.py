@@ -12,7 +12,7 @@ from persistkv.errors import ConfigurationError, StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_lmdb import LmdbBackend
+from persistkv_lmdb import LmdbBackend, moving
 from persistkv_lmdb.check import find_faults
 
 OTHER = {"inline": "extents", "extents": "inline"}
@@ -145,6 +145,27 @@ def test_read_only_does_not_move(open_any, placement):
     open_any(f"?placement={placement}").close()
     with pytest.raises(StoreError, match="read-only"):
         open_any(read_only=True).move("inline")
+
+
+def test_half_moved_store_evicts_what_helps(open_any, identity, monkeypatch):
+    """Packs that still lie inline are the oldest, but give nothing to the segments."""
+    monkeypatch.setattr(moving, "_STEP_BYTES", 1 << 20)
+    backend = open_any("?capacity=48MiB&placement=inline")
+    namespace = backend.open_namespace(identity).id
+    fill(backend, namespace, 30)
+    steps = backend.move("extents")
+    for _ in range(6):
+        next(steps)
+    inline = where(backend)[1]
+    assert 0 < inline < 30
+    evicted = 0
+    for seed in range(100, 160):
+        pack = sample_pack(namespace, seed, blocks=10, block_bytes=100_000)
+        evicted += len(backend.commit(namespace, CommitBatch([pack])).evicted)
+        assert check_totals(backend).disk_bytes <= 48 << 20
+    assert evicted > 10
+    assert where(backend)[1] == inline
+    assert find_faults(backend._environment) == []
 
 
 MOVE = """

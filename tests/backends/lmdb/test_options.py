@@ -1,10 +1,14 @@
 """Options of an lmdb URL, and what the store remembers of them."""
 
+from contextlib import closing
+
 import pytest
 
+from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError, StoreFullError
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.samples import payload_of, sample_pack
+from persistkv_lmdb import LmdbBackend
 
 GIB = 1 << 30
 
@@ -90,3 +94,22 @@ def test_bad_ttl_is_named_and_creates_nothing(open_store, path, ttl):
         open_store(f"?ttl={ttl}")
     assert caught.value.value == ttl
     assert not path.exists()
+
+
+@pytest.mark.parametrize("value", ["", "tape", "INLINE"])
+def test_bad_placement_is_named_and_creates_nothing(path, value):
+    with pytest.raises(ConfigurationError, match="lmdb option placement"):
+        LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}?placement={value}"))
+    assert not path.exists()
+
+
+def test_placement_is_remembered(path, placement):
+    other = {"inline": "extents", "extents": "inline"}[placement]
+    LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}?placement={placement}&capacity=2MiB")).close()
+    with closing(LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}"))) as backend:
+        assert backend._environment.placement.value == placement
+        for read_only in (False, True):
+            with pytest.raises(ConfigurationError, match=f"--to {other}") as caught:
+                LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}?placement={other}&capacity=3MiB"), read_only=read_only)
+            assert caught.value.field == "lmdb option placement"
+        assert backend.stats().capacity == 2 << 20

@@ -165,7 +165,7 @@ def test_a_flipped_byte_is_a_miss_and_the_answer_is_right(model, url, prompt, tm
         result = first.generate(prompt, 8)
         assert first.wait_persisted(result)
         page = first.resident_pages()[result.block_hashes[5]].numpy().tobytes()
-    data = tmp_path / "store" / "data.mdb"
+    data = tmp_path / "store" / "segments" / "00000000.seg"
     content = bytearray(data.read_bytes())
     position = content.index(page[:64])
     content[position] ^= 0x10

@@ -1,0 +1,118 @@
+"""Gathered transfers: any cut of a stream, more buffers than a call takes, short transfers."""
+
+import itertools
+import mmap
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from persistkv_lmdb import gathering
+from persistkv_lmdb.gathering import Bounce, behind, front, read_all, starts_aligned, write_all
+
+PAGE = 4096
+
+
+def pattern(length, seed=0):
+    return bytes((7 * position + position // 251 + seed) % 256 for position in range(length))
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Aligned memory, as rows are."""
+    memory = memoryview(mmap.mmap(-1, 64 * PAGE))
+    memory[:] = pattern(len(memory))
+    return memory
+
+
+pieces = st.lists(
+    st.one_of(
+        st.tuples(st.integers(0, 40), st.integers(1, 20)).map(lambda p: ("row", PAGE * p[0], PAGE * p[1])),
+        st.tuples(st.integers(0, 100_000), st.integers(0, 9000)).map(lambda p: ("row", *p)),
+        st.integers(0, 5000).map(lambda length: ("bytes", 0, length)),
+        st.integers(1, 30).map(lambda count: ("bytes", 0, PAGE * count)),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(cut=pieces, bounce=st.sampled_from([1, 3, 16]), batch=st.sampled_from([1, 4, 64]), most=st.sampled_from([2, 5]))
+def test_any_stream_comes_out_aligned(rows, cut, bounce, batch, most):
+    chunks = [rows[at : at + length] if kind == "row" else pattern(length, at) for kind, at, length in cut]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathering, "_BOUNCE_BYTES", PAGE * bounce)
+        patch.setattr(gathering, "_BATCH_BYTES", PAGE * batch)
+        patch.setattr(gathering, "_MOST_BUFFERS", most)
+        written, held = bytearray(), []
+        for buffers in Bounce().aligned(iter(chunks)):
+            assert all(len(buffer) and not len(buffer) % PAGE and starts_aligned(buffer) for buffer in buffers)
+            assert len(buffers) <= most + 1
+            held.append(buffers)
+            if len(held) > 1:  # valid until the next but one is asked for
+                written += b"".join(held.pop(0))
+        written += b"".join(itertools.chain(*held))
+    expected = b"".join(map(bytes, chunks))
+    assert written == expected + bytes(-len(expected) % PAGE)
+
+
+def test_aligned_pieces_are_not_copied(rows):
+    (buffers,) = Bounce().aligned(iter([rows[: 8 * PAGE], pattern(100), bytes(PAGE - 100), rows[8 * PAGE :]]))
+    assert [buffer.obj is rows.obj for buffer in buffers] == [True, False, True]
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(0, 50), max_size=8), data=st.data())
+def test_front_and_behind(lengths, data):
+    buffers = [memoryview(pattern(length, seed)) for seed, length in enumerate(lengths)]
+    whole = b"".join(buffers)
+    count = data.draw(st.integers(0, len(whole)))
+    assert b"".join(front(buffers, count)) == whole[:count]
+    assert b"".join(behind(buffers, count)) == whole[count:]
+
+
+@pytest.mark.parametrize("most", [1, 100, 5000, PAGE + 1, 1 << 30])
+def test_short_transfers_go_on(tmp_path, monkeypatch, most):
+    """A kernel that moves so many bytes a call, and never more than 1,024 buffers."""
+    calls = []
+
+    def shortened(call):
+        def transfer(fd, buffers, offset):
+            assert len(buffers) <= 1024
+            calls.append(len(buffers))
+            return call(fd, front(buffers, most), offset)
+
+        return transfer
+
+    payload = pattern(20_000)
+    views = [memoryview(payload)[at : at + 9] for at in range(0, len(payload), 9)]
+    monkeypatch.setattr(os, "pwritev", shortened(os.pwritev))
+    monkeypatch.setattr(os, "preadv", shortened(os.preadv))
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    write_all(fd, views, 123, aligned=False)
+    found = bytearray(len(payload))
+    assert read_all(fd, [memoryview(found)[at : at + 7] for at in range(0, len(found), 7)], 123)
+    assert found == payload
+    assert not read_all(fd, [memoryview(bytearray(len(payload) + 1))], 123)
+    os.close(fd)
+    assert len(calls) > 3
+
+
+def test_aligned_write_goes_on_at_a_page(tmp_path, monkeypatch):
+    offsets = []
+    pwritev = os.pwritev
+
+    def short(fd, buffers, offset):
+        offsets.append(offset)
+        return pwritev(fd, front(buffers, PAGE + 700), offset)
+
+    monkeypatch.setattr(os, "pwritev", short)
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    write_all(fd, [memoryview(pattern(3 * PAGE))], 0, aligned=True)
+    assert offsets == [0, PAGE, 2 * PAGE]
+    assert os.pread(fd, 4 * PAGE, 0) == pattern(3 * PAGE)
+    monkeypatch.setattr(os, "pwritev", lambda *_: 0)
+    with pytest.raises(OSError, match="Input/output"):
+        write_all(fd, [memoryview(pattern(PAGE))], 0, aligned=True)
+    os.close(fd)

@@ -60,7 +60,7 @@ class Guard:
         :raises StoreUnavailableError: its files cannot be made or opened.
         """
         self._directory = directory
-        self._proven = False
+        self._joined = self._proven = False
         self._deaths = 0
         with translated_at_open(directory):
             self._writer_lock = WriterLock(directory)
@@ -111,7 +111,7 @@ class Guard:
 
     def close(self) -> None:
         """Leave; the last one to leave ends it cleanly. Idempotent."""
-        if self._fd >= 0 and self._locked(fcntl.LOCK_EX):
+        if self._joined and self._fd >= 0 and self._locked(fcntl.LOCK_EX):
             state = self._read()
             if state is not None and state.word == _OPEN:
                 self._write(_State(_CLEAN))
@@ -214,6 +214,7 @@ class Guard:
                     f"{self._directory} is busy: another process has been closing it for {_PATIENCE_S} s"
                 )
             time.sleep(_NAP_S)
+        self._joined = True
         state = self._read()
         if state is None or state.word == _CLEAN:
             self._write(_State(_OPEN))

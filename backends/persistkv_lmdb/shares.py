@@ -16,7 +16,7 @@ from persistkv_lmdb.layout import Transaction, read_catalogue_bytes, read_placem
 from persistkv_lmdb.options import Placement
 from persistkv_lmdb.space import recorded_bytes
 
-LOCK_FILE_BYTES = 64 << 10  # 64 KiB: lock.mdb for 512 readers, with room
+LOCK_FILE_BYTES = 64 << 10  # 64 KiB: lock.mdb for 512 readers and guard, with room
 _CATALOGUE_SHARE = 32
 _MIN_CATALOGUE = 1 << 20  # 1 MiB: twice what the pages of a few transactions take
 

@@ -1,5 +1,6 @@
 """What the guard does about ends that were not clean; ``tests.crash.damage`` damages files at random."""
 
+import fcntl
 import logging
 import re
 import signal
@@ -10,7 +11,7 @@ import sys
 import lmdb
 import pytest
 
-from persistkv.errors import CorruptStoreError
+from persistkv.errors import CorruptStoreError, StoreBusyError
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
@@ -176,6 +177,18 @@ backend.close()
     open_store().close()
     assert walks == []  # the other one ended cleanly
     assert (path / "guard").read_text().split() == ["clean", "0"]
+
+
+def test_whoever_does_not_get_to_open_it_says_nothing_about_its_end(open_store, path, filled, walks, monkeypatch):
+    die(path, filled)
+    monkeypatch.setattr(guard, "OPENING_PATIENCE_S", 0.2)
+    with (path / "writer.lock").open("r+b") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(StoreBusyError):
+            open_store()
+    assert (path / "guard").read_text().split()[0] == "open"
+    open_store()
+    assert len(walks) == 1
 
 
 def test_three_deaths_while_writing_move_it_aside(open_store, path, filled, caplog):

@@ -43,8 +43,8 @@ class Bucket:
         return self._all(self._writers, what, list(things))
 
     def _all(self, pool: ThreadPoolExecutor, what: Callable[[A], R], todo: list[A]) -> list[R]:
-        if len(todo) == 1:
-            return [what(todo[0])]
+        if len(todo) <= 1:
+            return [what(thing) for thing in todo]
         futures: list[Future[R]] = [pool.submit(what, thing) for thing in todo]
         for future in futures:
             future.exception()  # waits: nobody may use the caller's memory once this call has ended

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from persistkv.errors import CorruptPackError
 from persistkv.storage.backend import Changes
 from persistkv.storage.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
-from persistkv_s3.layout import Entry, Stamp, split_ids
+from persistkv_s3.layout import Entry, PackRow, Stamp, split_ids
 from persistkv_s3.names import LogName
 
 CHANGES_KEPT = 4096
@@ -145,9 +145,7 @@ class Catalogue:
             for gone in head.gone:
                 self._lose(gone.pack_id, Gone(head.stamp, head.time, gone.generation))
             for row in head.packs:
-                self._gain(
-                    row.pack_id, row.generation, entry.bodies[row.offset : row.offset + row.length], head.stamp, use
-                )
+                self._gain(row, entry)
             for pack_id in split_ids(head.uses):
                 self.use(pack_id, use)
             for name in head.manifests_gone:
@@ -169,20 +167,20 @@ class Catalogue:
             if held is not None and held.used < use:
                 self.packs[pack_id] = held._replace(used=use)
 
-    def _gain(self, pack_id: bytes, generation: int, sealed: bytes, stamp: Stamp, use: Use) -> None:
+    def _gain(self, row: PackRow, entry: Entry) -> None:
+        head, pack_id, generation, stamp = entry.head, row.pack_id, row.generation, entry.head.stamp
         held, gone = self.packs.get(pack_id), self.gone.get(pack_id)
         if (held is not None and stamp <= held.stamp) or (gone is not None and stamp < gone.stamp):
             return
         try:
-            table = PackTable.parse(sealed)
-            if (table.pack_id, len(sealed)) != (pack_id, len(table.encode())):
+            table = PackTable.parse(entry.bodies[row.offset : row.offset + row.length])
+            if (table.pack_id, table.namespace) != (pack_id, head.namespace):
                 raise CorruptPackError("table", "another pack's")
         except CorruptPackError:
             return
         self.gone.pop(pack_id, None)
-        if held is not None:
-            use = max(use, held.used)
-        stored = StoredPack(table, generation, stamp, use.time, use, len(sealed))
+        use = Use(head.moment, head.time) if held is None else max(Use(head.moment, head.time), held.used)
+        stored = StoredPack(table, generation, stamp, head.time, use, row.length)
         if held is None or (held.generation, held.table) != (generation, table):
             self._forget(pack_id)
             self._note(pack_id, True, generation)

@@ -65,7 +65,7 @@ class Snapshots:
         root = Root(
             namespace=follower.namespace,
             number=number,
-            covered=tuple(_covered(before, [*follower.recent, *follower.listing.objects])),
+            covered=tuple(_covered([*follower.recent, *follower.listing.objects])),
             segments=(*held, *names),
             whole_segments=whole,
         )
@@ -95,7 +95,7 @@ class Snapshots:
             self._bucket.delete([*old, *roots])
 
 
-def _covered(before: Root | None, objects: Iterable[LogName]) -> Iterable[tuple[bytes, int]]:
+def _covered(objects: Iterable[LogName]) -> Iterable[tuple[bytes, int]]:
     """For each writer with an index object in the bucket, the number of the last one that was merged."""
     last: dict[bytes, int] = {}
     for name in objects:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.backend import CommitBatch, CommitResult, ReadSpan
@@ -74,8 +75,7 @@ class Space:
         self._publish([*self._pending(), entry])
         cursor = catalogue.cursor
         catalogue.relearn(pack.table.pack_id for pack in uploaded if pack.reused and pack.table != pack.writer.table)
-        self._restore([both for both in zip(uploads, uploaded, strict=True) if both[1].reused])
-        self._maintain()
+        self._maintain([both for both in zip(uploads, uploaded, strict=True) if both[1].reused])
         return CommitResult(cursor, plan.evicted)
 
     def _upload(self, uploads: list[Upload], name: LogName, keys: bytes) -> list[Uploaded]:
@@ -88,7 +88,11 @@ class Space:
             else:
                 found[number] = self._packs.upload(uploads[number])
 
-        self._bucket.all_writes(put, [*range(len(uploads)), *([None] if keys else [])])
+        try:
+            self._bucket.all_writes(put, [*range(len(uploads)), *([None] if keys else [])])
+        except StoreError:
+            self._become_another()  # an object with keys may still arrive: its name is not used again
+            raise
         return [found[number] for number in range(len(uploads))]
 
     def _publish(self, entries: list[Entry]) -> None:
@@ -116,23 +120,25 @@ class Space:
         self._writer = os.urandom(16)
         self._number = 0
 
-    def _restore(self, reused: list[tuple[Upload, Uploaded]]) -> None:
-        for upload, pack in reused:
-            if not self._packs.exists(pack.writer.pack_id, pack.generation):
-                key = self.names.pack(pack.writer.pack_id, pack.generation)
-                try:
-                    self._bucket.put(key, upload.pieces)
-                except ObjectExistsError:
-                    continue
-                if pack.table != pack.writer.table:  # the index tells of bytes that are gone: who reads them has a miss
-                    self.follower.miss(pack.writer.pack_id, self.catalogue.packs[pack.writer.pack_id])
-
-    def _maintain(self) -> None:
-        """What keeps the log short. The commit is done whatever comes of it."""
+    def _maintain(self, reused: list[tuple[Upload, Uploaded]]) -> None:
+        """What follows a commit, which is done whatever comes of this."""
         try:
+            self._bucket.all_writes(lambda both: self._restore(*both), reused)
             self._snapshots.take_if_due(self._writer)
         except StoreError as error:
-            log_failure(f"a snapshot of {self.names.base}", error)
+            log_failure(f"what follows a commit to {self.names.base}", error)
+
+    def _restore(self, upload: Upload, pack: Uploaded) -> None:
+        """Write a pack again that was found and is gone."""
+        name = pack.table.pack_id
+        if self._packs.exists(name, pack.generation):
+            return
+        held = self.catalogue.packs.get(name)
+        if pack.table == pack.writer.table:
+            with suppress(ObjectExistsError):
+                self._bucket.put(self.names.pack(name, pack.generation), upload.pieces)
+        elif held is not None:  # the index tells of the other's bytes, which nobody has any more
+            self.follower.miss(name, held)
 
     # Uses
 

@@ -128,6 +128,13 @@ def test_row_that_names_another_table_is_not_held() -> None:
     assert not catalogue.packs
 
 
+def test_table_of_another_namespace_is_not_held() -> None:
+    first, _ = make_entries()
+    catalogue = Catalogue()
+    catalogue.merge(Entry(msgspec.structs.replace(first.head, namespace=bytes(16)), first.bodies))
+    assert not catalogue.packs
+
+
 def test_root_round_trip_and_damage() -> None:
     root = Root(namespace=NAMESPACE, number=3, covered=((WRITER, 17),), segments=("a", "b"), whole_segments=1)
     data = encode_root(root)

@@ -93,15 +93,16 @@ class TestWhatIsFound:
             (Problem.PACK_ROWS, 2, None),
             (Problem.MANIFEST_ROWS, 1, None),
             (Problem.MANIFEST_KEYS, 1, "r1"),
-            (Problem.MISSING_BLOCKS, 4, "r3"),
-            (Problem.MISSING_BLOCKS, 4, "r4"),
+            (Problem.MISSING_BLOCKS, 1, "r3"),
+            (Problem.MISSING_BLOCKS, 1, "r4"),
         }
 
     def test_a_request_of_blocks_that_no_pack_holds(self, memory):
         backend, writer = memory
         backend.commit(writer.namespace, CommitBatch(manifests=[sample_manifest("ghost")]))
         (found,) = findings(backend)
-        assert (found.problem, found.request, found.count) == (Problem.MISSING_BLOCKS, "ghost", 3)
+        assert (found.problem, found.request) == (Problem.MISSING_BLOCKS, "ghost")
+        assert found.detail.startswith("3 of its blocks")
 
 
 class TestWhatOthersDoMeanwhile:

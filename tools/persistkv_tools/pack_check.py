@@ -49,7 +49,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     problem: Problem
     detail: str
     count: int = 1
-    """Of rows or blocks, where it stands for several."""
+    """Of rows, where it stands for several."""
     namespace: str | None = None
     pack: str | None = None
     request: str | None = None

@@ -54,7 +54,7 @@ def _totals(stats: BackendStats) -> tuple[int, ...]:
 def _unread(packs: int, heads: int) -> Iterator[Finding]:
     for count, problem, what in ((packs, Problem.PACK_ROWS, "packs"), (heads, Problem.MANIFEST_ROWS, "requests")):
         if count:
-            detail = f"{abs(count)} {what} {'more' if count > 0 else 'fewer'} in the totals than rows that read"
+            detail = f"the totals count {abs(count)} {'more' if count > 0 else 'fewer'} than the {what} that read"
             yield Finding(problem=problem, detail=detail, count=abs(count))
 
 
@@ -184,7 +184,5 @@ def _suspects(backend: Backend, space: LivePacks, names: list[str]) -> dict[str,
             found[name] = Finding(problem=Problem.MANIFEST_KEYS, detail=detail, namespace=namespace, request=name)
         elif missing := sum(key not in held for key in all_keys(keys)):
             detail = f"{missing} of its blocks are in no pack"
-            found[name] = Finding(
-                problem=Problem.MISSING_BLOCKS, detail=detail, count=missing, namespace=namespace, request=name
-            )
+            found[name] = Finding(problem=Problem.MISSING_BLOCKS, detail=detail, namespace=namespace, request=name)
     return found

@@ -337,6 +337,10 @@ class PackWriter:
         codecs = join_codecs(self.codecs)
         self._table = PackTable(self.namespace, self.pack_id, codecs, offset, self.raw_length, tuple(frames), self.keys)
 
+    def restart(self) -> None:
+        """Forget what an attempt that failed has written: another process's pack may be found in its place now."""
+        self._table = None
+
     def settle(self) -> None:
         """Wait for frames that are encoded ahead of a ``stream`` that was left: nobody reads the blocks any more."""
         while self._begun:

@@ -17,7 +17,7 @@ WHEEL_VENV := $(VENV)-wheel
 VLLM_VENV := $(VENV)-vllm
 VLLM := 0.32.0
 
-.PHONY: help setup setup-vllm demo test lint test-wheel test-ceph fuzz crash bench bench-vllm clean
+.PHONY: help setup setup-vllm demo test lint test-wheel test-ceph fuzz crash damage powerloss bench bench-vllm clean
 
 help:
 	@echo "make demo        a model answers, is killed, and a new process answers from what it left"

@@ -72,7 +72,7 @@ def test_the_whole_stack_from_a_dictionary(tmp_path: Path) -> None:
     assert output is not None
     manager.complete_store([key], req)
     manager.on_request_finished(req)
-    assert manager.secondary_tiers[1].wait_persisted("r", 20)  # type: ignore[attr-defined]
+    assert manager.secondary_tiers[1].wait_persisted("r", 90)  # type: ignore[attr-defined]
     manager.take_events()
     assert made.get_manager() is manager
     path = made.get_region().mmap_path

@@ -64,7 +64,7 @@ $(VENV)/.ready-docs: $(READY)
 	@touch $@
 
 docs: setup-docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 test-wheel: setup
 	rm -rf dist $(WHEEL_VENV)

@@ -40,6 +40,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def here(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Rewrites an example for this machine: its model, its store, little memory."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(Engine.open.__func__.__kwdefaults__, "cpu_bytes", "64MiB")  # type: ignore[attr-defined]
 
     def rewrite(text: str) -> str:
@@ -54,7 +55,7 @@ def examples(page: str, language: str) -> list[str]:
     return [text for name, text in fences if name == language]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md"])
+@pytest.mark.parametrize("page", ["README.md", pytest.param("docs/getting-started.md", marks=pytest.mark.slow)])
 def test_python_then_the_command(page: str, here: Any, capsys: pytest.CaptureFixture[str]) -> None:
     (example,) = examples(page, "python")
     restored = []
@@ -65,13 +66,14 @@ def test_python_then_the_command(page: str, here: Any, capsys: pytest.CaptureFix
 
     lines = "".join(examples(page, "")).replace("$ ", "").splitlines()
     commands = [line.partition("#")[0].split()[1:] for line in lines if line.startswith("persistkv ")]
-    assert len(commands) >= 3
+    assert len(commands) >= 2
     for command in commands:
         with pytest.raises(SystemExit) as end:
             main([here(word) for word in command])
         assert end.value.code in ((None, 0, 1) if command[0] in FOUND_SOMETHING else (None, 0)), command
 
 
+@pytest.mark.slow
 def test_all_options_of_the_engine(here: Any) -> None:
     (example,) = examples("docs/transformers.md", "python")
     after: dict[str, Any] = {"token_ids": PROMPT}

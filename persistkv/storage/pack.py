@@ -369,6 +369,7 @@ class PackWriter:
 
     def restart(self) -> None:
         """Forget what an attempt that failed has written: another process's pack may be found in its place now."""
+        self.settle()
         self._table = None
 
     def settle(self) -> None:

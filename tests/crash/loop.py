@@ -31,7 +31,7 @@ from tests.crash.writer import IDENTITY, PINNED, make_pack
 
 CAPACITY = 8 << 20  # 8 MiB: full within the first round, so that most commits evict
 NUMBERS_A_ROUND = 100_000
-FILLING_LINES = 200  # of the first writer, two a commit: the store is full then, however slow the machine
+FILLING_LINES = 100  # of the first writer, two a commit: the store is full then, however slow the machine
 PLACEMENTS = ("inline", "extents")
 
 

@@ -10,7 +10,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from persistkv.config import convert_options
 from persistkv.integrations.transformers import Engine
+from persistkv.tiering.example import ExampleSecondaryTier
+from persistkv.tiering.factory import secondary_tier_class
+from persistkv.tiering.persistent import PersistentTier
+from persistkv.tiering.spec import TieringOffloadingOptions
 from persistkv_tools.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -79,3 +84,13 @@ def test_all_options_of_the_engine(here: Any) -> None:
     after: dict[str, Any] = {"token_ids": PROMPT}
     exec(compile(here(example), "docs/transformers.md", "exec"), after)
     assert len(after["result"].tokens) == 64
+
+
+def test_configuration_of_tiers() -> None:
+    after: dict[str, Any] = {}
+    exec(compile(examples("docs/extending.md", "python")[-1], "docs/extending.md", "exec"), after)
+    options = convert_options(TieringOffloadingOptions, after["extra_config"], where="offloading")
+    assert [secondary_tier_class(tier["type"]) for tier in options.secondary_tiers] == [
+        ExampleSecondaryTier,
+        PersistentTier,
+    ]

@@ -98,6 +98,8 @@ bench: setup
 	$(BIN)/python -m benchmarks.worker_copy
 	$(BIN)/python -m benchmarks.persistence_overhead
 	$(BIN)/python -m benchmarks.s3_cost
+	$(BIN)/python -m benchmarks.tools_scale
+	$(BIN)/python -m benchmarks.tools_beside
 
 # vLLM for CPUs, in a virtual environment of its own; torchvision, which comes with it, breaks its import.
 setup-vllm: $(VLLM_VENV)/.ready

@@ -18,9 +18,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
 
-from benchmarks.rig import Rig, fresh_keys, percentile, show, touch_memory
+from benchmarks.rig import percentile, show, touch_memory
 from benchmarks.scheduler_loop import Scheduler
 from persistkv.storage.host.client import StoreClient
+from persistkv_tools.rig import Rig, fresh_keys
 
 JOB_BYTES = 32 << 20  # 32 MiB
 MAX_RATIO = 1.3

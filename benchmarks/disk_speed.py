@@ -22,11 +22,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
-from benchmarks.raw_disk import RawDisk, drop_page_cache
-from benchmarks.rig import Rig, finish, fresh_keys, show, touch_memory
+from benchmarks.rig import show, touch_memory
 from persistkv.storage.host.client import StoreClient
+from persistkv_tools.raw_disk import RawDisk, drop_page_cache
+from persistkv_tools.rig import Job, fresh_keys
 
 JOB_BYTES = 32 << 20  # 32 MiB
 STORE_TARGET = 0.75
@@ -36,47 +35,6 @@ PAUSE_S = 0.2  # before a cold read; a host that was just started maps the rows 
 WARM_UP = 2  # rounds that are not counted
 
 Seconds = dict[str, list[float]]
-
-
-class Job:
-    """One job's rows: the first half of a rig is stored from, the second loaded to, both in shuffled order."""
-
-    def __init__(self, count: int) -> None:
-        self.rig = Rig(2 * count, JOB_BYTES // count)
-        order = np.random.default_rng(0).permutation(count)
-        self.source = [int(row) for row in order]
-        self.target = [int(row) + count for row in order]
-
-    def buffers(self, rows: list[int]) -> list[memoryview]:
-        """The rows' bytes."""
-        return [self.rig.rows[row].data for row in rows]
-
-    def store(self, client: StoreClient, job_id: int, keys: list[bytes]) -> float:
-        """Seconds until all blocks are visible."""
-        begin = time.perf_counter()
-        client.submit_store(job_id, "request", keys, self.source, range(len(keys)), JOB_BYTES)
-        self._check(finish(client, job_id).failed)
-        while not all(map(client.contains, keys)):
-            client.poll()
-            time.sleep(0.0001)
-        return time.perf_counter() - begin
-
-    def load(self, client: StoreClient, job_id: int, keys: list[bytes]) -> float:
-        """Seconds until the rows are filled; they are then compared and cleared."""
-        begin = time.perf_counter()
-        client.submit_load(job_id, keys, self.target)
-        failed = finish(client, job_id).failed
-        seconds = time.perf_counter() - begin
-        self._check(failed)
-        half = len(self.rig.rows) // 2
-        if not np.array_equal(self.rig.rows[half:], self.rig.rows[:half]):
-            raise RuntimeError("what was loaded is not what was stored")
-        self.rig.rows[half:] = 0
-        return seconds
-
-    def _check(self, failed: list[bytes]) -> None:
-        if failed:
-            raise RuntimeError(f"{len(failed)} blocks failed")
 
 
 def main() -> None:
@@ -93,7 +51,7 @@ def main() -> None:
     rows = []
     for count in arguments.blocks:
         with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-            seconds = measure(Job(count), Path(directory), arguments)
+            seconds = measure(Job(count, JOB_BYTES), Path(directory), arguments)
         rows += table(f"{count} x {JOB_BYTES // count >> 10} KiB", seconds, arguments)
     columns = ["32 MiB job", "median", "GB/s", "÷ raw", "target", "÷ raw overwrite"]
     show("At the disk's speed: durable store, promotion warm and cold", columns, rows)

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.rig import Rig, finish, fresh_keys, show
+from benchmarks.rig import show
 from persistkv.base import OffloadKey, ReqContext
 from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
 from persistkv.storage.identity import Identity
@@ -27,6 +27,7 @@ from persistkv.storage.registry import open_backend
 from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.tiering.persistent import PersistentTier
+from persistkv_tools.rig import Rig, finish, fresh_keys
 
 MAX_LOOKUP_S = 0.5e-6
 MAX_BLOCK_BYTES = 180

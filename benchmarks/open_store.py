@@ -11,7 +11,8 @@ import statistics
 import tempfile
 import time
 
-from benchmarks.rig import Rig, finish, fresh_keys, show
+from benchmarks.rig import show
+from persistkv_tools.rig import Rig, finish, fresh_keys
 
 TARGET_S = 0.15
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import boto3
 import numpy as np
 
-from benchmarks.rig import fresh_keys, show
+from benchmarks.rig import show
 from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.codec import RawCodec
@@ -36,6 +36,7 @@ from persistkv.testing.samples import ArraySource, sample_manifest
 from persistkv_s3 import S3Backend
 from persistkv_s3.client import BotoClient
 from persistkv_s3.options import parse_url
+from persistkv_tools.rig import fresh_keys
 
 TOKENS_PER_BLOCK = 16
 PACK_BYTES = 16 << 20  # 16 MiB: the packs of the CPU figures

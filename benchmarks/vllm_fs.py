@@ -23,10 +23,11 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.raw_disk import drop_page_cache
-from benchmarks.rig import Rig, fresh_keys, show, touch_memory
+from benchmarks.rig import show, touch_memory
 from benchmarks.scheduler_loop import Scheduler
 from persistkv.storage.host.client import StoreClient
+from persistkv_tools.raw_disk import drop_page_cache
+from persistkv_tools.rig import Rig, fresh_keys
 
 JOB_BYTES = 32 << 20  # 32 MiB
 TARGETS = {(64 << 10, "store"): 3.0, (64 << 10, "load"): 3.0, (2 << 20, "store"): 1.5, (2 << 20, "load"): 1.2}

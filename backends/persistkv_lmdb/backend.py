@@ -34,6 +34,7 @@ from persistkv.storage.backend import (
     MoveProgress,
     Namespace,
     ReadSpan,
+    RequestUse,
 )
 from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import ManifestKeys, RequestManifest, decode_manifest, decode_manifest_keys
@@ -45,8 +46,10 @@ from persistkv_lmdb.errors import met_the_maps_end, translated_at_open
 from persistkv_lmdb.layout import (
     ADDED,
     LOG_KEY,
+    Chain,
     NamespaceState,
     Transaction,
+    Use,
     cursor_sequence,
     decode_namespace,
     encode_namespace,
@@ -57,6 +60,7 @@ from persistkv_lmdb.layout import (
 from persistkv_lmdb.moving import Mover
 from persistkv_lmdb.options import LmdbOptions, Placement
 from persistkv_lmdb.payload import read_payload
+from persistkv_lmdb.status_files import read_statuses, remove_status, write_status
 from persistkv_lmdb.syncs import sync_directory
 
 _MANIFESTS_AT_ONCE = 256
@@ -65,7 +69,8 @@ _MANIFESTS_AT_ONCE = 256
 class LmdbBackend(Backend):
     """One handle on a store, used from one thread. Handles of one process on one store share its environment."""
 
-    capabilities = Capabilities(placements=tuple(placement.value for placement in Placement))
+    capabilities = Capabilities(placements=tuple(placement.value for placement in Placement), shows_status=True)
+    status_interval_s = 2.0
 
     def __init__(self, shared: Environment, *, read_only: bool, ttl_s: float | None = None) -> None:
         self._shared: Environment | None = shared
@@ -152,6 +157,14 @@ class LmdbBackend(Backend):
             except CorruptPackError:
                 return None
 
+    def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
+        found: list[RequestUse | None] = []
+        for start in range(0, len(manifest_ids), _MANIFESTS_AT_ONCE):
+            with self._environment.transaction() as transaction:
+                some = manifest_ids[start : start + _MANIFESTS_AT_ONCE]
+                found += [_request_use(transaction, manifest_row(namespace, manifest_id)) for manifest_id in some]
+        return found
+
     def stats(self) -> BackendStats:
         with self._environment.transaction() as transaction:
             states = [NamespaceState.decode(row) for _, row in rows(transaction, transaction.db.states, b"")]
@@ -171,6 +184,18 @@ class LmdbBackend(Backend):
         if self._read_only:
             raise StoreError(f"{self._path} is open read-only")
         return Mover(self._environment, Placement(placement)).run()
+
+    def publish_status(self, engine: str, row: bytes | None) -> None:
+        path = self._environment.path
+        if self._read_only:
+            raise StoreError(f"{path} is open read-only")
+        if row is None:
+            remove_status(path, engine)
+        else:
+            write_status(path, engine, row)
+
+    def statuses(self) -> dict[str, bytes]:
+        return read_statuses(self._environment.path)
 
     def close(self) -> None:
         if self._shared is not None:
@@ -239,6 +264,21 @@ def _moved(
         else:
             went.append(entry[1:])
     return came, went
+
+
+def _request_use(transaction: Transaction, name: bytes) -> RequestUse | None:
+    txn, db = transaction
+    chain = Chain.decode(txn.get(name, db=db.chains))
+    if chain is None:
+        return None
+    if not chain.packs:
+        return RequestUse(chain.time, False, 0, chain.pinned)
+    last = name[:ID_BYTES] + chain.packs[-1]
+    use = Use.decode(txn.get(last, db=db.uses))
+    if use is None:
+        return None
+    others = sum(1 for _ in rows(transaction, db.links, last)) - 1
+    return RequestUse(use.time, use.moment > chain.moment, max(0, others), chain.pinned)
 
 
 def _some_manifests(transaction: Transaction, namespace: bytes, start: bytes) -> tuple[bytes, list[RequestManifest]]:

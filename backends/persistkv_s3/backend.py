@@ -10,11 +10,13 @@ from persistkv.errors import CorruptPackError, CorruptStoreError, StoreError, St
 from persistkv.storage.backend import (
     Backend,
     BackendStats,
+    Capabilities,
     Changes,
     CommitBatch,
     CommitResult,
     Namespace,
     ReadSpan,
+    RequestUse,
 )
 from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import ManifestKeys, RequestManifest, decode_manifest
@@ -32,9 +34,13 @@ from persistkv_s3.retention import Policy, Retention, Round
 from persistkv_s3.space import Space
 from persistkv_s3.transport import Transport
 
+_STATUS_KEPT_S = 86_400.0  # a day
+
 
 class S3Backend(Backend):
     """``read`` may be called from many threads, beside one other call."""
+
+    capabilities = Capabilities(shows_status=True)
 
     def __init__(self, place: Place, options: S3Options, transport: Transport, *, read_only: bool = False) -> None:
         """Nothing is asked of the bucket yet; ``connect`` does.
@@ -46,11 +52,13 @@ class S3Backend(Backend):
         self._place = place
         self._options = options
         self._read_only = read_only
+        self.status_interval_s = options.status_s
         self._bucket = Bucket(place, Reliable(transport, self.breaker), options.deadline_s, options.connections)
         policy = Policy(options.capacity_bytes, options.ttl_s, options.grace_s)
         self._retention = Retention(self._bucket, place.prefix, policy, options.retention_s)
         self._namespaces: dict[bytes, Namespace] = {}
         self._spaces: dict[bytes, Space] = {}
+        self._status_shown = False
         self._closed = False
 
     @classmethod
@@ -188,6 +196,10 @@ class S3Backend(Backend):
     def manifest_keys(self, namespace: bytes, manifest_id: str) -> ManifestKeys | None:
         return self._space(namespace).manifest_keys(manifest_id)
 
+    def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
+        space = self._space(namespace)
+        return [space.catalogue.request_use(manifest_id) for manifest_id in manifest_ids]
+
     def stats(self) -> BackendStats:
         spaces = [self._space(namespace.id) for namespace in self.namespaces()]
         for space in spaces:
@@ -202,6 +214,43 @@ class S3Backend(Backend):
             disk_bytes=sum(space.catalogue.stored_bytes for space in spaces),
             capacity=self._options.capacity_bytes,
         )
+
+    @property
+    def breaker_state(self) -> str:
+        return self.breaker.state.value
+
+    def publish_status(self, engine: str, row: bytes | None) -> None:
+        self._check_open()
+        if self._read_only:
+            raise StoreError(f"{self._place} is open read-only")
+        key = f"{self._place.prefix}{names.STATUSES}{engine}"
+        if row is None:
+            self._bucket.delete([key])
+            return
+        if not self._status_shown:
+            self._forget_old_statuses()
+            self._status_shown = True
+        self._bucket.put(key, [row], only_if_absent=False)
+
+    def _forget_old_statuses(self) -> None:
+        """Killed engines leave theirs."""
+        now = time.time()
+        found = self._bucket.list(self._place.prefix + names.STATUSES)
+        if old := [info.key for info in found if info.modified < now - _STATUS_KEPT_S]:
+            self._bucket.delete(old)
+
+    def statuses(self) -> dict[str, bytes]:
+        self._check_open()
+        found = self._bucket.list(self._place.prefix + names.STATUSES)
+        rows = self._bucket.all(self._status, [info.key for info in found])
+        return {info.key.rpartition("/")[2]: row for info, row in zip(found, rows, strict=True) if row is not None}
+
+    def _status(self, key: str) -> bytes | None:
+        """None where its engine took it away meanwhile, or it is none."""
+        try:
+            return bytes(self._bucket.get(key))
+        except (ObjectMissingError, CorruptPackError):
+            return None
 
     def close(self) -> None:
         if self._closed:

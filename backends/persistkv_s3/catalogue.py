@@ -19,7 +19,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from persistkv.errors import CorruptPackError
-from persistkv.storage.backend import Changes
+from persistkv.storage.backend import Changes, RequestUse
 from persistkv.storage.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
 from persistkv_s3.layout import Entry, PackRow, Stamp, split_ids
 from persistkv_s3.names import LogName
@@ -121,6 +121,21 @@ class Catalogue:
         """Those that a pinned manifest names."""
         names = [name for name in self._pins if name in self.manifests and self.pinned(name)]
         return {pack_id for name in names for pack_id in self.manifests[name].packs}
+
+    def request_use(self, manifest_id: str) -> RequestUse | None:
+        """What is known of a request's use; None where it is not held, or its last pack is not."""
+        with self.lock:
+            held = self.manifests.get(manifest_id)
+            if held is None:
+                return None
+            pinned = self.pinned(manifest_id)
+            if not held.packs:
+                return RequestUse(held.used.time, False, 0, pinned)
+            last = self.packs.get(held.packs[-1])
+            if last is None:
+                return None
+            others = len(self.naming.get(held.packs[-1], ())) - 1
+            return RequestUse(last.used.time, last.used.moment > held.used.moment, max(0, others), pinned)
 
     @property
     def stored_bytes(self) -> int:

@@ -15,6 +15,7 @@ _IDENTITY = re.compile(r"[0-9a-f]{32}")
 
 FORMAT = "persistkv"
 IDENTITIES = "identities/"
+STATUSES = "status/"
 
 
 class LogName(NamedTuple):

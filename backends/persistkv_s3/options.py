@@ -51,6 +51,8 @@ class S3Options(msgspec.Struct, frozen=True):
     """How often one of the engines evicts and removes orphans."""
     grace: str = "1h"
     """Age from which on an object that no index names is an orphan. Longer than any upload or read takes."""
+    status: str | None = None
+    """How often this engine shows others what it does, at a PUT each. None: never."""
 
     def __post_init__(self) -> None:
         if self.endpoint_url is not None:
@@ -68,6 +70,7 @@ class S3Options(msgspec.Struct, frozen=True):
             self.ttl_s,
             self.retention_s,
             self.grace_s,
+            self.status_s,
         ):
             _ = value  # each raises where its option is none
 
@@ -110,6 +113,11 @@ class S3Options(msgspec.Struct, frozen=True):
     def grace_s(self) -> float:
         """``grace`` in seconds."""
         return parse_duration(self.grace, name="s3 option grace")
+
+    @property
+    def status_s(self) -> float | None:
+        """``status`` in seconds."""
+        return None if self.status is None else parse_duration(self.status, name="s3 option status")
 
 
 class Place(msgspec.Struct, frozen=True):

@@ -42,6 +42,8 @@ class Capabilities:
     """Several processes may have the store open and write to it."""
     placements: tuple[str, ...] = ()
     """Where a store's payloads may lie: what ``Backend.move`` takes."""
+    shows_status: bool = False
+    """Rows of ``publish_status`` can be seen by others."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,19 @@ class ReadSpan:
 
 
 @dataclass(frozen=True)
+class RequestUse:
+    """What a store knows of the use of a request."""
+
+    last_used: float
+    """Seconds since the epoch, coarse: when the last of its packs was used last, hence all of its context."""
+    reused: bool
+    """Whether that was after the request was written."""
+    shared_by: int
+    """Other requests that name the last of its packs: as far as anybody can tell, their contexts hold all of it."""
+    pinned: bool
+
+
+@dataclass(frozen=True)
 class BackendStats:
     """Totals over all namespaces of the store."""
 
@@ -163,6 +178,8 @@ class Backend(ABC):
     """One open store."""
 
     capabilities: Capabilities = Capabilities()
+    status_interval_s: float | None = None
+    """How often engines are to publish what they do; None: never."""
 
     @classmethod
     @abstractmethod
@@ -230,6 +247,10 @@ class Backend(ABC):
     def manifest_keys(self, namespace: bytes, manifest_id: str) -> ManifestKeys | None:
         """The keys of one manifest; None where it is gone or damaged."""
 
+    def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
+        """What is known of the use of these requests; None for one that is not held, or where nothing is known."""
+        return [None] * len(manifest_ids)
+
     @abstractmethod
     def stats(self) -> BackendStats:
         """Totals, without a scan; exact after each commit.
@@ -247,6 +268,27 @@ class Backend(ABC):
         :raises StoreFullError: there is no room for it. Raised before anything moved, unless others took the room.
         """
         raise ConfigurationError("placement", placement, f"one of {', '.join(self.capabilities.placements) or 'none'}")
+
+    @property
+    def breaker_state(self) -> str | None:
+        """``closed``, ``open`` or ``half-open``: whether the medium is asked at all just now. None: it always is."""
+        return None
+
+    def publish_status(self, engine: str, row: bytes | None) -> None:  # noqa: B027
+        """Show others what an engine does, in place of its row before; None takes the row away.
+
+        Nothing of it is promised to be there later, least of all after a crash.
+
+        :param engine: a name that is its own, of letters and digits.
+        :raises StoreError: it was not shown; always, where the store is open read-only.
+        """
+
+    def statuses(self) -> dict[str, bytes]:
+        """The rows of all engines, by name, unverified. Engines that were killed leave theirs.
+
+        :raises StoreError: the medium failed.
+        """
+        return {}
 
     @abstractmethod
     def close(self) -> None:

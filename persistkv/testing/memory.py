@@ -21,6 +21,7 @@ from persistkv.storage.backend import (
     CommitResult,
     Namespace,
     ReadSpan,
+    RequestUse,
 )
 from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import (
@@ -123,6 +124,10 @@ class MemoryBackend(Backend):
             return None if row is None else decode_manifest_keys(row.keys)
         except CorruptPackError:
             return None
+
+    def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
+        space = self._space(namespace)
+        return [space.request_use(manifest_id) for manifest_id in manifest_ids]
 
     def stats(self) -> BackendStats:
         self._check_open()

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from persistkv.errors import CorruptPackError
-from persistkv.storage.backend import CommitBatch, ManifestWrite, Namespace
+from persistkv.storage.backend import CommitBatch, ManifestWrite, Namespace, RequestUse
 from persistkv.storage.manifest import encode_manifest, encode_manifest_keys
 from persistkv.storage.pack import UNKNOWN_DEPTH, PackTable, PackWriter
 
@@ -95,6 +95,19 @@ class Space:
     def pinned_packs(self) -> set[bytes]:
         """Those that a pinned manifest names."""
         return {pack_id for held in self.chains.values() if held.pinned for pack_id in held.packs}
+
+    def request_use(self, manifest_id: str) -> RequestUse | None:
+        """What is known of a request's use; None where it is not held, or its last pack is not."""
+        held = self.chains.get(manifest_id)
+        if held is None:
+            return None
+        if not held.packs:
+            return RequestUse(held.time, False, 0, held.pinned)
+        use = self.uses.get(held.packs[-1])
+        if use is None:
+            return None
+        others = len(self.naming(held.packs[-1])) - 1
+        return RequestUse(use.time, use.moment > held.moment, others, held.pinned)
 
     def naming(self, pack_id: bytes) -> list[str]:
         """The manifests that name a pack."""

@@ -9,14 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.trace import (
-    CONVERSATION,
-    Request,
-    clairvoyant_hits,
-    distinct_blocks,
-    lru_hits,
-    read_trace,
-)
+from benchmarks.replay import CONVERSATION
+from persistkv_tools.trace import Request, clairvoyant_hits, distinct_blocks, lru_hits, read_trace
 
 
 def chains(seed: int, count: int) -> list[Request]:

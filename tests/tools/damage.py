@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import lmdb
 
-from persistkv.config import StoreUrl
+from persistkv.config import PAGE_BYTES, StoreUrl
 from persistkv.storage.pack import PackTable
 from persistkv_lmdb.layout import SEQUENCE, Databases, manifest_row
 from persistkv_lmdb.pieces import PIECE_BYTES
@@ -14,11 +16,38 @@ from persistkv_lmdb.pieces import PIECE_BYTES
 _TABLE_PREFIX = SEQUENCE.size
 
 
+class Extent(NamedTuple):
+    """Consecutive bytes of a segment."""
+
+    file: Path
+    offset: int
+    length: int
+
+    def flip(self, position: int) -> None:
+        """Change a byte."""
+        with self.file.open("r+b") as file:
+            file.seek(self.offset + position)
+            byte = file.read(1)[0]
+            file.seek(self.offset + position)
+            file.write(bytes([byte ^ 0x40]))
+
+    def read(self) -> bytes:
+        with self.file.open("rb") as file:
+            file.seek(self.offset)
+            return file.read(self.length)
+
+    def write(self, data: bytes) -> None:
+        with self.file.open("r+b") as file:
+            file.seek(self.offset)
+            file.write(data)
+
+
 class Damage:
     """Each method damages one thing."""
 
     def __init__(self, url: str, namespace: bytes) -> None:
-        self._env = lmdb.open(StoreUrl.parse(url).location, max_dbs=len(Databases._fields), map_size=0, create=False)
+        self._location = Path(StoreUrl.parse(url).location)
+        self._env = lmdb.open(str(self._location), max_dbs=len(Databases._fields), map_size=0, create=False)
         self._db = {name: self._env.open_db(name.encode(), create=False) for name in Databases._fields}
         self._namespace = namespace
 
@@ -42,6 +71,19 @@ class Damage:
     def cut_payload(self, pack: bytes, length: int) -> None:
         name = self._namespace + pack + bytes(4)
         self._put("pieces", name, self._get("pieces", name)[:length])
+
+    def extent(self, pack: bytes) -> Extent:
+        """Where a payload lies that has one extent."""
+        row = self._get("extents", self._namespace + pack)
+        assert len(row) == 12
+        first = int.from_bytes(row[4:8], "little") * PAGE_BYTES
+        length = int.from_bytes(row[8:], "little") * PAGE_BYTES
+        number = int.from_bytes(row[:4], "little")
+        return Extent(self._location / "segments" / f"{number:08d}.seg", first, length)
+
+    def stale_extent(self, pack: bytes, other: bytes) -> None:
+        """The catalogue says that a payload lies where another one does."""
+        self._put("extents", self._namespace + pack, self._get("extents", self._namespace + other))
 
     def drop_payload(self, pack: bytes) -> None:
         with self._env.begin(write=True) as txn:

@@ -367,6 +367,17 @@ class TestCommands:
         assert done.returncode == 2
         assert "another store" in done.stderr
 
+    def test_pull_is_push_from_the_other_end(self, run, store, tmp_path):
+        url, writer = store
+        target = f"lmdb://{tmp_path}/copy"
+        found = json.loads(run("pull", target, url, "--label", "user=anna", "--json").stdout)
+        assert (found["source"], found["target"]) == (url, target)
+        assert (found["received"]["requests"], found["received"]["packs"]) == (1, 1)
+        assert run("pull", target, url).returncode == 0
+        with closing(open_backend(target, read_only=True)) as backend:
+            assert contents(backend) == contents(writer.backend)
+        assert run("pull", url, url).returncode == 2
+
     def test_damage_ends_with_exit_code_1(self, run, url, tmp_path):
         with closing(open_backend(url)) as backend:
             writer = Contexts(backend)

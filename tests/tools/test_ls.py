@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from contextlib import closing
 
 import pytest
@@ -8,9 +9,11 @@ import pytest
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
 from persistkv.storage.registry import open_backend
+from persistkv.testing.memory import MemoryBackend
 from persistkv.testing.samples import sample_manifest
 from persistkv_tools.listing import Sort, list_requests
 from persistkv_tools.selection import Selection
+from tests.tools.contexts import Contexts
 
 
 def test_lists_requests_while_the_store_is_open_elsewhere(start, filled):
@@ -28,6 +31,7 @@ def test_json_is_exact(run, filled):
     assert found["url"] == filled
     assert (found["total"], found["matched"], found["offset"]) == (3, 3, 0)
     assert [space["identity"]["number"] for space in found["namespaces"]] == [0, 1]
+    assert abs(found["requests"][-1].pop("last_used") - time.time()) < 300
     assert found["requests"][-1] == {
         "id": "engine-0-0",
         "namespace": Identity.of({"architecture": "Llama", "number": 0}).digest.hex(),
@@ -38,7 +42,56 @@ def test_json_is_exact(run, filled):
         "raw_bytes": 12288,
         "ordered": True,
         "labels": {},
+        "reused": False,
+        "shared_by": 0,
+        "pinned": False,
     }
+
+
+class TestUse:
+    @pytest.fixture
+    def used(self, contexts):
+        url, writer = contexts
+        writer.add("short", "a b")
+        writer.add("lone", "x y")
+        writer.add("long", "a b c")
+        writer.backend.commit(writer.namespace, CommitBatch(pins=[("lone", True)]))
+        return url
+
+    def test_it_is_told(self, run, used):
+        found = {request["id"]: request for request in json.loads(run("ls", used, "--json").stdout)["requests"]}
+        told = {name: (view["reused"], view["shared_by"], view["pinned"]) for name, view in found.items()}
+        assert told == {"short": (True, 1, False), "lone": (False, 0, True), "long": (False, 0, False)}
+        rows = {line.split()[0]: line.split()[-1] for line in run("ls", used).stdout.splitlines() if line.split()}
+        assert (rows["short"], rows["lone"]) == ("hit", "pinned")
+
+    def test_never_hit(self, run, used):
+        found = json.loads(run("ls", used, "--never-hit", "--json").stdout)
+        assert {request["id"] for request in found["requests"]} == {"lone", "long"}
+        assert (found["matched"], found["total"]) == (2, 3)
+
+    def test_sorted_by_it(self, contexts, monkeypatch, run):
+        url, writer = contexts
+        clock = time.time()
+        for number, name in enumerate(("a", "b", "c")):
+            monkeypatch.setattr(time, "time", lambda number=number: clock + 100 * number)
+            writer.add(name, f"{name} {name}{name}")
+        writer.add("d", "a aa dd")  # uses what was first once more
+        found = json.loads(run("ls", url, "--sort", "used", "--json").stdout)["requests"]
+        used = [request["last_used"] for request in found]
+        assert used == sorted(used, reverse=True)
+        assert found[-1]["id"] == "b"
+
+    def test_a_store_that_does_not_tell(self):
+        class Silent(MemoryBackend):
+            def uses(self, namespace, manifest_ids):
+                return [None] * len(manifest_ids)
+
+        backend = Silent()
+        Contexts(backend).add("one", "a b")
+        (view,) = list_requests("", backend, Selection(), sort=Sort.USED).requests
+        assert (view.last_used, view.reused, view.shared_by, view.pinned) == (None, None, None, None)
+        assert list_requests("", backend, Selection(never_hit=True)).matched == 0
 
 
 def test_labels_are_no_markup(run, url):
@@ -75,7 +128,7 @@ def three(contexts):
     return url, writer
 
 
-ORDERS = {
+ORDERS = {  # by use: TestUse
     Sort.CREATED: ["b", "a", "c"],
     Sort.TOKENS: ["b", "c", "a"],
     Sort.BLOCKS: ["b", "c", "a"],
@@ -85,7 +138,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("sort", Sort)
+@pytest.mark.parametrize("sort", ORDERS)
 def test_every_order(run, three, sort):
     url, _ = three
     for limit in ((), ("--limit", "3")):

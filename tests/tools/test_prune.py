@@ -55,6 +55,7 @@ def ids(views):
         (("--label", "user=bert"), ["bert-1"]),
         (("--label", "user"), ["anna-1", "anna-2", "bert-1"]),
         (("--larger-than", "16KiB"), ["anna-2"]),
+        (("--never-hit",), ["anna-2", "bert-1", "lone-1"]),
         (("--namespace", "{namespace}"), ["anna-1", "anna-2", "bert-1", "lone-1"]),
         (("--keep-size", "32KiB"), ["lone-1"]),
         (("--keep-size", "1KiB"), ["anna-1", "anna-2", "bert-1", "lone-1"]),

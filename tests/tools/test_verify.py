@@ -21,17 +21,13 @@ from persistkv_tools.verify_state import VerifyState
 from persistkv_tools.verifying import Verifier, check_manifests, packs_left, read_catalogues
 from tests.tools.contexts import Contexts
 from tests.tools.damage import Damage
+from tests.tools.signals import obey_ctrl_c
 
 URL = "memory://here"
 
 
 def ignore(num_bytes):
     pass
-
-
-def obey_ctrl_c():
-    """A shell's background jobs, and so what a test run started there starts, ignore it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture

@@ -29,7 +29,6 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
         name="persistkv",
         help="Look into persistkv stores, check and bound them, carry contexts, and see them at work.",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)

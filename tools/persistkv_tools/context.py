@@ -99,7 +99,7 @@ def show_context(url: str, backend: Backend, found: FoundRequest, *, key_limit: 
     shared = [key for keys_of_group in chains for key in keys_of_group if key in sharers]
     return ContextView(
         url,
-        RequestView.of(namespace, manifest),
+        RequestView.of(namespace, manifest, backend.uses(namespace, [manifest.id])[0]),
         [_group(number, chain, places, key_limit) for number, chain in enumerate(chains)],
         _packs(chains, places, sharers),
         len(shared),

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice, repeat
 from typing import Any
 
 import msgspec
 
-from persistkv.storage.backend import Backend, Namespace
+from persistkv.storage.backend import Backend, Namespace, RequestUse
 from persistkv.storage.manifest import RequestManifest
 from persistkv_tools.selection import Selection, chosen_namespaces
+
+_AT_ONCE = 256
 
 
 class RequestView(msgspec.Struct, frozen=True):
@@ -29,11 +32,18 @@ class RequestView(msgspec.Struct, frozen=True):
     """Bytes of these blocks before the codec; what requests share is counted for each."""
     ordered: bool
     labels: dict[str, str]
+    last_used: float | None = None
+    """Seconds since the epoch: when all of it was used last. None here and below: the store does not tell."""
+    reused: bool | None = None
+    """Whether it was used after it was stored: a hit."""
+    shared_by: int | None = None
+    """Other requests whose context goes through all of it."""
+    pinned: bool | None = None
 
     @classmethod
-    def of(cls, namespace: bytes, manifest: RequestManifest) -> RequestView:
-        """The view of a manifest's head."""
-        return cls(
+    def of(cls, namespace: bytes, manifest: RequestManifest, use: RequestUse | None) -> RequestView:
+        """The view of a manifest's head, and of what the store knows of its use."""
+        view = cls(
             manifest.id,
             namespace.hex(),
             manifest.created,
@@ -43,6 +53,15 @@ class RequestView(msgspec.Struct, frozen=True):
             manifest.raw_bytes,
             manifest.ordered,
             manifest.labels,
+        )
+        return view.with_use(use)
+
+    def with_use(self, use: RequestUse | None) -> RequestView:
+        """The same request with what the store knows of its use."""
+        if use is None:
+            return self
+        return msgspec.structs.replace(
+            self, last_used=use.last_used, reused=use.reused, shared_by=use.shared_by, pinned=use.pinned
         )
 
 
@@ -79,6 +98,7 @@ class Sort(str, enum.Enum):
     """By what to sort."""
 
     CREATED = "created"
+    USED = "used"
     TOKENS = "tokens"
     BLOCKS = "blocks"
     SIZE = "size"
@@ -89,6 +109,7 @@ class Sort(str, enum.Enum):
 _Key = Callable[[RequestView], tuple[Any, ...]]
 _KEYS: dict[Sort, tuple[_Key, bool]] = {
     Sort.CREATED: (lambda view: (view.created, view.id), True),
+    Sort.USED: (lambda view: (view.last_used or 0.0, view.created, view.id), True),
     Sort.TOKENS: (lambda view: (view.tokens, view.created, view.id), True),
     Sort.BLOCKS: (lambda view: (view.blocks, view.created, view.id), True),
     Sort.SIZE: (lambda view: (view.raw_bytes, view.created, view.id), True),
@@ -109,14 +130,15 @@ def list_requests(
     offset: int = 0,
     limit: int | None = None,
 ) -> Page:
-    """One page. All heads are read, but only those of the page, and of the pages before it, are kept.
+    """One page. All heads are read, but only those of the page, and of the pages before it, are kept; and it is asked
+    for the use of no others, unless they are sorted or selected by it.
 
     :param limit: requests of a page; None: all.
     :raises NotFoundError: no such namespace.
     """
     namespaces = chosen_namespaces(backend, namespace)
     seen = _Counts()
-    views = seen.matching(backend, namespaces, selection)
+    views = seen.matching(backend, namespaces, selection, with_uses=sort is Sort.USED or selection.never_hit)
     key, largest_first = _KEYS[sort]
     if reverse:
         largest_first = not largest_first
@@ -124,17 +146,44 @@ def list_requests(
         found = sorted(views, key=key, reverse=largest_first)
     else:
         found = (heapq.nlargest if largest_first else heapq.nsmallest)(offset + limit, views, key=key)
-    return Page(url, seen.total, seen.matched, offset, found[offset:], list(map(NamespaceView.of, namespaces)))
+    shown = _with_uses(backend, found[offset:])
+    return Page(url, seen.total, seen.matched, offset, shown, list(map(NamespaceView.of, namespaces)))
+
+
+def _with_uses(backend: Backend, views: list[RequestView]) -> list[RequestView]:
+    """The same requests with their use, as it is now."""
+    wanted: dict[str, list[str]] = {}
+    for view in views:
+        wanted.setdefault(view.namespace, []).append(view.id)
+    uses = {
+        (namespace, name): use
+        for namespace, names in wanted.items()
+        for name, use in zip(names, backend.uses(bytes.fromhex(namespace), names), strict=True)
+    }
+    return [view.with_use(uses[view.namespace, view.id]) for view in views]
 
 
 class _Counts:
     def __init__(self) -> None:
         self.total = self.matched = 0
 
-    def matching(self, backend: Backend, namespaces: list[Namespace], selection: Selection) -> Iterator[RequestView]:
+    def matching(
+        self, backend: Backend, namespaces: list[Namespace], selection: Selection, *, with_uses: bool
+    ) -> Iterator[RequestView]:
         for namespace in namespaces:
-            for manifest in backend.manifests(namespace.id):
+            found = backend.manifests(namespace.id)
+            uses = used(backend, namespace.id, found) if with_uses else zip(found, repeat(None), strict=False)
+            for manifest, use in uses:
                 self.total += 1
-                if selection.takes(manifest):
+                if selection.takes(manifest, use):
                     self.matched += 1
-                    yield RequestView.of(namespace.id, manifest)
+                    yield RequestView.of(namespace.id, manifest, use)
+
+
+def used(
+    backend: Backend, namespace: bytes, manifests: Iterable[RequestManifest]
+) -> Iterator[tuple[RequestManifest, RequestUse | None]]:
+    """Requests with what the store knows of their use."""
+    waiting = iter(manifests)
+    while some := list(islice(waiting, _AT_ONCE)):
+        yield from zip(some, backend.uses(namespace, [manifest.id for manifest in some]), strict=True)

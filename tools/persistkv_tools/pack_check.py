@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 import msgspec
+import numpy as np
 
 from persistkv.errors import CorruptPackError
 from persistkv.storage.backend import Backend, ReadSpan
@@ -75,7 +76,7 @@ def check_pack(
     check = _Check(table)
     for frames in _runs(table.frames):
         start, end = frames[0].offset, align(frames[-1].offset + frames[-1].stored_length)
-        buffer = memoryview(bytearray(end - start))
+        buffer = np.empty(end - start, dtype=np.uint8).data
         if not all(backend.read(table.namespace, [ReadSpan(table.pack_id, start, [buffer])])):
             check.note(Problem.SHORT, f"bytes {start:,} to {end:,} are not there", offset=start)
         else:

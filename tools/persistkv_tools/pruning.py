@@ -13,11 +13,11 @@ from collections.abc import Collection, Iterable, Iterator
 import msgspec
 
 from persistkv.errors import StoreFullError
-from persistkv.storage.backend import Backend, CommitBatch, Namespace
+from persistkv.storage.backend import Backend, CommitBatch, Namespace, RequestUse
 from persistkv.storage.manifest import RequestManifest
 from persistkv.storage.pack import PackTable
 from persistkv_tools.catalogue import Catalogue, all_keys
-from persistkv_tools.listing import RequestView
+from persistkv_tools.listing import RequestView, used
 from persistkv_tools.selection import Selection
 
 _PACKS_AT_ONCE = 256
@@ -65,15 +65,17 @@ class Usage:
     def __init__(self, backend: Backend, namespace: Namespace) -> None:
         self.namespace = namespace
         self.manifests: dict[str, RequestManifest] = {}
+        self.uses: dict[str, RequestUse | None] = {}
         self.packs: dict[str, set[bytes]] = {}
         """For each request, the packs that hold one of its blocks."""
         self.doomed: set[str] = set()
         """Ids of the requests that are to go."""
         catalogue = Catalogue.of(backend, namespace.id)
         self.tables = catalogue.tables
-        for manifest in backend.manifests(namespace.id):
+        for manifest, use in used(backend, namespace.id, backend.manifests(namespace.id)):
             keys = backend.manifest_keys(namespace.id, manifest.id)
             self.manifests[manifest.id] = manifest
+            self.uses[manifest.id] = use
             self.packs[manifest.id] = set() if keys is None else catalogue.packs_holding(all_keys(keys))
 
     def used(self, requests: Iterable[str]) -> set[bytes]:
@@ -102,7 +104,7 @@ class Pruning:
         for usage in self._usages:
             for name, manifest in usage.manifests.items():
                 named = requests is None or (usage.namespace.id, name) in requests
-                if named and selection.takes(manifest):
+                if named and selection.takes(manifest, usage.uses[name]):
                     usage.doomed.add(name)
 
     def shrink_to(self, stored_bytes: int) -> None:
@@ -149,7 +151,8 @@ class Pruning:
         for name, manifest in usage.manifests.items():
             goes = not usage.packs[name].isdisjoint(packs)
             if goes or name in usage.doomed:
-                (plan.requests if goes else plan.staying).append(RequestView.of(usage.namespace.id, manifest))
+                view = RequestView.of(usage.namespace.id, manifest, usage.uses[name])
+                (plan.requests if goes else plan.staying).append(view)
 
     def run(self) -> Done:
         """Delete what the plan names.
@@ -193,11 +196,11 @@ def _private_blocks(backend: Backend, usage: Usage, shared: set[bytes]) -> dict[
     """For each of these packs that has some, how many blocks in it only doomed requests name."""
     where = {key: pack for pack in shared for key in usage.tables[pack].keys.unpack()}
     doomed: set[bytes] = set()
-    for name, used in usage.packs.items():
-        if name in usage.doomed and not used.isdisjoint(shared):
+    for name, packs in usage.packs.items():
+        if name in usage.doomed and not packs.isdisjoint(shared):
             doomed.update(_keys_in(backend, usage, name, where))
-    for name, used in usage.packs.items():
-        if name not in usage.doomed and not used.isdisjoint(shared):
+    for name, packs in usage.packs.items():
+        if name not in usage.doomed and not packs.isdisjoint(shared):
             doomed.difference_update(_keys_in(backend, usage, name, where))
     return dict(Counter(where[key] for key in doomed))
 

@@ -10,7 +10,7 @@ import msgspec
 
 from persistkv.config import parse_duration, parse_size
 from persistkv.errors import ConfigurationError
-from persistkv.storage.backend import Backend, Namespace
+from persistkv.storage.backend import Backend, Namespace, RequestUse
 from persistkv.storage.manifest import RequestManifest
 from persistkv_tools.errors import NotFoundError
 
@@ -35,6 +35,8 @@ class Selection(msgspec.Struct, frozen=True):
     more_bytes_than: int | None = None
     """Of raw bytes."""
     fewer_bytes_than: int | None = None
+    never_hit: bool = False
+    """Only what nobody used after it was stored."""
 
     @classmethod
     def parse(
@@ -44,6 +46,8 @@ class Selection(msgspec.Struct, frozen=True):
         newer_than: str | None = None,
         larger_than: str | None = None,
         smaller_than: str | None = None,
+        *,
+        never_hit: bool = False,
     ) -> Selection:
         """Read the options as they stand on a command line.
 
@@ -56,12 +60,17 @@ class Selection(msgspec.Struct, frozen=True):
             None if newer_than is None else now - parse_duration(newer_than, name="--newer-than"),
             None if larger_than is None else parse_size(larger_than, name="--larger-than"),
             None if smaller_than is None else parse_size(smaller_than, name="--smaller-than"),
+            never_hit,
         )
 
-    def takes(self, manifest: RequestManifest) -> bool:
-        """Whether a request fulfils all."""
+    def takes(self, manifest: RequestManifest, use: RequestUse | None = None) -> bool:
+        """Whether a request fulfils all.
+
+        :param use: is looked at for ``never_hit``; where a store does not tell, nothing counts as unused.
+        """
         return (
-            (self.made_before is None or manifest.created < self.made_before)
+            (not self.never_hit or (use is not None and not use.reused))
+            and (self.made_before is None or manifest.created < self.made_before)
             and (self.made_after is None or manifest.created > self.made_after)
             and (self.more_bytes_than is None or manifest.raw_bytes > self.more_bytes_than)
             and (self.fewer_bytes_than is None or manifest.raw_bytes < self.fewer_bytes_than)

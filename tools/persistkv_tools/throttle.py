@@ -14,6 +14,11 @@ class Throttle:
         self._rate = bytes_per_s
         self._free_at = time.monotonic()
 
+    @property
+    def bounded(self) -> bool:
+        """Whether there is a bound at all."""
+        return self._rate is not None
+
     def took(self, num_bytes: int) -> None:
         """Account for bytes that were read or written."""
         if self._rate is None:

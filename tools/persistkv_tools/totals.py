@@ -73,6 +73,8 @@ class StoreTotals(msgspec.Struct, frozen=True):
     referenced_blocks: int
     dedup_ratio: float | None
     disk_bytes: int
+    disk_ratio: float | None
+    """Bytes on disk per stored byte: what index, requests and free space between packs add."""
     capacity: int | None
     fill: float | None
     """Share of the capacity that is taken."""
@@ -100,6 +102,7 @@ def store_totals(url: str, backend: Backend) -> StoreTotals:
         referenced,
         _ratio(referenced, stats.blocks),
         stats.disk_bytes,
+        _ratio(stats.disk_bytes, stats.stored_bytes),
         stats.capacity,
         _ratio(stats.disk_bytes, stats.capacity or 0),
         totals,

@@ -25,6 +25,7 @@ from persistkv.errors import ConfigurationError, HostError, IdentityMismatchErro
 from persistkv.storage.executor import Executor, InPlaceExecutor
 from persistkv.storage.host import protocol
 from persistkv.storage.host.news import NewsTeller
+from persistkv.storage.host.publishing import StatusPublisher
 from persistkv.storage.identity import Identity
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.reading import ReadOutcome
@@ -73,6 +74,7 @@ class StoreServer:
         self._executor: Executor = InPlaceExecutor()
         self._store: Store | None = None
         self._news: NewsTeller | None = None
+        self._status: StatusPublisher | None = None
         self._loads: deque[protocol.LoadJob] = deque()
         self._loading = 0
         self._queue: deque[protocol.StoreJob | protocol.EndRequest | protocol.Flush] = deque()
@@ -109,6 +111,7 @@ class StoreServer:
             self._send(_open_failed(error))
             return
         self._news = NewsTeller(self._store, self._send, self._congested)
+        self._status = StatusPublisher(self._store, self._executor)
 
     def _make_store(self, hello: protocol.Hello) -> Store:
         if self._buffer is None or self._store is not None:
@@ -178,6 +181,9 @@ class StoreServer:
             self._news.tell()
             while self._flushed and self._news.up_to_date:
                 self._send(protocol.Flushed(self._flushed.pop(0).token))
+        if self._status is not None:
+            loading = self._loading + len(self._loads)
+            self._status.tick(waiting_jobs=len(self._queue), writing_jobs=len(self._writing), loading_jobs=loading)
 
     def _may_take(self, store: Store) -> bool:
         """A flush lets nothing pass; nor does a store whose memory is used up."""
@@ -290,10 +296,12 @@ class StoreServer:
         try:
             if store is not None and finish:
                 self._executor.run_until(self._finished)
+                if self._status is not None:
+                    self._status.withdraw()
                 store.close()
         finally:
             self._executor.close()
-            self._store = self._news = self._buffer = None
+            self._store = self._news = self._status = self._buffer = None
             if store is not None and not finish:
                 store.medium.backend.close()
 

@@ -23,12 +23,13 @@ from persistkv.testing.conformance.manifests import ManifestTests
 from persistkv.testing.conformance.opening import OpeningTests
 from persistkv.testing.conformance.processes import ProcessTests
 from persistkv.testing.conformance.reads import ReadTests
+from persistkv.testing.conformance.status import StatusTests
 from persistkv.testing.conformance.suite import RawKind, RawStore
 
 __all__ = ["BackendConformance", "RawKind", "RawStore"]
 
 
 class BackendConformance(
-    OpeningTests, CommitTests, EvictionTests, ChangesTests, ReadTests, ManifestTests, ProcessTests
+    OpeningTests, CommitTests, EvictionTests, ChangesTests, ReadTests, ManifestTests, StatusTests, ProcessTests
 ):
     """Each sentence of ``persistkv.storage.backend``, as a test."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
@@ -69,6 +71,34 @@ class ManifestTests(BackendSuite):
             if count % 100 == 0:  # the iteration holds nothing that this would wait for
                 backend.commit(namespace, CommitBatch([sample_pack(namespace, count)]))
         assert sorted(seen) == sorted(write.manifest.id for write in writes)
+
+    def test_uses_tell_who_uses_a_request_again(self, backend: Backend, namespace: bytes) -> None:
+        first, second = sample_pack(namespace, 1), sample_pack(namespace, 2, depth=4)
+        before = time.time()
+        short, long, bare = (
+            sample_manifest("short", 1, packs=[first.pack_id]),
+            sample_manifest("long", 2, packs=[first.pack_id, second.pack_id]),
+            sample_manifest("bare", 3),
+        )
+        backend.commit(namespace, CommitBatch([first], [short, bare]))
+        uses = backend.uses(namespace, ["short", "nobody", "bare"])
+        if uses == [None] * 3:
+            pytest.skip("the driver does not tell")
+        assert uses[1] is None
+        for use in (uses[0], uses[2]):
+            assert use is not None
+            assert (use.reused, use.shared_by, use.pinned) == (False, 0, False)
+            assert before - 2 <= use.last_used <= time.time() + 2
+
+        backend.commit(namespace, CommitBatch([second], [long], pins=[("long", True)]))
+        shorter, longer = backend.uses(namespace, ["short", "long"])
+        assert shorter is not None
+        assert longer is not None
+        assert (shorter.reused, shorter.shared_by, shorter.pinned) == (True, 1, False)
+        assert (longer.reused, longer.shared_by, longer.pinned) == (False, 0, True)
+
+        backend.commit(namespace, CommitBatch(deletions=[first.pack_id]))
+        assert backend.uses(namespace, ["short", "long"]) == [None, None]
 
     def test_abandoned_iteration_holds_nothing(self, backend: Backend, namespace: bytes) -> None:
         backend.commit(namespace, CommitBatch(manifests=[sample_manifest(f"r{number}") for number in range(3)]))

@@ -1,4 +1,4 @@
-"""``persistkv export``, ``import`` and ``push``."""
+"""``persistkv export``, ``import``, ``push`` and ``pull``."""
 
 from __future__ import annotations
 
@@ -103,14 +103,34 @@ def push_(
 
     Example: persistkv push lmdb:///var/cache/kv lmdb:///mnt/backup/kv?capacity=1TiB
     """
+    _copy(source, target, namespace, Selection.parse(label, older_than, newer_than), rate, json)
+
+
+def pull(
+    target: Annotated[str, typer.Argument(metavar="DST", help="The store to copy to, made where it is absent.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="The store to copy from.")],
+    namespace: InNamespace = None,
+    label: Labels = None,
+    older_than: OlderThan = None,
+    newer_than: NewerThan = None,
+    rate: Rate = None,
+    json: Json = False,
+) -> None:
+    """Copy what this store lacks and another one has: push, seen from the other end.
+
+    Example: persistkv pull lmdb:///var/cache/kv s3://my-bucket/kv --label user=anna --rate 100MiB
+    """
+    _copy(source, target, namespace, Selection.parse(label, older_than, newer_than), rate, json)
+
+
+def _copy(source: str, target: str, namespace: str | None, selection: Selection, rate: str | None, json: bool) -> None:
     ends = [StoreUrl.parse(url) for url in (source, target)]
     if (ends[0].scheme, ends[0].location) == (ends[1].scheme, ends[1].location):
         raise ConfigurationError("DST", target, "another store than SRC")
     throttle = Throttle(None if rate is None else parse_size(rate, name="--rate"))
-    selection = Selection.parse(label, older_than, newer_than)
     with opened(source) as reading, closing(open_backend(target)) as writing, byte_progress() as progress:
         namespaces = chosen_namespaces(reading, namespace)
-        received = push(reading, writing, namespaces, selection, counted(progress, "push", None, throttle))
+        received = push(reading, writing, namespaces, selection, counted(progress, "copy", None, throttle))
     if json:
         render.print_json({"source": source, "target": target, "received": received})
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -13,6 +14,7 @@ from persistkv_tools.options import (
     Json,
     Labels,
     LargerThan,
+    NeverHit,
     NewerThan,
     OlderThan,
     SmallerThan,
@@ -22,7 +24,6 @@ from persistkv_tools.options import (
 from persistkv_tools.selection import Selection
 
 _PAGE = 50
-_COLUMNS = ("request", "age", "tokens", "blocks", "size", "labels", "namespace")
 
 
 def ls(
@@ -35,6 +36,7 @@ def ls(
     newer_than: NewerThan = None,
     larger_than: LargerThan = None,
     smaller_than: SmallerThan = None,
+    never_hit: NeverHit = False,
     limit: Annotated[
         int | None,
         typer.Option(min=0, help=f"Requests to show; 0: all. Tables show {_PAGE}, JSON all.", show_default=False),
@@ -46,7 +48,7 @@ def ls(
 
     Example: persistkv ls lmdb:///var/cache/kv --sort size --label user=anna
     """
-    selection = Selection.parse(label, older_than, newer_than, larger_than, smaller_than)
+    selection = Selection.parse(label, older_than, newer_than, larger_than, smaller_than, never_hit=never_hit)
     shown = (None if json else _PAGE) if limit is None else limit or None
     with opened(url) as backend:
         page = list_requests(
@@ -59,7 +61,10 @@ def ls(
 
 
 def _print(page: Page) -> None:
-    render.console().print(render.table(_COLUMNS, map(_cells, page.requests), left="labels namespace"))
+    columns = _columns(page)
+    rows = ([cell(request) for _, cell in columns] for request in page.requests)
+    names = [name for name, _ in columns]
+    render.console().print(render.table(names, rows, left="state labels namespace"))
     namespaces = render.count(len(page.namespaces), "namespace")
     held = f"{render.count(page.total, 'request')} in {namespaces} of {page.url}"
     matched = "" if page.matched == page.total else f"; {page.matched:,} match"
@@ -70,13 +75,25 @@ def _print(page: Page) -> None:
         render.say(f"shown: {page.offset + 1:,} to {end:,} of {page.matched:,}{following}")
 
 
-def _cells(request: RequestView) -> list[str]:
-    return [
-        request.id,
-        render.format_age(request.created),
-        f"{request.tokens:,}",
-        f"{request.blocks:,}",
-        render.format_size(request.raw_bytes),
-        render.format_labels(request.labels),
-        request.namespace[:8],
+def _columns(page: Page) -> list[tuple[str, Callable[[RequestView], str]]]:
+    """What there is something to say of: a terminal is narrow."""
+    columns: list[tuple[str, Callable[[RequestView], str]]] = [
+        ("request", lambda request: request.id),
+        ("age", lambda request: render.format_age(request.created)),
+        ("used", lambda request: "-" if request.last_used is None else render.format_age(request.last_used)),
+        ("tokens", lambda request: f"{request.tokens:,}"),
+        ("blocks", lambda request: f"{request.blocks:,}"),
+        ("size", lambda request: render.format_size(request.raw_bytes)),
     ]
+    if any(request.reused or request.pinned for request in page.requests):
+        columns.append(("state", _state))
+    if any(request.labels for request in page.requests):
+        columns.append(("labels", lambda request: render.format_labels(request.labels)))
+    if len(page.namespaces) > 1:
+        columns.append(("namespace", lambda request: request.namespace[:8]))
+    return columns
+
+
+def _state(request: RequestView) -> str:
+    words = [word for word, holds in (("hit", request.reused), ("pinned", request.pinned)) if holds]
+    return " ".join(words)

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from persistkv.storage.backend import MoveProgress
 from persistkv_tools import render
 from persistkv_tools.options import Json, Url, opened
+from persistkv_tools.progress import byte_progress
 
 Placement = Annotated[str, typer.Option("--to", metavar="PLACEMENT", help="One that the driver has, e.g. extents.")]
 
@@ -29,19 +29,9 @@ def move(url: Url, to: Placement, json: Json = False) -> None:
 
 
 def _follow(steps: Iterable[MoveProgress]) -> int:
-    """Show a bar on standard error while the steps are made; the bytes that were moved."""
-    console = render.console(stderr=True)
+    """Show a bar while the steps are made; the bytes that were moved."""
     moved = 0
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as progress:
+    with byte_progress() as progress:
         task = progress.add_task("move", total=None)
         for step in steps:
             moved = step.moved_bytes

@@ -13,7 +13,7 @@ from persistkv.errors import ConfigurationError
 from persistkv.storage.backend import Backend
 from persistkv_tools import render
 from persistkv_tools.listing import RequestView
-from persistkv_tools.options import InNamespace, Json, Labels, LargerThan, OlderThan, Url, opened
+from persistkv_tools.options import InNamespace, Json, Labels, LargerThan, NeverHit, OlderThan, Url, opened
 from persistkv_tools.pruning import Amount, Done, Plan, Pruning
 from persistkv_tools.selection import Selection, chosen_namespaces, find_request
 
@@ -45,6 +45,7 @@ def prune(
     older_than: OlderThan = None,
     label: Labels = None,
     larger_than: LargerThan = None,
+    never_hit: NeverHit = False,
     namespace: InNamespace = None,
     keep_size: Annotated[
         str | None,
@@ -66,7 +67,7 @@ def prune(
     Example: persistkv prune lmdb:///var/cache/kv --older-than 30d --dry-run
     """
     wanted = Wanted(
-        Selection.parse(label, older_than, larger_than=larger_than),
+        Selection.parse(label, older_than, larger_than=larger_than, never_hit=never_hit),
         namespace,
         request or [],
         None if keep_size is None else parse_size(keep_size, name="--keep-size"),
@@ -77,7 +78,8 @@ def prune(
         raise ConfigurationError(
             "prune",
             url,
-            "at least one of --request, --older-than, --label, --larger-than, --namespace, --keep-size and --orphans",
+            "at least one of --request, --older-than, --label, --larger-than, --never-hit, --namespace, --keep-size and"
+            " --orphans",
         )
     may_ask = sys.stdin.isatty() and not json
     if not (dry_run or yes or may_ask):

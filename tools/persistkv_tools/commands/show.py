@@ -60,6 +60,8 @@ def _print(context: ContextView) -> None:
         "request": request.id,
         "namespace": request.namespace,
         "made": f"{render.format_time(request.created)} ({render.format_age(request.created)} ago)",
+        "used": "-" if request.last_used is None else f"{render.format_age(request.last_used)} ago",
+        "pinned": "yes" if request.pinned else "no",
         "tokens": f"{request.tokens:,}",
         "raw": render.format_size(request.raw_bytes),
         "labels": render.format_labels(request.labels),

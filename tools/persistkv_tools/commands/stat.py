@@ -34,6 +34,7 @@ def _print(store: StoreTotals) -> None:
         "codec ratio": _number(store.codec_ratio),
         "dedup ratio": f"{_number(store.dedup_ratio)} (blocks that requests name ÷ blocks held)",
         "on disk": render.format_size(store.disk_bytes) + full,
+        "disk ratio": f"{_number(store.disk_ratio)} (on disk ÷ stored: index, requests, space between packs)",
         "capacity": "none" if store.capacity is None else render.format_size(store.capacity),
     }
     console.print(render.pairs(rows, title=store.url))

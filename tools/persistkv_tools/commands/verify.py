@@ -21,6 +21,7 @@ from persistkv_tools.verify_state import VerifyState
 from persistkv_tools.verifying import Verifier, check_manifests, payload_left, read_catalogues
 
 _SAVE_S = 5.0
+_THREADS = 4
 _SHOWN = 20
 
 
@@ -85,7 +86,9 @@ def _run(url: str, state: VerifyState, throttle: Throttle, repair: bool, resume:
         catalogues = read_catalogues(backend)
         with byte_progress() as progress:
             total = payload_left(catalogues.spaces, state)
-            verifier = Verifier(backend, catalogues.spaces, state, counted(progress, "verify", total, throttle))
+            took = counted(progress, "verify", total, throttle)
+            threads = 1 if throttle.bounded else _THREADS
+            verifier = Verifier(backend, catalogues.spaces, state, took, threads)
             _read_packs(verifier, state, resume)
             requests, of_manifests = check_manifests(backend, catalogues.spaces)
             deleted = len(verifier.repair()) if repair else 0

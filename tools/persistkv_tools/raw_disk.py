@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import time
@@ -122,7 +123,7 @@ def checksums(buffers: Sequence[memoryview]) -> list[int]:
 def drop_page_cache(paths: Sequence[Path]) -> None:
     """Take files, and all files below directories, out of the page cache. No process may have them mapped.
 
-    :raises RuntimeError: more than a hundredth of a file stayed.
+    :raises OSError: more than a hundredth of a file stayed.
     """
     files = [file for path in paths for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
     for file in files:
@@ -131,7 +132,7 @@ def drop_page_cache(paths: Sequence[Path]) -> None:
             if not _drop(fd):
                 os.fsync(fd)  # what is dirty stays; only where it has to be, because each fsync flushes the disk
                 if not _drop(fd):
-                    raise RuntimeError(f"{file} stays in the page cache: who uses it?")
+                    raise OSError(errno.EBUSY, f"{file} stays in the page cache: who uses it?")
         finally:
             os.close(fd)
 

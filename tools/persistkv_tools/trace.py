@@ -8,33 +8,64 @@ to the cache.
 from __future__ import annotations
 
 import heapq
-import json
 import lzma
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
+from typing import TextIO
+
+import msgspec
+
+from persistkv.errors import ConfigurationError
 
 Request = list[int]
 """Ids of the blocks, in order."""
 
-CONVERSATION = Path(__file__).parent / "data" / "conversation.jsonl.xz"
-
 _NEVER = 1 << 62
 
 
-def read_trace(path: Path, limit: int | None = None) -> list[Request]:
-    """The chains of the first requests of a trace in Mooncake's form, compressed with xz or plain.
+class _Line(msgspec.Struct):
+    """What is read of a line; the rest of it may be anything."""
 
-    :raises ValueError: a block that follows two different ones: its id does not stand for a prefix.
+    hash_ids: Request
+
+
+def read_trace(path: Path, limit: int | None = None) -> list[Request]:
+    """The chains of the first requests of a trace in Mooncake's form (JSON lines), compressed with xz or plain.
+
+    :raises ConfigurationError: it does not read as one, or a block follows two different ones: its id does not stand
+        for a prefix.
     """
-    with lzma.open(path, "rt") if path.suffix == ".xz" else path.open() as lines:
-        requests = [json.loads(line)["hash_ids"] for _, line in zip(range(limit or _NEVER), lines, strict=False)]
+    requests: list[Request] = []
     parents: dict[int, int] = {}
-    for chain in requests:
-        for parent, block in zip([-1, *chain], chain, strict=False):
-            if parents.setdefault(block, parent) != parent:
-                raise ValueError(f"{path}: block {block} follows both {parents[block]} and {parent}")
+    try:
+        with _opened(path) as lines:
+            for line in islice(lines, limit):
+                chain = msgspec.json.decode(line, type=_Line).hash_ids
+                _check_prefixes(path, chain, parents)
+                requests.append(chain)
+    except OSError as error:
+        raise ConfigurationError("trace", str(path), f"a readable file ({error.strerror or error})") from None
+    except (ValueError, EOFError, lzma.LZMAError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        expected = f'lines of JSON with "hash_ids", plain or .xz (line {len(requests) + 1}: {error})'
+        raise ConfigurationError("trace", str(path), expected) from None
+    if not any(requests):
+        raise ConfigurationError("trace", str(path), "a trace of at least one block")
     return requests
+
+
+def _opened(path: Path) -> TextIO:
+    return lzma.open(path, "rt") if path.suffix == ".xz" else path.open()
+
+
+def _check_prefixes(path: Path, chain: Request, parents: dict[int, int]) -> None:
+    for parent, block in zip([-1, *chain], chain, strict=False):
+        if parents.setdefault(block, parent) != parent:
+            expected = f"ids that stand for prefixes; block {block} follows both {parents[block]} and {parent}"
+            raise ConfigurationError("trace", str(path), expected)
 
 
 def distinct_blocks(requests: Sequence[Request]) -> int:

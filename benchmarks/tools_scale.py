@@ -1,0 +1,182 @@
+"""The commands on a large store: 1,000,000 blocks in 20,000 requests, by default.
+
+Each request shares the beginning of its context with others, as conversations do, and adds blocks of its own in a pack
+of its own. The commands run as a user runs them, in a process each; time and peak memory are those of that process, the
+start of the interpreter included. ``verify`` reads a store that nobody writes, with an empty page cache, beside a plain
+read of the same files with 8 MiB a call: through the page cache, and past it; the faster of the two counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.rig import show
+from persistkv.config import parse_size
+from persistkv.storage.backend import CommitBatch, ManifestWrite
+from persistkv.storage.codec import RawCodec
+from persistkv.storage.identity import Identity
+from persistkv.storage.keys import PackedKeys
+from persistkv.storage.manifest import RequestManifest
+from persistkv.storage.pack import PackWriter, Segment
+from persistkv.storage.registry import open_backend
+from persistkv.testing.samples import ArraySource
+from persistkv_tools.raw_disk import drop_page_cache
+
+TARGETS = {"stat": 2.0, "ls": 1.0, "show": 1.0}  # seconds
+MEMORY_TARGET = 500 << 20  # 500 MiB
+VERIFY_TARGET = 0.7
+READ_BYTES = 8 << 20
+AT_ONCE = 200  # requests in a commit
+SHARED = 0.5  # share of the blocks that a request has from an earlier one, where it has any
+TOKENS_PER_BLOCK = 16
+
+_MEASURED = """
+import resource, subprocess, sys, time
+begin = time.perf_counter()
+code = subprocess.call(sys.argv[1:], stdout=subprocess.DEVNULL)
+print(time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, code)
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", type=int, default=1_000_000)
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--block-size", default="4KiB")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--options", default="", help="further options of the URL, e.g. placement=inline")
+    parser.add_argument("--directory", help="on the disk to be measured; a temporary directory by default")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+        store = Path(directory) / "store"
+        url = f"lmdb://{store}?capacity=256GiB" + f"&{arguments.options}" * bool(arguments.options)
+        begin = time.perf_counter()
+        request = fill(url, arguments.requests, arguments.blocks, parse_size(arguments.block_size, name="--block-size"))
+        made = f"made in {time.perf_counter() - begin:.0f} s"
+        rows = [*commands(url, request, arguments.runs), verify(url, store, arguments.runs)]
+    title = f"{arguments.blocks:,} blocks of {arguments.block_size} in {arguments.requests:,} requests, {made}"
+    show(title, ["command", "median", "target", "peak memory", "<= 500 MiB"], rows)
+
+
+def fill(url: str, requests: int, blocks: int, block_bytes: int) -> str:
+    """Make the store; the id of a request in its middle.
+
+    Half of the requests go on where an earlier one was half through; packs hold what is new.
+    """
+    draw = random.Random(0)
+    own = blocks // requests
+    source = ArraySource(np.random.default_rng(0).integers(0, 256, (own, block_bytes), dtype=np.uint8))
+    with closing(open_backend(url)) as backend:
+        namespace = backend.open_namespace(Identity.of({"benchmark": "tools scale"})).id
+        chains: list[list[bytes]] = []
+        packs_of: list[list[bytes]] = []
+        for start in range(0, requests, AT_ONCE):
+            packs, manifests = [], []
+            for number in range(start, min(start + AT_ONCE, requests)):
+                prefix, named = [], []
+                if chains and draw.random() < SHARED:
+                    parent = draw.randrange(len(chains))
+                    prefix, named = chains[parent][:own], packs_of[parent][:1]
+                keys = [draw.randbytes(32) + bytes(4) for _ in range(own)]
+                pack = PackWriter(namespace, RawCodec(), [Segment(0, block_bytes, keys, source, len(prefix))])
+                packs.append(pack)
+                chains.append(prefix + keys)
+                packs_of.append([*named, pack.pack_id])
+                manifests.append(_manifest(number, chains[-1], packs_of[-1], block_bytes))
+            backend.commit(namespace, CommitBatch(packs, manifests))
+    return f"request-{requests // 2:06d}"
+
+
+def _manifest(number: int, chain: list[bytes], packs: list[bytes], block_bytes: int) -> ManifestWrite:
+    manifest = RequestManifest(
+        id=f"request-{number:06d}",
+        created=time.time() - 10.0 * number,
+        tokens=len(chain) * TOKENS_PER_BLOCK,
+        group_blocks=(len(chain),),
+        raw_bytes=len(chain) * block_bytes,
+        labels={"user": f"user-{number % 97}"},
+    )
+    return ManifestWrite(manifest, (PackedKeys.of(chain),), packs)
+
+
+def commands(url: str, request: str, runs: int) -> list[list[str]]:
+    """Time and peak memory of each command that looks."""
+    rows = []
+    for arguments in (["stat", url], ["ls", url], ["ls", url, "--sort", "size"], ["show", url, request]):
+        taken = [measured(arguments) for _ in range(runs)]
+        seconds, peak = statistics.median(s for s, _ in taken), max(memory for _, memory in taken)
+        name = " ".join(part for part in arguments if part != url)
+        target = TARGETS[arguments[0]]
+        verdict = f"<= {target:g} s: {'yes' if seconds <= target else 'NO'}"
+        rows.append([name, f"{seconds:.2f} s", verdict, *_memory(peak)])
+    return rows
+
+
+def measured(arguments: list[str]) -> tuple[float, int]:
+    """Seconds, and bytes of peak memory.
+
+    :raises RuntimeError: the command failed.
+    """
+    command = [sys.executable, "-c", _MEASURED, sys.executable, "-m", "persistkv_tools", *arguments]
+    seconds, kib, code = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    if code != "0":
+        raise RuntimeError(f"persistkv {' '.join(arguments)} ended with {code}")
+    return float(seconds), int(kib) << 10
+
+
+def verify(url: str, store: Path, runs: int) -> list[str]:
+    """``verify`` beside raw reads, in turns, each with an empty page cache."""
+    files = [file for file in store.rglob("*") if file.is_file()]
+    size = sum(512 * file.stat().st_blocks for file in files)
+    verified, raw, peak = [], [], 0
+    reads: list[Callable[[], float]] = [lambda: read(files, 0), lambda: read(files, os.O_DIRECT)]
+    for _ in range(runs):
+        drop_page_cache([store])
+        seconds, memory = measured(["verify", url])
+        verified.append(seconds)
+        peak = max(peak, memory)
+        fastest = []
+        for call in reads:
+            drop_page_cache([store])
+            fastest.append(call())
+        raw.append(min(fastest))
+    ratio = statistics.median(raw) / statistics.median(verified)
+    name = f"verify, {size / 1e9:.1f} GB; raw read {statistics.median(raw):.2f} s"
+    verdict = f"÷ raw {ratio:.2f}, >= {VERIFY_TARGET}: {'yes' if ratio >= VERIFY_TARGET else 'NO'}"
+    return [name, f"{statistics.median(verified):.2f} s", verdict, *_memory(peak)]
+
+
+def read(files: list[Path], flags: int) -> float:
+    """Seconds to read all of these files, one after the other."""
+    buffer = np.empty(READ_BYTES + 4096, dtype=np.uint8)
+    offset = -buffer.ctypes.data % 4096
+    target = buffer[offset : offset + READ_BYTES].data
+    begin = time.perf_counter()
+    for file in files:
+        fd = os.open(file, os.O_RDONLY | flags)
+        try:
+            while os.readv(fd, [target]) == READ_BYTES:
+                pass
+        finally:
+            os.close(fd)
+    return time.perf_counter() - begin
+
+
+def _memory(peak: int) -> list[str]:
+    return [f"{peak >> 20} MiB", "yes" if peak <= MEMORY_TARGET else "NO"]
+
+
+if __name__ == "__main__":
+    main()

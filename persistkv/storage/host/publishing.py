@@ -1,0 +1,70 @@
+"""Tells others, now and then, what this side of a store does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+import uuid
+from functools import partial
+
+from persistkv.errors import StoreError
+from persistkv.storage.executor import Executor
+from persistkv.storage.status import EngineStatus
+from persistkv.storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+class StatusPublisher:
+    """Publishes rows as often as the backend asks for them; where it fails once, it is left."""
+
+    def __init__(self, store: Store, executor: Executor) -> None:
+        self._store = store
+        self._executor = executor
+        self._backend = store.medium.backend
+        self._interval_s = self._backend.status_interval_s
+        self._engine = uuid.uuid4().hex
+        self._started = time.time()
+        self._due = time.monotonic()
+
+    def tick(self, *, waiting_jobs: int, writing_jobs: int, loading_jobs: int) -> None:
+        """Begin to publish, where it is time and nothing is being written."""
+        now = time.monotonic()
+        if self._interval_s is None or now < self._due or self._executor.writing:
+            return
+        self._due = now + self._interval_s
+        status = EngineStatus(
+            engine=self._engine,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            namespace=self._store.namespace.hex(),
+            started=self._started,
+            time=time.time(),
+            interval_s=self._interval_s,
+            counters=self._store.counters,
+            indexed_blocks=len(self._store.index),
+            staged_bytes=self._store.staged_bytes,
+            waiting_jobs=waiting_jobs,
+            writing_jobs=writing_jobs,
+            loading_jobs=loading_jobs,
+            breaker=self._backend.breaker_state,
+        )
+        self._executor.begin_write(self._publish(status.encode()))
+
+    async def _publish(self, row: bytes) -> None:
+        try:
+            await self._executor.write(partial(self._backend.publish_status, self._engine, row))
+        except StoreError as error:
+            self._interval_s = None
+            logger.info("what this engine does is not shown to others: %s", error)
+
+    def withdraw(self) -> None:
+        """Take the row away. Nothing may be written meanwhile."""
+        if self._interval_s is None:
+            return
+        try:
+            self._backend.publish_status(self._engine, None)
+        except StoreError as error:
+            logger.info("the status of engine %s stays: %s", self._engine, error)

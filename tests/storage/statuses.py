@@ -1,0 +1,25 @@
+"""Rows of engines that there are not."""
+
+from __future__ import annotations
+
+from persistkv.storage.records import StoreCounters
+from persistkv.storage.status import EngineStatus
+
+
+def make_status(engine: str = "e1", **changes) -> EngineStatus:
+    fields = {
+        "engine": engine,
+        "host": "here",
+        "pid": 1,
+        "namespace": "00" * 16,
+        "started": 1000.0,
+        "time": 1010.0,
+        "interval_s": 2.0,
+        "counters": StoreCounters(stored_blocks=3),
+        "indexed_blocks": 3,
+        "staged_bytes": 0,
+        "waiting_jobs": 0,
+        "writing_jobs": 0,
+        "loading_jobs": 0,
+    }
+    return EngineStatus(**{**fields, **changes})

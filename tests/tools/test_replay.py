@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+import lzma
+import random
+
+import pytest
+
+from persistkv_tools.trace import distinct_blocks, lru_hits, read_trace
+
+BLOCK = 4096
+
+
+def make_trace(seed: int = 0, count: int = 60) -> list[list[int]]:
+    """Conversations that grow, and come back in any order."""
+    draw, chains, turns = random.Random(seed), [], {}
+    for _ in range(count):
+        talk = draw.randrange(12)
+        turns[talk] = turns.get(talk, 0) + draw.randint(1, 3)
+        chains.append([1000 * talk + block for block in range(turns[talk])])
+    return chains
+
+
+@pytest.fixture
+def trace(tmp_path):
+    chains = make_trace()
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps({"timestamp": n, "hash_ids": chain}) + "\n" for n, chain in enumerate(chains)))
+    return path, chains
+
+
+def test_all_that_can_be_found_is_found_where_there_is_room(run, trace, tmp_path):
+    path, chains = trace
+    done = run("replay", f"lmdb://{tmp_path}/store?capacity=1GiB", str(path), "--block-size", "4KiB", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    asked = sum(map(len, chains))
+    assert (found["requests"], found["blocks"], found["distinct_blocks"]) == (60, asked, distinct_blocks(chains))
+    (replayed,) = found["runs"]
+    possible = lru_hits(chains, asked)
+    assert replayed["hits"] == possible
+    assert replayed["hit_rate"] == found["unbounded_hit_rate"] == replayed["best_hit_rate"]
+    assert replayed["hit_rate"] == round(possible / asked, 4)
+    assert (replayed["wrong_blocks"], replayed["evicted_blocks"]) == (0, 0)
+    assert replayed["loaded_bytes"] == possible * BLOCK
+    assert replayed["held_blocks"] <= found["distinct_blocks"]
+
+
+def test_each_share_has_a_store_of_its_own(run, trace, tmp_path):
+    path, chains = trace
+    packed = tmp_path / "trace.jsonl.xz"
+    packed.write_bytes(lzma.compress(path.read_bytes()))
+    shares = ("--share", "0.5", "--share", "1", "--block-size", "64KiB")
+    done = run("replay", f"lmdb://{tmp_path}/stores", str(packed), *shares, "--json")
+    assert done.returncode == 0, done.stderr
+    half, whole = json.loads(done.stdout)["runs"]
+    assert (half["nominal_blocks"], whole["nominal_blocks"]) == (distinct_blocks(chains) // 2, distinct_blocks(chains))
+    assert half["capacity"] < whole["capacity"]
+    assert 0 < half["hits"] <= whole["hits"]
+    for found in (half, whole):
+        assert found["wrong_blocks"] == 0
+        assert found["hit_rate"] <= found["best_hit_rate"]
+        assert found["disk_bytes"] <= found["capacity"]
+        assert run("verify", found["url"].partition("?")[0]).returncode == 0
+
+
+def test_a_person_reads_rates(run, trace, tmp_path):
+    shown = run("replay", f"lmdb://{tmp_path}/new", str(trace[0]), "--requests", "5").stdout
+    for part in ("LRU", "best", "5 requests", "hits"):
+        assert part in shown
+
+
+def test_a_store_that_holds_something_is_left_alone(run, filled, trace):
+    before = run("ls", filled, "--json").stdout
+    done = run("replay", filled, str(trace[0]))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "holds nothing yet" in done.stderr
+    assert run("ls", filled, "--json").stdout == before
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("hello\n", "line 1"),
+        ('{"hash_ids": [1]}\n{"ids": [1]}\n', "line 2"),
+        ('{"hash_ids": ["a"]}\n', "line 1"),
+        ('{"hash_ids": [1, 2]}\n{"hash_ids": [3, 2]}\n', "follows both 1 and 3"),
+        ("", "at least one block"),
+    ],
+)
+def test_what_is_no_trace(run, tmp_path, content, part):
+    (tmp_path / "trace.jsonl").write_text(content)
+    done = run("replay", f"lmdb://{tmp_path}/new", "trace.jsonl")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert part in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_files_that_cannot_be_read(run, tmp_path):
+    (tmp_path / "broken.xz").write_text("hello")
+    for name in ("absent.jsonl", "broken.xz"):
+        done = run("replay", f"lmdb://{tmp_path}/new", name)
+        assert done.returncode == 2
+        assert name in done.stderr
+
+
+@pytest.mark.parametrize("options", [("--share", "0"), ("--share", "1.5"), ("--block-size", "1000")])
+def test_wrong_options(run, trace, tmp_path, options):
+    done = run("replay", f"lmdb://{tmp_path}/new", str(trace[0]), *options)
+    assert done.returncode == 2
+    assert options[0] in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_read_trace_stops_at_the_limit(trace):
+    path, chains = trace
+    assert read_trace(path, 7) == chains[:7]

@@ -1,0 +1,97 @@
+"""The commands on a bucket: what they show there is what they show on a disk."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from contextlib import closing
+from unittest import mock
+
+import pytest
+
+from persistkv.storage.registry import open_backend
+from tests.storage.statuses import make_status
+from tests.tools.contexts import Contexts
+
+boto3 = pytest.importorskip("boto3")
+server = pytest.importorskip("moto.server")
+
+pytestmark = pytest.mark.slow
+
+ACCESS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testsecret", "AWS_EC2_METADATA_DISABLED": "true"}
+
+
+@pytest.fixture(scope="module")
+def endpoint():
+    found = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    found.start()
+    host, port = found.get_host_and_port()
+    yield f"http://{host}:{port}"
+    found.stop()
+
+
+@pytest.fixture
+def store(endpoint):
+    """A store of three requests in a bucket of its own."""
+    with mock.patch.dict("os.environ", ACCESS):
+        bucket = f"test-{uuid.uuid4().hex}"
+        client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
+        client.create_bucket(Bucket=bucket)
+        client.close()
+        url = f"s3://{bucket}/kv?endpoint_url={endpoint}&refresh=0s"
+        with closing(open_backend(url)) as backend:
+            writer = Contexts(backend)
+            writer.add("one", "a b", labels={"user": "anna"})
+            writer.add("two", "a b c")
+            writer.add("three", "x y")
+            backend.publish_status("e1", make_status("e1", time=time.time(), breaker="closed").encode())
+        yield url
+
+
+def shown(run, command, url, *options, code=0):
+    done = run(command, url, *options, "--json")
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_what_is_there(run, store, tmp_path):
+    found = {request["id"]: request for request in shown(run, "ls", store)["requests"]}
+    assert found.keys() == {"one", "two", "three"}
+    assert (found["one"]["shared_by"], found["three"]["shared_by"]) == (1, 0)
+    assert (found["one"]["reused"], found["two"]["reused"]) == (True, False)
+    totals = shown(run, "stat", store)
+    assert (totals["requests"], totals["blocks"], totals["referenced_blocks"]) == (3, 5, 7)
+    assert shown(run, "show", store, "two", "--tree")["context"]["shared_blocks"] == 2
+    assert shown(run, "verify", store)["problems"] == 0
+    (engine,) = shown(run, "top", store, "--interval", "1s")["engines"]
+    assert (engine["live"], engine["breaker"]) == (True, "closed")
+    assert shown(run, "report", store, "-o", "r.html")["bytes"] == (tmp_path / "r.html").stat().st_size
+
+
+def test_what_is_changed(run, store, tmp_path):
+    assert shown(run, "pin", store, "three")["pinned"]
+    assert shown(run, "label", store, "three", "user=bert")["labels"] == {"user": "bert"}
+    found = {request["id"]: request for request in shown(run, "ls", store)["requests"]}
+    assert (found["three"]["pinned"], found["three"]["labels"]) == (True, {"user": "bert"})
+    assert shown(run, "prune", store, "--label", "user=anna", "--yes", code=1)["done"]["staying"] == ["one"]
+    assert shown(run, "prune", store, "--request", "two", "--yes")["done"]["requests"] == 1
+    assert {request["id"] for request in shown(run, "ls", store)["requests"]} == {"one", "three"}
+    assert shown(run, "verify", store)["problems"] == 0
+
+
+def test_there_and_back(run, store, tmp_path):
+    here = f"lmdb://{tmp_path}/here"
+    assert shown(run, "pull", here, store)["received"]["requests"] == 3
+    assert run("export", here, "--all", "-o", "all.pkv").returncode == 0
+    back = store.replace("/kv?", "/back?")
+    assert shown(run, "import", "all.pkv", back)["received"]["requests"] == 3
+    assert shown(run, "push", here, back)["received"]["requests_held"] == 3
+    one, other = shown(run, "ls", store)["requests"], shown(run, "ls", back)["requests"]
+    assert {(r["id"], r["blocks"], r["created"]) for r in one} == {(r["id"], r["blocks"], r["created"]) for r in other}
+
+
+def test_bench_has_figures_and_no_ratios(run, store):
+    found = shown(run, "bench", store, "--size", "4MiB", "--rounds", "1")
+    assert [(figure["name"], figure["ratio"]) for figure in found["figures"]] == [("store", None), ("load, warm", None)]
+    assert len(shown(run, "ls", store)["requests"]) == 3

@@ -1,0 +1,194 @@
+"""The commands in a terminal, as a person sees them, and what programs are promised."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from persistkv.storage.registry import open_backend
+from persistkv_tools.commands import COMMANDS
+from tests.tools.contexts import Contexts
+
+DOCS = Path(__file__).parents[2] / "docs"
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
+LONG_ID = "0c4de6a0b1f24c7e8d9a0b1c2d3e4f50-000017"
+LONG_LABEL = "a value that is longer than most, so that it has to be broken somewhere on a narrow terminal"
+
+
+@pytest.fixture
+def terminal(tmp_path):
+    """Run the command on a terminal so many columns wide; what it shows, and its exit code."""
+
+    def run(width: int, *arguments: str) -> tuple[str, int]:
+        master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
+        environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "LANG": "C.UTF-8", "TERM": "xterm-256color"}
+        command = [sys.executable, "-m", "persistkv_tools", *arguments]
+        process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, cwd=tmp_path, env=environment)
+        os.close(slave)
+        shown = bytearray()
+        deadline = time.monotonic() + 100
+        while time.monotonic() < deadline:
+            if not select.select([master], [], [], 1)[0]:
+                continue
+            try:
+                data = os.read(master, 65_536)
+            except OSError:  # Linux's way to say that nobody holds the other end
+                break
+            if not data:
+                break
+            shown += data
+        code = process.wait(60)
+        os.close(master)
+        return ESCAPES.sub("", shown.decode()).replace("\r\n", "\n"), code
+
+    return run
+
+
+@pytest.fixture
+def store(url):
+    with closing(open_backend(url)) as backend:
+        writer = Contexts(backend, groups=2)
+        writer.add(LONG_ID, "s t a b", labels={"user": "anna", "note": LONG_LABEL})
+        writer.add("short", "s t a c d")
+    return url
+
+
+SHOWN = [
+    ("ls", "{url}"),
+    ("stat", "{url}"),
+    ("show", "{url}", "0c4d", "--tree"),
+    ("verify", "{url}"),
+    ("prune", "{url}", "--older-than", "1s", "--dry-run"),
+    ("label", "{url}", "short", "a=b"),
+    ("pin", "{url}", "short"),
+    ("top", "{url}", "--count", "1", "--interval", "1s"),
+    ("doctor", "{url}"),
+]
+
+
+def first_words(text: str) -> str:
+    """What stands at the begins of the lines: a cell of a first column that was broken is whole there."""
+    return "".join(line.split()[0] for line in text.split("\n") if line.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [80, 160])
+def test_what_is_shown_fits_the_terminal_and_ids_are_whole(terminal, store, width):
+    for command in SHOWN:
+        text, code = terminal(width, *(part.format(url=store) for part in command))
+        assert code in (0, 1), text
+        assert "Traceback" not in text
+        for line in text.split("\n"):
+            assert len(line.rpartition("\r")[2].rstrip()) <= width, (command, line)
+        if command[0] in ("ls", "show", "prune"):
+            assert LONG_ID in text or LONG_ID in first_words(text)
+    assert "…" not in terminal(160, "ls", store)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*COMMANDS])
+def test_help_has_an_example_and_fits(terminal, name):
+    text, code = terminal(80, name, "--help")
+    assert code == 0
+    assert f"Example: persistkv {name} " in re.sub(r"\s+", " ", text.replace("│", " "))
+    assert "--json" in text
+    assert all(len(line) <= 80 for line in text.split("\n"))
+
+
+@pytest.mark.slow
+def test_nothing_but_a_terminal_gets_colours(start, store):
+    for command in SHOWN[:4]:
+        done = start(*(part.format(url=store) for part in command))
+        assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_completion_is_to_be_had(start):
+    asked = start(_PERSISTKV_COMPLETE="complete_bash", COMP_WORDS="persistkv ver", COMP_CWORD="1")
+    assert asked.stdout.split() == ["verify"]
+
+
+# What docs/json.md promises
+
+
+def documented() -> dict[str, set[str]]:
+    """For each command that has a heading there, the names in its table."""
+    found: dict[str, set[str]] = {}
+    commands: list[str] = []
+    for line in (DOCS / "json.md").read_text().splitlines():
+        if line.startswith("## "):
+            commands = re.findall(r"`([a-z-]+)`", line)
+        elif line.startswith("| `"):
+            for command in commands:
+                found.setdefault(command, set()).update(re.findall(r"`([^`]+)`", line.split("|")[1]))
+    return found
+
+
+def paths(value, prefix="") -> set[str]:
+    """The names of a JSON value: ``a.b`` for objects, ``a[].b`` for what stands in lists."""
+    if isinstance(value, dict):
+        found = set()
+        for name, inner in value.items():
+            found |= {f"{prefix}{name}"} | paths(inner, f"{prefix}{name}.")
+        return found
+    if isinstance(value, list):
+        return set().union(*(paths(inner, prefix.rstrip(".") + "[].") for inner in value), set())
+    return set()
+
+
+FREE = ("labels", "identity", "by_problem", "children")
+"""Objects whose names are data, and the tree within the tree."""
+
+
+def plain(found: set[str]) -> set[str]:
+    return {path for path in found if not any(f"{name}." in path or f"{name}[]." in path for name in FREE)}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("ls", "{url}"),
+        ("stat", "{url}"),
+        ("show", "{url}", "0c4d", "--tree"),
+        ("top", "{url}", "--interval", "1s"),
+        ("report", "{url}", "-o", "r.html"),
+        ("verify", "{url}"),
+        ("prune", "{url}", "--older-than", "1s", "--yes"),
+        ("pin", "{url}", "short"),
+        ("unpin", "{url}", "short"),
+        ("label", "{url}", "short", "a=b"),
+        ("why", "{url}", "--against", "{url}"),
+        ("doctor", "{url}"),
+        ("export", "{url}", "--all", "-o", "all.pkv"),
+        ("push", "{url}", "lmdb://{tmp}/other"),
+        ("pull", "lmdb://{tmp}/other", "{url}"),
+        ("move", "{url}", "--to", "extents"),
+        ("bench", "lmdb://{tmp}/b", "--size", "4MiB", "--rounds", "1"),
+        ("replay", "lmdb://{tmp}/r", "{tmp}/trace.jsonl", "--requests", "2"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_json_has_the_fields_that_are_documented(run, store, tmp_path, command):
+    (tmp_path / "trace.jsonl").write_text('{"hash_ids": [1, 2]}\n' * 100)
+    done = run(*(part.format(url=store, tmp=tmp_path) for part in command), "--json")
+    assert done.returncode in (0, 1), done.stderr
+    assert plain(paths(json.loads(done.stdout))) <= documented()[command[0]]
+
+
+def test_every_command_is_documented():
+    assert documented().keys() >= COMMANDS.keys()
+    text = (DOCS / "operating.md").read_text()
+    assert all(f"persistkv {name}" in text or f"`{name}" in text for name in COMMANDS)

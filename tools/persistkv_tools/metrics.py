@@ -1,0 +1,129 @@
+"""What ``persistkv serve-metrics`` exports: the store's totals, and what its engines say of themselves.
+
+Each scrape looks at the store anew. Nothing is exported of requests: no ids, no labels.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from persistkv.errors import StoreError
+from persistkv.storage.backend import Backend, BackendStats
+from persistkv.storage.registry import open_backend
+from persistkv.storage.status import EngineStatus, read_statuses
+
+logger = logging.getLogger(__name__)
+
+_STORE: dict[str, str] = {
+    "packs": "Packs in the store.",
+    "blocks": "Blocks in all packs; one that lies in two is counted twice.",
+    "requests": "Requests whose whole context is kept.",
+    "raw_bytes": "Bytes of all blocks, before the codec.",
+    "stored_bytes": "Bytes of all payloads, padding included.",
+    "disk_bytes": "Bytes that the medium gives to the store, catalogue included.",
+}
+_COUNTERS: dict[str, str] = {
+    "stored_blocks": "Blocks written.",
+    "stored_raw_bytes": "Bytes of blocks written, before the codec.",
+    "stored_bytes": "Bytes written at rest, padding included.",
+    "held_blocks": "Blocks that were offered and that the store held already.",
+    "dropped_blocks": "Blocks that were not written, because a commit failed.",
+    "dropped_bytes": "Raw bytes of those.",
+    "loaded_blocks": "Blocks read into rows.",
+    "loaded_bytes": "Raw bytes of those.",
+    "missed_blocks": "Blocks that were asked for and not there.",
+    "verification_failures": "Frames that did not verify.",
+    "evicted_blocks": "Blocks that commits evicted or deleted.",
+    "commits": "Transactions.",
+}
+_GAUGES: dict[str, str] = {
+    "indexed_blocks": "Blocks that a lookup finds.",
+    "staged_bytes": "Bytes of copies that wait to be written.",
+    "waiting_jobs": "Store jobs and ends of requests that were not begun.",
+    "writing_jobs": "Store jobs whose rows are in use.",
+    "loading_jobs": "Load jobs that wait or are read.",
+}
+_BREAKER = ("closed", "half-open", "open")
+_ENGINE_LABELS = ("store", "engine", "host", "namespace")
+
+
+class StoreCollector(Collector):
+    """Prometheus asks it at each scrape, from any thread. Keeps the store open; one that failed is opened anew."""
+
+    def __init__(self, url: str) -> None:
+        """Nothing is opened yet."""
+        self._url = url
+        self._store = url.partition("?")[0]
+        self._lock = threading.Lock()
+        self._backend: Backend | None = None
+
+    def collect(self) -> list[Metric]:
+        """The metrics; only ``persistkv_up`` where the store cannot be read."""
+        with self._lock:
+            up = GaugeMetricFamily("persistkv_up", "Whether the store could be read.", labels=["store"])
+            try:
+                stats, statuses = self._look()
+            except StoreError as error:
+                logger.warning("%s cannot be read: %s", self._store, error)
+                self._close()
+                up.add_metric([self._store], 0.0)
+                return [up]
+            up.add_metric([self._store], 1.0)
+            now = time.time()
+            live = [status for status in statuses if status.is_live(now)]
+            return [up, *self._of_store(stats), *self._of_engines(live)]
+
+    def _look(self) -> tuple[BackendStats, list[EngineStatus]]:
+        if self._backend is None:
+            self._backend = open_backend(self._url, read_only=True)
+        return self._backend.stats(), read_statuses(self._backend)
+
+    def close(self) -> None:
+        """Release the store; idempotent."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        if self._backend is not None:
+            self._backend.close()
+            self._backend = None
+
+    def _of_store(self, stats: BackendStats) -> Iterator[Metric]:
+        values = [(name, text, getattr(stats, name)) for name, text in _STORE.items()]
+        if stats.capacity is not None:
+            values.append(("capacity_bytes", "The bound on disk_bytes.", stats.capacity))
+        for name, text, value in values:
+            gauge = GaugeMetricFamily(f"persistkv_store_{name}", text, labels=["store"])
+            gauge.add_metric([self._store], value)
+            yield gauge
+
+    def _of_engines(self, statuses: list[EngineStatus]) -> Iterator[Metric]:
+        engines = GaugeMetricFamily("persistkv_engines", "Engines that show themselves.", labels=["store"])
+        engines.add_metric([self._store], len(statuses))
+        yield engines
+        for name, text in _COUNTERS.items():
+            counter = CounterMetricFamily(f"persistkv_engine_{name}", text, labels=_ENGINE_LABELS)
+            for status in statuses:
+                counter.add_metric(self._labels(status), getattr(status.counters, name), created=status.started)
+            yield counter
+        for name, text in _GAUGES.items():
+            gauge = GaugeMetricFamily(f"persistkv_engine_{name}", text, labels=_ENGINE_LABELS)
+            for status in statuses:
+                gauge.add_metric(self._labels(status), getattr(status, name))
+            yield gauge
+        breaker = GaugeMetricFamily(
+            "persistkv_engine_breaker", "0: closed, 1: half-open, 2: open.", labels=_ENGINE_LABELS
+        )
+        for status in statuses:
+            if status.breaker in _BREAKER:
+                breaker.add_metric(self._labels(status), _BREAKER.index(status.breaker))
+        yield breaker
+
+    def _labels(self, status: EngineStatus) -> list[str]:
+        return [self._store, status.engine, status.host, status.namespace]

@@ -1,0 +1,164 @@
+"""A trace of prefix reuse against a real store of small synthetic blocks: what share of them is found again.
+
+Each request looks its chain up, loads the longest prefix that is held (and compares the bytes), then stores its whole
+context and ends, as an engine would without a primary tier in front. Beside it stand caches of whole blocks, which need
+no room for an index, padding or requests: see ``trace``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from persistkv.errors import StoreError
+from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.protocol import EndRequest, HostStats
+from persistkv.storage.keys import PackedKeys
+from persistkv_tools.rig import Rig, finish
+from persistkv_tools.trace import Request, clairvoyant_hits, lru_hits
+
+TOKENS_PER_BLOCK = 512
+_LOOK_EVERY = 100  # requests
+
+
+class Outcome(msgspec.Struct):
+    """What one replay found."""
+
+    hits: int = 0
+    """Blocks that were held as prefix, loaded, and right."""
+    wrong: int = 0
+    """Blocks that a lookup promised and that were not served, or not right."""
+    disk_bytes: int = 0
+    """The most that the store took on disk, its index included."""
+    held: list[int] = []
+    """Blocks in the store, looked at now and then."""
+    stored_bytes: int = 0
+    """Written to the store, padding included."""
+    loaded_bytes: int = 0
+    """Read from it."""
+    evicted_blocks: int = 0
+    commits: int = 0
+    seconds: float = 0.0
+
+    @property
+    def held_blocks(self) -> int:
+        """How many the store held: the median over the second half."""
+        return round(statistics.median(self.held[len(self.held) // 2 :]))
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """Hits of caches of whole blocks on the same trace; rates are of all blocks that were asked for."""
+
+    lru: int
+    """One that drops what was used longest ago, of the nominal number of blocks."""
+    lru_held: int
+    """The same, of as many blocks as the store held."""
+    best: int
+    """The most that any cache of the nominal number can have."""
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], blocks: int, held: int) -> Comparison:
+        """:param blocks: the nominal number: what the capacity would hold of payload alone."""
+        return cls(lru_hits(requests, blocks), lru_hits(requests, held), clairvoyant_hits(requests, blocks))
+
+
+class _Replay:
+    """One store and the rows that its blocks pass through: the first half is stored from, the second loaded to."""
+
+    def __init__(self, url: str, block_bytes: int, longest: int) -> None:
+        self._rig = Rig(2 * longest, block_bytes)
+        self._words = self._rig.rows.view(np.uint64)
+        self._pattern = np.random.default_rng(0).integers(1, 1 << 63, block_bytes // 8, dtype=np.uint64)
+        self._longest = longest
+        self._client: StoreClient = self._rig.client(url, "inline")
+        self._client.open()
+        self._job = 0
+        self.outcome = Outcome()
+
+    def answer(self, number: int, chain: Request) -> None:
+        """One request: look up, load, store, end."""
+        keys = [key_of(block) for block in chain]
+        held = next((place for place, key in enumerate(keys) if not self._client.contains(key)), len(keys))
+        good = self._load(keys[:held], chain) if held else 0
+        self.outcome.hits += good
+        self.outcome.wrong += held - good
+        self._store(f"request {number}", keys, chain)
+
+    def _load(self, keys: list[bytes], chain: Request) -> int:
+        self._job += 1
+        rows = range(self._longest, self._longest + len(keys))
+        self._client.submit_load(self._job, keys, rows)
+        failed = set(finish(self._client, self._job).failed)
+        right = (self._words[rows.start : rows.stop] == self._contents(chain[: len(keys)])).all(axis=1)
+        return sum(bool(same) and key not in failed for same, key in zip(right, keys, strict=True))
+
+    def _contents(self, chain: Request) -> npt.NDArray[np.uint64]:
+        """Blocks of bytes that differ for each id, (n, words)."""
+        return self._pattern * (np.asarray(chain, dtype=np.uint64) * np.uint64(2) + np.uint64(1))[:, None]
+
+    def _store(self, request: str, keys: list[bytes], chain: Request) -> None:
+        self._words[: len(chain)] = self._contents(chain)
+        self._job += 1
+        count = len(keys)
+        self._client.submit_store(self._job, request, keys, range(count), range(count), count * self._rig.block_bytes)
+        tokens = count * TOKENS_PER_BLOCK
+        self._client.end_request(
+            EndRequest(request, request, (PackedKeys.of(keys),), tokens, TOKENS_PER_BLOCK, True, {})
+        )
+        finish(self._client, self._job)
+
+    def look(self) -> HostStats:
+        """Read the store's totals."""
+        host = self._client.stats().host
+        if host is None:
+            raise StoreError("the store did not answer")
+        self.outcome.disk_bytes = max(self.outcome.disk_bytes, host.disk_bytes)
+        self.outcome.held.append(len(self._client))
+        return host
+
+    def finish(self) -> None:
+        """Note what the store counted."""
+        counters = self.look().counters
+        self.outcome.stored_bytes = counters.stored_bytes
+        self.outcome.loaded_bytes = counters.loaded_bytes
+        self.outcome.evicted_blocks = counters.evicted_blocks
+        self.outcome.commits = counters.commits
+
+    def close(self) -> None:
+        """Write what waits, and end."""
+        self._client.close()
+
+
+def key_of(block: int) -> bytes:
+    """A key as an engine would make it."""
+    return hashlib.blake2b(block.to_bytes(8, "big"), digest_size=32).digest() + bytes(4)
+
+
+def replay(
+    requests: Sequence[Request], url: str, block_bytes: int, took: Callable[[int], None] = lambda num_bytes: None
+) -> Outcome:
+    """All requests, one after the other, against an empty store.
+
+    :param took: called with the bytes of each request's blocks.
+    :raises StoreError: the store failed.
+    """
+    begin = time.monotonic()
+    run = _Replay(url, block_bytes, max(map(len, requests)))
+    try:
+        for number, chain in enumerate(requests):
+            if chain:
+                run.answer(number, chain)
+            if number % _LOOK_EVERY == 0:
+                run.look()
+            took(len(chain) * block_bytes)
+        run.finish()
+    finally:
+        run.close()
+    run.outcome.seconds = round(time.monotonic() - begin, 3)
+    return run.outcome

@@ -1,0 +1,123 @@
+"""A store with an engine's side around it and no engine: rows of shared memory, and jobs between them and the store."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from persistkv.config import GroupLayout, RowLayout
+from persistkv.errors import StoreError
+from persistkv.storage.host.answers import JobOutcome
+from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.launch import Host, InlineHost, ProcessHost, ThreadHost
+from persistkv.storage.host.protocol import Hello
+from persistkv.storage.identity import Identity
+from persistkv.storage.records import StoreOptions
+
+_NAP_S = 0.0002
+
+
+class Rig:
+    """Rows in shared memory and clients that use them.
+
+    :param block_bytes: bytes of a row, one block; a multiple of 4 KiB.
+    """
+
+    def __init__(self, num_rows: int, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self._fd = os.memfd_create("persistkv-rig")
+        os.ftruncate(self._fd, num_rows * block_bytes)
+        self._memory = mmap.mmap(self._fd, num_rows * block_bytes)
+        self.rows: npt.NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8).reshape(num_rows, block_bytes)
+        self.rows[:] = np.random.default_rng(0).integers(0, 256, self.rows.shape, dtype=np.uint8)
+
+    def client(
+        self, url: str, host: str = "process", *, max_queue_bytes: int = 8 << 30, **options: object
+    ) -> StoreClient:
+        """A client that is not open yet."""
+        hosts: dict[str, Callable[[], Host]] = {
+            "process": lambda: ProcessHost(self._fd, len(self._memory)),
+            "thread": lambda: ThreadHost(memoryview(self._memory)),
+            "inline": lambda: InlineHost(memoryview(self._memory)),
+        }
+        layout = RowLayout(self.block_bytes, (GroupLayout(((0, self.block_bytes),)),))
+        identity = Identity.of({"benchmark": self.block_bytes}).encode()
+        hello = Hello(url, identity, layout, StoreOptions(**options))  # type: ignore[arg-type]
+        return StoreClient(hosts[host](), hello, max_queue_bytes=max_queue_bytes)
+
+
+class Job:
+    """One job's rows: the first half of a rig is stored from, the second loaded to, both in shuffled order.
+
+    :param count: blocks.
+    :param num_bytes: of all blocks.
+    """
+
+    def __init__(self, count: int, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.rig = Rig(2 * count, num_bytes // count)
+        order = np.random.default_rng(0).permutation(count)
+        self.source = [int(row) for row in order]
+        self.target = [int(row) + count for row in order]
+
+    def buffers(self, rows: list[int]) -> list[memoryview]:
+        """The rows' bytes."""
+        return [self.rig.rows[row].data for row in rows]
+
+    def store(self, client: StoreClient, job_id: int, keys: list[bytes]) -> float:
+        """Seconds until all blocks are visible, hence durable.
+
+        :raises StoreError: some were not stored.
+        """
+        begin = time.perf_counter()
+        client.submit_store(job_id, "request", keys, self.source, range(len(keys)), self.num_bytes)
+        self._check(finish(client, job_id).failed)
+        while not all(map(client.contains, keys)):
+            client.poll()
+            time.sleep(_NAP_S / 2)
+        return time.perf_counter() - begin
+
+    def load(self, client: StoreClient, job_id: int, keys: list[bytes]) -> float:
+        """Seconds until the rows are filled; they are then compared and cleared.
+
+        :raises StoreError: some were not loaded, or are not what was stored.
+        """
+        begin = time.perf_counter()
+        client.submit_load(job_id, keys, self.target)
+        failed = finish(client, job_id).failed
+        seconds = time.perf_counter() - begin
+        self._check(failed)
+        half = len(self.rig.rows) // 2
+        if not np.array_equal(self.rig.rows[half:], self.rig.rows[:half]):
+            raise StoreError("what was loaded is not what was stored")
+        self.rig.rows[half:] = 0
+        return seconds
+
+    def _check(self, failed: list[bytes]) -> None:
+        if failed:
+            raise StoreError(f"{len(failed)} blocks failed")
+
+
+def fresh_keys(count: int) -> list[bytes]:
+    """Keys that no run has seen."""
+    words = os.urandom(32 * count)
+    return [words[start : start + 32] + bytes(4) for start in range(0, len(words), 32)]
+
+
+def finish(client: StoreClient, job_id: int, timeout_s: float = 120.0) -> JobOutcome:
+    """Poll, asleep between, until the job has ended.
+
+    :raises StoreError: it did not.
+    """
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        for outcome in client.poll():
+            if outcome.job_id == job_id:
+                return outcome
+        time.sleep(_NAP_S)
+    raise StoreError(f"job {job_id} did not end in {timeout_s} s")

@@ -7,6 +7,7 @@ import pytest
 from tests.crash.running import run_module
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_nothing_acknowledged_is_lost_to_kills() -> None:
     lines = run_module("loop", "--kills", 15, "--seed", 1, "--seconds", 120)

@@ -22,6 +22,7 @@ from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv_s3 import S3Backend
+from persistkv_s3.names import LogName, Names
 from tests.backends.s3.conftest import Opener
 from tests.storage.host.conftest import STRIDE, Hosted
 
@@ -161,6 +162,16 @@ def test_what_others_store_arrives_without_being_asked_for(
     store.medium.backend.commit(store.namespace, _deletion(store))
     wait_for(client, lambda: not client.contains(keys[7]))
     assert client.counters.load_jobs == client.counters.store_jobs == 0
+
+
+def test_what_a_driver_logs_in_its_process_reaches_the_engine(
+    endpoint: str, bucket: str, raw_client: Any, hosted: Hosted, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = hosted.connect(f"s3://{bucket}/store?endpoint_url={endpoint}")
+    client.open()
+    names = Names("store/", Identity.of({"weights": "w"}).digest)
+    raw_client.put_object(Bucket=bucket, Key=names.log(LogName(bytes(16), 1)), Body=b"garbage")
+    wait_for(client, lambda: "does not read in full" in caplog.text)
 
 
 def _deletion(store: Store) -> CommitBatch:

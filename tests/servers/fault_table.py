@@ -99,10 +99,20 @@ def _user(world: World, action: str) -> None:
 
 
 def delete_bucket(world: World) -> None:
-    pages = world.client.get_paginator("list_objects_v2").paginate(Bucket=world.bucket)
-    for key in [entry["Key"] for page in pages for entry in page.get("Contents", ())]:
-        world.client.delete_object(Bucket=world.bucket, Key=key)
-    world.client.delete_bucket(Bucket=world.bucket)
+    """The engine goes on writing to it meanwhile."""
+    until = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until:
+        pages = world.client.get_paginator("list_objects_v2").paginate(Bucket=world.bucket)
+        for page in pages:
+            if objects := [{"Key": entry["Key"]} for entry in page.get("Contents", ())]:
+                world.client.delete_objects(Bucket=world.bucket, Delete={"Objects": objects, "Quiet": True})
+        try:
+            world.client.delete_bucket(Bucket=world.bucket)
+            return
+        except world.client.exceptions.ClientError as error:
+            if error.response["Error"]["Code"] != "BucketNotEmpty":
+                raise
+    raise TimeoutError(f"{world.bucket} is never empty")
 
 
 def create_bucket(world: World) -> None:
@@ -318,6 +328,7 @@ def main() -> int:
                 proxy.close()
                 client.close()
             rows.append(row)
+            sys.stderr.write(" · ".join(row) + "\n")
             good &= well
     columns = ["fault", "misses meanwhile", "wrong", "missing after", "twice", "breaker opened / closed"]
     columns += ["p99 before", "p99 beside", f"as it should be, + {MAX_LATE_S * 1e3:.0f} ms at most"]

@@ -10,6 +10,7 @@ SEED ?= 0
 CASES ?= 100000
 CUTS ?= 300
 LIMIT_S ?= 3600
+S3_SECONDS ?= 120
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -17,7 +18,7 @@ WHEEL_VENV := $(VENV)-wheel
 VLLM_VENV := $(VENV)-vllm
 VLLM := 0.32.0
 
-.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs test-wheel test-ceph fuzz crash damage powerloss bench bench-vllm clean
+.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs test-wheel test-ceph test-writers test-faults fuzz crash damage powerloss bench bench-vllm clean
 
 help:
 	@echo "make demo        a model answers, is killed, and a new process answers from what it left"
@@ -26,6 +27,8 @@ help:
 	@echo "make docs        the site of docs/ and of the API, in build/site; checks its links"
 	@echo "make test-wheel  the built wheel, without torch and transformers"
 	@echo "make test-ceph   the S3 driver against a real server (Ceph), which it installs, starts and stops; as root"
+	@echo "make test-writers  eight writers on one bucket for two minutes (S3_SECONDS=120), against a server of its own"
+	@echo "make test-faults   faults of an object store, and what an engine notices of them: the table in docs/reliability.md"
 	@echo "make fuzz        100,000 broken packs, manifests and codec frames (5 minutes at most; CASES=...)"
 	@echo "make crash       kill a writer N times (N=200) and look at what it left"
 	@echo "make damage      460 stores cut short or with a flipped bit, used as a host uses them"
@@ -76,6 +79,12 @@ test-wheel: setup
 test-ceph: setup
 	PYTHON=$(BIN)/python tests/servers/test-ceph.sh $(ARGS)
 
+test-writers: setup
+	PYTHON=$(BIN)/python TRIAL=writers SECONDS_OF_WRITING=$(S3_SECONDS) tests/servers/test-ceph.sh $(ARGS)
+
+test-faults: setup
+	PYTHON=$(BIN)/python TRIAL=faults tests/servers/test-ceph.sh $(ARGS)
+
 fuzz: setup
 	$(BIN)/python -m tests.fuzz --cases $(CASES) --limit-s 300
 
@@ -98,6 +107,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.worker_copy
 	$(BIN)/python -m benchmarks.persistence_overhead
 	$(BIN)/python -m benchmarks.s3_cost
+	$(BIN)/python -m benchmarks.s3_cpu
 	$(BIN)/python -m benchmarks.tools_scale
 	$(BIN)/python -m benchmarks.tools_beside
 

@@ -21,8 +21,10 @@ from persistkv.storage.backend import (
 from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import ManifestKeys, RequestManifest, decode_manifest
 from persistkv_s3 import names
+from persistkv_s3.authentication import Authenticator
 from persistkv_s3.breaker import Breaker
 from persistkv_s3.bucket import Bucket
+from persistkv_s3.cache import IndexCache
 from persistkv_s3.client import BotoClient
 from persistkv_s3.errors import ObjectExistsError, ObjectMissingError
 from persistkv_s3.follower import log_failure
@@ -31,6 +33,7 @@ from persistkv_s3.names import Names
 from persistkv_s3.options import Place, S3Options, parse_url
 from persistkv_s3.reliable import Reliable
 from persistkv_s3.retention import Policy, Retention, Round
+from persistkv_s3.signed import SignedObjects
 from persistkv_s3.space import Space
 from persistkv_s3.transport import Transport
 
@@ -40,7 +43,7 @@ _STATUS_KEPT_S = 86_400.0  # a day
 class S3Backend(Backend):
     """``read`` may be called from many threads, beside one other call."""
 
-    capabilities = Capabilities(shows_status=True)
+    capabilities = Capabilities(remote=True, shows_status=True)
 
     def __init__(self, place: Place, options: S3Options, transport: Transport, *, read_only: bool = False) -> None:
         """Nothing is asked of the bucket yet; ``connect`` does.
@@ -53,6 +56,8 @@ class S3Backend(Backend):
         self._options = options
         self._read_only = read_only
         self.status_interval_s = options.status_s
+        self._authenticator = Authenticator(options.secret())
+        self._cache_directory = options.cache_directory()
         self._bucket = Bucket(place, Reliable(transport, self.breaker), options.deadline_s, options.connections)
         policy = Policy(options.capacity_bytes, options.ttl_s, options.grace_s)
         self._retention = Retention(self._bucket, place.prefix, policy, options.retention_s)
@@ -142,8 +147,11 @@ class S3Backend(Backend):
         return self._spaces[namespace]
 
     def _make_space(self, namespace: bytes) -> Space:
-        place = Names(self._place.prefix, namespace)
-        return Space(self._bucket, place, namespace, self._options.refresh_s, self._options.touch_s)
+        place = Names(self._place.prefix, namespace, self._authenticator.key_id)
+        objects = SignedObjects(self._bucket, place, namespace, self._authenticator)
+        where = f"{self._options.endpoint_url or ''} {self._place.bucket} {place.base}"
+        cache = IndexCache(self._cache_directory, where, namespace, self._authenticator)
+        return Space(objects, self._options, cache)
 
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
         if self._read_only:

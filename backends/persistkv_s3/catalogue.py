@@ -21,7 +21,7 @@ from typing import NamedTuple
 from persistkv.errors import CorruptPackError
 from persistkv.storage.backend import Changes, RequestUse
 from persistkv.storage.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
-from persistkv_s3.layout import Entry, PackRow, Stamp, split_ids
+from persistkv_s3.layout import Entry, PackRow, Stamp, split_ids, tags_before
 from persistkv_s3.names import LogName
 
 CHANGES_KEPT = 4096
@@ -47,6 +47,9 @@ class StoredPack(NamedTuple):
     """When it came."""
     used: Use
     table_bytes: int
+    """Of its tags and its table."""
+    tags: bytes
+    """See ``authentication``."""
 
     @property
     def depth(self) -> int:
@@ -188,14 +191,16 @@ class Catalogue:
         if (held is not None and stamp <= held.stamp) or (gone is not None and stamp < gone.stamp):
             return
         try:
-            table = PackTable.parse(entry.bodies[row.offset : row.offset + row.length])
+            body = entry.bodies[row.offset : row.offset + row.length]
+            table = PackTable.parse(body)
             if (table.pack_id, table.namespace) != (pack_id, head.namespace):
                 raise CorruptPackError("table", "another pack's")
         except CorruptPackError:
             return
         self.gone.pop(pack_id, None)
         use = Use(head.moment, head.time) if held is None else max(Use(head.moment, head.time), held.used)
-        stored = StoredPack(table, generation, stamp, head.time, use, row.length)
+        tags = tags_before(body)
+        stored = StoredPack(table, generation, stamp, head.time, use, row.length, tags)
         if held is None or (held.generation, held.table) != (generation, table):
             self._forget(pack_id)
             self._note(pack_id, True, generation)

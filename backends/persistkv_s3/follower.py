@@ -5,6 +5,8 @@
    lists sees each entry: as an index object, or in the segments of the newest root.
 3. Where a root covers something that this handle never merged (it slept while that was deleted), all is fetched anew.
 4. Looks are spaced by ``refresh_s``, with jitter; in between the answer is what is known already.
+5. What a file on this machine says of the index (``cache``) spares a start what that file stands for. Nothing is
+   written or deleted on its word alone: ``refresh_from_bucket``.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from persistkv.errors import CorruptPackError, StoreError
-from persistkv_s3.bucket import Bucket
+from persistkv_s3.cache import Cached, IndexCache
 from persistkv_s3.catalogue import Catalogue, StoredPack, Use
 from persistkv_s3.errors import ObjectMissingError
 from persistkv_s3.layout import MAX_LOG_BYTES, Entry, Root, parse_entries, parse_root_object
-from persistkv_s3.names import LogName, Names, parse_log, parse_root
+from persistkv_s3.names import LogName, parse_log, parse_root
+from persistkv_s3.signed import SignedObjects
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +44,9 @@ class Listing(NamedTuple):
 class Follower:
     """One namespace of one handle. ``catalogue`` may be read from any thread; the methods are for one at a time."""
 
-    def __init__(self, bucket: Bucket, names: Names, namespace: bytes, refresh_s: float) -> None:
-        self.names = names
-        self.namespace = namespace
+    def __init__(self, objects: SignedObjects, refresh_s: float, cache: IndexCache) -> None:
+        self.names = objects.names
+        self.namespace = objects.namespace
         self.catalogue = Catalogue()
         self.root: Root | None = None
         self.recent: dict[LogName, list[Entry]] = {}
@@ -53,7 +56,9 @@ class Follower:
         """Packs whose objects were not there, until a commit says so to all."""
         self.touched: dict[bytes, Use] = {}
         """Uses that wait for a commit."""
-        self._bucket = bucket
+        self._objects = objects
+        self._cache = cache
+        self._from_cache = False
         self._refresh_s = refresh_s
         self._next_look = 0.0
         self._seen: dict[bytes, int] = {}
@@ -92,30 +97,45 @@ class Follower:
             gap = True
         if gap:
             self.load()
+        self._cache.save_if_due(self.root, self.catalogue)
+
+    def refresh_from_bucket(self) -> None:
+        """The same; and what only a file on this machine said does not count any more."""
+        self.refresh()
+        if self._from_cache:
+            self.load()
 
     def load(self) -> None:
-        """Learn everything anew. On failure what is known stays as it was."""
+        """Learn everything anew; the first time, beside what a file on this machine says. On failure what is known
+        stays as it was."""
+        cached = None if self._loaded else self._cache.load()
         for tries_left in reversed(range(_TRIES)):
             try:
-                self._load(self._list())
+                self._load(self._list(), cached)
                 return
             except ObjectMissingError:
                 if not tries_left:
                     raise
 
     def _list(self) -> Listing:
-        found = self._bucket.list(self.names.log_prefix)
+        found = self._objects.bucket.list(self.names.log_prefix)
         self._next_look = time.monotonic() + self._refresh_s * random.uniform(0.75, 1.25)
         objects = {name: info.modified for info in found if (name := parse_log(info.key)) is not None}
         roots = [number for info in found if (number := parse_root(info.key)) is not None]
         return Listing(objects, sorted(roots))
 
-    def _load(self, listing: Listing) -> None:
+    def _load(self, listing: Listing, cached: Cached | None) -> None:
         fresh = Catalogue()
         root = self._newest_root(listing, fresh)
-        covered = {} if root is None else dict(root.covered)
+        covered, segments = ({}, ()) if root is None else (dict(root.covered), root.segments)
+        if cached is not None and not set(cached.root.segments) <= set(segments):
+            cached = None
+        if cached is not None:
+            cached.catalogue.damaged = fresh.damaged
+            fresh = cached.catalogue
+            segments = tuple(name for name in segments if name not in cached.root.segments)
         new = [name for name in listing.objects if name.number > covered.get(name.writer, 0)]
-        keys = [] if root is None else [self.names.segment(name) for name in root.segments]
+        keys = [self.names.segment(name) for name in segments]
         fetched = self._fetch([*keys, *map(self.names.log, new)], fresh)
         for entry in sorted((entry for entries in fetched for entry in entries), key=_moment):
             fresh.merge(entry)
@@ -129,13 +149,15 @@ class Follower:
         for name in new:
             self._seen[name.writer] = max(name.number, self._seen.get(name.writer, 0))
         self.catalogue.replace(fresh)
+        self._from_cache = cached is not None
         self._loaded = True
 
     def _newest_root(self, listing: Listing, catalogue: Catalogue) -> Root | None:
         """The newest one that reads: with an older one there are index objects missing, which is known to be damage."""
         for number in reversed(listing.roots):
             try:
-                return parse_root_object(self._bucket.get(self.names.root(number)), self.namespace, number)
+                found = self._objects.get(self.names.root(number))
+                return parse_root_object(found, self.namespace, number)
             except CorruptPackError as error:
                 catalogue.damaged = True
                 logger.warning("%s does not read (%s)", self.names.root(number), error)
@@ -170,13 +192,14 @@ class Follower:
         return False
 
     def _fetch(self, keys: Sequence[str], catalogue: Catalogue) -> list[list[Entry]]:
-        objects = self._bucket.all(lambda key: self._bucket.get(key, MAX_LOG_BYTES), keys) if keys else []
+        bucket = self._objects.bucket
+        objects = bucket.all(lambda key: bucket.get(key, MAX_LOG_BYTES), keys) if keys else []
         return [self._parse(key, data, catalogue) for key, data in zip(keys, objects, strict=True)]
 
     def _parse(self, key: str, data: bytearray, catalogue: Catalogue) -> list[Entry]:
         entries: list[Entry] = []
         try:
-            for entry in parse_entries(data, self.namespace):
+            for entry in parse_entries(self._objects.opened(key, data), self.namespace):
                 entries.append(entry)
         except CorruptPackError as error:
             catalogue.damaged = True
@@ -184,6 +207,10 @@ class Follower:
         return entries
 
     # What this handle does itself
+
+    def save(self) -> None:
+        """Keep what is known on this machine, for the next start."""
+        self._cache.save(self.root, self.catalogue)
 
     def published(self, name: LogName, entries: list[Entry]) -> None:
         """This handle wrote an index object."""

@@ -18,6 +18,7 @@ import xxhash
 
 from persistkv.errors import CorruptPackError, CorruptStoreError
 from persistkv.storage.backend import Namespace
+from persistkv.storage.codec import Buffer
 from persistkv.storage.identity import Identity
 from persistkv.storage.pack import ID_BYTES
 
@@ -28,6 +29,8 @@ _LENGTHS = struct.Struct("<IQ")
 _SEAL = struct.Struct("<BQ")
 _FORMAT = struct.Struct("<8sI")
 _CREATED = struct.Struct("<d")
+_TABLE_LENGTH = struct.Struct("<Q")
+_TRAILER_BYTES = 24  # of a pack; its first field is the table's length
 MAX_LOG_BYTES = 1 << 30  # 1 GiB: an index object or segment that claims more is not read
 
 T = TypeVar("T")
@@ -48,7 +51,7 @@ class PackRow(msgspec.Struct, frozen=True, array_like=True):
     pack_id: bytes
     generation: int
     offset: int
-    """Where in the entry's bodies the table lies."""
+    """Where in the entry's bodies the pack's tags lie, where there are any, and its table behind them."""
     length: int
 
 
@@ -128,7 +131,7 @@ def encode_entries(entries: Sequence[Entry]) -> list[bytes]:
     return pieces
 
 
-def parse_entries(data: bytes | bytearray, namespace: bytes) -> Iterator[Entry]:
+def parse_entries(data: Buffer, namespace: bytes) -> Iterator[Entry]:
     """The entries that read; the others are left out, one ``CorruptPackError`` at the end names the first of them.
 
     :raises CorruptPackError: it is no index object, or something in it did not read.
@@ -184,18 +187,26 @@ def split_ids(joined: bytes) -> tuple[bytes, ...]:
     return tuple(joined[start : start + ID_BYTES] for start in range(0, len(joined), ID_BYTES))
 
 
+def tags_before(body: bytes) -> bytes:
+    """What stands before a table, which was parsed, in the body of its row."""
+    (length,) = _TABLE_LENGTH.unpack_from(body, len(body) - _TRAILER_BYTES)
+    return body[: len(body) - _TRAILER_BYTES - length]
+
+
 def encode_root(root: Root) -> bytes:
     """A snapshot's root at rest."""
     return _seal(msgspec.msgpack.encode(root))
 
 
-def parse_root_object(data: bytes | bytearray, namespace: bytes, number: int) -> Root:
+def parse_root_object(data: Buffer, namespace: bytes, number: int | None) -> Root:
     """A snapshot's root.
+
+    :param number: None: whichever it has.
 
     :raises CorruptPackError: it does not read as the one of this number.
     """
     root = _open(data, Root)
-    if (root.namespace, root.number) != (namespace, number):
+    if root.namespace != namespace or number not in (None, root.number):
         raise CorruptPackError("root", f"number {root.number} of {root.namespace.hex()} lies in place of {number}")
     if any("/" in name or not name.isascii() for name in root.segments):
         raise CorruptPackError("root segments", "a name that is none of a segment")
@@ -206,7 +217,7 @@ def _seal(body: bytes) -> bytes:
     return _SEAL.pack(VERSION, xxhash.xxh3_64_intdigest(body)) + body
 
 
-def _open(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
+def _open(data: Buffer, kind: type[T]) -> T:
     view = memoryview(data)
     if len(view) < _SEAL.size:
         raise CorruptPackError("index head", f"{len(view)} bytes are too few")

@@ -31,10 +31,11 @@ class Names:
     """Keys of one namespace's objects.
 
     :param prefix: the store's; empty, or ending in a slash.
+    :param key_id: of the key that authenticates them; empty without one. What is not under it is not looked at.
     """
 
-    def __init__(self, prefix: str, namespace: bytes) -> None:
-        self.base = f"{prefix}{namespace.hex()}/"
+    def __init__(self, prefix: str, namespace: bytes, key_id: str = "") -> None:
+        self.base = f"{prefix}{namespace.hex()}{'-' if key_id else ''}{key_id}/"
         self.log_prefix = f"{self.base}log/"
         self.packs_prefix = f"{self.base}packs/"
         self.keys_prefix = f"{self.base}keys/"

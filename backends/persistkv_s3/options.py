@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -10,10 +12,12 @@ import msgspec
 
 from persistkv.config import StoreUrl, convert_options, parse_duration, parse_size
 from persistkv.errors import ConfigurationError
+from persistkv_s3.cache import default_directory
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[A-Za-z0-9!_.*'()\-/]*")
 _MAX_PREFIX = 256
+_SECRET_BYTES = 32
 
 
 class S3Options(msgspec.Struct, frozen=True):
@@ -53,12 +57,22 @@ class S3Options(msgspec.Struct, frozen=True):
     """Age from which on an object that no index names is an orphan. Longer than any upload or read takes."""
     status: str | None = None
     """How often this engine shows others what it does, at a PUT each. None: never."""
+    key_file: str | None = None
+    """A file with what authenticates the store (see ``authentication``): 32 bytes or more, white space around it left
+    out. None: nothing is authenticated, unless ``key_env`` says so."""
+    key_env: str | None = None
+    """An environment variable that holds it, instead of a file."""
+    cache: str | bool | None = None
+    """Directory for what is known of the index, from one start to the next; ``no``: none. None: ``persistkv/s3`` in the
+    user's cache directory."""
 
     def __post_init__(self) -> None:
         if self.endpoint_url is not None:
             _check_endpoint(self.endpoint_url)
         if self.sse_kms_key_id is not None and self.sse != "aws:kms":
             raise ConfigurationError("s3 option sse_kms_key_id", self.sse_kms_key_id, "sse=aws:kms beside it")
+        if self.key_file is not None and self.key_env is not None:
+            raise ConfigurationError("s3 option key_env", self.key_env, "a file or a variable, not both")
         if not 1 <= self.connections <= 64:
             raise ConfigurationError("s3 option connections", self.connections, "a number from 1 to 64")
         _ = self.capacity_bytes
@@ -118,6 +132,38 @@ class S3Options(msgspec.Struct, frozen=True):
     def status_s(self) -> float | None:
         """``status`` in seconds."""
         return None if self.status is None else parse_duration(self.status, name="s3 option status")
+
+    def secret(self) -> bytes:
+        """What authenticates the store; empty: nothing does.
+
+        :raises ConfigurationError: it cannot be read, or is too short. The text does not tell it.
+        """
+        if self.key_file is not None:
+            name, value = "key_file", self.key_file
+            try:
+                found = Path(value).read_bytes().strip()
+            except OSError as error:
+                raise ConfigurationError(f"s3 option {name}", value, f"a file ({error.strerror})") from None
+        elif self.key_env is not None:
+            name, value = "key_env", self.key_env
+            found = os.environ.get(value, "").encode().strip()
+        else:
+            return b""
+        if len(found) < _SECRET_BYTES:
+            expected = f"{_SECRET_BYTES} bytes or more there, such as openssl rand -hex 32 prints; found {len(found)}"
+            raise ConfigurationError(f"s3 option {name}", value, expected)
+        return found
+
+    def cache_directory(self) -> Path | None:
+        """Where to keep what is known of the index; None: nowhere."""
+        if self.cache is False:
+            return None
+        if isinstance(self.cache, str):
+            return Path(self.cache)
+        try:
+            return default_directory()
+        except RuntimeError:
+            return None
 
 
 class Place(msgspec.Struct, frozen=True):

@@ -1,6 +1,7 @@
 """Pack objects: one conditional PUT, which the first writer wins.
 
-A pack's object is what ``docs/format.md`` calls a pack: payload, table, trailer. Its name is the pack's id and a
+A pack's object is what ``docs/format.md`` calls a pack: payload, table, trailer; with a key its tags stand between the
+first two. Its name is the pack's id and a
 generation: a pack that was deleted is written again under a higher one, so that bytes never change under a reader,
 and an object that is damaged is never taken for a good one.
 """
@@ -14,6 +15,7 @@ from typing import NamedTuple
 from persistkv.errors import CorruptPackError
 from persistkv.storage.codec import Buffer
 from persistkv.storage.pack import PackTable, PackWriter
+from persistkv_s3.authentication import Authenticator
 from persistkv_s3.bucket import Bucket
 from persistkv_s3.errors import ObjectExistsError, ObjectMissingError, S3Error
 from persistkv_s3.names import Names
@@ -30,6 +32,8 @@ class Upload:
     writer: PackWriter
     pieces: Sequence[Buffer]
     """The whole object, where its bytes lie."""
+    tags: bytes
+    """See ``authentication``."""
     generation: int
 
 
@@ -39,6 +43,8 @@ class Uploaded(NamedTuple):
     writer: PackWriter
     table: PackTable
     """Of what lies there, which may be another writer's."""
+    tags: bytes
+    """Likewise."""
     generation: int
     reused: bool
     """Another writer, or an earlier attempt, had put it there."""
@@ -47,43 +53,48 @@ class Uploaded(NamedTuple):
 class PackObjects:
     """The packs of one namespace."""
 
-    def __init__(self, bucket: Bucket, names: Names) -> None:
+    def __init__(self, bucket: Bucket, names: Names, authenticator: Authenticator) -> None:
         self._bucket = bucket
         self._names = names
+        self._authenticator = authenticator
 
     def prepare(self, writer: PackWriter, generation: int) -> Upload:
         """Run the pack's stream; what that raises comes through."""
-        pieces: list[Buffer] = list(writer.stream())
-        return Upload(writer, [*pieces, writer.table.encode()], generation)
+        payload: list[Buffer] = list(writer.stream())
+        tags = self._authenticator.pack_tags(writer.table, payload)
+        return Upload(writer, [*payload, tags, writer.table.encode()], tags, generation)
 
     def upload(self, upload: Upload) -> Uploaded:
         """Put the pack where it belongs, or find that it lies there.
 
         :raises S3Error: it may lie there or not; nothing names it.
         """
-        writer, ours = upload.writer, upload.writer.table
+        writer = upload.writer
         for generation in range(upload.generation, upload.generation + _GENERATIONS):
             try:
                 self._bucket.put(self._names.pack(writer.pack_id, generation), upload.pieces)
             except ObjectExistsError:
-                held = self._held(ours, generation)
+                held = self._held(writer.table, generation)
                 if held is not None:
-                    return Uploaded(writer, held, generation, reused=True)
+                    return Uploaded(writer, *held, generation, reused=True)
             else:
-                return Uploaded(writer, ours, generation, reused=False)
+                return Uploaded(writer, writer.table, upload.tags, generation, reused=False)
         raise S3Error(f"{self._names.pack(writer.pack_id, generation)}: what lies there does not read as the pack")
 
-    def _held(self, ours: PackTable, generation: int) -> PackTable | None:
-        """The table of the object that lies there; None where it is not this pack, or damaged."""
-        key, length = self._names.pack(ours.pack_id, generation), len(ours.encode())
+    def _held(self, ours: PackTable, generation: int) -> tuple[PackTable, bytes] | None:
+        """Table and tags of the object that lies there; None where it is not this pack, damaged, or of a stranger."""
+        key, tags_length = self._names.pack(ours.pack_id, generation), self._authenticator.tags_length
         try:
-            table = PackTable.parse(self._bucket.tail(key, max(length, _TAIL_BYTES)))
+            tail = self._bucket.tail(key, max(tags_length(ours) + len(ours.encode()), _TAIL_BYTES))
+            table = PackTable.parse(tail)
             size = self._bucket.head(key).size
         except (CorruptPackError, ObjectMissingError):  # it may have been pruned in this moment
             return None
-        whole = table.payload_length + len(table.encode())
+        end = len(tail) - len(table.encode())
+        tags = bytes(tail[max(0, end - tags_length(table)) : end])
+        whole = table.payload_length + len(tags) + len(tail) - end
         same = (table.namespace, table.pack_id, table.keys) == (ours.namespace, ours.pack_id, ours.keys)
-        return table if same and size == whole else None
+        return (table, tags) if same and size == whole and self._authenticator.is_ours(table, tags) else None
 
     def exists(self, pack_id: bytes, generation: int) -> bool:
         """Whether the object is there."""

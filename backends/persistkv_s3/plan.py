@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.manifest import encode_manifest, encode_manifest_keys
 from persistkv.storage.pack import PackTable, PackWriter
+from persistkv_s3.authentication import Authenticator
 from persistkv_s3.catalogue import Catalogue, StoredPack
 from persistkv_s3.layout import Entry, GoneRow, Head, ManifestRow, PackRow, Stamp
 from persistkv_s3.packs import Uploaded
@@ -85,15 +86,26 @@ class Plan:
         """The packs that go."""
         return [held.table for held in self.gone.values()]
 
-    @property
-    def manifest_keys(self) -> bytes:
-        """The object with the keys of the batch's manifests; empty where there are none."""
-        return b"".join(encode_manifest_keys(write.keys) for write in self._batch.manifests)
+    def manifest_keys(self, namespace: bytes, authenticator: Authenticator) -> list[bytes]:
+        """The keys of each of the batch's manifests, as they lie in one object, one behind the other."""
+        return [
+            b"".join(authenticator.signed(namespace, keys_name(write.manifest.id), [encode_manifest_keys(write.keys)]))
+            for write in self._batch.manifests
+        ]
 
-    def entry(self, namespace: bytes, stamp: Stamp, now: float, number: int, packs: Sequence[Uploaded]) -> Entry:
+    def entry(
+        self,
+        namespace: bytes,
+        stamp: Stamp,
+        now: float,
+        number: int,
+        packs: Sequence[Uploaded],
+        manifest_keys: Sequence[bytes],
+    ) -> Entry:
         """What all are told.
 
         :param number: of the index object; the object with the manifests' keys is named alike.
+        :param manifest_keys: what that object holds.
         """
         bodies: list[bytes] = []
         length = 0
@@ -104,15 +116,16 @@ class Plan:
             length += len(body)
             return length - len(body), len(body)
 
-        rows = tuple(PackRow(pack.writer.pack_id, pack.generation, *place(pack.table.encode())) for pack in packs)
+        rows = tuple(
+            PackRow(pack.writer.pack_id, pack.generation, *place(pack.tags + pack.table.encode())) for pack in packs
+        )
         manifests, keys_at = [], 0
-        for write in self._batch.manifests:
-            keys_length = len(encode_manifest_keys(write.keys))
+        for write, keys in zip(self._batch.manifests, manifest_keys, strict=True):
             at = place(encode_manifest(write.manifest))
             named = b"".join(dict.fromkeys(write.packs))
-            row = (write.manifest.id, write.manifest.ordered, named, *at, stamp.writer, number, keys_at, keys_length)
+            row = (write.manifest.id, write.manifest.ordered, named, *at, stamp.writer, number, keys_at, len(keys))
             manifests.append(ManifestRow(*row))
-            keys_at += keys_length
+            keys_at += len(keys)
         came = {row.pack_id for row in rows}
         lost = {pack_id: held for pack_id, held in self._lost.items() if pack_id not in self._catalogue.packs}
         gone = {**lost, **self.gone}
@@ -129,3 +142,8 @@ class Plan:
             pins=tuple(self.pins),
         )
         return Entry(head, b"".join(bodies))
+
+
+def keys_name(manifest_id: str) -> str:
+    """What the keys of a manifest are signed as."""
+    return f"keys of {manifest_id}"

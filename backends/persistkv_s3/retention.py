@@ -136,7 +136,7 @@ class Retention:
             for info in self._bucket.list(prefix)
             if info.modified <= now - self._policy.grace_s
         ]
-        space.follower.refresh()
+        space.follower.refresh_from_bucket()
         if space.catalogue.damaged:
             logger.warning("%s: a part of the index does not read, so no orphans are removed", names.base)
             return 0

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from persistkv.storage.backend import ReadSpan
+from persistkv.storage.pack import Frame
+from persistkv_s3.authentication import Authenticator
 from persistkv_s3.catalogue import StoredPack
 
 _GAP_BYTES = 128 << 10  # 128 KiB: less than what a request's latency would have carried
@@ -25,8 +29,8 @@ class Run:
     """What was known of the pack when the run was made."""
     start: int
     buffers: list[memoryview] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
-    """Of the spans, among those that were asked for."""
+    spans: list[tuple[int, int, int]] = field(default_factory=list)
+    """Number of the span among those that were asked for, its first byte in the pack, its end."""
     _end: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -38,8 +42,37 @@ class Run:
 
     def add(self, number: int, span: ReadSpan, length: int) -> None:
         """Read the span too, and what lies before it for nothing."""
-        if gap := span.offset - self._end:
-            self.buffers.append(memoryview(bytearray(gap)))
+        self._skip(span.offset - self._end)
         self.buffers += span.buffers
-        self.numbers.append(number)
         self._end = span.offset + length
+        self.spans.append((number, span.offset, self._end))
+
+    def _skip(self, length: int) -> None:
+        if length:
+            self.buffers.append(memoryview(bytearray(length)))
+        self._end += length
+
+    def widen(self) -> range:
+        """Read whole frames, so that their tags can be checked.
+
+        :returns: their numbers.
+        """
+        frames = self.held.table.frames
+        offsets = [frame.offset for frame in frames]
+        numbers = range(bisect_right(offsets, self.start) - 1, bisect_left(offsets, self._end))
+        if before := self.start - offsets[numbers[0]]:
+            self.buffers.insert(0, memoryview(bytearray(before)))
+            self.start -= before
+        last = frames[numbers[-1]]
+        self._skip(max(0, last.offset + last.stored_length - self._end))
+        return numbers
+
+    def good(self, authenticator: Authenticator, numbers: Sequence[int]) -> list[int]:
+        """The spans whose bytes, which lie in the buffers, are all of somebody who has the key."""
+        table, tags = self.held.table, self.held.tags
+        bad = authenticator.bad_frames(table, tags, numbers, self.start, self.buffers)
+        return [number for number, start, end in self.spans if not any(_overlaps(frame, start, end) for frame in bad)]
+
+
+def _overlaps(frame: Frame, start: int, end: int) -> bool:
+    return frame.offset < end and start < frame.offset + frame.stored_length

@@ -22,30 +22,34 @@ from contextlib import suppress
 from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.backend import CommitBatch, CommitResult, ReadSpan
 from persistkv.storage.manifest import ManifestKeys, decode_manifest_keys
-from persistkv_s3.bucket import Bucket
+from persistkv_s3.cache import IndexCache
 from persistkv_s3.catalogue import Use
 from persistkv_s3.errors import ObjectExistsError, ObjectMissingError
 from persistkv_s3.follower import Follower, log_failure
 from persistkv_s3.layout import Entry, Head, Stamp, encode_entries
-from persistkv_s3.names import LogName, Names
+from persistkv_s3.names import LogName
+from persistkv_s3.options import S3Options
 from persistkv_s3.packs import PackObjects, Upload, Uploaded
-from persistkv_s3.plan import Plan
+from persistkv_s3.plan import Plan, keys_name
 from persistkv_s3.runs import Run, span_bytes
+from persistkv_s3.signed import SignedObjects
 from persistkv_s3.snapshots import Snapshots
 
 
 class Space:
     """See the top of this file. Reads come from any thread; commits from one at a time."""
 
-    def __init__(self, bucket: Bucket, names: Names, namespace: bytes, refresh_s: float, touch_s: float) -> None:
-        self.follower = Follower(bucket, names, namespace, refresh_s)
+    def __init__(self, objects: SignedObjects, options: S3Options, cache: IndexCache) -> None:
+        self._objects = objects
+        self.follower = Follower(objects, options.refresh_s, cache)
         self.catalogue = self.follower.catalogue
-        self._bucket = bucket
-        self.names = names
-        self.namespace = namespace
-        self._touch_s = touch_s
-        self._packs = PackObjects(bucket, names)
-        self._snapshots = Snapshots(bucket, self.follower)
+        self._bucket = objects.bucket
+        self.names = objects.names
+        self.namespace = objects.namespace
+        self._touch_s = options.touch_s
+        self._authenticator = objects.authenticator
+        self._packs = PackObjects(objects.bucket, objects.names, objects.authenticator)
+        self._snapshots = Snapshots(objects, self.follower)
         self._writer = os.urandom(16)
         self._number = 0
         self._told_at = time.monotonic()
@@ -70,8 +74,9 @@ class Space:
             self._touch(plan.uses, Use(moment, now))
             return CommitResult(catalogue.cursor)
         uploads = [self._packs.prepare(writer, generation) for writer, generation in plan.missing]
-        uploaded = self._upload(uploads, LogName(self._writer, self._number + 1), plan.manifest_keys)
-        entry = plan.entry(self.namespace, Stamp(moment, self._writer), now, self._number + 1, uploaded)
+        keys = plan.manifest_keys(self.namespace, self._authenticator)
+        uploaded = self._upload(uploads, LogName(self._writer, self._number + 1), b"".join(keys))
+        entry = plan.entry(self.namespace, Stamp(moment, self._writer), now, self._number + 1, uploaded, keys)
         self._publish([*self._pending(), entry])
         cursor = catalogue.cursor
         catalogue.relearn(pack.table.pack_id for pack in uploaded if pack.reused and pack.table != pack.writer.table)
@@ -99,7 +104,7 @@ class Space:
         """Tell all, in one object; uses that waited are told with it."""
         name = LogName(self._writer, self._number + 1)
         try:
-            self._bucket.put(self.names.log(name), encode_entries(entries))
+            self._objects.put(self.names.log(name), encode_entries(entries))
         except ObjectExistsError as error:
             if not error.uncertain:  # nobody else draws this writer's numbers: the process was copied
                 self._become_another()
@@ -158,11 +163,12 @@ class Space:
             self._publish(self._pending())
 
     def close(self) -> None:
-        """Tell uses that waited; that they get lost is not worth an error."""
+        """Tell uses that waited, and keep what is known for the next start; neither is worth an error."""
         try:
             self.tell_uses()
         except StoreError as error:
             log_failure(f"telling what was used in {self.names.base}", error)
+        self.follower.save()
 
     def _pending(self) -> list[Entry]:
         """Uses that nobody was told of: an entry for each moment."""
@@ -183,12 +189,13 @@ class Space:
         runs = list(self._runs(spans))
 
         def fetch(run: Run) -> None:
+            numbers = run.widen() if self._authenticator.key_id else range(0)
             try:
                 self._bucket.fill(run.key, run.start, run.buffers)
             except ObjectMissingError:
                 self.follower.miss(run.pack_id, run.held)
                 return
-            for number in run.numbers:
+            for number in run.good(self._authenticator, numbers):
                 filled[number] = True
 
         if runs:
@@ -204,7 +211,8 @@ class Space:
         buffer = bytearray(held.keys_length)
         try:
             self._bucket.fill(self.names.manifest_keys(held.keys), held.keys_offset, [memoryview(buffer)])
-            return decode_manifest_keys(buffer)
+            signed_as = keys_name(manifest_id)
+            return decode_manifest_keys(self._authenticator.opened(self.namespace, signed_as, buffer))
         except (CorruptPackError, ObjectMissingError):
             return None
 

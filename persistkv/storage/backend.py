@@ -40,6 +40,9 @@ class Capabilities:
     """What was committed is there when the store is opened again, by any process."""
     shared: bool = True
     """Several processes may have the store open and write to it."""
+    remote: bool = False
+    """Calls go over a network: they take long, however little they move, and many go side by side. Nobody should lend
+    them rows that he wants back soon. A commit takes no memory for what is stored raw."""
     placements: tuple[str, ...] = ()
     """Where a store's payloads may lie: what ``Backend.move`` takes."""
     shows_status: bool = False

@@ -25,6 +25,8 @@ from persistkv.storage.scratch import Lease, Scratch
 
 logger = logging.getLogger(__name__)
 
+REMOTE_PART_BYTES = 36 << 20  # 36 MiB: a pack that is cut at fixed depths, padding included, in one request
+
 
 @dataclass
 class ReadOutcome:
@@ -64,9 +66,13 @@ class FrameRead:
 
 
 def plan_reads(
-    index: Index, rows: Rows, wanted: Iterable[tuple[bytes, int]], part_bytes: int
+    index: Index, rows: Rows, wanted: Iterable[tuple[bytes, int]], part_bytes: int, scratch_bytes: int
 ) -> tuple[list[list[FrameRead]], list[bytes]]:
-    """The frames that hold the keys of ``wanted``, (key, row), in parts of so many stored bytes; and the missing."""
+    """The frames that hold the keys of ``wanted``, (key, row), in parts; and the missing.
+
+    :param part_bytes: stored bytes of a part. A new one begins with each pack, unless what is there is small.
+    :param scratch_bytes: of those, what cannot be read straight into rows.
+    """
     packs: dict[HeldPack, list[tuple[bytes, int]]] = {}
     missing: list[bytes] = []
     for key, row in wanted:
@@ -82,7 +88,7 @@ def plan_reads(
                 fitting.append(read)
             else:
                 missing += read.wanted
-    return list(_parts(fitting, part_bytes)), missing
+    return list(_parts(fitting, part_bytes, scratch_bytes)), missing
 
 
 def _frames(pack: HeldPack, wanted: Sequence[tuple[bytes, int]]) -> list[FrameRead]:
@@ -127,18 +133,26 @@ def _fits(frame: Frame, rows: Rows) -> bool:
     return frame.group < len(groups) and groups[frame.group].block_bytes == frame.block_bytes
 
 
-def _parts(reads: Iterable[FrameRead], part_bytes: int) -> Iterator[list[FrameRead]]:
+def _parts(reads: Iterable[FrameRead], part_bytes: int, scratch_bytes: int) -> Iterator[list[FrameRead]]:
     part: list[FrameRead] = []
-    size = 0
+    size = aside = 0
     for read in reads:
         length = align(read.frame.stored_length)
-        if part and size + length > part_bytes:
+        beside = length if _needs_scratch(read) else 0
+        full = size + length > part_bytes or aside + beside > scratch_bytes
+        if part and (full or (size >= scratch_bytes and part[-1].pack is not read.pack)):
             yield part
-            part, size = [], 0
+            part, size, aside = [], 0, 0
         part.append(read)
         size += length
+        aside += beside
     if part:
         yield part
+
+
+def _needs_scratch(read: FrameRead) -> bool:
+    """Whether some of its stored bytes do not go straight into rows."""
+    return read.frame.encoded or len(read.rows) < read.frame.block_count
 
 
 def make_scratch(part_bytes: int) -> Scratch:

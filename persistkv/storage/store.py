@@ -34,8 +34,9 @@ from persistkv.storage.medium import Medium
 from persistkv.storage.memory import MemoryShares
 from persistkv.storage.pack import UNKNOWN_DEPTH, PackWriter, Segment
 from persistkv.storage.planning import DIRECT_BYTES, Block, PlannedPack, plan_packs
-from persistkv.storage.reading import ReadOutcome, make_scratch, plan_reads, read_part
+from persistkv.storage.reading import REMOTE_PART_BYTES, ReadOutcome, make_scratch, plan_reads, read_part
 from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions, parse_durability
+from persistkv.storage.resuming import Resumption
 from persistkv.storage.rows import Rows
 from persistkv.storage.staging import Staging
 from persistkv.storage.writing import Outgoing, Writing, slices_of
@@ -75,7 +76,12 @@ class Store:
         self.namespace = backend.open_namespace(identity).id
         self.medium = Medium(backend, self.namespace, executor or InPlaceExecutor())
         self._catalogue = Catalogue(self.medium, self.counters)
+        self._resumption = (
+            Resumption(self.medium, self._catalogue, options.resume_from) if options.resume_from else None
+        )
         self._shares = MemoryShares.of(options.staging_bytes)
+        self._copies_all = self._interval_s is not None or backend.capabilities.remote
+        self._part_bytes = REMOTE_PART_BYTES if backend.capabilities.remote else self._shares.part
         self._scratch = make_scratch(self._shares.part)
         waits_s = options.max_age_s if self._interval_s is None else self._interval_s
         self._staging = Staging(self._shares.staged, waits_s, gather_all=self._interval_s is not None)
@@ -150,9 +156,9 @@ class Store:
         return list(map(Block, absent, groups, rows, known))
 
     def _take_in(self, request: str, pack: PlannedPack) -> None:
-        """Copy what is small, or all where writes wait for an interval; write from the rows what has no room."""
+        """Copy what is small, or all where writing takes its time; write from the rows what has no room."""
         small = pack.raw_length < DIRECT_BYTES
-        if (small or self._interval_s is not None) and self._staging.fits(pack.raw_length):
+        if (small or self._copies_all) and self._staging.fits(pack.raw_length):
             self._staging.add(request, pack.segments, whole=not small)
             return
         self._direct.append(Outgoing(self._writer(pack.segments)))
@@ -213,6 +219,8 @@ class Store:
         waits = [self._refreshed + self.options.refresh_s - now, self._seconds_to_upkeep()]
         if (aged := self._staging.seconds_to_due()) is not None:
             waits.append(aged)
+        if self._resumption is not None and (turn := self._resumption.seconds_to_turn) is not None:
+            waits.append(turn)
         if self._ends:
             waits.append(self._ends_since + (self._interval_s or 0.0) - now)
         return max(0.0, min(waits))
@@ -258,7 +266,8 @@ class Store:
                 due.update(dict.fromkeys(staging.owners(keys)))
         outgoing, self._direct = self._direct, []
         outgoing += [Outgoing(self._writer(staging.take(pack)), pack) for pack in due]
-        return slices_of(outgoing, self._shares.transaction), ends
+        lends = self.medium.backend.capabilities.remote
+        return slices_of(outgoing, self._shares.transaction, lends=lends), ends
 
     def _ended(self, outgoing: Outgoing, written: bool) -> None:
         self.ended_packs += 1
@@ -287,7 +296,8 @@ class Store:
 
     async def _read(self, wanted: Collection[tuple[bytes, int]], then: Callable[[ReadOutcome], None]) -> None:
         medium = self.medium
-        parts, missing = plan_reads(self._catalogue.index, self.rows, wanted, self._shares.part)
+        bounds = (self._part_bytes, self._shares.part)
+        parts, missing = plan_reads(self._catalogue.index, self.rows, wanted, *bounds)
         self._touch({read.pack.pack_id: None for part in parts for read in part})
         outcome = ReadOutcome(missing)
         calls = [partial(read_part, medium.backend, self.namespace, self.rows, self._scratch, part) for part in parts]
@@ -304,7 +314,7 @@ class Store:
     # The rest
 
     def tick(self) -> None:
-        """Begin to commit what is due and to look for what others stored, where it is time."""
+        """Begin what is due: a commit, a look for what others stored, a turn of what a crash cut off."""
         executor = self.medium.executor
         if executor.writing:
             return
@@ -313,6 +323,8 @@ class Store:
         if not executor.writing and time.monotonic() - self._refreshed >= self.options.refresh_s:
             self._refreshed = time.monotonic()
             executor.begin_write(self._catalogue.refresh_or_complain())
+        if not executor.writing and self._resumption is not None and self._resumption.seconds_to_turn == 0.0:
+            executor.begin_write(self._resumption.turn())
 
     @property
     def staged_bytes(self) -> int:
@@ -360,11 +372,19 @@ class Store:
         self.medium.executor.run_until(lambda: bool(outcomes))
         return outcomes[0].failed
 
+    def stop_resuming(self) -> None:
+        """Copy no more from a nearer store; what is on its way ends."""
+        if self._resumption is not None:
+            self._resumption.stop()
+
     def close(self) -> None:
         """Write what was taken, then release the backend, which is released whatever writing raises; idempotent."""
+        self.stop_resuming()
         try:
             self.flush()
         finally:
+            if self._resumption is not None:
+                self._resumption.close()
             self.medium.backend.close()
 
 

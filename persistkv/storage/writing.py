@@ -20,6 +20,7 @@ from persistkv.storage.records import RequestEnd
 from persistkv.storage.staging import StagedPack
 
 _STALE_RETRIES = 2
+_LENT_SHARE = 16  # a transaction is not to take for ever, either
 
 
 @dataclass(eq=False)
@@ -104,15 +105,17 @@ class Writing:
         return all(key in index for segment in writer.segments for key in segment.keys)
 
 
-def slices_of(outgoing: Iterable[Outgoing], max_bytes: int) -> deque[list[Outgoing]]:
+def slices_of(outgoing: Iterable[Outgoing], max_bytes: int, *, lends: bool = False) -> deque[list[Outgoing]]:
     """Packs that are written in one transaction each, as few as its bound allows.
 
     :param max_bytes: raw bytes of one transaction: what it writes may be in memory until it ends.
+    :param lends: what is stored raw is written from where it lies and takes no memory: more of it fits.
     """
     slices: deque[list[Outgoing]] = deque()
     size = 0
     for one in outgoing:
-        length = one.writer.raw_length
+        raw = all(codec.identity for codec in one.writer.codecs)
+        length = one.writer.raw_length // (_LENT_SHARE if lends and raw else 1)
         if not slices or size + length > max_bytes:
             slices.append([])
             size = 0

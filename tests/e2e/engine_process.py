@@ -1,4 +1,7 @@
-"""One engine in a process of its own: ``engine_process.py CHECKPOINT URL MODE``; prints one JSON line."""
+"""One engine in a process of its own: ``engine_process.py CHECKPOINT URLS MODE``; prints one JSON line.
+
+URLs are separated by spaces, the nearest first.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from persistkv.integrations.transformers import Engine
 PROMPT = [(5 * index * index + index) % 256 for index in range(700)]
 
 
-def main(checkpoint: str, url: str, mode: str) -> None:
+def main(checkpoint: str, urls: str, mode: str) -> None:
     transformers.utils.logging.disable_progress_bar()
-    with Engine.open(checkpoint, url, device_blocks=128, cpu_bytes="16MiB") as engine:
+    with Engine.open(checkpoint, urls.split(), device_blocks=128, cpu_bytes="16MiB") as engine:
         result = engine.generate(PROMPT, 12, reuse=mode == "warm")
         report = {"restored": result.stats.persistent_tokens}
         if mode != "warm":

@@ -14,6 +14,7 @@ Control: send one line to LISTEN_PORT + 1; the reply is the number of connection
     delay S          wait S seconds before each read is passed on
     rate B           at most B bytes per second
     s503 N           answer the next N connections with 503 SlowDown
+    deny             answer with 403 AccessDenied
     conns            change nothing, count only
 """
 
@@ -33,6 +34,9 @@ def reset(writer: asyncio.StreamWriter) -> None:
         linger = struct.pack("ii", 1, 0)
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         writer.transport.abort()
+
+
+ACCESS_DENIED = b'<?xml version="1.0"?><Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>'
 
 
 class FaultProxy:
@@ -75,7 +79,7 @@ class FaultProxy:
             await writer.drain()
         writer.close()
 
-    async def answer_slow_down(self, reader, writer) -> None:
+    async def answer(self, reader, writer, status: bytes, body: bytes) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
         if b"100-continue" in head:
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -83,8 +87,8 @@ class FaultProxy:
         if lengths:
             await reader.readexactly(lengths[0])
         writer.write(
-            b"HTTP/1.1 503 Slow Down\r\nContent-Type: application/xml\r\nConnection: close\r\n"
-            b"Content-Length: %d\r\n\r\n" % len(SLOW_DOWN) + SLOW_DOWN
+            b"HTTP/1.1 %b\r\nContent-Type: application/xml\r\nConnection: close\r\n"
+            b"Content-Length: %d\r\n\r\n" % (status, len(body)) + body
         )
         await writer.drain()
         writer.close()
@@ -96,9 +100,12 @@ class FaultProxy:
             if self.mode[0] == "rst":
                 reset(writer)
                 return
+            if self.mode[0] == "deny":
+                await self.answer(reader, writer, b"403 Forbidden", ACCESS_DENIED)
+                return
             if self.slow_downs > 0:
                 self.slow_downs -= 1
-                await self.answer_slow_down(reader, writer)
+                await self.answer(reader, writer, b"503 Slow Down", SLOW_DOWN)
                 return
             up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self.upstream_port)
             pumps = [

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The S3 driver's tests against a real server: installs Ceph's S3 gateway where it is missing, starts one of its own on free
-# ports, runs the tests, stops it. Where that is not possible it says so and succeeds: moto has been tested all the same.
+# ports, runs the tests, stops it. TRIAL=writers and TRIAL=faults run one of the long trials instead. Where that is not
+# possible it says so and succeeds: moto has been tested all the same.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-.venv/bin/python}
@@ -29,4 +30,12 @@ cleanup() {
 trap cleanup EXIT
 bash tests/servers/ceph.sh init || { tail -5 "$D"/*.out || true; skip "the server did not start"; }
 export PERSISTKV_S3_ENDPOINT=http://127.0.0.1:$RGW_PORT PERSISTKV_S3_CEPH=$D
-$PYTHON -m pytest tests/backends/s3 "$@"
+export AWS_ACCESS_KEY_ID=test AWS_SECRET_ACCESS_KEY=testsecret
+case ${TRIAL:-tests} in
+tests)
+  $PYTHON -m pytest tests/backends/s3 tests/e2e/test_sharing.py "$@"
+  $PYTHON -m tests.servers.writers --seconds "${SECONDS_OF_WRITING:-15}"
+  ;;
+writers) $PYTHON -m tests.servers.writers --seconds "${SECONDS_OF_WRITING:-120}" "$@" ;;
+faults) $PYTHON -m tests.servers.fault_table --endpoint "$PERSISTKV_S3_ENDPOINT" "$@" ;;
+esac

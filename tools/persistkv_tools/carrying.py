@@ -11,13 +11,14 @@ from persistkv.errors import FieldDifference, IdentityMismatchError
 from persistkv.storage.backend import Backend, Namespace
 from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import ManifestKeys, RequestManifest
+from persistkv.storage.stored_pack import StoredPack
 from persistkv_tools.archive import ArchiveWriter, PackRecord, RequestRecord, read_archive
 from persistkv_tools.catalogue import Catalogue, all_keys
 from persistkv_tools.errors import CorruptArchiveError
 from persistkv_tools.pack_check import OtherReleaseError, check_payload
 from persistkv_tools.receiving import Received, Receiver
 from persistkv_tools.selection import FoundRequest, Selection
-from persistkv_tools.stored_pack import StoredPack, read_pack
+from persistkv_tools.stored_pack import read_pack
 
 Took = Callable[[int], None]
 

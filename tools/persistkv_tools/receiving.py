@@ -15,7 +15,7 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.index import Index
 from persistkv.storage.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.pack import MAX_PACK_BYTES, PackTable
-from persistkv_tools.stored_pack import StoredPack
+from persistkv.storage.stored_pack import StoredPack
 
 
 class Received(msgspec.Struct):

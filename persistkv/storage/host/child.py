@@ -25,10 +25,8 @@ def main(engine_pid: int, socket_fd: int, region_fd: int, region_bytes: int) -> 
     region = map_rows(region_fd, region_bytes)
     populate(region)
     connection = SocketConnection(socket.socket(fileno=socket_fd), ToStore)
-    log = logging.getLogger("persistkv")
-    log.setLevel(logging.INFO)
-    log.addHandler(NoticeHandler(connection))
-    log.propagate = False
+    logging.getLogger().addHandler(NoticeHandler(connection))  # drivers log under names of their own
+    logging.getLogger("persistkv").setLevel(logging.INFO)
     serve(connection, memoryview(region), _watch(engine_pid))
 
 

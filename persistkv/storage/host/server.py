@@ -28,6 +28,7 @@ from persistkv.storage.host.news import NewsTeller
 from persistkv.storage.host.publishing import StatusPublisher
 from persistkv.storage.identity import Identity
 from persistkv.storage.keys import PackedKeys
+from persistkv.storage.memory import MAX_IO_THREADS
 from persistkv.storage.reading import ReadOutcome
 from persistkv.storage.records import RequestEnd
 from persistkv.storage.registry import open_backend
@@ -121,7 +122,8 @@ class StoreServer:
         url = hello.url.partition("?")[0]
         backend = open_backend(hello.url)
         try:
-            self._executor = self._make_executor(hello.options.io_threads)
+            threads = MAX_IO_THREADS if backend.capabilities.remote else hello.options.io_threads  # they mostly wait
+            self._executor = self._make_executor(threads)
             return Store(backend, identity, rows, hello.options, url=url, executor=self._executor)
         except BaseException:
             backend.close()
@@ -295,6 +297,7 @@ class StoreServer:
         store = self._store
         try:
             if store is not None and finish:
+                store.stop_resuming()
                 self._executor.run_until(self._finished)
                 if self._status is not None:
                     self._status.withdraw()

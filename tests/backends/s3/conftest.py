@@ -7,6 +7,7 @@ import os
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -17,6 +18,7 @@ from persistkv.config import StoreUrl
 from persistkv_s3 import S3Backend
 from persistkv_s3.client import BotoClient
 from persistkv_s3.options import Place, S3Options, parse_url
+from tests.storage.host.conftest import hosted  # noqa: F401
 
 ACCESS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testsecret", "AWS_EC2_METADATA_DISABLED": "true"}
 
@@ -39,9 +41,9 @@ def endpoint() -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True)
-def credentials() -> Iterator[None]:
-    """In the environment, as users have them; child processes inherit it."""
-    with mock.patch.dict(os.environ, ACCESS):
+def credentials(tmp_path: Path) -> Iterator[None]:
+    """In the environment, as users have them; child processes inherit it. What is cached is the test's own."""
+    with mock.patch.dict(os.environ, {**ACCESS, "XDG_CACHE_HOME": str(tmp_path / "cache")}):
         yield
 
 

@@ -1,0 +1,142 @@
+"""Authentication of what lies in a bucket, with a key that a store's engines share: HMAC-SHA256.
+
+1. Bytes of a frame are served only with their tag. It covers them, their place in the pack, and the pack's whole table:
+   the identity (as namespace), the keys, the codecs, the checksums.
+2. A pack that somebody else put there is taken only with the tag of its table and of its frames' tags.
+3. Index objects, snapshots and keys of manifests count only with their tag. It covers what they are and their name, so
+   that none can stand for another.
+
+Without a key nothing is authenticated: there are no tags.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
+
+from persistkv.errors import CorruptPackError
+from persistkv.storage.codec import Buffer
+from persistkv.storage.pack import Frame, PackTable
+
+TAG_BYTES = 32
+_DERIVED_FOR = b"persistkv s3 authentication 1"
+_NUMBER = struct.Struct("<I")
+
+
+class Authenticator:
+    """See the top of this file. For any thread.
+
+    :param secret: what the engines share; empty: no key.
+    """
+
+    def __init__(self, secret: bytes = b"") -> None:
+        self._key = hmac.digest(_DERIVED_FOR, secret, "sha256") if secret else b""
+        self.key_id = self._tag(b"key id", ()).hex()[:16] if secret else ""
+        """Tells keys apart, and nothing of the key. Empty without one."""
+
+    # Objects that are read as a whole
+
+    def signed(self, namespace: bytes, name: str, pieces: Sequence[Buffer]) -> list[Buffer]:
+        """The pieces of an object, and its tag behind them.
+
+        :param name: below the namespace's place.
+        """
+        return [*pieces, self._object_tag(namespace, name, pieces)] if self._key else [*pieces]
+
+    def opened(self, namespace: bytes, name: str, data: Buffer) -> memoryview:
+        """An object without its tag.
+
+        :raises CorruptPackError: somebody without the key put it there, or it lay in another place.
+        """
+        view = memoryview(data)
+        if not self._key:
+            return view
+        body, tag = view[: max(0, len(view) - TAG_BYTES)], view[max(0, len(view) - TAG_BYTES) :]
+        if not hmac.compare_digest(tag, self._object_tag(namespace, name, [body])):
+            raise CorruptPackError("authentication", "not of anybody who has the key")
+        return body
+
+    def _object_tag(self, namespace: bytes, name: str, pieces: Iterable[Buffer]) -> bytes:
+        encoded = name.encode()
+        return self._tag(b"object", [namespace, _NUMBER.pack(len(encoded)), encoded, *pieces])
+
+    # Packs
+
+    def pack_tags(self, table: PackTable, payload: Sequence[Buffer]) -> bytes:
+        """What stands between a pack's payload and its table: a tag for each frame, then one of the table and those."""
+        if not self._key:
+            return b""
+        digest = _digest(table)
+        tags = b"".join(self._frame_tag(digest, number, frame) for number, frame in enumerate(_stored(table, payload)))
+        return tags + self._tag(b"table", [digest, tags])
+
+    def tags_length(self, table: PackTable) -> int:
+        """Bytes of ``pack_tags``."""
+        return TAG_BYTES * (len(table.frames) + 1) if self._key else 0
+
+    def is_ours(self, table: PackTable, tags: Buffer) -> bool:
+        """Whether table and tags are of somebody who has the key; yes without one."""
+        if not self._key:
+            return True
+        view = memoryview(tags)
+        if len(view) != self.tags_length(table):
+            return False
+        expected = self._tag(b"table", [_digest(table), view[:-TAG_BYTES]])
+        return hmac.compare_digest(view[-TAG_BYTES:], expected)
+
+    def bad_frames(
+        self, table: PackTable, tags: bytes, numbers: Sequence[int], start: int, buffers: Sequence[Buffer]
+    ) -> list[Frame]:
+        """Those of a pack's frames whose bytes are not of somebody who has the key; none without one.
+
+        :param numbers: consecutive frames, all of which lie in the buffers.
+        :param start: where in the payload the buffers begin.
+        """
+        if not self._key:
+            return []
+        digest = _digest(table)
+        frames = [table.frames[number] for number in numbers]
+        pieces = _slices(buffers, [(frame.offset - start, frame.stored_length) for frame in frames])
+        return [
+            frame
+            for number, frame, stored in zip(numbers, frames, pieces, strict=True)
+            if not hmac.compare_digest(
+                tags[TAG_BYTES * number : TAG_BYTES * (number + 1)], self._frame_tag(digest, number, stored)
+            )
+        ]
+
+    def _frame_tag(self, digest: bytes, number: int, stored: Iterable[Buffer]) -> bytes:
+        return self._tag(b"frame", [digest, _NUMBER.pack(number), *stored])
+
+    def _tag(self, kind: bytes, parts: Iterable[Buffer]) -> bytes:
+        """All but the last part of a kind have a length of their own, or a known one."""
+        mac = hmac.new(self._key, kind + b"\0", "sha256")
+        for part in parts:
+            mac.update(part)
+        return mac.digest()
+
+
+def _digest(table: PackTable) -> bytes:
+    return sha256(table.encode()).digest()
+
+
+def _stored(table: PackTable, payload: Sequence[Buffer]) -> Iterator[list[memoryview]]:
+    return _slices(payload, [(frame.offset, frame.stored_length) for frame in table.frames])
+
+
+def _slices(buffers: Iterable[Buffer], ranges: Iterable[tuple[int, int]]) -> Iterator[list[memoryview]]:
+    """The bytes of ascending ranges, (offset, length), of buffers that lie one behind the other."""
+    parts = (memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes)
+    part, begin = memoryview(b""), 0
+    for offset, length in ranges:
+        found: list[memoryview] = []
+        while length:
+            while begin + len(part) <= offset:
+                begin += len(part)
+                part = next(parts)
+            found.append(part[offset - begin : offset - begin + length])
+            offset += len(found[-1])
+            length -= len(found[-1])
+        yield found

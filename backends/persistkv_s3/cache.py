@@ -1,0 +1,131 @@
+"""What a handle knew of a namespace, in a file on this machine: a restarted engine fetches only what came since.
+
+1. It is safe to lose, and counts only where it is whole, of this very place, and of somebody who has the store's key.
+2. It is replaced as a whole: whoever reads meets the one before or this one.
+3. It stands for the segments of a snapshot, which never change: all that they say is in it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from struct import Struct
+from typing import NamedTuple
+
+import xxhash
+
+from persistkv.errors import CorruptPackError
+from persistkv.storage.codec import Buffer
+from persistkv_s3.authentication import Authenticator
+from persistkv_s3.catalogue import Catalogue
+from persistkv_s3.dump import dump
+from persistkv_s3.layout import Root, encode_entries, encode_root, parse_entries, parse_root_object
+
+logger = logging.getLogger(__name__)
+
+_MAGIC = b"PKVS3CA1"
+_HEAD = Struct("<8sQI")
+_SIGNED_AS = "cache"
+_PAUSE_S = 60.0
+_SHARE = 100  # times as long as writing it took, it is not written again
+
+
+def default_directory() -> Path:
+    """``persistkv/s3`` under ``$XDG_CACHE_HOME``, or under ``~/.cache`` where that is not set.
+
+    :raises RuntimeError: the user has no home directory.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "persistkv" / "s3"
+
+
+class Cached(NamedTuple):
+    """What a file held."""
+
+    root: Root
+    catalogue: Catalogue
+    """All that the root's segments say, and perhaps more."""
+
+
+class IndexCache:
+    """The file of one namespace of one store. Used from one thread at a time. A file that cannot be read or written is
+    none.
+
+    :param directory: None: nothing is kept.
+    :param place: what tells the namespace from all others that this user may open.
+    """
+
+    def __init__(self, directory: Path | None, place: str, namespace: bytes, authenticator: Authenticator) -> None:
+        self._path = None if directory is None else directory / sha256(place.encode()).hexdigest()[:32]
+        self._namespace = namespace
+        self._authenticator = authenticator
+        self._segments: Sequence[str] = ()
+        self._not_before = 0.0
+
+    def load(self) -> Cached | None:
+        """What was kept; None where nothing was, or it does not read."""
+        if self._path is None:
+            return None
+        try:
+            found = self._parse(self._path.read_bytes())
+        except OSError:
+            return None
+        except CorruptPackError as error:
+            logger.info("%s is of no use (%s): the index is fetched", self._path, error)
+            return None
+        self._segments = found.root.segments
+        return found
+
+    def _parse(self, data: bytes) -> Cached:
+        body = self._authenticator.opened(self._namespace, _SIGNED_AS, data)
+        if len(body) < _HEAD.size:
+            raise CorruptPackError("cache", f"{len(body)} bytes are too few")
+        magic, checksum, root_length = _HEAD.unpack_from(body)
+        rest = body[_HEAD.size :]
+        if magic != _MAGIC or xxhash.xxh3_64_intdigest(rest) != checksum:
+            raise CorruptPackError("cache", "it is not what was written")
+        root = parse_root_object(rest[:root_length], self._namespace, None)
+        catalogue = Catalogue()
+        for entry in parse_entries(rest[root_length:], self._namespace):
+            catalogue.merge(entry)
+        return Cached(root, catalogue)
+
+    def save_if_due(self, root: Root | None, catalogue: Catalogue) -> None:
+        """Keep what is known, where a snapshot came since and the last time is long ago."""
+        if time.monotonic() >= self._not_before:
+            self.save(root, catalogue)
+
+    def save(self, root: Root | None, catalogue: Catalogue) -> None:
+        """Keep what is known, where a snapshot came since."""
+        if self._path is None or root is None or root.segments == self._segments or catalogue.damaged:
+            return
+        begin = time.monotonic()
+        self._segments = root.segments
+        sealed = encode_root(root)
+        pieces: list[Buffer] = [sealed, *encode_entries(dump(self._namespace, catalogue))]
+        digest = xxhash.xxh3_64()
+        for piece in pieces:
+            digest.update(piece)
+        head = _HEAD.pack(_MAGIC, digest.intdigest(), len(sealed))
+        try:
+            _replace(self._path, self._authenticator.signed(self._namespace, _SIGNED_AS, [head, *pieces]))
+        except OSError as error:
+            logger.info("%s cannot be written (%s)", self._path, error)
+        self._not_before = time.monotonic() + max(_PAUSE_S, _SHARE * (time.monotonic() - begin))
+
+
+def _replace(target: Path, pieces: Sequence[Buffer]) -> None:
+    """Readers see the old file or the new one, whole. It holds what the bucket holds, so it is the user's alone."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.writelines(pieces)
+        os.replace(name, target)
+    except BaseException:
+        os.unlink(name)
+        raise

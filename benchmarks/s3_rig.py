@@ -1,0 +1,98 @@
+"""What the measurements of S3 share: a server, and a client that counts its requests."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import boto3
+
+from persistkv.config import StoreUrl
+from persistkv.storage.codec import RawCodec
+from persistkv.storage.pack import ByteArray, PackWriter, Segment
+from persistkv.testing.samples import ArraySource
+from persistkv_s3 import S3Backend
+from persistkv_s3.client import BotoClient
+from persistkv_s3.options import parse_url
+from persistkv_tools.rig import fresh_keys
+
+
+class CountingClient(BotoClient):
+    """Counts requests as they are sent."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(*parse_url(StoreUrl.parse(url)))
+        self._sent: Counter[str] = Counter()
+        self._client.meta.events.register("before-send.s3", self._count)
+
+    def _count(self, request: Any, **_: Any) -> None:
+        self._sent[request.method] += 1
+
+    def take(self) -> int:
+        """How many there were since the last call."""
+        total = sum(self._sent.values())
+        self._sent.clear()
+        return total
+
+
+def connect(url: str) -> tuple[S3Backend, CountingClient]:
+    """A handle whose requests are counted."""
+    client = CountingClient(url)
+    return S3Backend.connect(*parse_url(StoreUrl.parse(url)), client), client
+
+
+@contextmanager
+def server(given: str | None) -> Iterator[str]:
+    """The endpoint; moto's own process where none was given. Credentials are ``test`` where there are none."""
+    os.environ.setdefault("AWS_ACCESS_KEY_ID", "test")
+    os.environ.setdefault("AWS_SECRET_ACCESS_KEY", "testsecret")
+    if given is not None:
+        yield given
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def plain_client(endpoint: str) -> Any:
+    """boto3 as it comes."""
+    return boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
+
+
+def make_bucket(endpoint: str) -> str:
+    """A bucket of the run's own."""
+    bucket = f"benchmark-{uuid.uuid4().hex}"
+    plain = plain_client(endpoint)
+    plain.create_bucket(Bucket=bucket)
+    plain.close()
+    return bucket
+
+
+def pack_of(namespace: bytes, blocks: ByteArray) -> PackWriter:
+    """A pack of fresh keys."""
+    segment = Segment(0, blocks.shape[1], fresh_keys(len(blocks)), ArraySource(blocks), 0)
+    return PackWriter(namespace, RawCodec(), [segment])

@@ -1,0 +1,250 @@
+"""With a key: what somebody without it put into the bucket is a miss, whatever it is."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from persistkv.config import GroupLayout, RowLayout, StoreUrl
+from persistkv.errors import ConfigurationError, CorruptPackError
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.pack import PackTable, PackWriter
+from persistkv.storage.records import StoreOptions
+from persistkv.storage.rows import Rows
+from persistkv.storage.store import Store
+from persistkv.testing.conformance.suite import read_pack, sample_identity, tables
+from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
+from persistkv_s3 import snapshots
+from persistkv_s3.authentication import TAG_BYTES, Authenticator
+from persistkv_s3.layout import Entry, Head, PackRow, encode_entries
+from persistkv_s3.names import LogName, Names
+from persistkv_s3.options import parse_url
+from tests.backends.s3.conftest import Handle, Opener
+
+NAMESPACE = sample_identity().digest
+SECRET = "0123456789abcdef" * 4
+WITH_KEY = "refresh=0s&key_env=PERSISTKV_TEST_KEY"
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERSISTKV_TEST_KEY", SECRET)
+    monkeypatch.setenv("PERSISTKV_OTHER_KEY", SECRET[::-1])
+
+
+def names_of(backend: Any) -> Names:
+    return Names("store/", NAMESPACE, backend._authenticator.key_id)
+
+
+def replace(client: Any, bucket: str, key: str, change: Callable[[bytes], bytes]) -> None:
+    data = client.get_object(Bucket=bucket, Key=key)["Body"].read()
+    client.put_object(Bucket=bucket, Key=key, Body=change(data))
+
+
+def index_object(namespace: bytes, table: PackTable, tags: bytes = b"") -> bytes:
+    """What a writer without a key would tell of a pack."""
+    body = tags + table.encode()
+    row = PackRow(table.pack_id, 0, 0, len(body))
+    head = Head(namespace=namespace, writer=bytes(16), moment=1 << 40, time=0.0, packs=(row,))
+    return b"".join(encode_entries([Entry(head, body)]))
+
+
+def written(pack: PackWriter) -> bytes:
+    """The object that a writer without a key would put."""
+    payload = payload_of(pack)
+    return payload + pack.table.encode()
+
+
+def test_round_trip_and_who_else_sees_it(open_store: Opener, raw_client: Any, bucket: str) -> None:
+    (ours, _), (theirs, _) = open_store(WITH_KEY), open_store(WITH_KEY)
+    ours.open_namespace(sample_identity())
+    packs = [sample_pack(NAMESPACE, seed, blocks=5, block_bytes=400_000) for seed in (1, 2)]
+    ours.commit(NAMESPACE, CommitBatch(packs, [sample_manifest("r", packs=[pack.pack_id for pack in packs])]))
+    for backend in (ours, theirs):
+        for pack in packs:
+            assert read_pack(backend, NAMESPACE, pack.table) == payload_of(pack)
+        assert backend.manifest_keys(NAMESPACE, "r") == sample_manifest("r").keys
+    theirs.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 1, blocks=5, block_bytes=400_000)]))
+    (keyless, _), (stranger, _) = open_store(), open_store("refresh=0s&key_env=PERSISTKV_OTHER_KEY")
+    for backend in (keyless, stranger):
+        assert tables(backend, NAMESPACE) == {}
+        backend.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 3)]))
+    assert len(tables(ours, NAMESPACE)) == 2, "each sees its own"
+
+
+def test_one_pack_is_stored_once_by_those_who_have_the_key(open_store: Opener, raw_client: Any, bucket: str) -> None:
+    (ours, _), (theirs, _) = (open_store("refresh=1h&key_env=PERSISTKV_TEST_KEY") for _ in range(2))
+    for backend in (ours, theirs):
+        backend.open_namespace(sample_identity())
+        backend.changes(NAMESPACE, None)
+    first, second = sample_pack(NAMESPACE, 1, content=10), sample_pack(NAMESPACE, 1, content=20)
+    ours.commit(NAMESPACE, CommitBatch([first]))
+    theirs.commit(NAMESPACE, CommitBatch([second]))
+    assert read_pack(theirs, NAMESPACE, second.table) == payload_of(first)
+    found = raw_client.list_objects_v2(Bucket=bucket, Prefix=names_of(ours).packs_prefix)
+    assert found["KeyCount"] == 1
+
+
+def forge_index(handle: Handle, client: Any, bucket: str, pack: PackWriter) -> None:
+    """Another pack's bytes under this name, and an index object that tells of them."""
+    names = names_of(handle.backend)
+    evil = sample_pack(NAMESPACE, 1, content=66)
+    client.put_object(Bucket=bucket, Key=names.pack(pack.pack_id, 0), Body=written(evil))
+    body = index_object(NAMESPACE, evil.table)
+    client.put_object(Bucket=bucket, Key=names.log(LogName(bytes(16), 1)), Body=body)
+
+
+def forge_tags(handle: Handle, client: Any, bucket: str, pack: PackWriter) -> None:
+    """The same, with tags of another key."""
+    names, evil = names_of(handle.backend), sample_pack(NAMESPACE, 1, content=66)
+    payload = payload_of(evil)
+    stranger = Authenticator(b"x" * 32)
+    tags = stranger.pack_tags(evil.table, [payload])
+    client.put_object(Bucket=bucket, Key=names.pack(pack.pack_id, 0), Body=payload + tags + evil.table.encode())
+    place = names.log(LogName(bytes(16), 1))
+    body = [index_object(NAMESPACE, evil.table, tags)]
+    client.put_object(
+        Bucket=bucket, Key=place, Body=b"".join(stranger.signed(NAMESPACE, place.removeprefix(names.base), body))
+    )
+
+
+def change_payload(handle: Handle, client: Any, bucket: str, pack: PackWriter) -> None:
+    key = names_of(handle.backend).pack(pack.pack_id, 0)
+    replace(client, bucket, key, lambda data: bytes([data[0] ^ 1]) + data[1:])
+
+
+@pytest.mark.parametrize("attack", [forge_index, forge_tags, change_payload])
+def test_bytes_of_a_stranger_are_misses(
+    open_store: Opener, raw_client: Any, bucket: str, attack: Callable[..., None]
+) -> None:
+    handle = open_store(WITH_KEY)
+    memory = bytearray(4 * 4096)
+    rows = Rows(memoryview(memory), RowLayout(4096, (GroupLayout(((0, 4096),)),)))
+    store = Store(handle.backend, sample_identity(), rows, StoreOptions(), url="s3://test")
+    pack = sample_pack(NAMESPACE, 1)
+    keys = pack.segments[0].keys
+    handle.backend.commit(NAMESPACE, CommitBatch([pack]))
+    store.refresh()
+    assert store.contains(keys[0])
+    attack(handle, raw_client, bucket, pack)
+    (fresh, _) = open_store(WITH_KEY)
+    assert read_pack(fresh, NAMESPACE, pack.table) is None
+    assert sorted(store.read(keys, range(4))) == sorted(keys)
+
+    again = sample_pack(NAMESPACE, 1)
+    (other, _) = open_store(WITH_KEY)
+    other.commit(NAMESPACE, CommitBatch([again]))
+    assert read_pack(other, NAMESPACE, pack.table) == payload_of(pack), "it is written under another name"
+
+
+def test_pack_that_lay_there_before_is_not_taken(open_store: Opener, raw_client: Any, bucket: str) -> None:
+    backend, _ = open_store(WITH_KEY)
+    backend.open_namespace(sample_identity())
+    pack, evil = sample_pack(NAMESPACE, 1), sample_pack(NAMESPACE, 1, content=66)
+    raw_client.put_object(Bucket=bucket, Key=names_of(backend).pack(pack.pack_id, 0), Body=written(evil))
+    backend.commit(NAMESPACE, CommitBatch([pack]))
+    (fresh, _) = open_store(WITH_KEY)
+    for handle in (backend, fresh):
+        assert read_pack(handle, NAMESPACE, pack.table) == payload_of(pack)
+
+
+def test_index_object_counts_in_its_own_place_only(open_store: Opener, raw_client: Any, bucket: str) -> None:
+    backend, _ = open_store(WITH_KEY)
+    backend.open_namespace(sample_identity())
+    pack = sample_pack(NAMESPACE, 1)
+    backend.commit(NAMESPACE, CommitBatch([pack]))
+    backend.commit(NAMESPACE, CommitBatch(deletions=[pack.pack_id]))
+    prefix = names_of(backend).log_prefix
+    first, second = (entry["Key"] for entry in raw_client.list_objects_v2(Bucket=bucket, Prefix=prefix)["Contents"])
+    raw_client.copy_object(Bucket=bucket, Key=second, CopySource={"Bucket": bucket, "Key": first})
+    (fresh, _) = open_store(WITH_KEY)
+    assert set(tables(fresh, NAMESPACE)) == {pack.pack_id}, "the copy says nothing"
+    assert fresh._space(NAMESPACE).catalogue.damaged, "and is known to be none"
+
+
+def test_keys_of_a_manifest_and_snapshots_are_authenticated_too(
+    open_store: Opener, raw_client: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "_AFTER", (2, 3))
+    backend, _ = open_store("refresh=1h&key_env=PERSISTKV_TEST_KEY")
+    backend.open_namespace(sample_identity())
+    for seed in range(8):
+        backend.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, seed)], [sample_manifest(f"r{seed}")]))
+    (fresh, _) = open_store(WITH_KEY)
+    assert len(tables(fresh, NAMESPACE)) == 8
+    root = fresh._space(NAMESPACE).follower.root
+    assert root is not None
+    names = names_of(backend)
+    for key in [names.segment(root.segments[0])]:
+        replace(raw_client, bucket, key, lambda data: data[:-TAG_BYTES] + bytes(TAG_BYTES))
+    held = fresh._space(NAMESPACE).catalogue.manifests["r7"]
+    assert fresh.manifest_keys(NAMESPACE, "r7") == sample_manifest("r7").keys
+    replace(raw_client, bucket, names.manifest_keys(held.keys), lambda data: data[:-1] + bytes([data[-1] ^ 1]))
+    assert fresh.manifest_keys(NAMESPACE, "r7") is None
+    (later, _) = open_store(f"{WITH_KEY}&cache=no")
+    assert 0 < len(tables(later, NAMESPACE)) < 8, "what the segment said is missed"
+
+
+def test_frames_do_not_change_places() -> None:
+    pack = sample_pack(NAMESPACE, 1, blocks=3, block_bytes=1 << 20)
+    payload = payload_of(pack)
+    ours, table = Authenticator(b"s" * 32), pack.table
+    tags = ours.pack_tags(table, [payload[:100], payload[100:]])
+    assert len(tags) == ours.tags_length(table) == 4 * TAG_BYTES
+    assert ours.is_ours(table, tags)
+    assert ours.bad_frames(table, tags, range(3), 0, [payload]) == []
+    swapped = payload[1 << 20 : 2 << 20] + payload[: 1 << 20] + payload[2 << 20 :]
+    assert ours.bad_frames(table, tags, range(3), 0, [swapped]) == list(table.frames[:2])
+    assert ours.bad_frames(table, tags, [2], 2 << 20, [payload[2 << 20 :]]) == []
+    moved = tags[TAG_BYTES : 2 * TAG_BYTES] + tags[:TAG_BYTES] + tags[2 * TAG_BYTES :]
+    assert ours.bad_frames(table, moved, range(3), 0, [swapped]) == list(table.frames[:2])
+    assert not ours.is_ours(table, moved)
+    assert not Authenticator(b"t" * 32).is_ours(table, tags)
+    other = sample_pack(sample_identity(1).digest, 1, blocks=3, block_bytes=1 << 20)
+    payload_of(other)
+    assert len(ours.bad_frames(other.table, tags, range(3), 0, [payload])) == 3, "another identity's"
+
+
+def test_tags_as_documented() -> None:
+    pack = sample_pack(NAMESPACE, 1)
+    payload = payload_of(pack)
+    key = hmac.digest(b"persistkv s3 authentication 1", SECRET.encode(), "sha256")
+    digest = sha256(pack.table.encode()).digest()
+    frame = hmac.digest(key, b"frame\0" + digest + bytes(4) + payload, "sha256")
+    table = hmac.digest(key, b"table\0" + digest + frame, "sha256")
+    ours = Authenticator(SECRET.encode())
+    assert ours.pack_tags(pack.table, [payload]) == frame + table
+    assert ours.key_id == hmac.digest(key, b"key id\0", "sha256").hex()[:16]
+    name = b"log/s-1"
+    tag = hmac.digest(key, b"object\0" + NAMESPACE + bytes([7, 0, 0, 0]) + name + b"body", "sha256")
+    assert b"".join(ours.signed(NAMESPACE, name.decode(), [b"bo", b"dy"])) == b"body" + tag
+    for data in (b"", b"short", b"bodY" + tag):
+        with pytest.raises(CorruptPackError):
+            ours.opened(NAMESPACE, name.decode(), data)
+
+
+def test_key_from_a_file_and_what_is_wrong_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "key"
+    path.write_text(f"{SECRET}\n")
+    _, options = parse_url(StoreUrl.parse(f"s3://bucket/p?key_file={path}"))
+    assert options.secret() == SECRET.encode()
+    path.write_text("hunter2")
+    monkeypatch.setenv("PERSISTKV_TEST_KEY", "hunter2")
+    for wrong in (f"key_file={path}", "key_file=/no/such/file", "key_env=PERSISTKV_TEST_KEY", "key_env=NOT_SET_AT_ALL"):
+        with pytest.raises(ConfigurationError, match=f"s3 option {wrong.partition('=')[0]}") as caught:
+            parse_url(StoreUrl.parse(f"s3://bucket/p?{wrong}"))[1].secret()
+        assert "hunter2" not in str(caught.value)
+    with pytest.raises(ConfigurationError, match="key_env"):
+        parse_url(StoreUrl.parse("s3://bucket/p?key_file=x&key_env=y"))
+
+
+def test_key_shows_nowhere(open_store: Opener, caplog: pytest.LogCaptureFixture) -> None:
+    backend, _ = open_store(WITH_KEY)
+    backend.open_namespace(sample_identity())
+    backend.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 1)]))
+    assert SECRET not in repr(backend) + repr(vars(backend)) + caplog.text

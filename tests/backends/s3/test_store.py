@@ -1,0 +1,187 @@
+"""A store over a bucket: when rows are free, when keys are seen, what is fetched side by side."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from persistkv.base import make_offload_key
+from persistkv.config import GroupLayout, RowLayout
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.executor import ThreadExecutor
+from persistkv.storage.host.client import StoreClient
+from persistkv.storage.identity import Identity
+from persistkv.storage.records import RequestEnd, StoreOptions
+from persistkv.storage.rows import Rows
+from persistkv.storage.store import Store
+from persistkv.testing.conformance.suite import sample_identity
+from persistkv_s3 import S3Backend
+from persistkv_s3.names import LogName, Names
+from tests.backends.s3.conftest import Opener
+from tests.storage.host.conftest import STRIDE, Hosted
+
+BLOCK = 256 << 10
+PATIENCE_S = 60
+
+
+def make_keys(count: int, first: int = 0) -> list[bytes]:
+    return [bytes(make_offload_key((first + number).to_bytes(32, "little"), 0)) for number in range(count)]
+
+
+def make_rows(count: int) -> Rows:
+    filled = np.random.default_rng(7).integers(0, 256, count * BLOCK, dtype=np.uint8)
+    return Rows(memoryview(bytearray(filled.tobytes())), RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)),)))
+
+
+def open_on(backend: S3Backend, rows: Rows, **options: Any) -> Store:
+    return Store(backend, sample_identity(), rows, StoreOptions(**options), url="s3://test")
+
+
+def end(request: str, keys: list[bytes]) -> RequestEnd:
+    return RequestEnd(request, f"manifest-{request}", (keys,), 16 * len(keys), 16)
+
+
+def test_rows_are_free_before_anything_is_sent(open_store: Opener) -> None:
+    backend, client = open_store("refresh=1h")
+    rows, keys = make_rows(64), make_keys(64)
+    store = open_on(backend, rows)
+    client.take()
+    assert store.put("r", keys, range(64), range(64)), "16 MiB are copied"
+    assert client.take() == {}
+    expected = rows.array.copy()
+    rows.array[:] = 0
+    store.end_request(end("r", keys))
+    store.commit()
+    assert store.read(keys, range(64)) == []
+    assert (rows.array == expected).all()
+
+
+def test_what_has_no_room_is_written_from_the_rows(open_store: Opener) -> None:
+    backend, _ = open_store("refresh=1h")
+    rows, keys = make_rows(128), make_keys(128)
+    store = open_on(backend, rows, staging_bytes=64 << 20)  # half of it is for copies
+    for n in (0, 32, 64, 96):
+        assert store.put("r", keys[n : n + 32], range(n, n + 32), range(n, n + 32))
+    assert not store.put("s", make_keys(32, 1000), range(32), range(32))
+    store.flush()
+    assert store.in_flight(make_keys(32, 1000)) == set()
+    assert all(map(store.contains, [*keys, *make_keys(32, 1000)]))
+
+
+def test_keys_are_seen_after_the_last_put_only(open_store: Opener) -> None:
+    backend, client = open_store("refresh=1h")
+    rows, keys = make_rows(16), make_keys(16)
+    store = open_on(backend, rows)
+    seen: list[tuple[str, bool]] = []
+    client.before = lambda verb, url: seen.append((verb, store.contains(keys[0])))
+    store.put("r", keys, range(16), range(16))
+    store.end_request(end("r", keys))
+    store.commit()
+    assert seen == [("PUT", False)] * 3, "the pack, the manifest's keys, the index"
+    news = store.take_news()
+    assert (sorted(news.stored), news.persisted) == (sorted(keys), [("r", True)])
+
+
+def test_age_makes_a_pack(open_store: Opener) -> None:
+    backend, _ = open_store("refresh=1h")
+    rows, keys = make_rows(2), make_keys(2)
+    store = open_on(backend, rows, max_age_s=0.01)
+    store.put("r", keys, range(2), range(2))
+    until = time.monotonic() + PATIENCE_S
+    while not store.contains(keys[1]):
+        store.tick()
+        assert time.monotonic() < until
+    assert store.counters.commits == 1
+
+
+def test_promotion_is_one_request_for_each_run(open_store: Opener) -> None:
+    backend, client = open_store("refresh=1h")
+    rows, keys = make_rows(256), make_keys(256)
+    store = open_on(backend, rows)
+    store.put("r", keys, range(256), range(256))
+    store.flush()
+    expected = rows.array.copy()
+    rows.array[:] = 0
+    client.take()
+    assert store.read(keys, range(256)) == []
+    assert client.take() == {"GET": 2}, "two packs of 32 MiB"
+    assert (rows.array == expected).all()
+    far_apart = [*range(8), *range(40, 44), *range(200, 208)]
+    assert store.read([keys[n] for n in far_apart], far_apart) == []
+    assert client.take() == {"GET": 3}
+    assert (rows.array == expected).all()
+
+
+@pytest.fixture
+def executor() -> Iterator[ThreadExecutor]:
+    bell = threading.Event()
+    running = ThreadExecutor(8, bell.set)
+    yield running
+    running.close()
+
+
+def test_ranges_are_fetched_side_by_side(open_store: Opener, executor: ThreadExecutor) -> None:
+    backend, client = open_store("refresh=1h")
+    rows, keys = make_rows(256), make_keys(256)
+    writer = open_on(backend, rows)
+    writer.put("r", keys, range(256), range(256))
+    writer.flush()
+    other, client = open_store("refresh=1h")
+    store = Store(other, sample_identity(), rows, StoreOptions(), url="s3://test", executor=executor)
+    both = threading.Barrier(2, timeout=PATIENCE_S)
+
+    def meet(verb: str, url: str) -> None:
+        if "/packs/" in url:
+            both.wait()
+
+    client.before = meet
+    assert store.read(keys, range(256)) == []
+
+
+def test_what_others_store_arrives_without_being_asked_for(
+    open_store: Opener, endpoint: str, bucket: str, hosted: Hosted
+) -> None:
+    url = f"s3://{bucket}/store?endpoint_url={endpoint}"
+    layout = RowLayout(STRIDE, (GroupLayout(((0, STRIDE),)),))
+    identity = Identity.of({"weights": "w"})
+    client = hosted.connect(url)
+    client.open()
+    writer, _ = open_store()
+    store = Store(writer, identity, Rows(memoryview(bytearray(8 * STRIDE)), layout), StoreOptions(), url="s3://test")
+    keys = make_keys(8)
+    store.put("r", keys, range(8), range(8))
+    store.flush()
+    wait_for(client, partial(client.contains, keys[7]))
+    assert sorted(client.take_stored()) == sorted(keys)
+    store.medium.backend.commit(store.namespace, _deletion(store))
+    wait_for(client, lambda: not client.contains(keys[7]))
+    assert client.counters.load_jobs == client.counters.store_jobs == 0
+
+
+def test_what_a_driver_logs_in_its_process_reaches_the_engine(
+    endpoint: str, bucket: str, raw_client: Any, hosted: Hosted, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = hosted.connect(f"s3://{bucket}/store?endpoint_url={endpoint}")
+    client.open()
+    names = Names("store/", Identity.of({"weights": "w"}).digest)
+    raw_client.put_object(Bucket=bucket, Key=names.log(LogName(bytes(16), 1)), Body=b"garbage")
+    wait_for(client, lambda: "does not read in full" in caplog.text)
+
+
+def _deletion(store: Store) -> CommitBatch:
+    packs = store.medium.backend.changes(store.namespace, None).added
+    return CommitBatch(deletions=[pack.pack_id for pack in packs])
+
+
+def wait_for(client: StoreClient, happened: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not happened():
+        client.poll()
+        time.sleep(0.01)
+        assert time.monotonic() < until

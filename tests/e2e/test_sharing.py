@@ -1,0 +1,91 @@
+"""Several engines on one bucket, each with an LMDB store of its own before it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from persistkv.integrations.transformers import Engine
+from tests.e2e.engine_process import PROMPT, page_digests
+
+SCRIPT = Path(__file__).with_name("engine_process.py")
+BLOCKS = len(PROMPT) // 16
+PATIENCE_S = 60
+
+
+@pytest.fixture
+def other_weights(checkpoint: Path, tmp_path: Path) -> Path:
+    """The same model, trained otherwise."""
+    model = LlamaForCausalLM.from_pretrained(checkpoint)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] += 1.0
+    model.save_pretrained(tmp_path / "other")
+    return tmp_path / "other"
+
+
+def near(tmp_path: Path, name: str) -> str:
+    return f"lmdb://{tmp_path}/{name}?capacity=256MiB"
+
+
+def compute_and_die(checkpoint: Path, urls: list[str]) -> dict[str, Any]:
+    """An engine in a process of its own, killed once its context is durable in all stores."""
+    command = [sys.executable, str(SCRIPT), str(checkpoint), " ".join(urls), "cold"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ) as process:
+        try:
+            assert process.stdout is not None
+            report: dict[str, Any] = json.loads(process.stdout.readline())
+            process.send_signal(signal.SIGKILL)
+        finally:
+            process.kill()
+    return report
+
+
+def open_engine(checkpoint: Path, urls: list[str]) -> Engine:
+    return Engine.open(checkpoint, urls, device_blocks=128, cpu_bytes="16MiB")
+
+
+def restore(engine: Engine, expected: dict[str, Any]) -> int:
+    """The tokens that came from a store; what was answered, and every page, is what the other engine had."""
+    result = engine.generate(PROMPT, 12)
+    assert result.tokens == expected["tokens"]
+    assert page_digests(engine, 0, result.block_hashes[:BLOCKS]) == expected["pages"][0]
+    assert engine.wait_persisted(result)
+    return int(result.stats.persistent_tokens)
+
+
+def test_engines_share_a_bucket(
+    checkpoint: Path, other_weights: Path, endpoint: str, bucket: str, tmp_path: Path
+) -> None:
+    shared = f"s3://{bucket}/{uuid.uuid4().hex}?endpoint_url={endpoint}"
+    stored = compute_and_die(checkpoint, [near(tmp_path, "a"), shared])
+    assert stored["durable"]
+    with open_engine(checkpoint, [near(tmp_path, "b"), shared]) as engine:
+        assert restore(engine, stored) == 688
+    with open_engine(checkpoint, [near(tmp_path, "b")]) as engine:
+        assert restore(engine, stored) == 688, "what came from the bucket was written through"
+
+    with open_engine(other_weights, []) as engine:
+        right = engine.generate(PROMPT, 12).tokens
+    with open_engine(other_weights, [near(tmp_path, "c"), shared]) as engine:
+        result = engine.generate(PROMPT, 12)
+        assert (result.stats.restored_tokens, result.tokens) == (0, right)
+
+    # A bucket that the crash kept from being written: the next start of the first engine sees to it.
+    empty = f"s3://{bucket}/{uuid.uuid4().hex}?endpoint_url={endpoint}"
+    with open_engine(checkpoint, [near(tmp_path, "a"), empty]) as engine:
+        until = time.monotonic() + PATIENCE_S
+        while (far := engine.stats().persistent[1].host) is None or far.held_blocks < BLOCKS:
+            assert time.monotonic() < until
+    with open_engine(checkpoint, [near(tmp_path, "d"), empty]) as engine:
+        assert restore(engine, stored) == 688

@@ -1,0 +1,209 @@
+"""Many writers with overlapping requests on one bucket, readers beside: python -m tests.servers.writers --seconds 120
+
+All of them store the same shared prefixes at the same time, and something of their own behind each. Afterwards every
+block that a writer was told to be durable is read by a fresh handle and compared, each shared prefix lies in the bucket
+once, and nothing is left that no index names once retention has run.
+
+The server is the one that PERSISTKV_S3_ENDPOINT names (make test-writers starts one), with credentials from the
+environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import random
+import sys
+import time
+import uuid
+from collections import Counter
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import boto3
+import numpy as np
+import numpy.typing as npt
+
+from persistkv.base import make_offload_key
+from persistkv.config import GroupLayout, RowLayout, StoreUrl
+from persistkv.errors import StoreError
+from persistkv.storage.identity import Identity
+from persistkv.storage.records import RequestEnd, StoreOptions
+from persistkv.storage.rows import Rows
+from persistkv.storage.store import Store
+from persistkv_s3 import S3Backend
+from persistkv_s3.names import Names, parse_pack
+from persistkv_s3.retention import Round
+
+BLOCK = 256 << 10
+PREFIX, OWN = 64, 8  # blocks: a pack that is cut at a fixed depth, and one that is gathered
+IDENTITY = Identity.of({"trial": "writers"})
+OPTIONS = StoreOptions(staging_bytes=64 << 20)  # a quarter of it is the pack of a prefix
+GRACE_S = 2 * 3600.0
+
+
+class Report(NamedTuple):
+    """What one process did."""
+
+    keys: set[bytes]
+    """That a writer was told to be durable."""
+    requests: int
+    reads: int
+    wrong: int
+    """Blocks whose bytes were not those of their key."""
+    dropped: int
+
+
+def prefix_keys(family: int) -> list[bytes]:
+    return [_key(b"shared", family, depth) for depth in range(PREFIX)]
+
+
+def own_keys(writer: int, number: int) -> list[bytes]:
+    return [_key(b"own %d" % writer, number, depth) for depth in range(OWN)]
+
+
+def _key(kind: bytes, first: int, second: int) -> bytes:
+    return bytes(make_offload_key(kind.ljust(16, b"\0") + first.to_bytes(8, "big") + second.to_bytes(8, "big"), 0))
+
+
+def content(key: bytes) -> npt.NDArray[np.uint8]:
+    """The bytes of a block: they follow from its key."""
+    return np.random.default_rng(list(key)).integers(0, 256, BLOCK, dtype=np.uint8)
+
+
+def open_store(url: str) -> Store:
+    rows = Rows(memoryview(bytearray((PREFIX + OWN) * BLOCK)), RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)),)))
+    return Store(S3Backend.open(StoreUrl.parse(url)), IDENTITY, rows, OPTIONS, url=url)
+
+
+def read_some(store: Store, keys: list[bytes]) -> tuple[int, int]:
+    """Blocks that came, and those among them that were wrong."""
+    failed = set(store.read(keys, range(len(keys))))
+    came = [(row, key) for row, key in enumerate(keys) if key not in failed]
+    return len(came), sum(not np.array_equal(store.rows.array[row], content(key)) for row, key in came)
+
+
+def write(url: str, writer: int, seconds: float, to_parent: Connection) -> None:
+    """Requests one after the other, each a shared prefix and something behind it."""
+    store, begin = open_store(url), time.monotonic()
+    durable: set[bytes] = set()
+    number = 0
+    while time.monotonic() - begin < seconds:
+        family = int((time.monotonic() - begin) / 3)  # all are at the same prefix at about the same time
+        keys = [*prefix_keys(family), *own_keys(writer, number)]
+        for row, key in enumerate(keys):
+            store.rows.array[row] = content(key)
+        store.put(f"r{number}", keys, range(len(keys)), range(len(keys)))
+        store.end_request(RequestEnd(f"r{number}", f"{writer}-{number}", (keys,), 16 * len(keys), 16))
+        store.commit()
+        store.refresh()
+        durable.update(key for key in keys if store.contains(key))
+        number += 1
+    store.close()
+    to_parent.send(Report(durable, number, 0, 0, store.counters.dropped_blocks))
+
+
+def follow(url: str, reader: int, seconds: float, to_parent: Connection) -> None:
+    """Read what has come, at random."""
+    store, begin = open_store(url), time.monotonic()
+    draw = random.Random(reader)
+    reads = wrong = 0
+    while time.monotonic() - begin < seconds:
+        try:
+            store.refresh()
+        except StoreError:
+            continue
+        known = list(store.index)
+        came, bad = read_some(store, draw.sample(known, min(OWN, len(known))))
+        reads, wrong = reads + came, wrong + bad
+    store.close()
+    to_parent.send(Report(set(), 0, reads, wrong, 0))
+
+
+def run(url: str, writers: int, readers: int, seconds: float) -> list[Report]:
+    """All at once, each in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    lines, processes = [], []
+    for number in range(writers + readers):
+        ours, theirs = context.Pipe(duplex=False)
+        work = write if number < writers else follow
+        processes.append(context.Process(target=work, args=(url, number, seconds, theirs), daemon=True))
+        lines.append(ours)
+    for process in processes:
+        process.start()
+    reports = [line.recv() for line in lines]
+    for process in processes:
+        process.join()
+    return reports
+
+
+def prune(backend: S3Backend) -> Round:
+    """A round of retention, as it will be when what is there is old."""
+    spaces = {namespace.id: backend._space(namespace.id) for namespace in backend.namespaces()}
+    return backend._retention.run(spaces, time.time() + GRACE_S)
+
+
+def stored_objects(client: object, bucket: str, prefix: str) -> list[str]:
+    pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)  # type: ignore[attr-defined]
+    return [entry["Key"] for page in pages for entry in page.get("Contents", ())]
+
+
+def problems_of(url: str, bucket: str, client: object, reports: list[Report]) -> list[str]:
+    """What is not as it has to be."""
+    store = open_store(url)
+    backend = store.medium.backend
+    assert isinstance(backend, S3Backend)
+    durable = sorted(set().union(*(report.keys for report in reports)))
+    problems = [f"{report.wrong} wrong blocks were read" for report in reports if report.wrong]
+    came = wrong = 0
+    for first in range(0, len(durable), PREFIX):
+        found, bad = read_some(store, durable[first : first + PREFIX])
+        came, wrong = came + found, wrong + bad
+    if came < len(durable) or wrong:
+        problems.append(f"of {len(durable)} durable blocks {came} came, {wrong} of them wrong")
+    tables = backend.changes(store.namespace, None).added
+    holders = Counter(key for table in tables for key in table.keys.unpack())
+    twice = [key for key, count in holders.items() if count > 1]
+    if twice:
+        problems.append(f"{len(twice)} blocks lie in more than one pack")
+    pruned = prune(backend)
+    if pruned.evicted:
+        problems.append(f"retention evicted {pruned.evicted} packs of a store without bounds")
+    prefix = Names("store/", store.namespace).packs_prefix
+    left = Counter(found[0] for key in stored_objects(client, bucket, prefix) if (found := parse_pack(key)) is not None)
+    if left != Counter(table.pack_id for table in tables):
+        problems.append(f"{sum(left.values())} packs lie in the bucket after retention; the index names {len(tables)}")
+    if prune(backend).orphans:
+        problems.append("a second round of retention found orphans")
+    store.close()
+    return problems
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--endpoint", default=os.environ.get("PERSISTKV_S3_ENDPOINT"))
+    parser.add_argument("--writers", type=int, default=8)
+    parser.add_argument("--readers", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    arguments = parser.parse_args()
+    os.environ.setdefault("AWS_ACCESS_KEY_ID", "test")
+    os.environ.setdefault("AWS_SECRET_ACCESS_KEY", "testsecret")
+    client = boto3.client("s3", endpoint_url=arguments.endpoint, region_name="us-east-1")
+    bucket = f"writers-{uuid.uuid4().hex}"
+    client.create_bucket(Bucket=bucket)
+    url = f"s3://{bucket}/store?endpoint_url={arguments.endpoint}&refresh=1s&slow=1h&cache=no"
+    reports = run(url, arguments.writers, arguments.readers, arguments.seconds)
+    problems = problems_of(url, bucket, client, reports)
+    sys.stdout.write(
+        f"{arguments.writers} writers, {arguments.seconds:g} s: {sum(report.requests for report in reports)} requests, "
+        f"{len(set().union(*(report.keys for report in reports)))} blocks durable, "
+        f"{sum(report.dropped for report in reports)} dropped, {sum(report.reads for report in reports)} read beside\n"
+    )
+    for problem in problems:
+        sys.stdout.write(f"WRONG: {problem}\n")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

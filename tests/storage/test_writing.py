@@ -1,0 +1,31 @@
+"""How packs that wait are split into transactions."""
+
+from __future__ import annotations
+
+import pytest
+
+from persistkv.storage.codec import Codec, RawCodec, ZstdCodec
+from persistkv.storage.writing import Outgoing, slices_of
+from persistkv.testing.samples import sample_pack
+
+PACK_BYTES = 4 * 4096
+
+
+@pytest.mark.parametrize(
+    ("codec", "lends", "expected"),
+    [
+        (RawCodec(), False, [2, 2, 2, 2, 1]),
+        (ZstdCodec(), True, [2, 2, 2, 2, 1]),  # what is encoded is in memory until it is written
+        (RawCodec(), True, [9]),
+    ],
+)
+def test_transactions_are_bounded_by_the_memory_they_take(codec: Codec, lends: bool, expected: list[int]) -> None:
+    packs = [Outgoing(sample_pack(bytes(16), seed, codec=codec)) for seed in range(9)]
+    slices = slices_of(packs, 2 * PACK_BYTES, lends=lends)
+    assert [len(one) for one in slices] == expected
+    assert [one for some in slices for one in some] == packs
+
+
+def test_a_transaction_does_not_take_for_ever() -> None:
+    packs = [Outgoing(sample_pack(bytes(16), seed)) for seed in range(33)]
+    assert [len(one) for one in slices_of(packs, PACK_BYTES, lends=True)] == [16, 16, 1]

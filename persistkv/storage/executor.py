@@ -176,6 +176,8 @@ class ThreadExecutor(Executor):
         super().close()
         self._writer.close()
         self._readers.close()
+        while not self._ended.empty():
+            self._ended.get().leave()
 
 
 class _Result(Generic[T]):
@@ -226,6 +228,12 @@ class _Calls(Generic[T]):
 
     def take(self, number: int, result: _Result[T]) -> None:
         self._results[number] = result
+
+    def leave(self) -> None:
+        """End the flow, with which nobody goes on: it holds what it was given."""
+        flow, self._flow = self._flow, None
+        if flow is not None:
+            flow.close()
 
     def end_one(self) -> Flow | None:
         """One more has ended; the flow where it was the last."""

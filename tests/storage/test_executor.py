@@ -171,3 +171,18 @@ def test_calls_begun_ahead_give_what_they_give(executor: Executor, fails: bool) 
             wait()
     else:
         assert wait() == 5
+
+
+def test_a_flow_that_nobody_goes_on_with_lets_go_of_what_it_holds() -> None:
+    executor = ThreadExecutor(2, lambda: None)
+    left: list[str] = []
+
+    async def flow() -> None:
+        try:
+            await executor.read([lambda: None, lambda: None])
+        finally:
+            left.append("here")
+
+    executor.begin(flow())
+    executor.close()
+    assert left == ["here"]

@@ -367,6 +367,10 @@ class PackWriter:
         if finishing is not None:
             self._table = finishing()
 
+    def restart(self) -> None:
+        """Forget what an attempt that failed has written: another process's pack may be found in its place now."""
+        self._table = None
+
     def settle(self) -> None:
         """Wait for what was begun beside a ``stream`` that was left or has ended: nobody reads the blocks any more."""
         while self._begun:

@@ -44,9 +44,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Rewrites an example for this machine: its model, its store, little memory."""
+    """Rewrites an example for this machine: its model, its store, little memory, and all the time that it takes."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(Engine.open.__func__.__kwdefaults__, "cpu_bytes", "64MiB")  # type: ignore[attr-defined]
+    defaults = Engine.open.__func__.__kwdefaults__  # type: ignore[attr-defined]
+    monkeypatch.setitem(defaults, "cpu_bytes", "64MiB")
+    monkeypatch.setitem(defaults, "lookup_deadline_s", 100.0)
 
     def rewrite(text: str) -> str:
         text = text.replace("path/to/checkpoint", str(checkpoint)).replace("/var/cache/kv", f"{tmp_path}/kv")

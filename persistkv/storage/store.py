@@ -361,7 +361,7 @@ class Store:
         return outcomes[0].failed
 
     def close(self) -> None:
-        """Write what was taken, then release the backend; idempotent."""
+        """Write what was taken, then release the backend, which is released whatever writing raises; idempotent."""
         try:
             self.flush()
         finally:

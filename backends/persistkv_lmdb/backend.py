@@ -151,11 +151,15 @@ class LmdbBackend(Backend):
 
     def manifest_keys(self, namespace: bytes, manifest_id: str) -> ManifestKeys | None:
         with self._environment.transaction() as transaction:
-            row = transaction.txn.get(manifest_row(namespace, manifest_id), db=transaction.db.manifest_keys)
-            try:
-                return None if row is None else decode_manifest_keys(row)
-            except CorruptPackError:
-                return None
+            return _manifest_keys(transaction, namespace, manifest_id)
+
+    def many_manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
+        found: list[ManifestKeys | None] = []
+        for start in range(0, len(manifest_ids), _MANIFESTS_AT_ONCE):
+            with self._environment.transaction() as transaction:
+                some = manifest_ids[start : start + _MANIFESTS_AT_ONCE]
+                found += [_manifest_keys(transaction, namespace, manifest_id) for manifest_id in some]
+        return found
 
     def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
         found: list[RequestUse | None] = []
@@ -264,6 +268,14 @@ def _moved(
         else:
             went.append(entry[1:])
     return came, went
+
+
+def _manifest_keys(transaction: Transaction, namespace: bytes, manifest_id: str) -> ManifestKeys | None:
+    row = transaction.txn.get(manifest_row(namespace, manifest_id), db=transaction.db.manifest_keys)
+    try:
+        return None if row is None else decode_manifest_keys(row)
+    except CorruptPackError:
+        return None
 
 
 def _request_use(transaction: Transaction, name: bytes) -> RequestUse | None:

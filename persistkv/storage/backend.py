@@ -250,6 +250,10 @@ class Backend(ABC):
     def manifest_keys(self, namespace: bytes, manifest_id: str) -> ManifestKeys | None:
         """The keys of one manifest; None where it is gone or damaged."""
 
+    def many_manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
+        """The same for many manifests, in their order."""
+        return [self.manifest_keys(namespace, manifest_id) for manifest_id in manifest_ids]
+
     def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
         """What is known of the use of these requests; None for one that is not held, or where nothing is known."""
         return [None] * len(manifest_ids)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 
 from persistkv.storage.backend import Backend
 from persistkv.storage.manifest import ManifestKeys
 from persistkv.storage.pack import PackTable
+
+_AT_ONCE = 256
 
 
 class Catalogue:
@@ -55,6 +57,18 @@ class Catalogue:
                 if (pack := self._where.get(key)) is not None:
                     depths[pack] = min(depth, depths.get(pack, depth))
         return sorted(depths, key=depths.__getitem__)
+
+
+def keys_of(backend: Backend, namespace: bytes, requests: Iterable[str]) -> Iterator[tuple[str, ManifestKeys | None]]:
+    """Ids of requests with their keys, some at a time; None where these are gone or do not read."""
+    waiting = iter(requests)
+    while some := list(islice(waiting, _AT_ONCE)):
+        yield from zip(some, backend.many_manifest_keys(namespace, some), strict=True)
+
+
+def all_requests(backend: Backend, namespace: bytes) -> Iterator[str]:
+    """The ids of all that read."""
+    return (manifest.id for manifest in backend.manifests(namespace))
 
 
 def all_keys(keys: ManifestKeys) -> list[bytes]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
 
 from persistkv.storage.backend import Backend
-from persistkv.storage.manifest import ManifestKeys
 from persistkv.storage.pack import Frame, PackTable
+from persistkv_tools.catalogue import all_requests, keys_of
 from persistkv_tools.errors import NotFoundError
 from persistkv_tools.listing import RequestView
 from persistkv_tools.selection import FoundRequest
@@ -128,18 +128,13 @@ def _sharers(
     """For each key of the request that others name too, who."""
     own = list(map(frozenset, chains))
     found: dict[bytes, list[str]] = {}
-    for other, keys in _other_keys(backend, namespace, manifest_id):
+    for other, keys in keys_of(backend, namespace, all_requests(backend, namespace)):
+        if keys is None or other == manifest_id:
+            continue
         for number, group in enumerate(keys[: len(chains)]):
             for key in own[number].intersection(group.unpack()):
                 found.setdefault(key, []).append(other)
     return found
-
-
-def _other_keys(backend: Backend, namespace: bytes, manifest_id: str) -> Iterator[tuple[str, ManifestKeys]]:
-    for manifest in backend.manifests(namespace):
-        keys = None if manifest.id == manifest_id else backend.manifest_keys(namespace, manifest.id)
-        if keys is not None:
-            yield manifest.id, keys
 
 
 def _group(number: int, chain: list[bytes], places: dict[bytes, _Place], key_limit: int) -> GroupView:

@@ -12,6 +12,7 @@ from itertools import groupby
 import msgspec
 
 from persistkv.storage.backend import Backend
+from persistkv_tools.catalogue import all_requests, keys_of
 
 _Chain = tuple[list[bytes], str]
 
@@ -51,10 +52,9 @@ def prefix_tree(backend: Backend, namespace: bytes, chosen: str, *, group: int, 
     :param node_limit: nodes to make below it; of one node, 8 children at most.
     """
     chains: list[_Chain] = []
-    for manifest in backend.manifests(namespace):
-        keys = backend.manifest_keys(namespace, manifest.id)
+    for name, keys in keys_of(backend, namespace, all_requests(backend, namespace)):
         if keys is not None and len(keys) > group and len(keys[group]):
-            chains.append((keys[group].unpack(), manifest.id))
+            chains.append((keys[group].unpack(), name))
     chains.sort()
     top = TreeNode(0, 0, "", len(chains), 0, [], True, [])
     _grow(top, chains, chosen, node_limit)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from persistkv.errors import StoreError
 from persistkv.storage.backend import Backend, BackendStats, CommitBatch
 from persistkv.storage.pack import PackTable
-from persistkv_tools.catalogue import all_keys
+from persistkv_tools.catalogue import all_keys, keys_of
 from persistkv_tools.live import LivePacks
 from persistkv_tools.pack_check import Finding, OtherReleaseError, Problem, check_pack
 from persistkv_tools.verify_state import VerifyState
@@ -222,8 +222,7 @@ def _suspects(backend: Backend, space: LivePacks, names: list[str]) -> dict[str,
     held = {key for table in space.tables.values() for key in table.keys.unpack()} if names else set()
     found: dict[str, Finding] = {}
     namespace = space.namespace.hex()
-    for name in names:
-        keys = backend.manifest_keys(space.namespace, name)
+    for name, keys in keys_of(backend, space.namespace, names):
         if keys is None:
             detail = "its keys do not read"
             found[name] = Finding(problem=Problem.MANIFEST_KEYS, detail=detail, namespace=namespace, request=name)

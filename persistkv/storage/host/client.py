@@ -38,6 +38,7 @@ _CALL_PATIENCE = 10  # times ``watchdog_s`` that one call of the medium may take
 _OPEN_ATTEMPTS = 3
 _KILL_S = 5.0  # seconds to wait for the end of what was killed
 _NAP_S = 0.0005  # between polls of the calls that wait
+_GLANCE = 0  # the token of questions that nobody waits for; the others are counted from 1
 
 
 class State(enum.Enum):
@@ -81,6 +82,8 @@ class StoreClient:
         self._flights = Flights(self.counters, max_queue_bytes)
         self._answers: dict[int, Any] = {}
         self._next_token = 0
+        self._totals: protocol.HostStats | None = None
+        self._glance_at = 0.0
         self._heard = 0.0
         self._asked: float | None = None
         self._open_error: PersistKVError | None = None
@@ -391,10 +394,17 @@ class StoreClient:
     def stats(self, timeout_s: float = 5.0) -> StoreStats:
         """Totals of both sides."""
         token = self._token()
-        if self._state is State.OPEN:
-            self._send(protocol.AskStats(token))
-            return StoreStats(self._state.value, self.counters, self._await(token, timeout_s))
-        return StoreStats(self._state.value, self.counters, None)
+        self._send(protocol.AskStats(token))
+        return StoreStats(self._state.value, self.counters, self._await(token, timeout_s))
+
+    def glance(self, max_age_s: float = 5.0) -> StoreStats:
+        """Totals of both sides, without waiting: the last answer of the store's side, asked for anew when it is old."""
+        self._check_process()
+        self._totals = self._answers.pop(_GLANCE, self._totals)
+        if self._state is State.OPEN and time.monotonic() >= self._glance_at:
+            self._glance_at = time.monotonic() + max_age_s
+            self._send(protocol.AskStats(_GLANCE))
+        return StoreStats(self._state.value, self.counters, self._totals, self._flights.queued_bytes)
 
     def _token(self) -> int:
         self._check_process()

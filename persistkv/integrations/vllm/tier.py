@@ -211,7 +211,14 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         return self._metrics.read(self._observed, self._tier.glance(), self._tier.num_held_blocks)
 
     def shutdown(self) -> None:
-        """Let the store's process commit what it was given, a minute at most, and end; idempotent."""
+        """Let the store's process commit what it was given, a minute at most, and end; idempotent.
+
+        Requests that have not ended end here: what there is of their contexts is listed.
+        """
+        for request in self._requests.values():
+            if request.has_stored:
+                self._tier.on_request_finished(request.end())
+        self._requests.clear()
         self._tier.shutdown()
         self._close_region()
 

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tests.integrations.vllm.conftest import stored_contexts
+
 pytestmark = pytest.mark.vllm
 
 ROWS, STRIDE, CHUNK = 16, 8192, 16
@@ -188,7 +190,26 @@ def test_statistics_are_of_metrics_that_were_defined(make_tier):
     assert all(labels == ("lmdb",) for values in reading.data["data"].values() for labels in values)
 
 
-def test_shutdown_twice(make_tier):
-    tier = make_tier()
+def test_shutdown_ends_the_requests_that_live_and_may_come_twice(make_tier, url):
+    tier, keys = make_tier(), keys_of(2)
+    context = context_of(keys)
+    tier.on_new_request(context)
+    tier.submit_store(job_of(1, keys, 0, context))
     tier.shutdown()
     tier.shutdown()
+    assert stored_contexts(url) == 1
+
+
+def test_is_found_by_its_short_name_and_by_its_module():
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+    from persistkv.integrations.vllm import PersistKVSpec, PersistKVTier
+    from persistkv.integrations.vllm.plugin import register
+
+    register()
+    register()  # vLLM calls it more than once
+    module = "persistkv.integrations.vllm"
+    assert SecondaryTierFactory.get_tier_class({"type": "persistkv"}) is PersistKVTier
+    assert SecondaryTierFactory.get_tier_class({"type": "PersistKVTier", "module_path": module}) is PersistKVTier
+    assert OffloadingSpecFactory.get_spec_cls({"spec_name": "PersistKVSpec"}) is PersistKVSpec

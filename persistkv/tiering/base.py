@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from persistkv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
 from persistkv.config import OffloadingConfig
@@ -35,6 +35,10 @@ class JobResult:
     """Store: the bytes were taken, which says nothing of durability. Load: the rows hold what was asked for."""
     failed_keys: Collection[OffloadKey] = ()
     """Of a job with ``success``, the keys it does not hold for. Without ``success`` it holds for none."""
+    num_bytes: int = field(default=0, compare=False)
+    """Raw bytes that were moved, as far as the tier knows."""
+    seconds: float = field(default=0.0, compare=False)
+    """From the submission to the end, likewise."""
 
 
 class SecondaryTierManager(ABC):

@@ -275,6 +275,10 @@ class PersistentTier(SecondaryTierManager):
         """Totals of both sides of the store; waits for the host's answer."""
         return self._client.stats(timeout_s)
 
+    def glance(self) -> StoreStats:
+        """Totals of both sides, without waiting: those of the store's side may be some seconds old, or missing."""
+        return self._client.glance()
+
     @property
     def num_held_blocks(self) -> int:
         """Blocks that a lookup finds."""
@@ -314,7 +318,7 @@ def _checked_bound(value: int | str, layout: RowLayout) -> int:
 
 def _result(outcome: JobOutcome) -> JobResult:
     failed = [OffloadKey(key) for key in outcome.failed]
-    return JobResult(outcome.job_id, not outcome.refused, failed)
+    return JobResult(outcome.job_id, not outcome.refused, failed, outcome.num_bytes, outcome.seconds)
 
 
 def _depths(depth: Any, keys: Sequence[OffloadKey]) -> list[int] | None:

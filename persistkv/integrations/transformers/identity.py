@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from persistkv.errors import UnsupportedModelError
+from persistkv.integrations.model_config import plain_config
 from persistkv.integrations.transformers.hashing import HASH_NAME
 from persistkv.integrations.transformers.kv_cache import KVGeometry, KVGroupGeometry
 from persistkv.storage.codec import Buffer
@@ -17,21 +17,6 @@ from persistkv.storage.fingerprint import fingerprint_checkpoint, fingerprint_te
 
 IDENTITY_VERSION = 1
 KV_LAYOUT = "per group: block, layer, key or value, head, token, head size"
-
-_IRRELEVANT = frozenset(
-    {
-        # where the model came from and what wrote it
-        *("_name_or_path", "name_or_path", "_commit_hash", "transformers_version"),
-        # what a forward pass returns, not what it computes
-        *("use_cache", "output_attentions", "output_hidden_states", "return_dict"),
-        # names of a classifier's outputs
-        *("id2label", "label2id", "problem_type"),
-        # its own field: it is asked of the model, which may have been cast
-        *("dtype", "torch_dtype"),
-    }
-)
-_PART = "_config"
-_QUANTIZATION = "quantization_config"  # of its own kind: a dtype in it is no repetition
 
 
 def model_identity(model: Any, checkpoint: Path | None, geometry: KVGeometry, block_size: int) -> dict[str, Any]:
@@ -45,7 +30,7 @@ def model_identity(model: Any, checkpoint: Path | None, geometry: KVGeometry, bl
     return {
         "version": IDENTITY_VERSION,
         "weights": weights,
-        "config": _plain_config(model.config.to_dict()),
+        "config": plain_config(model.config.to_dict()),
         "architecture": type(model).__name__,
         "attention": str(getattr(model.config, "_attn_implementation", None)),
         "dtype": {"model": _dtype_name(model.dtype), "kv": _dtype_name(geometry[0].dtype)},
@@ -65,27 +50,6 @@ def _group(group: KVGroupGeometry) -> dict[str, Any]:
         "heads": group.num_heads,
         "head_size": group.head_dim,
     }
-
-
-def _plain_config(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration and those of its parts, as JSON values, without what is proven to leave KV bytes alone."""
-    return {
-        name: _plain_config(item) if name.endswith(_PART) and name != _QUANTIZATION and item else _plain(item)
-        for name, item in config.items()
-        if name not in _IRRELEVANT
-    }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted((_plain(item) for item in value), key=json.dumps)
-    if isinstance(value, float) and value - value != 0:
-        return str(value)  # JSON knows neither infinity nor NaN
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def _state(model: Any) -> Iterator[tuple[str, str, tuple[int, ...], Buffer]]:

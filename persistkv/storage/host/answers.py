@@ -55,6 +55,8 @@ class StoreStats(msgspec.Struct, frozen=True):
     client: ClientCounters
     host: protocol.HostStats | None
     """None where the store's side did not answer in time."""
+    queued_bytes: int = 0
+    """Raw bytes of store jobs in flight, as of a glance."""
 
 
 _ERRORS: dict[str, type[PersistKVError]] = {

@@ -39,6 +39,7 @@ _OPEN_ATTEMPTS = 4  # a driver may need three deaths to see that the store itsel
 _END_BYTES = 512  # of the end of a request, beside its keys
 _KILL_S = 5.0  # seconds to wait for the end of what was killed
 _NAP_S = 0.0005  # between polls of the calls that wait
+_GLANCE = 0  # the token of questions that nobody waits for; the others are counted from 1
 
 
 class State(enum.Enum):
@@ -81,6 +82,8 @@ class StoreClient:
         self._flights = Flights(self.counters, max_queue_bytes)
         self._answer: Any = None
         self._next_token = 0
+        self._totals: protocol.HostStats | None = None
+        self._glance_at = 0.0
         self._open_error: PersistKVError | None = None
 
     # Opening
@@ -319,6 +322,8 @@ class StoreClient:
             case protocol.Persisted():
                 self._flights.end_end(message.request, message.whole)
             case protocol.Flushed() | protocol.HostStats():
+                if isinstance(message, protocol.HostStats):
+                    self._totals = message
                 if message.token == self._next_token:  # to older ones, nobody waits for an answer any more
                     self._answer = message
             case protocol.Listing():
@@ -401,6 +406,14 @@ class StoreClient:
             self._send(protocol.AskStats(token))
             return StoreStats(self._state.value, self.counters, self._await(timeout_s))
         return StoreStats(self._state.value, self.counters, None)
+
+    def glance(self, max_age_s: float = 5.0) -> StoreStats:
+        """Totals of both sides, without waiting: the last answer of the store's side, asked for anew when it is old."""
+        self._check_process()
+        if self._state is State.OPEN and time.monotonic() >= self._glance_at:
+            self._glance_at = time.monotonic() + max_age_s
+            self._send(protocol.AskStats(_GLANCE))
+        return StoreStats(self._state.value, self.counters, self._totals, self._flights.queued_bytes)
 
     def _token(self) -> int:
         self._check_process()

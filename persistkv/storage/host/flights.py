@@ -49,6 +49,11 @@ class Flights:
         """Whether something is in flight, or to be taken."""
         return bool(self._jobs or self._ending or self._outcomes)
 
+    @property
+    def queued_bytes(self) -> int:
+        """Raw bytes of the store jobs in flight."""
+        return self._queued_bytes
+
     def fits(self, num_bytes: int) -> bool:
         """Whether a store job of so many raw bytes may be sent."""
         return self._queued_bytes == 0 or self._queued_bytes + num_bytes <= self._max_queue_bytes

@@ -1,0 +1,24 @@
+"""vLLM: persistkv as a secondary tier of its KV offloading. See docs/vllm.md.
+
+``{"type": "persistkv", …}`` among ``secondary_tiers`` is enough where the package is installed beside vLLM. Names are
+resolved when they are first used: the rest of this package needs no vLLM.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from persistkv.integrations.vllm.spec import PersistKVSpec
+    from persistkv.integrations.vllm.tier import PersistKVTier
+
+__all__ = ["PersistKVSpec", "PersistKVTier"]
+
+_HOMES = {"PersistKVSpec": "spec", "PersistKVTier": "tier"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

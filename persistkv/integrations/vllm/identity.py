@@ -1,0 +1,157 @@
+"""The identity of KV bytes in vLLM, from its configuration.
+
+Where a model lies and what it is called is not part of it: its weights' bytes are. vLLM's release is: what a block's
+bytes mean is vLLM's own matter, and it says nowhere when that changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from persistkv.errors import ConfigurationError
+from persistkv.integrations.model_config import plain, plain_config
+from persistkv.storage.fingerprint import fingerprint_checkpoint
+
+logger = logging.getLogger(__name__)
+
+IDENTITY_VERSION = 1
+
+_READABLE_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "runai_streamer")
+"""Formats in which vLLM loads the files that ``fingerprint_checkpoint`` takes."""
+_SEED_VARIABLE = "PYTHONHASHSEED"
+_FIXED_HASHES = ("sha256", "sha256_cbor")
+"""Algorithms whose seed vLLM fixes where the environment does not."""
+
+
+def engine_identity(
+    config: Any, offloading: Any, facts: Mapping[str, Any], *, weights: str | None = None, adapters: str | None = None
+) -> dict[str, Any]:
+    """Everything that must match for the engine's KV bytes to be valid, as JSON values.
+
+    :param config: vLLM's ``VllmConfig``.
+    :param offloading: its ``OffloadingConfig``.
+    :param facts: of the release and the platform, see ``engine.engine_facts``.
+    :param weights: a name that stands for the weights; None fingerprints their files.
+    :param adapters: a name that stands for the LoRA adapters.
+    :raises ConfigurationError: the weights cannot be fingerprinted, or adapters are enabled and not named.
+    """
+    model, cache = config.model_config, config.cache_config
+    return {
+        "version": IDENTITY_VERSION,
+        "engine": dict(facts),
+        "weights": _weights(model, config.load_config, weights),
+        "code_revision": plain(getattr(model, "code_revision", None)),
+        "config": plain_config(model.hf_config.to_dict()),
+        "dtype": {"model": _dtype(model.dtype), "kv": _dtype(offloading.model.dtype)},
+        "kv_cache": _fields(
+            cache, "cache_dtype", "calculate_kv_scales", "kv_cache_dtype_skip_layers", "mamba_cache_dtype"
+        )
+        | {"layout": plain(getattr(offloading, "kv_cache_layout", None))},
+        "quantization": plain(getattr(model, "quantization", None)),
+        "attention": _attention(config),
+        "adapters": _adapters(getattr(config, "lora_config", None), adapters),
+        "speculation": _speculation(getattr(config, "speculative_config", None), config.load_config),
+        "groups": [_group(group) for group in offloading.groups],
+        "block": {
+            "tokens_per_hash": offloading.cache.tokens_per_hash,
+            "blocks_per_chunk": offloading.cache.blocks_per_chunk,
+            "worker_bytes": offloading.worker_kv_bytes_per_block,
+        },
+        "world": _fields(offloading.parallel, "world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
+        | _fields(offloading, "replicated_layout", "canonical_layout"),
+        "hash": {"algorithm": cache.prefix_caching_hash_algo, "seed": os.environ.get(_SEED_VARIABLE)},
+    }
+
+
+def has_random_hashes(algorithm: str, *, fixes_seed: bool) -> bool:
+    """Whether block hashes differ from one start of the engine to the next, so that nothing is ever found again.
+
+    :param fixes_seed: whether this vLLM fixes the seed of cryptographic algorithms; older ones do not.
+    """
+    if os.environ.get(_SEED_VARIABLE) is not None:
+        return False
+    return not (fixes_seed and algorithm in _FIXED_HASHES)
+
+
+def _weights(model: Any, load: Any, name: str | None) -> str:
+    if name is not None:
+        return f"named:{name}"
+    load_format = str(getattr(load.load_format, "value", load.load_format))
+    if load_format == "dummy":
+        return f"dummy:{getattr(model, 'seed', None)}"
+    if load_format not in _READABLE_FORMATS:
+        raise _unknown_weights(f"files of load format {load_format}")
+    directory = _directory(str(model.model), getattr(model, "revision", None), load)
+    logger.info("fingerprinting the weights in %s", directory)
+    return fingerprint_checkpoint(directory)
+
+
+def _directory(model: str, revision: str | None, load: Any) -> Path:
+    """Where the engine, which has loaded them before, read the weights from."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        cache_dir = getattr(load, "download_dir", None)
+        return Path(snapshot_download(model, revision=revision, cache_dir=cache_dir, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise _unknown_weights(f"no files on this machine ({str(error).partition(chr(10))[0]})") from error
+
+
+def _unknown_weights(what: str) -> ConfigurationError:
+    expected = f"a name for the weights, changed whenever they change: {what} cannot be fingerprinted"
+    return ConfigurationError("secondary tier persistkv option weights", None, expected)
+
+
+def _attention(config: Any) -> dict[str, Any]:
+    attention = getattr(config, "attention_config", None)
+    backend = getattr(attention, "backend", None)
+    return {
+        "backend": getattr(backend, "name", plain(backend)),
+        "sliding_window": plain(getattr(config.cache_config, "sliding_window", None)),
+        "window_disabled": bool(getattr(config.model_config, "disable_sliding_window", False)),
+    }
+
+
+def _adapters(lora: Any, name: str | None) -> dict[str, Any] | None:
+    if lora is None:
+        return None
+    if name is None:
+        expected = (
+            "a name for the set of LoRA adapters, changed whenever one of them changes: keys hold their names only"
+        )
+        raise ConfigurationError("secondary tier persistkv option adapters", None, expected)
+    return {
+        "name": name,
+        "dtype": _dtype(lora.lora_dtype),
+        "target_modules": plain(getattr(lora, "target_modules", None)),
+    }
+
+
+def _speculation(speculative: Any, load: Any) -> dict[str, Any] | None:
+    """A draft model's layers may keep their KV in the same blocks."""
+    if speculative is None:
+        return None
+    draft = getattr(speculative, "draft_model_config", None)
+    return {
+        "method": plain(getattr(speculative, "method", None)),
+        "weights": None if draft is None else _weights(draft, load, None),
+        "config": None if draft is None else plain_config(draft.hf_config.to_dict()),
+    }
+
+
+def _group(group: Any) -> dict[str, Any]:
+    return {"id": group.group_id, "tokens": group.tokens_per_block, "layers": list(group.layer_names)}
+
+
+def _fields(source: Any, *names: str) -> dict[str, Any]:
+    return {name: plain(getattr(source, name, None)) for name in names}
+
+
+def _dtype(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,114 @@
+"""The tier's counters and gauges, in the forms that vLLM exports to Prometheus. Each carries the kind of store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from persistkv.storage.host.answers import StoreStats
+
+PREFIX = "vllm:kv_offload_persistkv_"
+LABELS = ("store",)
+
+COUNTERS: Mapping[str, str] = {
+    "lookup_hits": "Chunks that were looked up and are held by the store",
+    "lookup_misses": "Chunks that were looked up and are not held by the store",
+    "load_bytes": "Bytes read from the store into the primary tier",
+    "load_seconds": "Seconds from the submission of loads to their end, added up",
+    "load_failed_chunks": "Chunks that were to be loaded and could not be",
+    "store_bytes": "Bytes taken from the primary tier to be stored",
+    "store_seconds": "Seconds from the submission of stores to their end, added up",
+    "stores_refused": "Store jobs that were refused because the queue was full or the store not open",
+    "dropped_chunks": "Chunks that were taken and lost to a failed commit",
+    "written_bytes": "Bytes written to the store, after the codec",
+    "verification_failures": "Frames that did not verify and were not used",
+    "evicted_chunks": "Chunks that left the store to make room",
+    "restarts": "Restarts of the store's process",
+}
+GAUGES: Mapping[str, str] = {
+    "queued_bytes": "Bytes of stores in flight",
+    "held_chunks": "Chunks that a lookup finds",
+    "disk_bytes": "Bytes that the store takes, all models together",
+    "capacity_bytes": "The bound on the bytes of the store; 0 where there is none",
+    "fill_perc": "disk_bytes by capacity_bytes; 0 where there is no bound",
+    "open": "1 while the store is open, 0 while lookups miss because it is not",
+}
+
+
+@dataclass
+class Observed:
+    """What the tier itself counts."""
+
+    lookup_hits: int = 0
+    lookup_misses: int = 0
+    load_bytes: int = 0
+    load_seconds: float = 0.0
+    load_failed_chunks: int = 0
+    store_bytes: int = 0
+    store_seconds: float = 0.0
+
+
+def metric_definitions() -> dict[str, Any]:
+    """What ``build_metric_definitions`` gives to vLLM."""
+    from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
+
+    counters = {PREFIX + name: OffloadingCounterMetadata(text, LABELS) for name, text in COUNTERS.items()}
+    return counters | {PREFIX + name: OffloadingGaugeMetadata(text, LABELS) for name, text in GAUGES.items()}
+
+
+class MetricsReader:
+    """Turns totals into what vLLM adds up: how much each grew since the last reading.
+
+    :param store: the kind of store, e.g. ``lmdb``.
+    """
+
+    def __init__(self, store: str) -> None:
+        self._labels = (store,)
+        self._last: dict[str, float] = {}
+
+    def read(self, observed: Observed, stats: StoreStats, held_chunks: int) -> Any:
+        """An ``OffloadingConnectorStats``."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+
+        reading = OffloadingConnectorStats()
+        for name, growth in self.growth(totals(observed, stats)).items():
+            reading.increase_counter(PREFIX + name, growth, self._labels)
+        for name, value in levels(stats, held_chunks).items():
+            reading.set_gauge(PREFIX + name, value, self._labels)
+        return reading
+
+    def growth(self, now: Mapping[str, float]) -> dict[str, float]:
+        """Of each total that grew. One that shrank began anew, with the store's process."""
+        last, self._last = self._last, {**self._last, **now}
+        grown = {name: value - (last.get(name, 0) if value >= last.get(name, 0) else 0) for name, value in now.items()}
+        return {name: value for name, value in grown.items() if value}
+
+
+def totals(observed: Observed, stats: StoreStats) -> dict[str, float]:
+    """Counters since the tier was built; those of the store's process since that was started, where it has told."""
+    found: dict[str, float] = {**vars(observed)}
+    found["stores_refused"] = stats.client.refused_jobs
+    found["restarts"] = stats.client.restarts
+    if stats.host is not None:
+        counters = stats.host.counters
+        found["dropped_chunks"] = counters.dropped_blocks
+        found["written_bytes"] = counters.stored_bytes
+        found["verification_failures"] = counters.verification_failures
+        found["evicted_chunks"] = counters.evicted_blocks
+    return found
+
+
+def levels(stats: StoreStats, held_chunks: int) -> dict[str, float]:
+    """Gauges."""
+    found: dict[str, float] = {
+        "queued_bytes": stats.queued_bytes,
+        "held_chunks": held_chunks,
+        "open": float(stats.state == "open"),
+    }
+    if stats.host is not None:
+        capacity = stats.host.capacity or 0
+        found["disk_bytes"] = stats.host.disk_bytes
+        found["capacity_bytes"] = capacity
+        found["fill_perc"] = stats.host.disk_bytes / capacity if capacity else 0.0
+    return found

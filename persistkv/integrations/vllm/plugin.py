@@ -1,0 +1,30 @@
+"""The entry point of group ``vllm.general_plugins``: vLLM calls it in each of its processes, more than once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from persistkv.integrations.vllm.leftovers import remove_leftovers
+
+logger = logging.getLogger(__name__)
+
+TIER_TYPE = "persistkv"
+_PACKAGE = "persistkv.integrations.vllm"
+
+
+def register() -> None:
+    """Make the tier known as ``persistkv`` and the spec as ``PersistKVSpec``; remove what killed engines left."""
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+    _register(SecondaryTierFactory.register_tier, TIER_TYPE, "PersistKVTier")
+    _register(OffloadingSpecFactory.register_spec, "PersistKVSpec", "PersistKVSpec")
+    remove_leftovers()
+
+
+def _register(register_name: Callable[[str, str, str], None], name: str, class_name: str) -> None:
+    try:
+        register_name(name, _PACKAGE, class_name)
+    except ValueError:
+        logger.debug("%s was registered before", name)

@@ -1,0 +1,115 @@
+"""What the tier keeps of a request while it lives."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from persistkv.base import OffloadKey, ReqContext, RequestDescription, get_offload_group_idx
+from persistkv.errors import ConfigurationError
+from persistkv.integrations.vllm.options import NEITHER, RequestOptions, request_options
+
+logger = logging.getLogger(__name__)
+
+Position = Callable[[OffloadKey], "int | None"]
+"""The number of tokens up to the end of a key's chunk; None where the engine does not know it."""
+
+
+class LiveRequest:
+    """One request. Keys may come in any order; their positions bring them into that of the context.
+
+    :param position: as the engine tells it; None where it tells nothing.
+    :param group_tokens: tokens of one chunk, per group.
+    """
+
+    def __init__(
+        self,
+        req_id: str,
+        options: RequestOptions,
+        position: Position | None,
+        group_tokens: Sequence[int],
+        labels: Mapping[str, str],
+    ) -> None:
+        self.options = options
+        self.context = ReqContext(req_id)
+        self._description: _Description | None = None
+        if position is not None:
+            self._description = _Description(position, group_tokens, labels)
+            self.context = ReqContext(req_id, description=self._description)
+        self._is_long: bool | None = None
+        self.has_stored = False
+        """Whether anything of it was handed to the store."""
+
+    def wants(self, keys: Sequence[OffloadKey], min_tokens: int) -> bool:
+        """Whether these keys are to be stored, which the first ones of a request decide for all."""
+        if not self.options.store:
+            return False
+        if self._is_long is None:
+            self._is_long = not min_tokens or self._end(keys) >= min_tokens
+        return self._is_long
+
+    def _end(self, keys: Sequence[OffloadKey]) -> float:
+        ends = [self._description.position(key) for key in keys] if self._description is not None else [None]
+        return max((float("inf") if end is None else end for end in ends), default=0)
+
+    def learn(self, keys: Sequence[OffloadKey]) -> ReqContext:
+        """The request's context, these keys among it."""
+        self.has_stored = True
+        if self._description is not None:
+            try:
+                self._description.learn(keys)
+            except LookupError:  # without all positions none are of use
+                self._description = None
+                self.context = ReqContext(self.context.req_id)
+        return self.context
+
+    def end(self) -> ReqContext:
+        """The whole context, in order."""
+        if self._description is not None:
+            self._description.sort()
+        return self.context
+
+
+class _Description(RequestDescription):
+    """A description whose order and depths come from the engine's positions."""
+
+    def __init__(self, position: Position, group_tokens: Sequence[int], labels: Mapping[str, str]) -> None:
+        super().__init__(len(group_tokens), labels)
+        self.position = position
+        self._group_tokens = group_tokens
+        self._ends: dict[OffloadKey, int] = {}
+
+    def learn(self, keys: Sequence[OffloadKey]) -> None:
+        """Take keys in; those that are known are passed over.
+
+        :raises LookupError: the engine does not know where one lies; those before it are taken in.
+        """
+        for key in keys:
+            if key in self._ends:
+                continue
+            end = self.position(key)
+            if end is None:
+                raise LookupError(key.hex())
+            self._ends[key] = end
+            self.group_keys[get_offload_group_idx(key)].append(key)
+            self.num_tokens = max(self.num_tokens, end)
+
+    def depth(self, key: OffloadKey) -> int | None:
+        end = self._ends.get(key)
+        return None if end is None else max(0, end // self._group_tokens[get_offload_group_idx(key)] - 1)
+
+    def sort(self) -> None:
+        """Bring each group's keys into the order of the context."""
+        for chain in self.group_keys:
+            chain.sort(key=self._ends.__getitem__)
+
+
+def options_of(req_id: str, parameters: Mapping[str, Any] | None) -> RequestOptions:
+    """What a request asks for. One that cannot be understood is served without the store: it wanted something else
+    than the default, and no request fails for it."""
+    try:
+        return request_options(parameters)
+    except ConfigurationError as error:
+        logger.warning("request %s neither uses nor fills the store: %s", req_id, error)
+        return NEITHER

@@ -1,0 +1,31 @@
+"""vLLM's tiered offloading on its CPU platform, where the stock spec has no worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from persistkv.integrations.vllm.worker import CPUOffloadingWorker
+
+
+class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """``"spec_name": "PersistKVSpec"`` in the place of ``TieringOffloadingSpec``; the same options.
+
+    Where KV tensors lie in device memory it is the stock spec.
+    """
+
+    def get_worker(self, kv_caches: Any) -> Any:
+        if any(canonical.tensor.device.type != "cpu" for canonical in kv_caches.tensors):
+            return super().get_worker(kv_caches)
+        region = SharedOffloadRegion(
+            engine_id=self._engine_id,
+            num_chunks=self.num_chunks,
+            rank=self.config.parallel.rank,
+            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+            cpu_page_size=self.cpu_page_size_per_worker,
+        )
+        sizes = [canonical.page_size_bytes * self.blocks_per_chunk for canonical in kv_caches.tensors]
+        rows = [region.create_next_worker_view(size) for size in sizes]
+        return CPUOffloadingWorker(kv_caches, rows, self.blocks_per_chunk, region.cleanup)

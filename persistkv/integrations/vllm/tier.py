@@ -1,0 +1,233 @@
+"""vLLM's secondary tier over ``PersistentTier``: it translates names, and that is all.
+
+| vLLM | persistkv |
+|---|---|
+| ``LookupResult.HIT``, ``MISS`` | ``True``, ``False`` |
+| ``TransferJob.chunk_ids`` | ``JobMetadata.block_ids`` |
+| ``JobResult.successful_keys`` | ``JobResult.failed_keys``, the others |
+| positions of keys, as requests go on | ``RequestDescription`` |
+
+Called from the scheduler's thread; nothing waits but construction, ``drain_jobs`` and ``shutdown``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingMetricMetadata,
+    OffloadKey,
+    OffloadPolicy,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from persistkv import base as ours
+from persistkv.config import OffloadingConfig
+from persistkv.integrations.vllm.engine import engine_facts, find_vllm_config, fixes_hash_seed
+from persistkv.integrations.vllm.identity import engine_identity, has_random_hashes
+from persistkv.integrations.vllm.layout import group_tokens, row_layout
+from persistkv.integrations.vllm.metrics import MetricsReader, Observed, metric_definitions
+from persistkv.integrations.vllm.options import tier_options
+from persistkv.integrations.vllm.regions import open_region
+from persistkv.integrations.vllm.requests import LiveRequest, options_of
+from persistkv.tiering.base import JobMetadata
+from persistkv.tiering.base import JobResult as TierResult
+from persistkv.tiering.persistent import PersistentTier
+
+logger = logging.getLogger(__name__)
+
+_DRAIN_S = 60.0
+
+
+class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """``{"type": "persistkv", "url": "lmdb:///var/cache/kv"}`` among ``secondary_tiers``; see ``VllmTierOptions``.
+
+    :raises ConfigurationError: naming the option.
+    :raises IdentityMismatchError: as ``strict_identity`` asks.
+    :raises StoreError: the store cannot be opened.
+    """
+
+    medium = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.options = tier_options(options)
+        scheme = self.options.scheme
+        self.locality = Locality(self.options.locality or ("REMOTE" if scheme == "s3" else "LOCAL"))
+        self._region_fd = open_region(primary_kv_view) if self.options.host == "process" else None
+        try:
+            self._tier = self._open(offloading_spec.config, primary_kv_view)
+        except BaseException:
+            self._close_region()
+            raise
+        self._group_tokens = group_tokens(offloading_spec.config)
+        self._labels = {"model": str(offloading_spec.config.model.name), **self.options.labels}
+        self._requests: dict[str, LiveRequest] = {}
+        self._not_loading: set[str] = set()
+        self._loads: dict[int, Sequence[OffloadKey]] = {}
+        self._passed_over: list[int] = []
+        self._observed = Observed()
+        self._metrics = MetricsReader(scheme)
+
+    def _open(self, offloading: Any, rows: memoryview) -> PersistentTier:
+        options = self.options
+        return PersistentTier(
+            self._tier_config(offloading, rows),
+            rows,
+            url=options.full_url,
+            codec=options.codec,
+            host=options.host,
+            durability=options.durability,
+            io_threads=options.io_threads,
+            strict_identity=options.strict_identity,
+            queue_bytes=options.queue_bytes,
+            staging_bytes=options.staging_bytes,
+        )
+
+    def _tier_config(self, offloading: Any, rows: memoryview) -> OffloadingConfig:
+        engine = find_vllm_config()
+        algorithm = engine.cache_config.prefix_caching_hash_algo
+        if has_random_hashes(algorithm, fixes_seed=fixes_hash_seed()):
+            logger.warning(
+                "block hashes are random (prefix_caching_hash_algo=%s, no PYTHONHASHSEED): after a restart nothing of "
+                "what is stored will be found. Set PYTHONHASHSEED=0, or the algorithm sha256",
+                algorithm,
+            )
+        identity = engine_identity(
+            engine, offloading, engine_facts(), weights=self.options.weights, adapters=self.options.adapters
+        )
+        tokens = offloading.groups[0].tokens_per_block * offloading.cache.blocks_per_chunk
+        num_rows = len(rows)
+        layout = row_layout(offloading, rows.nbytes // num_rows)
+        return OffloadingConfig(identity, tokens, layout, num_rows, self._region_fd)
+
+    # Lookups and jobs
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if self._not_loading and req_context.req_id in self._not_loading:
+            return LookupResult.MISS
+        if self._tier.lookup(key, req_context):
+            self._observed.lookup_hits += 1
+            return LookupResult.HIT
+        self._observed.lookup_misses += 1
+        return LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        request = self._request(job_metadata.req_context)
+        keys = list(job_metadata.keys)
+        if request.wants(keys, self.options.min_tokens):
+            self._tier.submit_store(_job(job_metadata, keys, request.learn(keys)))
+        else:
+            self._passed_over.append(job_metadata.job_id)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        keys = list(job_metadata.keys)
+        self._loads[job_metadata.job_id] = keys
+        self._tier.submit_load(_job(job_metadata, keys, self._request(job_metadata.req_context).context))
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        passed_over, self._passed_over = self._passed_over, []
+        finished = [JobResult(job_id, True, transfer_bytes=0) for job_id in passed_over]
+        return finished + [self._result(result) for result in self._tier.get_finished_jobs()]
+
+    def _result(self, result: TierResult) -> JobResult:
+        keys = self._loads.pop(result.job_id, None)
+        success = result.success and not result.failed_keys
+        good: list[OffloadKey] | None = None
+        if keys is None:
+            self._observed.store_bytes += result.num_bytes
+            self._observed.store_seconds += result.seconds
+        else:
+            failed = set(result.failed_keys) if result.success else set(keys)
+            good = None if success else [key for key in keys if key not in failed]
+            self._observed.load_bytes += result.num_bytes
+            self._observed.load_seconds += result.seconds
+            self._observed.load_failed_chunks += len(failed)
+        return JobResult(result.job_id, success, good, result.seconds, result.num_bytes)
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._tier.touch(list(keys), req_context)
+
+    def has_pending_work(self) -> bool:
+        return bool(self._passed_over) or self._tier.has_pending_work()
+
+    def drain_jobs(self) -> None:
+        while not self._tier.drain_jobs(_DRAIN_S):
+            logger.warning("still waiting for jobs of the store to end")
+
+    # Requests
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        options = self._request(req_context).options
+        if not options.load:
+            self._not_loading.add(req_context.req_id)
+        whole = options.store and self.options.policy == "request"
+        return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL if whole else OffloadPolicy.CHUNK_LEVEL)
+
+    def _request(self, context: ReqContext) -> LiveRequest:
+        request = self._requests.get(context.req_id)
+        if request is None:
+            options = options_of(context.req_id, context.kv_transfer_params)
+            position = getattr(context, "get_offload_key_position", None)
+            request = LiveRequest(context.req_id, options, position, self._group_tokens, self._labels)
+            self._requests[context.req_id] = request
+        return request
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._not_loading.discard(req_context.req_id)
+        request = self._requests.pop(req_context.req_id, None)
+        if request is not None and request.has_stored:
+            self._tier.on_request_finished(request.end())
+
+    # The rest
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return [
+            OffloadingEvent(event.keys, Medium.STORAGE, event.removed, self.locality, self.tier_type)
+            for event in self._tier.take_events()
+        ]
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        return metric_definitions()
+
+    def get_stats(self) -> Any:
+        return self._metrics.read(self._observed, self._tier.glance(), self._tier.num_held_blocks)
+
+    def shutdown(self) -> None:
+        """Let the store's process commit what it was given, a minute at most, and end; idempotent.
+
+        Requests that have not ended end here: what there is of their contexts is listed.
+        """
+        for request in self._requests.values():
+            if request.has_stored:
+                self._tier.on_request_finished(request.end())
+        self._requests.clear()
+        self._tier.shutdown()
+        self._close_region()
+
+    def _close_region(self) -> None:
+        fd, self._region_fd = self._region_fd, None
+        if fd is not None:
+            os.close(fd)
+
+
+def _job(job: TransferJob, keys: Sequence[OffloadKey], context: ours.ReqContext) -> JobMetadata:
+    rows = [int(row) for row in job.chunk_ids]
+    return JobMetadata(job.job_id, [ours.OffloadKey(key) for key in keys], rows, job.is_promotion, context)

@@ -1,0 +1,65 @@
+"""Transfers between vLLM's KV tensors in CPU memory and the rows of its primary tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+
+from persistkv.cpu.devices.base import Direction
+from persistkv.cpu.devices.cpu import CPUCopyEngine
+from persistkv.cpu.transfer import KVMemory, plan_copies
+
+
+class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """Copies on a thread a direction, in the order of submission.
+
+    :param kv_caches: vLLM's ``CanonicalKVCaches``, in CPU memory.
+    :param rows: for each tensor of them, its part of the rows: int8, shape (chunks, blocks_per_chunk * page bytes).
+    :param release: called at the end, when nothing refers to the rows any more.
+    """
+
+    def __init__(self, kv_caches: Any, rows: Sequence[torch.Tensor], blocks_per_chunk: int, release: Any) -> None:
+        pages = tuple(
+            canonical.tensor.view(canonical.tensor.shape[0], -1)[:, : canonical.page_size_bytes]
+            for canonical in kv_caches.tensors
+        )
+        self._kv_caches = kv_caches
+        self._memory: KVMemory | None = KVMemory(pages, tuple(rows), blocks_per_chunk)
+        self._stores = CPUCopyEngine(self._memory, Direction.STORE)
+        self._loads = CPUCopyEngine(self._memory, Direction.LOAD)
+        self._release = release
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        return self._submit(self._stores, job_id, src_spec, dst_spec)
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        return self._submit(self._loads, job_id, dst_spec, src_spec)
+
+    def _submit(self, engine: CPUCopyEngine, job_id: int, blocks: Any, chunks: Any) -> bool:
+        if self._memory is None:
+            return False
+        return engine.submit(job_id, plan_copies(blocks, chunks, self._kv_caches, self._memory))
+
+    def get_finished(self) -> list[TransferResult]:
+        return [
+            TransferResult(result.job_id, result.success, result.num_bytes, result.seconds)
+            for engine in (self._stores, self._loads)
+            for result in engine.finished()
+        ]
+
+    def wait(self, job_ids: set[int]) -> None:
+        self._stores.wait(job_ids)
+        self._loads.wait(job_ids)
+
+    def shutdown(self) -> None:
+        """Wait for what runs, then let go of the rows; idempotent."""
+        if self._memory is None:
+            return
+        self._stores.drain()
+        self._loads.drain()
+        self._memory = None
+        del self._stores.memory, self._loads.memory
+        self._release()

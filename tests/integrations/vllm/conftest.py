@@ -1,0 +1,178 @@
+"""Engines for tests. They run where vLLM is installed (``make test-vllm``) and are skipped elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from persistkv.errors import StoreError
+from persistkv.storage.registry import open_backend
+from tests.integrations.vllm.tiny_model import VOCABULARY, make_model
+
+PROGRAM = "tests.integrations.vllm.engine_process"
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # two processes less to start; the scheduler is the same
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that are marked so need vLLM, and the time that its engines take to start."""
+    installed = importlib.util.find_spec("vllm") is not None
+    for item in items:
+        if item.get_closest_marker("vllm") is not None:
+            item.add_marker(pytest.mark.timeout(1200))
+            if not installed:
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed: make test-vllm"))
+
+
+def prompt(number: int, length: int = 400) -> list[int]:
+    """Tokens that no other number's prompt begins with."""
+    return [3 + (7 * number + 5 * index * index + index) % (VOCABULARY - 3) for index in range(length)]
+
+
+SHORT = prompt(99, 10)
+"""Fills no block. An engine in this mode takes steps only while it has requests; the store hears of them in steps."""
+
+
+def tier(url: str, **options: Any) -> dict[str, Any]:
+    """An entry of ``secondary_tiers``."""
+    return {"type": "persistkv", "url": url, **options}
+
+
+class Engine:
+    """A process with an engine."""
+
+    def __init__(self, log: Path, settings: dict[str, Any], environment: dict[str, str]) -> None:
+        self._log = log
+        with log.open("ab") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", PROGRAM, json.dumps(settings)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**os.environ, **ENVIRONMENT, **environment},
+                start_new_session=True,
+            )
+        self._answer()
+
+    def _answer(self) -> Any:
+        line = self.process.stdout.readline() if self.process.stdout else ""
+        if not line:
+            raise RuntimeError(f"the engine ended:\n{self.log[-6000:]}")
+        return json.loads(line)
+
+    @property
+    def log(self) -> str:
+        """All that was logged so far, also by engines before it."""
+        return self._log.read_text(errors="replace")
+
+    def ask(self, do: str, **arguments: Any) -> Any:
+        """Run a command of ``engine_process.Server``."""
+        if self.process.stdin:
+            print(json.dumps({"do": do, **arguments}), file=self.process.stdin, flush=True)
+        return self._answer()
+
+    def generate(self, *prompts: list[int], **arguments: Any) -> Any:
+        """Answers and cached tokens, a list each."""
+        return self.ask("generate", prompts=list(prompts), **arguments)
+
+    def close(self) -> None:
+        """Let it end by itself."""
+        if self.process.poll() is None and self.process.stdin:
+            self.process.stdin.close()
+            self.process.wait(120)
+
+    def kill(self) -> None:
+        """SIGKILL for all of its processes but that of the store, which is in a session of its own."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint."""
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+StartEngine = Callable[..., Engine]
+
+
+@pytest.fixture
+def start_engine(tmp_path: Path, model: Path) -> Iterator[StartEngine]:
+    """Starts engines, and ends those that are left."""
+    engines: list[Engine] = []
+
+    def start(
+        *tiers: dict[str, Any],
+        checkpoint: Path = model,
+        extra: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
+        **options: Any,
+    ) -> Engine:
+        """:param tiers: entries of ``secondary_tiers``; without any there is no connector.
+        :param extra: more of the connector's configuration.
+        :param options: of the engine.
+        """
+        connector = {"spec_name": "PersistKVSpec", "cpu_bytes_to_use": 64 << 20, "secondary_tiers": list(tiers)}
+        connector |= extra or {}
+        settings = {"model": str(checkpoint), "connector": connector if tiers else None, "engine": options}
+        home = {"XDG_CACHE_HOME": str(tmp_path / "cache"), **(environment or {})}
+        engines.append(Engine(tmp_path / "engine.log", settings, home))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        if engine.process.poll() is None:
+            engine.kill()
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """A store of the test's own."""
+    return f"lmdb://{tmp_path}/store?capacity=1GiB"
+
+
+def stored_contexts(url: str) -> int:
+    """Contexts that are durable in a store, of all models."""
+    try:
+        backend = open_backend(url, read_only=True)
+    except StoreError:  # it is not there yet
+        return 0
+    try:
+        return sum(len(list(backend.manifests(namespace.id))) for namespace in backend.namespaces())
+    finally:
+        backend.close()
+
+
+def wait_stored(url: str, count: int, timeout_s: float = 120.0) -> None:
+    """Until so many contexts are durable."""
+    deadline = time.monotonic() + timeout_s
+    while (found := stored_contexts(url)) < count:
+        assert time.monotonic() < deadline, f"{found} contexts are stored, not {count}"
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="session")
+def plain_engine(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Engine]:
+    """An engine without a connector."""
+    place = tmp_path_factory.mktemp("plain")
+    settings = {"model": str(model), "connector": None, "engine": {}}
+    engine = Engine(place / "engine.log", settings, {"XDG_CACHE_HOME": str(place)})
+    yield engine
+    engine.close()

@@ -1,0 +1,71 @@
+"""A vLLM engine in a process of its own: ``engine_process.py '{"model": …, "connector": …, "engine": …}'``.
+
+Reads one JSON command a line, answers with one JSON line, and ends with its input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+
+class Server:
+    """The engine and its commands."""
+
+    def __init__(self, model: str, connector: dict[str, Any] | None, engine: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        options: dict[str, Any] = {"max_model_len": 2048, "dtype": "float32", "seed": 0, "block_size": 32} | engine
+        options["distributed_executor_backend"] = "uni"
+        if connector is not None:
+            options["kv_transfer_config"] = {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": connector,
+            }
+        self._llm = LLM(
+            model, skip_tokenizer_init=True, enforce_eager=True, disable_log_stats=False, max_num_seqs=4, **options
+        )
+
+    def generate(self, prompts: list[list[int]], max_tokens: int = 12, params: Any = None) -> dict[str, Any]:
+        """Greedy answers, and how many tokens of each prompt came from a cache."""
+        from vllm import SamplingParams
+
+        extra = None if params is None else {"kv_transfer_params": params}
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra
+        )
+        outputs = self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        return {
+            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "cached": [output.num_cached_tokens for output in outputs],
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Counters and gauges whose name speaks of offloading, added up over their labels."""
+        found: dict[str, float] = {}
+        for metric in self._llm.get_metrics():
+            if "offload" in metric.name and hasattr(metric, "value"):
+                found[metric.name] = found.get(metric.name, 0) + metric.value
+        return found
+
+    def close(self) -> None:
+        """End the engine as a program does that ends by itself."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what vLLM prints
+    server = Server(**json.loads(sys.argv[1]))
+    print(json.dumps({"ready": os.getpid()}), file=answers)
+    for line in sys.stdin:
+        command = json.loads(line)
+        print(json.dumps(getattr(server, command.pop("do"))(**command)), file=answers)
+    server.close()
+
+
+if __name__ == "__main__":
+    main()

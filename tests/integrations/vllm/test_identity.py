@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+
+from persistkv.errors import ConfigurationError
+from persistkv.integrations.vllm.identity import engine_identity, has_random_hashes
+from persistkv.storage.identity import Identity
+from tests.integrations.vllm.tiny_model import CONFIG, make_model
+
+FACTS = {"name": "vllm", "release": "0.32", "device": "cpu"}
+
+
+class HfConfig(dict):
+    """As transformers' configurations are asked."""
+
+    def to_dict(self):
+        return dict(self)
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            model=str(make_model(tmp_path / "model")),
+            revision=None,
+            code_revision=None,
+            hf_config=HfConfig(CONFIG),
+            dtype="torch.float32",
+            quantization=None,
+            seed=0,
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256", sliding_window=None),
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
+        lora_config=None,
+        speculative_config=None,
+    )
+
+
+@pytest.fixture
+def offloading():
+    return SimpleNamespace(
+        groups=(SimpleNamespace(group_id=0, tokens_per_block=16, layer_names=("model.layers.0",)),),
+        model=SimpleNamespace(name="tiny", dtype="float32"),
+        cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=1),
+        parallel=SimpleNamespace(world_size=1, tp_size=1, pp_size=1, pcp_size=1, dcp_size=1),
+        worker_kv_bytes_per_block=32768,
+        replicated_layout=False,
+    )
+
+
+def identity(config, offloading, **options):
+    return Identity.of(engine_identity(config, offloading, FACTS, **options))
+
+
+def set_path(config, path, value):
+    *parents, name = path.split(".")
+    target = config
+    for parent in parents:
+        target = getattr(target, parent)
+    if isinstance(target, dict):
+        target[name] = value
+    else:
+        setattr(target, name, value)
+
+
+def test_where_the_model_lies_does_not_matter(config, offloading, tmp_path):
+    ours = identity(config, offloading)
+    config.model_config.model = str(make_model(tmp_path / "elsewhere"))
+    assert identity(config, offloading).digest == ours.digest
+
+
+def test_a_changed_weight_file_at_the_same_place_is_another_identity(config, offloading, tmp_path):
+    ours = identity(config, offloading)
+    make_model(tmp_path / "model", seed=1)
+    assert [difference.field for difference in ours.diff(identity(config, offloading))] == ["weights"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "field"),
+    [
+        ("model_config.hf_config.rope_theta", 500000.0, "config.rope_theta"),
+        ("model_config.dtype", "torch.bfloat16", "dtype.model"),
+        ("model_config.quantization", "fp8", "quantization"),
+        ("cache_config.cache_dtype", "fp8", "kv_cache.cache_dtype"),
+        ("cache_config.prefix_caching_hash_algo", "xxhash", "hash.algorithm"),
+        ("cache_config.sliding_window", 64, "attention.sliding_window"),
+    ],
+)
+def test_names_the_field_of_the_engine_that_differs(config, offloading, path, value, field):
+    ours = identity(config, offloading)
+    set_path(config, path, value)
+    assert [difference.field for difference in ours.diff(identity(config, offloading))] == [field]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "field"),
+    [
+        ("cache.blocks_per_chunk", 2, "block.blocks_per_chunk"),
+        ("parallel.tp_size", 2, "world.tp_size"),
+        ("model.dtype", "fp8", "dtype.kv"),
+        ("kv_cache_layout", "HND", "kv_cache.layout"),
+    ],
+)
+def test_names_the_field_of_the_offloading_that_differs(config, offloading, path, value, field):
+    ours = identity(config, offloading)
+    set_path(offloading, path, value)
+    assert [difference.field for difference in ours.diff(identity(config, offloading))] == [field]
+
+
+def test_another_hash_seed_is_another_identity(config, offloading, monkeypatch):
+    ours = identity(config, offloading)
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    assert [difference.field for difference in ours.diff(identity(config, offloading))] == ["hash.seed"]
+
+
+def test_adapters_must_be_named(config, offloading):
+    config.lora_config = SimpleNamespace(lora_dtype="torch.float16", target_modules=None)
+    with pytest.raises(ConfigurationError, match="option adapters"):
+        identity(config, offloading)
+    first, second = (identity(config, offloading, adapters=name) for name in ("v1", "v2"))
+    assert [difference.field for difference in first.diff(second)] == ["adapters.name"]
+
+
+def test_weights_that_cannot_be_read_must_be_named(config, offloading):
+    config.load_config.load_format = "tensorizer"
+    with pytest.raises(ConfigurationError, match="option weights"):
+        identity(config, offloading)
+    assert identity(config, offloading, weights="v7").fields["weights"] == "named:v7"
+
+
+def test_random_weights_are_told_by_their_seed(config, offloading):
+    config.load_config.load_format = "dummy"
+    ours = identity(config, offloading)
+    config.model_config.seed = 1
+    assert [difference.field for difference in ours.diff(identity(config, offloading))] == ["weights"]
+
+
+def test_a_draft_model_is_part_of_it(config, offloading, tmp_path):
+    ours = identity(config, offloading)
+    draft = copy.copy(config.model_config)
+    draft.model = str(make_model(tmp_path / "draft", seed=3))
+    config.speculative_config = SimpleNamespace(method="eagle", draft_model_config=draft)
+    first = identity(config, offloading)
+    assert first.digest != ours.digest
+    make_model(tmp_path / "draft", seed=4)
+    assert [difference.field for difference in first.diff(identity(config, offloading))] == ["speculation.weights"]
+
+
+def test_random_hashes_are_recognised(monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert not has_random_hashes("sha256", fixes_seed=True)
+    assert has_random_hashes("xxhash", fixes_seed=True)
+    assert has_random_hashes("sha256", fixes_seed=False)
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert not has_random_hashes("xxhash", fixes_seed=False)

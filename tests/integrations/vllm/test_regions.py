@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from persistkv.integrations.vllm import leftovers
+from persistkv.integrations.vllm.leftovers import remove_leftovers
+from persistkv.integrations.vllm.regions import open_region
+
+ROWS, STRIDE = 4, 4096
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "vllm_offload_test.mmap"
+    path.write_bytes(bytes(ROWS * STRIDE))
+    return path
+
+
+def rows_of(memory):
+    """As vLLM hands them over: signed bytes in two dimensions."""
+    return memoryview(np.frombuffer(memory, np.int8).reshape(ROWS, STRIDE))
+
+
+def check_leads_to(fd, rows):
+    try:
+        os.pwrite(fd, b"\x05", 2 * STRIDE)
+        assert rows[2, 0] == 5
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("unlinked", [False, True])
+def test_finds_the_file_behind_a_mapping(file, unlinked):
+    with file.open("r+b") as opened:
+        rows = rows_of(mmap.mmap(opened.fileno(), ROWS * STRIDE))
+        if unlinked:
+            file.unlink()
+        fd = open_region(rows)
+        assert fd is not None
+        check_leads_to(fd, rows)
+
+
+def test_finds_a_file_whose_descriptor_was_closed(file):
+    with file.open("r+b") as opened:
+        rows = rows_of(mmap.mmap(opened.fileno(), ROWS * STRIDE))
+    fd = open_region(rows)
+    assert fd is not None
+    check_leads_to(fd, rows)
+
+
+def test_memory_of_this_process_alone_has_no_file():
+    assert open_region(memoryview(np.zeros((ROWS, STRIDE), np.int8))) is None
+
+
+def test_a_mapping_that_does_not_begin_with_the_file_is_not_taken(file):
+    with file.open("r+b") as opened:
+        memory = mmap.mmap(opened.fileno(), (ROWS - 1) * STRIDE, offset=STRIDE)
+    assert open_region(memoryview(np.frombuffer(memory, np.int8).reshape(ROWS - 1, STRIDE))) is None
+
+
+@pytest.fixture
+def in_the_first_namespace(monkeypatch):
+    monkeypatch.setattr(leftovers, "_sees_all_processes", lambda: True)
+
+
+@pytest.mark.usefixtures("in_the_first_namespace")
+def test_removes_what_nobody_maps(file, tmp_path):
+    other = tmp_path / "somebody_elses.mmap"
+    other.touch()
+    assert remove_leftovers(str(tmp_path)) == [str(file)]
+    assert other.exists()
+
+
+@pytest.mark.usefixtures("in_the_first_namespace")
+def test_what_another_process_maps_stays(file, tmp_path):
+    program = (
+        "import mmap, sys; file = open(sys.argv[1], 'r+b'); memory = mmap.mmap(file.fileno(), 0); "
+        "print(flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as user:
+        assert user.stdout.readline()
+        assert remove_leftovers(str(tmp_path)) == []
+    assert remove_leftovers(str(tmp_path)) == [str(file)]
+
+
+def test_a_young_file_stays_where_not_all_processes_are_seen(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(leftovers, "_sees_all_processes", lambda: False)
+    assert remove_leftovers(str(tmp_path)) == []
+    os.utime(file, (0, 0))
+    assert remove_leftovers(str(tmp_path)) == [str(file)]

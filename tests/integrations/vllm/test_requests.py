@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from persistkv.base import make_offload_key
+from persistkv.integrations.vllm.options import BOTH, NEITHER
+from persistkv.integrations.vllm.requests import LiveRequest, options_of
+
+CHUNK = 16
+
+
+def keys_of(group, count):
+    return [make_offload_key(bytes([index]) * 32, group) for index in range(count)]
+
+
+def request(positions, options=BOTH):
+    return LiveRequest("request", options, positions.get, (CHUNK, CHUNK), {"model": "tiny"})
+
+
+def positions_of(*groups):
+    return {key: (index + 1) * CHUNK for keys in groups for index, key in enumerate(keys)}
+
+
+def test_positions_bring_keys_into_order():
+    full, window = keys_of(0, 4), keys_of(1, 4)
+    live = request(positions_of(full, window))
+    live.learn([full[2], window[3]])
+    live.learn([full[0], full[1], full[2], window[2]])
+    description = live.end().description
+    assert list(description.group_keys) == [full[:3], window[2:]]
+    assert description.num_tokens == 4 * CHUNK
+    assert [description.depth(key) for key in window[2:]] == [2, 3]
+    assert description.labels == {"model": "tiny"}
+
+
+def test_without_all_positions_order_is_unknown():
+    keys = keys_of(0, 2)
+    live = request(positions_of(keys[:1]))
+    assert live.learn(keys[:1]).description is not None
+    assert live.learn(keys).description is None
+    assert live.end().description is None
+
+
+def test_the_first_keys_decide_whether_a_request_is_long_enough():
+    keys = keys_of(0, 4)
+    short, long = request(positions_of(keys)), request(positions_of(keys))
+    assert not short.wants(keys[:1], 2 * CHUNK)
+    assert not short.wants(keys[1:], 2 * CHUNK)
+    assert long.wants(keys[:2], 2 * CHUNK)
+    assert long.wants(keys[:1], 2 * CHUNK)
+
+
+def test_a_request_that_opted_out_wants_nothing():
+    keys = keys_of(0, 1)
+    assert not request(positions_of(keys), NEITHER).wants(keys, 0)
+
+
+def test_a_request_that_is_not_understood_is_served_without_the_store(caplog):
+    assert options_of("a", {"persistkv": "off"}) == NEITHER
+    assert "kv_transfer_params.persistkv" in caplog.text

@@ -1,0 +1,62 @@
+"""Real vLLM engines that end, and others that go on from what they left."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integrations.vllm.conftest import SHORT, prompt, tier, wait_stored
+from tests.integrations.vllm.tiny_model import make_model
+
+pytestmark = pytest.mark.vllm
+
+PROMPTS = [prompt(1), prompt(2), prompt(3, 250)]
+
+
+@pytest.fixture(scope="module")
+def expected(plain_engine):
+    """What an engine without any connector answers."""
+    return plain_engine.generate(*PROMPTS)["tokens"]
+
+
+def test_engines_start_warm_after_a_kill_and_after_an_end(start_engine, url, expected):
+    killed = start_engine(tier(url))
+    assert killed.generate(*PROMPTS[:2]) == {"tokens": expected[:2], "cached": [0, 0]}
+    killed.generate(SHORT)
+    wait_stored(url, 2)
+    killed.kill()
+    ended = start_engine(tier(url))
+    assert ended.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384, 0]}
+    ended.close()
+    last = start_engine(tier(url))
+    assert last.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384, 224]}
+    assert "in a thread" not in last.log  # the store has a process of its own
+
+
+def test_another_model_misses_and_answers_right(start_engine, url, tmp_path, expected):
+    place = make_model(tmp_path / "changing")
+    filling = start_engine(tier(url), checkpoint=place)
+    assert filling.generate(*PROMPTS)["tokens"] == expected
+    filling.close()
+    wait_stored(url, 3)
+    for change in ({"seed": 1}, {"rope_theta": 500000.0}):
+        make_model(place, **change)
+        plain = start_engine(checkpoint=place)
+        right = plain.generate(*PROMPTS)
+        plain.close()
+        other = start_engine(tier(url), checkpoint=place)
+        assert other.generate(*PROMPTS) == right, change
+        other.close()
+        assert right["tokens"] != expected, change
+    make_model(place)
+    other = start_engine(tier(url), checkpoint=place, dtype="bfloat16")
+    assert other.generate(*PROMPTS)["cached"] == [0, 0, 0]
+
+
+def test_two_blocks_a_chunk(start_engine, url, expected):
+    options = {"extra": {"block_size": 64}}
+    filling = start_engine(tier(url), **options)
+    filling.generate(*PROMPTS)
+    filling.close()
+    wait_stored(url, 3)
+    warm = start_engine(tier(url), **options)
+    assert warm.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384, 192]}

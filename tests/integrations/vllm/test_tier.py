@@ -1,0 +1,215 @@
+"""The tier between vLLM's abstract classes and a store, without an engine around it."""
+
+from __future__ import annotations
+
+import os
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.integrations.vllm.conftest import stored_contexts
+
+pytestmark = pytest.mark.vllm
+
+ROWS, STRIDE, CHUNK = 16, 8192, 16
+
+
+@pytest.fixture
+def rows():
+    return np.random.default_rng(0).integers(-128, 128, (ROWS, STRIDE), dtype=np.int8)
+
+
+@pytest.fixture
+def make_tier(rows, url, monkeypatch):
+    """Builds tiers over the rows; which identity they have is another test's affair."""
+    from vllm.v1.kv_offload import config as offload
+
+    from persistkv.integrations.vllm import tier as module
+
+    engine = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"))
+    monkeypatch.setattr(module, "find_vllm_config", lambda: engine)
+    monkeypatch.setattr(module, "engine_identity", lambda *_, **__: {"test": 1})
+    config = offload.OffloadingConfig(
+        groups=(offload.OffloadingGroupConfig(tokens_per_block=CHUNK, layer_names=("layer",), group_id=0),),
+        worker_kv_bytes_per_block=STRIDE,
+        enable_kv_cache_events=True,
+        extra_config={},
+        engine_id="test",
+        model=offload.OffloadingModelConfig(name="tiny", dtype="bfloat16"),
+        cache=offload.OffloadingCacheConfig(tokens_per_hash=CHUNK, blocks_per_chunk=1),
+        parallel=offload.OffloadingParallelConfig(
+            rank=0,
+            world_size=1,
+            tp_size=1,
+            pp_size=1,
+            pcp_size=1,
+            dcp_size=1,
+            data_parallel_index=0,
+            data_parallel_size=1,
+            data_parallel_rank_local=None,
+            is_parallelism_agnostic=False,
+        ),
+    )
+    built = []
+
+    def make(**options):
+        spec = SimpleNamespace(config=config, blocks_per_chunk=1)
+        built.append(module.PersistKVTier(spec, memoryview(rows), "persistkv", url=url, **options))
+        return built[-1]
+
+    yield make
+    for tier in built:
+        tier.shutdown()
+
+
+def keys_of(count, first=0):
+    return [bytes([first + index]) * 32 + bytes(4) for index in range(count)]
+
+
+def context_of(keys, params=None):
+    from vllm.v1.kv_offload.base import ReqContext
+
+    context = ReqContext(os.urandom(4).hex(), params)
+    for index, key in enumerate(keys):
+        context.set_offload_key_position(key, (index + 1) * CHUNK)
+    return context
+
+
+def job_of(number, keys, first_row, context, *, is_promotion=False):
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+
+    return TransferJob(number, keys, np.arange(first_row, first_row + len(keys)), is_promotion, context)
+
+
+def results_of(tier, count=1):
+    found = []
+    deadline = time.monotonic() + 120
+    while len(found) < count:
+        assert time.monotonic() < deadline
+        found += tier.get_finished_jobs()
+        time.sleep(0.001)
+    return found
+
+
+def store(tier, keys, context):
+    tier.on_new_request(context)
+    tier.submit_store(job_of(1, keys, 0, context))
+    tier.on_request_finished(context)
+    (result,) = results_of(tier)
+    tier.drain_jobs()
+    return result
+
+
+def test_what_was_stored_is_loaded_and_events_tell_of_it(make_tier, rows):
+    from vllm.v1.kv_offload.base import Locality, LookupResult, Medium
+
+    tier, keys = make_tier(), keys_of(4)
+    context = context_of(keys)
+    assert tier.lookup(keys[0], context) is LookupResult.MISS
+    result = store(tier, keys, context)
+    assert (result.success, result.successful_keys, result.transfer_bytes) == (True, None, 4 * STRIDE)
+    assert [tier.lookup(key, context) for key in keys] == [LookupResult.HIT] * 4
+    (event,) = tier.take_events()
+    assert sorted(event.keys) == keys
+    assert (event.medium, event.removed, event.locality, event.ownership) == (
+        Medium.STORAGE,
+        False,
+        Locality.LOCAL,
+        "persistkv",
+    )
+    tier.submit_load(job_of(2, keys, 8, context, is_promotion=True))
+    (result,) = results_of(tier)
+    assert (result.success, result.successful_keys) == (True, None)
+    assert np.array_equal(rows[8:12], rows[:4])
+
+
+def test_keys_that_could_not_be_loaded_are_left_out_of_the_successful_ones(make_tier, rows):
+    tier, keys = make_tier(), keys_of(3)
+    context = context_of(keys)
+    store(tier, keys[:2], context)
+    tier.submit_load(job_of(2, keys, 8, context, is_promotion=True))
+    (result,) = results_of(tier)
+    assert not result.success
+    assert list(result.successful_keys) == keys[:2]
+    assert np.array_equal(rows[8:10], rows[:2])
+
+
+def test_a_request_that_opted_out_is_answered_and_not_stored(make_tier):
+    from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy
+
+    tier, keys = make_tier(), keys_of(2)
+    context = context_of(keys, {"persistkv": False})
+    assert tier.on_new_request(context).policy is OffloadPolicy.CHUNK_LEVEL
+    assert store(tier, keys, context).success
+    assert tier.lookup(keys[0], context_of(keys)) is LookupResult.MISS
+
+
+def test_a_request_that_does_not_load_misses(make_tier):
+    from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy
+
+    tier, keys = make_tier(), keys_of(2)
+    store(tier, keys, context_of(keys))
+    context = context_of(keys, {"persistkv": {"load": False}})
+    assert tier.on_new_request(context).policy is OffloadPolicy.REQUEST_LEVEL
+    assert tier.lookup(keys[0], context) is LookupResult.MISS
+    tier.on_request_finished(context)
+    assert tier.lookup(keys[0], context) is LookupResult.HIT
+
+
+def test_short_requests_are_not_stored(make_tier):
+    from vllm.v1.kv_offload.base import LookupResult
+
+    tier, keys = make_tier(min_tokens=3 * CHUNK), keys_of(8)
+    assert store(tier, keys[:2], context_of(keys[:2])).success
+    assert tier.lookup(keys[0], context_of(keys)) is LookupResult.MISS
+    store(tier, keys, context_of(keys))
+    assert tier.lookup(keys[0], context_of(keys)) is LookupResult.HIT
+
+
+def test_chunk_level(make_tier):
+    from vllm.v1.kv_offload.base import OffloadPolicy
+
+    assert make_tier(policy="chunk").on_new_request(context_of([])).policy is OffloadPolicy.CHUNK_LEVEL
+
+
+def test_statistics_are_of_metrics_that_were_defined(make_tier):
+    tier, keys = make_tier(), keys_of(2)
+    store(tier, keys, context_of(keys))
+    defined = type(tier).build_metric_definitions({})
+    reading = tier.get_stats()
+    deadline = time.monotonic() + 60
+    while not any(
+        name.endswith("disk_bytes") for name in reading.data["data"]
+    ):  # the store's side answers a later step
+        assert time.monotonic() < deadline
+        list(tier.get_finished_jobs())
+        reading = tier.get_stats()
+    assert set(reading.data["data"]) <= set(defined)
+    assert all(labels == ("lmdb",) for values in reading.data["data"].values() for labels in values)
+
+
+def test_shutdown_ends_the_requests_that_live_and_may_come_twice(make_tier, url):
+    tier, keys = make_tier(), keys_of(2)
+    context = context_of(keys)
+    tier.on_new_request(context)
+    tier.submit_store(job_of(1, keys, 0, context))
+    tier.shutdown()
+    tier.shutdown()
+    assert stored_contexts(url) == 1
+
+
+def test_is_found_by_its_short_name_and_by_its_module():
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+    from persistkv.integrations.vllm import PersistKVSpec, PersistKVTier
+    from persistkv.integrations.vllm.plugin import register
+
+    register()
+    register()  # vLLM calls it more than once
+    module = "persistkv.integrations.vllm"
+    assert SecondaryTierFactory.get_tier_class({"type": "persistkv"}) is PersistKVTier
+    assert SecondaryTierFactory.get_tier_class({"type": "PersistKVTier", "module_path": module}) is PersistKVTier
+    assert OffloadingSpecFactory.get_spec_cls({"spec_name": "PersistKVSpec"}) is PersistKVSpec

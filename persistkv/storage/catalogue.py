@@ -6,7 +6,7 @@ Its flows are begun with ``Executor.begin_write``, so that what they learn is ap
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from persistkv.errors import StoreError
 from persistkv.storage.backend import Changes, CommitBatch, CommitResult
@@ -97,17 +97,23 @@ class Catalogue:
         self._counters.stored_raw_bytes += table.raw_length
         self._counters.stored_bytes += table.payload_length
 
+    def distrust(self, packs: Iterable[HeldPack]) -> None:
+        """Forget packs that did not read as the index knew them; one that was replaced since is another, and stays."""
+        self._gone(self.index.remove_all([pack.pack_id for pack in packs if self.index.holds(pack)]))
+
     async def quarantine(self, suspects: Collection[HeldPack]) -> None:
-        """Packs that others deleted or replaced are learnt anew; those that are still the same leave the index, and the
-        store, where it takes that.
+        """Packs that were distrusted: those that others replaced are learnt anew, those that are still the same leave
+        the store, where it takes that. Where nobody can tell, they are trusted again.
         """
         for _ in range(_QUARANTINE_ATTEMPTS):
             try:
                 await self.refresh()
             except StoreError as error:  # nobody can tell whether they are the same
                 self._medium.complain(error)
+                for pack in suspects:
+                    self.news.stored += self.index.restore(pack)
                 return
-            bad = [pack.pack_id for pack in suspects if self.index.holds(pack)]
+            bad = [pack.pack_id for pack in suspects if not self.index.knows(pack.pack_id)]
             if not bad or await self._delete(bad):
                 return
 
@@ -122,7 +128,6 @@ class Catalogue:
                 return False
             names = ", ".join(pack_id.hex() for pack_id in bad)
             logger.warning("deleted packs whose bytes do not verify: %s; their blocks will be computed again", names)
-        self._gone(self.index.remove_all(bad))
         await self.refresh_or_complain()  # what could only be reached through them went too
         return True
 

@@ -63,15 +63,23 @@ class Index:
         """Whether this pack, and not another that was written under its name since, is known."""
         return self._packs.get(pack.pack_id) is pack
 
+    def knows(self, pack_id: bytes) -> bool:
+        """Whether a pack of this name is known."""
+        return pack_id in self._packs
+
     def add(self, table: PackTable) -> list[bytes]:
         """Take a pack in.
 
         :returns: the keys that were not held before; none where the pack is known already.
         """
-        if table.pack_id in self._packs:
+        return [] if table.pack_id in self._packs else self.restore(HeldPack(table, table.keys.unpack()))
+
+    def restore(self, pack: HeldPack) -> list[bytes]:
+        """Take in a pack that was removed; as ``add``."""
+        if pack.pack_id in self._packs:
             return []
-        keys = table.keys.unpack()
-        pack = self._packs[table.pack_id] = HeldPack(table, keys)
+        self._packs[pack.pack_id] = pack
+        keys = list(pack.keys)
         holders = list(map(self._where.setdefault, keys, repeat(pack)))
         if holders.count(pack) == len(keys):
             return keys

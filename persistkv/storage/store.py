@@ -307,7 +307,8 @@ class Store:
         self.counters.missed_blocks += len(outcome.failed)
         self.counters.loaded_blocks += len(wanted) - len(outcome.failed)
         self.counters.loaded_bytes += outcome.raw_bytes
-        if outcome.suspects:
+        if outcome.suspects:  # out of the index before the caller hears of it: what he computes again is not held
+            self._catalogue.distrust(outcome.suspects.values())
             medium.executor.begin_write(self._catalogue.quarantine(outcome.suspects.values()))
         then(outcome)
 

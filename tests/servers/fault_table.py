@@ -143,7 +143,7 @@ class Breakers(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         self.opened += "requests are held back" in text
-        self.closed += "answers again" in text
+        self.closed += text.endswith("/store answers again")
 
 
 class Load:

@@ -18,12 +18,13 @@ WHEEL_VENV := $(VENV)-wheel
 VLLM_VENV := $(VENV)-vllm
 VLLM := 0.32.0
 
-.PHONY: help setup setup-vllm demo test test-slow lint test-wheel test-ceph test-writers test-faults fuzz crash damage powerloss bench bench-vllm clean
+.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs test-wheel test-ceph test-writers test-faults fuzz crash damage powerloss bench bench-vllm clean
 
 help:
 	@echo "make demo        a model answers, is killed, and a new process answers from what it left"
 	@echo "make test        lint, types, import rules, tests"
 	@echo "make test-slow   the tests that make test leaves out: faults that last, many writers, kills"
+	@echo "make docs        the site of docs/ and of the API, in build/site; checks its links"
 	@echo "make test-wheel  the built wheel, without torch and transformers"
 	@echo "make test-ceph   the S3 driver against a real server (Ceph), which it installs, starts and stops; as root"
 	@echo "make test-writers  eight writers on one bucket for two minutes (S3_SECONDS=120), against a server of its own"
@@ -57,6 +58,16 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# What builds the site, beside what development needs.
+setup-docs: $(VENV)/.ready-docs
+
+$(VENV)/.ready-docs: $(READY)
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints-dev.txt --editable ".[docs]"
+	@touch $@
+
+docs: setup-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 test-wheel: setup
 	rm -rf dist $(WHEEL_VENV)

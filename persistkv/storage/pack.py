@@ -49,6 +49,7 @@ class Frame(NamedTuple):
     """Consecutive blocks of one group: the unit of codec and checksum."""
 
     group: int
+    """KV cache group."""
     block_count: int
     block_bytes: int
     """Raw bytes of one block."""
@@ -57,6 +58,7 @@ class Frame(NamedTuple):
     codec: int
     """Which of the pack's codecs was applied, counted from 1; 0: none, the stored bytes are the raw ones."""
     reserved: int
+    """0."""
     offset: int
     """Byte offset in the pack, a multiple of 4 KiB."""
     stored_length: int
@@ -235,8 +237,11 @@ class Segment:
 
     group: int
     block_bytes: int
+    """Raw bytes of one block."""
     keys: Sequence[bytes]
+    """In the order of the blocks."""
     source: BlockSource
+    """Where their bytes lie."""
     depth: int = UNKNOWN_DEPTH
     """Depth of the first block; the others follow it."""
 
@@ -283,10 +288,14 @@ class PackWriter:
     """
 
     namespace: bytes
+    """16 bytes: the digest of the identity."""
     codec: CodecPolicy
     segments: Sequence[Segment]
+    """What goes in; nothing after ``release``."""
     keys: PackedKeys = field(init=False)
+    """The keys of all blocks, segment after segment."""
     pack_id: bytes = field(init=False)
+    """16 bytes: the pack's name."""
     raw_length: int = field(init=False)
     """Bytes of all blocks."""
     codecs: tuple[Codec, ...] = field(init=False)
@@ -357,6 +366,10 @@ class PackWriter:
         finishing, self._finishing = self._finishing, None
         if finishing is not None:
             self._table = finishing()
+
+    def restart(self) -> None:
+        """Forget what an attempt that failed has written: another process's pack may be found in its place now."""
+        self._table = None
 
     def settle(self) -> None:
         """Wait for what was begun beside a ``stream`` that was left or has ended: nobody reads the blocks any more."""

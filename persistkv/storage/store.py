@@ -378,7 +378,7 @@ class Store:
             self._resumption.stop()
 
     def close(self) -> None:
-        """Write what was taken, then release the backend; idempotent."""
+        """Write what was taken, then release the backend, which is released whatever writing raises; idempotent."""
         self.stop_resuming()
         try:
             self.flush()

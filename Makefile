@@ -28,7 +28,7 @@ help:
 	@echo "make test-wheel  the built wheel, without torch and transformers"
 	@echo "make test-ceph   the S3 driver against a real server (Ceph), which it installs, starts and stops; as root"
 	@echo "make test-writers  eight writers on one bucket for two minutes (S3_SECONDS=120), against a server of its own"
-	@echo "make test-faults   faults of an object store, and what an engine notices of them: the table in docs/reliability.md"
+	@echo "make test-faults   faults of an object store, and what an engine notices of them: prints a table"
 	@echo "make fuzz        100,000 broken packs, manifests and codec frames (5 minutes at most; CASES=...)"
 	@echo "make crash       kill a writer N times (N=200) and look at what it left"
 	@echo "make damage      400 stores cut short or with a flipped bit, used as a host uses them"

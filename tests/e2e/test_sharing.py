@@ -23,6 +23,8 @@ SCRIPT = Path(__file__).with_name("engine_process.py")
 BLOCKS = len(PROMPT) // 16
 PATIENCE_S = 60
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def other_weights(checkpoint: Path, tmp_path: Path) -> Path:

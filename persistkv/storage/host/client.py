@@ -21,8 +21,6 @@ from array import array
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import msgspec
-
 from persistkv.errors import CorruptStoreError, HostError, PersistKVError
 from persistkv.storage.host import protocol
 from persistkv.storage.host.answers import ClientCounters, JobOutcome, StoreStats, open_error
@@ -345,8 +343,7 @@ class StoreClient:
     def _opened(self, opened: protocol.Opened) -> None:
         self._state = State.OPEN
         self._replica.end_listing(news=self.counters.restarts > 0)  # ``_lose`` told that what is back had gone
-        options = msgspec.structs.replace(self._hello.options, resume_from="")  # once: it may be what a death is due to
-        self._hello = msgspec.structs.replace(self._hello, options=options)
+        self._hello = self._hello.again()
         if opened.notice and opened.notice not in self.notices:
             self.notices.append(opened.notice)
             logger.warning("%s", opened.notice)

@@ -296,8 +296,9 @@ class StoreServer:
         """
         store = self._store
         try:
-            if store is not None and finish:
+            if store is not None:
                 store.stop_resuming()
+            if store is not None and finish:
                 self._executor.run_until(self._finished)
                 if self._status is not None:
                     self._status.withdraw()

@@ -16,6 +16,8 @@ from tests.backends.s3.test_retention import run
 
 NAMESPACE = sample_identity().digest
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def many_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:

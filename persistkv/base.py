@@ -1,6 +1,6 @@
 """The abstractions of KV offloading: keys, request context, policies, load and store specs, managers, handlers, specs.
 
-Words are DESIGN's and vLLM's. torch is named here for checkers only; importing this module imports no torch.
+Words are those of vLLM. torch is named here for checkers only; importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -45,18 +45,25 @@ class RequestDescription:
 
     It grows with the request: the engine extends it as blocks fill. Not thread-safe.
 
+    :param num_groups: KV cache groups of the engine.
     :raises ConfigurationError: a label that is no text.
     """
 
     def __init__(self, num_groups: int = 1, labels: Mapping[str, str] | None = None) -> None:
         self.group_keys: tuple[list[OffloadKey], ...] = tuple([] for _ in range(num_groups))
+        """For each KV cache group, the keys of its blocks from the first token on."""
         self.num_tokens = 0
+        """Tokens of the whole context, those of an unfinished block included; the engine sets it."""
         self.labels: dict[str, str] = dict(labels or {})
+        """Stored beside the context, for people."""
         _check_labels(self.labels)
         self._depths: dict[OffloadKey, int] = {}
 
     def extend(self, group_idx: int, keys: Iterable[OffloadKey]) -> None:
-        """Append the keys of a group's next blocks."""
+        """Append the keys of a group's next blocks.
+
+        :raises IndexError: there is no such group; nothing was appended.
+        """
         chain = self.group_keys[group_idx]
         for key in keys:
             self._depths.setdefault(key, len(chain))
@@ -113,7 +120,10 @@ class LoadStoreSpec(ABC):
 
 
 class BlockIDsLoadStoreSpec(LoadStoreSpec):
-    """A side of a transfer that is a list of blocks."""
+    """A side of a transfer that is a list of blocks.
+
+    :param block_ids: numbers of the blocks, in the order in which they are transferred.
+    """
 
     def __init__(self, block_ids: Sequence[int]) -> None:
         self.block_ids: list[int] = list(block_ids)
@@ -176,7 +186,9 @@ class OffloadingEvent:
 
     keys: list[OffloadKey]
     medium: str
+    """A tier's type name, or what ``LoadStoreSpec.medium`` calls the primary tier."""
     removed: bool
+    """True: they left, and are misses there; False: they can be looked up there."""
 
 
 @dataclass(frozen=True)
@@ -204,6 +216,7 @@ class CanonicalKVCaches:
     """The engine's KV caches in the one form that workers understand."""
 
     tensors: list[CanonicalKVCacheTensor]
+    """Each tensor once, also where several groups use it."""
     group_data_refs: list[list[CanonicalKVCacheRef]]
     """For each KV cache group, where its data lies."""
 
@@ -214,8 +227,11 @@ class TransferResult:
 
     job_id: int
     success: bool
+    """False: what the destination holds is undefined."""
     num_bytes: int = 0
+    """Bytes copied."""
     seconds: float = 0.0
+    """From its start to its end on the device, or on the thread that copied."""
 
 
 class OffloadingManager(ABC):
@@ -239,7 +255,10 @@ class OffloadingManager(ABC):
         """Mark blocks as used: the first of a prefix outlives the last. Keys that are not held are passed over."""
 
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:  # noqa: B027
-        """End the protection that ``prepare_load`` gave."""
+        """End the protection that ``prepare_load`` gave.
+
+        :raises KeyError: where a block is not being read; nothing changed then.
+        """
 
     @abstractmethod
     def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
@@ -251,7 +270,10 @@ class OffloadingManager(ABC):
     def complete_store(  # noqa: B027
         self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        """Make blocks readable once they are written; where the write failed, forget them without a trace."""
+        """Make blocks readable once they are written; where the write failed, forget them without a trace.
+
+        :raises KeyError: where a block is not being written; nothing changed then.
+        """
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """End the step and hand over what came and went since the last call. Call it once per step, always."""
@@ -265,8 +287,9 @@ class OffloadingManager(ABC):
         """The request will not be looked up or stored for again; stores in flight may still complete."""
 
     def reset_cache(self, weights_changed: bool = True) -> None:
-        """Forget everything. Never waits.
+        """Forget everything. Never waits: what transfers still use comes free as they end.
 
+        :param weights_changed: False: what lies behind the primary tier is still valid.
         :raises NotImplementedError: where the manager cannot.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot reset its cache")
@@ -280,7 +303,13 @@ class OffloadingHandler(ABC):
 
     @abstractmethod
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        """Start a transfer; False where it could not be started, and then it never reports."""
+        """Start a transfer; False where it could not be started, and then it never reports.
+
+        Source and destination must stay as they are until it has reported.
+
+        :param job_id: unique among the transfers in flight.
+        :raises ValueError: the specs do not fit each other, or this direction; nothing was started.
+        """
 
     @abstractmethod
     def get_finished(self) -> list[TransferResult]:
@@ -299,10 +328,11 @@ class OffloadingSpec(ABC):
     """Builds the two sides of offloading from one configuration."""
 
     extra_config: Mapping[str, Any] = field(default_factory=dict)
+    """What a user set, checked at construction."""
 
     @abstractmethod
     def get_manager(self) -> OffloadingManager:
-        """The scheduler's side; the same object at each call."""
+        """The scheduler's side; the same object at each call. What cannot be made raises, and leaves nothing behind."""
 
     @abstractmethod
     def get_handlers(

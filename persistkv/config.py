@@ -135,12 +135,15 @@ class GroupLayout(msgspec.Struct, frozen=True):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of this group, padding left out."""
+        """Bytes of one block of this group, what lies between its ranges left out."""
         return sum(length for _, length in self.ranges)
 
 
 class RowLayout(msgspec.Struct, frozen=True):
-    """The geometry of the primary tier's rows."""
+    """The geometry of the primary tier's rows.
+
+    :raises ConfigurationError: at construction, naming the field that is wrong.
+    """
 
     row_stride: int
     """Bytes from one row to the next, a multiple of 4 KiB."""
@@ -166,7 +169,10 @@ class RowLayout(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class OffloadingConfig:
-    """What a secondary tier is told about the engine it serves."""
+    """What a secondary tier is told about the engine it serves.
+
+    :raises ConfigurationError: at construction, naming the number that is not positive.
+    """
 
     identity: Mapping[str, Any]
     """Everything that must match for KV bytes to be valid, as JSON values (``persistkv.storage.identity``)."""

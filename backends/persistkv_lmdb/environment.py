@@ -2,7 +2,7 @@
 
 1. LMDB's locks belong to the process, so a store is opened once in it; all handles on the same files share that.
 2. Remapping (another process grew the map, a new capacity) frees the memory that transactions read: it waits until none
-   runs in this process.
+   runs in this process, and those that have not begun let it go first, for a while.
 3. An environment does not cross a fork: the child is refused.
 4. Opening for writing, and each write transaction, run under persistkv's own lock for writing, whose wait is bounded.
 """
@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -22,6 +21,7 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import ConfigurationError, StoreBusyError, StoreError, StoreFullError
 from persistkv.storage.pack import align
 from persistkv_lmdb.errors import free_disk_bytes, translated, translated_at_open
+from persistkv_lmdb.gate import Gate
 from persistkv_lmdb.guard import FILE_NAME as GUARD_FILE
 from persistkv_lmdb.guard import Guard
 from persistkv_lmdb.layout import (
@@ -65,13 +65,11 @@ class Environment:
         self.read_only = read_only
         self.handles = 0
         self.process = os.getpid()
-        self._inside = 0
         self._freed = (0, 0)
-        self._gate = threading.Condition()
+        self._gate = Gate()
         self._snapshots = Snapshots()
         self._fitted: Shares | None = None
         self._map_bytes = 0
-        self._files_fit = False
         self._guard = None if read_only else Guard(path)
         self.capacity = DEFAULT_CAPACITY
         opening = partial(self._open, read_only, placement or DEFAULT_PLACEMENT)
@@ -108,7 +106,7 @@ class Environment:
             raise StoreError(f"{self.path} was opened by process {self.process}; after a fork, open it anew")
         with self._guarded(write), translated(self.path):
             for _ in range(_BEGIN_ATTEMPTS):
-                with self._entered():
+                with self._gate.entered():
                     begun = self._begin(write)
                     if isinstance(begun, lmdb.Transaction):
                         with begun:
@@ -138,7 +136,7 @@ class Environment:
     def set_capacity(self, capacity: int) -> None:
         """Take another bound and record it. What is held stays, also where it is more."""
         self.capacity = capacity
-        with translated(self.path), self._alone():
+        with translated(self.path), self._gate.alone():
             self._fit_map()
         if capacity != self._recorded_capacity():
             with self.transaction(write=True) as transaction:
@@ -196,14 +194,11 @@ class Environment:
         """
         limit = self.segment_limit_bytes(transaction)
         payloads = Payloads(transaction, self.placement, self.files, limit)
-        if not self._files_fit:
-            self.files.fit(payloads.space.segments())
-            self._files_fit = True
+        self.files.fit(payloads.space.segments())  # a transaction may have been undone, of a process that is gone
         if payloads.space.aging:
             payloads.space.ripen(self._snapshots.oldest(self._env, transaction.txn.id() - 1))
         inline = self.placement is Placement.INLINE
-        if payloads.shrink(0 if inline else self.capacity - LOCK_FILE_BYTES - self._map_bytes):
-            self._files_fit = False
+        payloads.shrink(0 if inline else self.capacity - LOCK_FILE_BYTES - self._map_bytes)
         return payloads
 
     def wait_for_readers(self, number: int, timeout_s: float) -> bool:
@@ -236,8 +231,9 @@ class Environment:
         except BaseException:
             guard.close()
             raise
-        self.files.make_writable()
-        self._guard, self.read_only = guard, False
+        with self._gate.alone():
+            self.files.make_writable()
+            self._guard, self.read_only = guard, False
 
     def committed(self) -> None:
         """A batch was committed: the store can be written (see ``guard``)."""
@@ -307,7 +303,7 @@ class Environment:
                 raise
 
     def _reopen_alone(self, read_only: bool) -> None:
-        with self._alone():
+        with self._gate.alone():
             self._reopen(read_only)
 
     def _reopen(self, read_only: bool) -> None:
@@ -328,7 +324,7 @@ class Environment:
         allowed, held = shares.catalogue_bytes(self.capacity), self.file_bytes()
         self._map_bytes = allowed if held <= allowed else held + _headroom_bytes(held)
         self._env.set_mapsize(self._map_bytes)
-        self._fitted, self._files_fit = shares, False
+        self._fitted = shares
 
     def file_bytes(self) -> int:
         """Bytes of ``data.mdb`` that LMDB has used once."""
@@ -346,35 +342,23 @@ class Environment:
             return self._remap
         except lmdb.PanicError:  # a page of LMDB's own could not be written: the files are right, the handle is not
             return self._revive
-        if write and read_shares(Transaction(begun, self._db)) != self._fitted:
-            begun.abort()
-            return self._remap
-        return begun
+        try:
+            fits = not write or read_shares(Transaction(begun, self._db)) == self._fitted
+        except BaseException:
+            begun.abort()  # not when the error is forgotten: it holds the lock for writing
+            raise
+        if fits:
+            return begun
+        begun.abort()
+        return self._remap
 
     def _remap(self) -> None:
-        with self._alone():
+        with self._gate.alone():
             self._fit_map()
 
     def _revive(self) -> None:
         with self._guarded(write=True):
             self._reopen_alone(self.read_only)
-
-    @contextmanager
-    def _entered(self) -> Iterator[None]:
-        with self._gate:
-            self._inside += 1
-        try:
-            yield
-        finally:
-            with self._gate:
-                self._inside -= 1
-                self._gate.notify_all()
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        with self._gate:
-            self._gate.wait_for(lambda: not self._inside)
-            yield
 
 
 def file_id(path: Path) -> tuple[int, int] | None:

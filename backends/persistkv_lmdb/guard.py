@@ -10,7 +10,8 @@ LMDB reads through a memory map: a damaged environment can end the process that 
 4. Where three processes in a row died while they opened it or wrote, before any of them had committed, it is moved
    aside although nothing is found: no damage ends processes for ever. Other ends, however many, do not count.
 5. What such an end left is made durable before anybody reads it.
-6. An empty guard file says nothing: what lies beside it may be somebody else's, and is left as it is.
+6. An empty guard file says nothing: what lies beside it may be somebody else's, and is left as it is. So is another
+   release's store, whatever the guard says.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ OPENING_PATIENCE_S = 30.0
 _CLEAN, _OPEN, _SUSPECT = "clean", "open", "suspect"
 _ROW_BYTES = 32
 _MAX_DEATHS = 3
+_DAMAGE = frozenset({Verdict.DAMAGED, Verdict.UNRECOGNISED})
+"""Of what a process of ours had open: it was a store then."""
 _PATIENCE_S = 5.0  # for another process that closes: it holds the lock alone for microseconds
 _NAP_S = 0.001
 
@@ -137,7 +140,7 @@ class Guard:
             try:
                 result = self._create_or_open(opened)
             except CorruptStoreError as error:
-                if inspect(self._directory).verdict is not Verdict.DAMAGED:
+                if inspect(self._directory).verdict not in _DAMAGE:
                     raise
                 self._move_aside(str(error))
                 result = self._create_or_open(opened)
@@ -158,7 +161,7 @@ class Guard:
             self._move_aside(f"{before.deaths} processes in a row died while they opened it or wrote")
             return 0
         found = inspect(self._directory)
-        if found.verdict is Verdict.DAMAGED:
+        if found.verdict in _DAMAGE:
             self._move_aside(found.reason)
             return 0
         logger.info("%s was not closed; it was looked at: %s", self._directory, found.reason)

@@ -8,18 +8,23 @@ from __future__ import annotations
 import enum
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
 
-_LEAST_S = 60.0
-_BYTES_A_SECOND = 50e6  # far less than any disk reads the few bytes of each MiB that the walk asks for
+_LEAST_CPU_S = 60
+_BYTES_A_SECOND = 50_000_000  # of processor time: far fewer than the walk gets through, a few of each MiB
+_PATIENCE = 20  # times that, by the clock: a slow disk is no damage
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from persistkv_lmdb.walk import main; main({directory!r})"
-_DEATHS_BY_DAMAGE = frozenset({signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})
+_DEATHS_BY_DAMAGE = frozenset(
+    {signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGXCPU}
+)
 
 
 class Verdict(enum.Enum):
@@ -30,7 +35,12 @@ class Verdict(enum.Enum):
     """It could not be walked: no memory, no permission, killed. That says nothing about it."""
     DAMAGED = 3
     FOREIGN = 4
-    """It reads well, and is something else's, or of another release's format."""
+    """It reads well, and is of another release's format."""
+    UNRECOGNISED = 5
+    """It reads well, but not as a store: it is something else's, or what a store is told by is damaged."""
+
+
+_SAID = frozenset(verdict.value for verdict in Verdict if verdict is not Verdict.UNKNOWN)
 
 
 class Finding(NamedTuple):
@@ -42,35 +52,41 @@ class Finding(NamedTuple):
 
 
 def inspect(directory: Path) -> Finding:
-    """Walk the environment in a child, within a time that grows with its size. Nobody may write meanwhile."""
+    """Walk the environment in a child, which gets an amount of processor time that grows with its size: what takes more
+    goes in circles. Nobody may write meanwhile.
+    """
     try:
         size = (directory / "data.mdb").stat().st_size
     except OSError as error:
         return Finding(Verdict.UNKNOWN, str(error))
-    limit_s = _LEAST_S + size / _BYTES_A_SECOND
-    program = _PROGRAM.format(path=sys.path, directory=str(directory))
+    limit_s = _LEAST_CPU_S + size // _BYTES_A_SECOND
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", program, "persistkv-walk"],
+        child = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM.format(path=sys.path, directory=str(directory)), "persistkv-walk"],
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=limit_s,
-            check=False,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
-    except subprocess.TimeoutExpired:
-        return Finding(Verdict.DAMAGED, f"a walk through it did not end within {limit_s:.0f} s")
     except OSError as error:
         return Finding(Verdict.UNKNOWN, f"no process to look at it can be started: {error}")
-    return _finding(done)
+    with child:
+        with suppress(OSError, ValueError):  # it has ended, or has a lower limit
+            resource.prlimit(child.pid, resource.RLIMIT_CPU, (limit_s, limit_s + _LEAST_CPU_S))
+        try:
+            said, complained = child.communicate(timeout=_PATIENCE * limit_s)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            return Finding(Verdict.UNKNOWN, f"a walk through it did not end within {_PATIENCE * limit_s} s")
+    return _finding(directory, child.returncode, said.decode("utf-8", "replace"), complained.decode("utf-8", "replace"))
 
 
-def _finding(done: subprocess.CompletedProcess[bytes]) -> Finding:
-    said = " ".join(done.stdout.decode("utf-8", "replace").split())[:500]
-    if -done.returncode in _DEATHS_BY_DAMAGE:
-        return Finding(Verdict.DAMAGED, f"a walk through it was ended by {signal.Signals(-done.returncode).name}")
-    if done.returncode in (Verdict.FINE.value, Verdict.DAMAGED.value, Verdict.FOREIGN.value) and said:
-        return Finding(Verdict(done.returncode), said)
-    complaint = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
-    logger.warning("%s cannot be looked at: exit code %d, %s", "the store", done.returncode, complaint)
-    return Finding(Verdict.UNKNOWN, f"the walk ended with exit code {done.returncode}")
+def _finding(directory: Path, code: int, output: str, errors: str) -> Finding:
+    said = " ".join(output.split())[:500]
+    if -code in _DEATHS_BY_DAMAGE:
+        return Finding(Verdict.DAMAGED, f"a walk through it was ended by {signal.Signals(-code).name}")
+    if code in _SAID and said:
+        return Finding(Verdict(code), said)
+    complaint = errors.strip().rpartition("\n")[2]
+    logger.warning("%s cannot be looked at: exit code %d, %s", directory, code, complaint)
+    return Finding(Verdict.UNKNOWN, f"the walk ended with exit code {code}")

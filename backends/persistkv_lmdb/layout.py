@@ -51,6 +51,10 @@ ORDER_KEY = struct.Struct(">QIB32s")
 """Moment, depth counted from UNKNOWN_DEPTH down, ``PACK`` or ``MANIFEST``, and the row's name."""
 
 
+class OtherReleaseError(CorruptStoreError):
+    """It is the store of another release."""
+
+
 class Databases(NamedTuple):
     """The named databases of an environment."""
 
@@ -295,7 +299,7 @@ def _check_format(row: bytes | None) -> None:
         raise CorruptStoreError("it is an LMDB environment of something else")
     version = _FORMAT.unpack(row)[1]
     if version != FORMAT_VERSION:
-        raise CorruptStoreError(f"its format is {version}; this release reads {FORMAT_VERSION}")
+        raise OtherReleaseError(f"its format is {version}; this release reads {FORMAT_VERSION}")
 
 
 def used_bytes(transaction: Transaction) -> int:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 from persistkv.config import PAGE_BYTES
@@ -25,6 +26,7 @@ _STEP_BYTES = 16 << 20  # 16 MiB: what a transaction moves, tens of milliseconds
 _ROWS_BYTES = 8 << 10  # 8 KiB: pages of the catalogue that a pack's move may add
 _ATTEMPTS = 4
 _PATIENCE_S = 5.0
+_TURN_S = 0.01  # between steps: who waits for the lock looks every 5 ms, and would hardly ever find it free
 
 
 class Mover:
@@ -51,6 +53,7 @@ class Mover:
                 step.append(waiting.pop())
             self._move(step)
             moved += sum(length for _, length in step)
+            time.sleep(_TURN_S)
             yield MoveProgress(moved, total)
         self._end()
 

@@ -87,9 +87,7 @@ class ExtentPayloads:
         full = max(_SEGMENT_BYTES // PAGE_BYTES, -(-most // _MOST_SEGMENTS))
         wanted = min(max(step, pages), most - self._space.total)
         while wanted > 0:
-            segment, held = max(self._space.segments().items(), default=(0, 0))
-            if held >= full:
-                segment, held = segment + 1, 0
+            segment, held = self._with_room(full)
             count = min(wanted, full - held)
             try:
                 self._files.grow(segment, held, held + count)
@@ -99,6 +97,12 @@ class ExtentPayloads:
                 return
             self._space.resize(segment, held, held + count)
             wanted -= count
+
+    def _with_room(self, full: int) -> tuple[int, int]:
+        """The first segment that is not full, and its pages: one that was cut grows again before there are new ones."""
+        segments = self._space.segments()
+        number = next((number for number, held in segments.items() if held < full), max(segments, default=-1) + 1)
+        return number, segments.get(number, 0)
 
 
 class Payloads:
@@ -128,21 +132,19 @@ class Payloads:
             delete_pieces(self._transaction, name)
             self.freed += length
 
-    def shrink(self, limit: int) -> bool:
-        """Give back free pages at the ends of segments, as far as these have more than the limit; whether any were.
+    def shrink(self, limit: int) -> None:
+        """Give back free pages at the ends of segments, as far as these have more than the limit.
 
         The files are cut by a later transaction: this one may be undone.
         """
         excess = self.space.total - limit // PAGE_BYTES
         if excess <= 0 or not self.space.free:
-            return False
-        before = self.space.total
+            return
         for segment, pages in sorted(self.space.segments().items(), reverse=True):
             count = min(excess, self.space.free_tail(segment, pages))
             if count > 0:
                 self.space.resize(segment, pages, pages - count)
                 excess -= count
-        return self.space.total < before
 
     def finish(self) -> None:
         """Make what was written durable, and record what is free."""

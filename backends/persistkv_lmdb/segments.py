@@ -13,7 +13,6 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -56,7 +55,6 @@ class SegmentFiles:
         self._open: dict[int, _Descriptors] = {}
         self._touched: set[int] = set()
         self._bounce = Bounce()
-        self._writer: ThreadPoolExecutor | None = None
         self._direct = True
 
     def grow(self, segment: int, before: int, pages: int) -> None:
@@ -92,29 +90,21 @@ class SegmentFiles:
                     os.posix_fallocate(fd, held, expected - held)
 
     def write(self, extents: Sequence[Extent], stream: Iterator[Buffer]) -> int:
-        """Write a payload to where it is to lie, each part while the next one comes out of the stream.
+        """Write a payload to where it is to lie.
+
+        In the caller's thread: while it waits for the disk, checksums are computed and frames encoded in others.
 
         :returns: its length in bytes, a multiple of 4 KiB; what the extents have beyond was not written.
         :raises StoreFullError: the file system wants space for what it had given, or the extents are too short.
         """
-        if self._writer is None:
-            self._writer = ThreadPoolExecutor(1, "persistkv-lmdb-write")
         written = 0
-        running: Future[None] | None = None
-        try:
-            for buffers in self._bounce.aligned(stream):
-                length = sum(map(len, buffers))
-                runs = list(_runs(extents, written, length))
-                if sum(run.length for run in runs) < length:
-                    raise StoreError(f"{self._path}: a payload is longer than it said")
-                if running is not None:
-                    running.result()
-                running = self._writer.submit(self._write_runs, runs, buffers)
-                written += length
-            if running is not None:
-                running.result()
-        finally:  # the buffers are the caller's again
-            wait([running] if running is not None else [])
+        for buffers in self._bounce.aligned(stream):
+            length = sum(map(len, buffers))
+            runs = list(_runs(extents, written, length))
+            if sum(run.length for run in runs) < length:
+                raise StoreError(f"{self._path}: a payload is longer than it said")
+            self._write_runs(runs, buffers)
+            written += length
         return written
 
     def sync(self) -> None:
@@ -151,8 +141,6 @@ class SegmentFiles:
 
     def close(self) -> None:
         """Close all descriptors; nobody may be inside."""
-        if self._writer is not None:
-            self._writer.shutdown()
         self._close_files()
         os.close(self._store)
 

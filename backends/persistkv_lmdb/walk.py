@@ -27,6 +27,7 @@ from persistkv_lmdb.layout import (
     Chain,
     Databases,
     NamespaceState,
+    OtherReleaseError,
     Transaction,
     Use,
     decode_namespace,
@@ -34,6 +35,7 @@ from persistkv_lmdb.layout import (
     pack_table,
     read_capacity,
     read_clock,
+    read_placement,
     rows,
 )
 from persistkv_lmdb.options import DEFAULT_PLACEMENT
@@ -76,8 +78,10 @@ def _examine_rows(directory: Path) -> tuple[Verdict, str]:
                 return Verdict.FINE, "it is empty"
             try:
                 databases = open_databases(env, DEFAULT_PLACEMENT)
-            except CorruptStoreError as error:
+            except OtherReleaseError as error:
                 return Verdict.FOREIGN, str(error)
+            except CorruptStoreError as error:
+                return Verdict.UNRECOGNISED, str(error)
             with env.begin(buffers=True) as txn:
                 return Verdict.FINE, _Rows(Transaction(txn, databases)).examine()
     except (_DamageError, lmdb.Error) as error:
@@ -115,6 +119,7 @@ class _Rows:
         try:
             read_clock(self._transaction)
             read_capacity(self._transaction)
+            read_placement(self._transaction)
         except CorruptStoreError as error:
             raise _DamageError(str(error)) from None
 

@@ -35,6 +35,7 @@ class TransferJob(NamedTuple):
     job_id: int
     """Unique within a scheduler."""
     spec: TransferSpec
+    """Source and destination."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,9 @@ class ConnectorMetadata:
     """What the worker is to start in this step."""
 
     loads: Sequence[TransferJob] = ()
+    """Primary tier to device; somebody waits for them."""
     stores: Sequence[TransferJob] = ()
+    """Device to primary tier."""
 
 
 @dataclass(frozen=True)

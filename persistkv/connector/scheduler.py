@@ -52,6 +52,8 @@ from persistkv.errors import ConfigurationError
 class OffloadingConnectorScheduler:
     """Plans transfers between the device and a manager's primary tier.
 
+    But for ``on_new_request``, methods that take a ``req_id`` raise KeyError where no such request lives.
+
     :param manager: what holds the blocks; the connector owns it from here on and shuts it down.
     :param groups: the engine's KV cache groups in order.
     :param block_size_factor: device blocks in one offloaded block.
@@ -211,7 +213,7 @@ class OffloadingConnectorScheduler:
     def update_connector_output(self, results: Iterable[TransferResult]) -> ConnectorOutput:
         """Take in how transfers ended.
 
-        :raises KeyError: where a result names a job that is not in flight.
+        :raises KeyError: where a result names a job that is not in flight; the ones before it were taken in.
         """
         output = ConnectorOutput()
         for result in results:

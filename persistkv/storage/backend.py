@@ -1,8 +1,8 @@
 """The driver of one storage medium: what a backend is asked, and nothing else.
 
-Contract shared by all methods: vendor exceptions come out as ``StoreError``s. What a method hands out is the caller's
-to keep. ``read`` may be called from any thread, by several at once and beside any other call; the other methods by one
-thread at a time.
+Contract shared by all methods: vendor exceptions come out as ``StoreError``s, and after ``close`` every other call
+raises one. What a method hands out is the caller's to keep. ``read`` may be called from any thread, by several at once
+and beside any other call; the other methods by one thread at a time.
 
 **Eviction.** A store with a capacity makes room by itself, in ``commit``, over all its namespaces:
 
@@ -63,7 +63,9 @@ class ManifestWrite:
     """A manifest on its way to the store."""
 
     manifest: RequestManifest
+    """The head."""
     keys: ManifestKeys
+    """For each KV cache group, the keys of the whole context in order."""
     packs: Sequence[bytes] = ()
     """Ids of the packs that hold the keys, the ones nearest to the begin of the context first. They are touched."""
 
@@ -110,6 +112,7 @@ class Changes:
     cursor: bytes
     """Where the next call goes on."""
     added: Sequence[PackTable]
+    """Packs that came and are there now."""
     removed: Sequence[bytes] = ()
     """Pack ids. They went before ``added`` came: a pack may have gone and come again."""
     reset: bool = False
@@ -133,7 +136,9 @@ class BackendStats:
 
     packs: int
     blocks: int
+    """Blocks in all packs; one that lies in two counts twice."""
     requests: int
+    """Manifests."""
     raw_bytes: int
     """Bytes of all blocks in all packs, before the codec."""
     stored_bytes: int
@@ -171,7 +176,7 @@ class Backend(ABC):
 
     @abstractmethod
     def namespaces(self) -> Iterator[Namespace]:
-        """All namespaces, in any order."""
+        """All namespaces, in any order; those whose row does not read are left out."""
 
     @abstractmethod
     def open_namespace(self, identity: Identity) -> Namespace:
@@ -202,6 +207,8 @@ class Backend(ABC):
         """Packs that were added and removed after ``cursor``, by anyone; the whole catalogue for None.
 
         A catalogue row that does not read is left out, never raised: its blocks are misses.
+
+        :raises StoreError: no such namespace, or the medium failed; the cursor is good for another try.
         """
 
     @abstractmethod
@@ -215,7 +222,9 @@ class Backend(ABC):
 
     @abstractmethod
     def manifests(self, namespace: bytes) -> Iterable[RequestManifest]:
-        """The heads of all manifests, in any order; damaged ones are left out. Holds no snapshot between items."""
+        """The heads of all manifests, in any order; damaged ones are left out. Holds no snapshot between items: what
+        others write or delete meanwhile may be there or not.
+        """
 
     @abstractmethod
     def manifest_keys(self, namespace: bytes, manifest_id: str) -> ManifestKeys | None:
@@ -223,7 +232,10 @@ class Backend(ABC):
 
     @abstractmethod
     def stats(self) -> BackendStats:
-        """Totals, without a scan."""
+        """Totals, without a scan; exact after each commit.
+
+        :raises StoreError: they do not read.
+        """
 
     def move(self, placement: str) -> Iterator[MoveProgress]:
         """Move all payloads to another of ``capabilities.placements``, step by step while this is iterated.

@@ -6,7 +6,7 @@ Its flows are begun with ``Executor.begin_write``, so that what they learn is ap
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from persistkv.errors import StoreError
 from persistkv.storage.backend import Changes, CommitBatch, CommitResult
@@ -17,6 +17,8 @@ from persistkv.storage.pack import PackWriter
 from persistkv.storage.records import News, StoreCounters
 
 logger = logging.getLogger(__name__)
+
+_QUARANTINE_ATTEMPTS = 3
 
 
 class Catalogue:
@@ -95,22 +97,34 @@ class Catalogue:
         self._counters.stored_raw_bytes += table.raw_length
         self._counters.stored_bytes += table.payload_length
 
-    async def quarantine(self, suspects: Iterable[HeldPack]) -> None:
-        """Packs that others deleted or replaced are learnt anew; those that are still the same leave the store."""
-        await self.refresh_or_complain()
-        bad = [pack.pack_id for pack in suspects if self.index.holds(pack)]
-        if not bad:
-            return
-        self._gone(self.index.remove_all(bad))
-        names = ", ".join(pack_id.hex() for pack_id in bad)
-        logger.warning("deleting packs whose bytes do not verify: %s; their blocks will be computed again", names)
+    async def quarantine(self, suspects: Collection[HeldPack]) -> None:
+        """Packs that others deleted or replaced are learnt anew; those that are still the same leave the index, and the
+        store, where it takes that.
+        """
+        for _ in range(_QUARANTINE_ATTEMPTS):
+            try:
+                await self.refresh()
+            except StoreError as error:  # nobody can tell whether they are the same
+                self._medium.complain(error)
+                return
+            bad = [pack.pack_id for pack in suspects if self.index.holds(pack)]
+            if not bad or await self._delete(bad):
+                return
+
+    async def _delete(self, bad: Sequence[bytes]) -> bool:
+        """Delete packs as our last look saw them; False: others have committed since, and may have replaced them."""
         try:
-            await self._medium.commit(CommitBatch(deletions=bad))
+            result = await self._medium.commit(CommitBatch(deletions=bad, seen=self.cursor))
         except StoreError as error:
             self._medium.complain(error)
-        await (
-            self.refresh_or_complain()
-        )  # what could only be reached through them went too, and others may have committed
+        else:
+            if result.stale:
+                return False
+            names = ", ".join(pack_id.hex() for pack_id in bad)
+            logger.warning("deleted packs whose bytes do not verify: %s; their blocks will be computed again", names)
+        self._gone(self.index.remove_all(bad))
+        await self.refresh_or_complain()  # what could only be reached through them went too
+        return True
 
     def _gone(self, keys: Sequence[bytes]) -> None:
         """News tells what is there in the end: a key that came and went since it was last taken only went."""

@@ -54,6 +54,11 @@ class Index:
         """A pack that holds the key; None where none does."""
         return self._where.get(key)
 
+    def absent(self, keys: Iterable[bytes]) -> list[bytes]:
+        """The keys that no pack holds, in order."""
+        where = self._where
+        return [key for key in keys if key not in where]
+
     def holds(self, pack: HeldPack) -> bool:
         """Whether this pack, and not another that was written under its name since, is known."""
         return self._packs.get(pack.pack_id) is pack

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 from persistkv.errors import StoreError, StoreFullError
 from persistkv.storage.backend import Backend, BackendStats, Changes, CommitBatch, CommitResult
 from persistkv.storage.executor import Executor
-from persistkv.storage.pack import PackWriter
 
 logger = logging.getLogger(__name__)
 
 _COMPLAIN_S = 60.0  # seconds between warnings that blocks are dropped
 
+T = TypeVar("T")
+
 
 class Medium:
-    """One namespace of an open backend. Errors are those of ``Backend``."""
+    """One namespace of an open backend. All that its calls raise is a ``StoreError``."""
 
     def __init__(self, backend: Backend, namespace: bytes, executor: Executor) -> None:
         self.backend = backend
@@ -28,15 +30,26 @@ class Medium:
 
     async def commit(self, batch: CommitBatch) -> CommitResult:
         """As ``Backend.commit``; once it has ended, also by raising, nobody reads the blocks of its packs."""
-        return await self.executor.write(partial(_commit, self.backend, self.namespace, batch))
+        return await self._write(partial(_commit, self.backend, self.namespace, batch))
 
     async def changes(self, cursor: bytes | None) -> Changes:
         """As ``Backend.changes``."""
-        return await self.executor.write(partial(self.backend.changes, self.namespace, cursor))
+        return await self._write(partial(self.backend.changes, self.namespace, cursor))
 
     async def stats(self) -> BackendStats:
         """As ``Backend.stats``."""
-        return await self.executor.write(self.backend.stats)
+        return await self._write(self.backend.stats)
+
+    async def _write(self, call: Callable[[], T]) -> T:
+        """What is no ``StoreError`` (no memory to encode a frame, a fault of a driver) costs what the call was for,
+        too, and not the store.
+        """
+        try:
+            return await self.executor.write(call)
+        except StoreError:
+            raise
+        except Exception as error:
+            raise StoreError(f"{type(error).__name__}: {error}") from error
 
     def complain(self, error: StoreError) -> None:
         """Warn, but once a minute: a full store would fill the log instead."""
@@ -48,12 +61,10 @@ class Medium:
 
 
 def _commit(backend: Backend, namespace: bytes, batch: CommitBatch) -> CommitResult:
+    for writer in batch.packs:
+        writer.restart()
     try:
         return backend.commit(namespace, batch)
     finally:
-        _settle(batch.packs)
-
-
-def _settle(writers: Sequence[PackWriter]) -> None:
-    for writer in writers:
-        writer.settle()
+        for writer in batch.packs:
+            writer.settle()

@@ -49,6 +49,7 @@ class Frame(NamedTuple):
     """Consecutive blocks of one group: the unit of codec and checksum."""
 
     group: int
+    """KV cache group."""
     block_count: int
     block_bytes: int
     """Raw bytes of one block."""
@@ -57,6 +58,7 @@ class Frame(NamedTuple):
     codec: int
     """Which of the pack's codecs was applied, counted from 1; 0: none, the stored bytes are the raw ones."""
     reserved: int
+    """0."""
     offset: int
     """Byte offset in the pack, a multiple of 4 KiB."""
     stored_length: int
@@ -235,8 +237,11 @@ class Segment:
 
     group: int
     block_bytes: int
+    """Raw bytes of one block."""
     keys: Sequence[bytes]
+    """In the order of the blocks."""
     source: BlockSource
+    """Where their bytes lie."""
     depth: int = UNKNOWN_DEPTH
     """Depth of the first block; the others follow it."""
 
@@ -270,6 +275,8 @@ class _StoredFrame(NamedTuple):
     frame: Frame
     """Its offset is not known yet."""
     pieces: Sequence[Buffer]
+    seed: int | None = None
+    """Of its checksum, where that is not known yet either."""
 
 
 @dataclass
@@ -281,10 +288,14 @@ class PackWriter:
     """
 
     namespace: bytes
+    """16 bytes: the digest of the identity."""
     codec: CodecPolicy
     segments: Sequence[Segment]
+    """What goes in; nothing after ``release``."""
     keys: PackedKeys = field(init=False)
+    """The keys of all blocks, segment after segment."""
     pack_id: bytes = field(init=False)
+    """16 bytes: the pack's name."""
     raw_length: int = field(init=False)
     """Bytes of all blocks."""
     codecs: tuple[Codec, ...] = field(init=False)
@@ -292,9 +303,11 @@ class PackWriter:
     _codec_numbers: dict[int, int] = field(init=False)
     """For each group, which of ``codecs``, counted from 1."""
     ahead: Ahead | None = None
-    """Begins the encoding of frames ahead of those that are asked for; None: each is encoded when it is asked for."""
+    """Begins the encoding of frames ahead of those that are asked for, and computes the checksums of the others while
+    they are written; None: all of that is done when it is asked for."""
     _table: PackTable | None = field(init=False, default=None)
     _begun: deque[Callable[[], _StoredFrame]] = field(init=False, default_factory=deque)
+    _finishing: Callable[[], PackTable] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         first = {segment.group: segment for segment in reversed(self.segments)}
@@ -308,14 +321,15 @@ class PackWriter:
     @property
     def written(self) -> bool:
         """Whether ``stream`` has run to its end: a backend that held the pack already never asked for it."""
-        return self._table is not None
+        return self._table is not None or self._finishing is not None
 
     @property
     def table(self) -> PackTable:
-        """The pack's table; there once ``stream`` has run to its end.
+        """The pack's table; there once ``stream`` has run to its end. May wait for checksums.
 
         :raises ValueError: before that.
         """
+        self._finish()
         if self._table is None:
             raise ValueError("a pack's table exists after its stream has run to the end")
         return self._table
@@ -325,23 +339,44 @@ class PackWriter:
         while it is referenced, so that many can be written with one call.
         """
         self.settle()
+        self._table = None
         frames: list[Frame] = []
+        raw: list[tuple[int, _StoredFrame]] = []
         offset = 0
         for stored in self._stored_frames():
             frame = stored.frame._replace(offset=offset)
+            if stored.seed is not None:
+                raw.append((len(frames), stored))
             frames.append(frame)
             yield from stored.pieces
             offset = align(frame.offset + frame.stored_length)
             if padding := offset - frame.offset - frame.stored_length:
                 yield bytes(padding)
+        finish = partial(self._make_table, frames, raw, offset)
+        self._finishing = finish if self.ahead is None else self.ahead(finish)
+
+    def _make_table(self, frames: list[Frame], raw: Iterable[tuple[int, _StoredFrame]], end: int) -> PackTable:
+        for number, stored in raw:
+            checksum = frame_checksum(stored.pieces, stored.seed or 0)
+            frames[number] = frames[number]._replace(checksum=checksum)
         codecs = join_codecs(self.codecs)
-        self._table = PackTable(self.namespace, self.pack_id, codecs, offset, self.raw_length, tuple(frames), self.keys)
+        return PackTable(self.namespace, self.pack_id, codecs, end, self.raw_length, tuple(frames), self.keys)
+
+    def _finish(self) -> None:
+        finishing, self._finishing = self._finishing, None
+        if finishing is not None:
+            self._table = finishing()
+
+    def restart(self) -> None:
+        """Forget what an attempt that failed has written: another process's pack may be found in its place now."""
+        self._table = None
 
     def settle(self) -> None:
-        """Wait for frames that are encoded ahead of a ``stream`` that was left: nobody reads the blocks any more."""
+        """Wait for what was begun beside a ``stream`` that was left or has ended: nobody reads the blocks any more."""
         while self._begun:
             with suppress(Exception):  # it would have come out of the stream, which nobody asks any more
                 self._begun.popleft()()
+        self._finish()
 
     def release(self) -> None:
         """Let go of the blocks: who keeps this object (an error's traceback may) does not keep them. Table, keys and
@@ -365,13 +400,12 @@ class PackWriter:
 
     def _store(self, segment: Segment, start: int, stop: int) -> _StoredFrame:
         number, pieces = self._encode(segment, start, stop)
-        digest = xxhash.xxh3_64(seed=frame_seed(self.namespace, b"".join(segment.keys[start:stop])))
-        for piece in pieces:
-            digest.update(piece)
+        seed = frame_seed(self.namespace, b"".join(segment.keys[start:stop]))
         depth = segment.depth if segment.depth == UNKNOWN_DEPTH else segment.depth + start
         length = sum(map(len, pieces))
-        frame = Frame(segment.group, stop - start, segment.block_bytes, depth, number, 0, 0, length, digest.intdigest())
-        return _StoredFrame(frame, pieces)
+        checksum = frame_checksum(pieces, seed) if number else 0
+        frame = Frame(segment.group, stop - start, segment.block_bytes, depth, number, 0, 0, length, checksum)
+        return _StoredFrame(frame, pieces, None if number else seed)
 
     def _encode(self, segment: Segment, start: int, stop: int) -> tuple[int, Sequence[Buffer]]:
         """The number of the codec, and the stored bytes; 0 and the raw ones, where they lie, where it does not help."""
@@ -383,6 +417,14 @@ class PackWriter:
             if len(stored) < len(raw):
                 return number, [stored]
         return 0, segment.source.pieces(start, stop)
+
+
+def frame_checksum(pieces: Iterable[Buffer], seed: int) -> int:
+    """xxh3-64 of a frame's stored bytes, wherever they lie."""
+    digest = xxhash.xxh3_64(seed=seed)
+    for piece in pieces:
+        digest.update(piece)
+    return digest.intdigest()
 
 
 def verify_frame(frame: Frame, stored: Buffer, seed: int) -> None:

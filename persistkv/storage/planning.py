@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from persistkv.storage.pack import MAX_PACK_BYTES, UNKNOWN_DEPTH, Segment
@@ -60,7 +61,7 @@ def plan_packs(rows: Rows, blocks: Iterable[Block], max_bytes: int = MAX_PACK_BY
         else:
             by_bucket.setdefault(block.depth // cut, []).append(block)
     packs = [
-        PlannedPack(_segments(rows, sorted(bucket, key=lambda b: (b.group, b.depth)))) for bucket in by_bucket.values()
+        PlannedPack(_segments(rows, sorted(bucket, key=attrgetter("group", "depth")))) for bucket in by_bucket.values()
     ]
     return packs + [PlannedPack(_segments(rows, run)) for run in _full_runs(rows, unknown, max_bytes)]
 
@@ -82,17 +83,14 @@ def _full_runs(rows: Rows, blocks: Iterable[Block], max_bytes: int) -> Iterable[
 def _segments(rows: Rows, blocks: Sequence[Block]) -> list[Segment]:
     """Runs of one group whose depths follow one another, as frames ask for."""
     runs: list[list[Block]] = []
+    expected = None
     for block in blocks:
-        last = runs[-1][-1] if runs else None
-        if last is not None and last.group == block.group and _follows(last.depth, block.depth):
+        if (block.group, block.depth) == expected:
             runs[-1].append(block)
         else:
             runs.append([block])
+        expected = block.group, block.depth + (block.depth != UNKNOWN_DEPTH)
     return [_segment(rows, run) for run in runs]
-
-
-def _follows(before: int, depth: int) -> bool:
-    return depth == before == UNKNOWN_DEPTH or depth == before + 1
 
 
 def _segment(rows: Rows, run: Sequence[Block]) -> Segment:

@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
-import xxhash
 
 from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.index import HeldPack, Index
-from persistkv.storage.pack import FRAME_BYTES, Frame, align, decode_frame, frame_seed, verify_frame
-from persistkv.storage.rows import Rows
+from persistkv.storage.pack import FRAME_BYTES, Frame, align, decode_frame, frame_checksum, frame_seed, verify_frame
+from persistkv.storage.rows import Rows, runs
 from persistkv.storage.scratch import Lease, Scratch
 
 logger = logging.getLogger(__name__)
@@ -86,8 +85,12 @@ def plan_reads(
     return list(_parts(fitting, part_bytes)), missing
 
 
-def _frames(pack: HeldPack, wanted: Iterable[tuple[bytes, int]]) -> list[FrameRead]:
+def _frames(pack: HeldPack, wanted: Sequence[tuple[bytes, int]]) -> list[FrameRead]:
     """In the order they lie in the pack."""
+    keys: tuple[bytes, ...] = tuple(key for key, _ in wanted)
+    first = pack.keys.index(keys[0])
+    if pack.keys[first : first + len(keys)] == keys:  # the usual case, and several times as fast
+        return _run_of_frames(pack, first, [row for _, row in wanted])
     frames = pack.frames
     starts = list(accumulate((frame.block_count for frame in frames[:-1]), initial=0))
     places = {key: position for position, key in enumerate(pack.keys)}
@@ -100,6 +103,23 @@ def _frames(pack: HeldPack, wanted: Iterable[tuple[bytes, int]]) -> list[FrameRe
             reads[number] = FrameRead(pack, frame, pack.keys[start : start + frame.block_count])
         reads[number].rows.setdefault(position - start, []).append(row)
     return [reads[number] for number in sorted(reads)]
+
+
+def _run_of_frames(pack: HeldPack, first: int, rows: Sequence[int]) -> list[FrameRead]:
+    """The frames of consecutive blocks.
+
+    :param first: position of the first one in the pack.
+    """
+    reads = []
+    start, end = 0, first + len(rows)
+    for frame in pack.frames:
+        stop = start + frame.block_count
+        if start < end and stop > first:
+            wanted = range(max(start, first), min(stop, end))
+            places = {position - start: [rows[position - first]] for position in wanted}
+            reads.append(FrameRead(pack, frame, pack.keys[start:stop], places))
+        start = stop
+    return reads
 
 
 def _fits(frame: Frame, rows: Rows) -> bool:
@@ -139,22 +159,26 @@ class _Placed:
 def read_part(
     backend: Backend, namespace: bytes, rows: Rows, scratch: Scratch, part: Sequence[FrameRead]
 ) -> ReadOutcome:
-    """Fill rows. May run in any thread, beside others. Raises nothing of the backend's: a failed read is a miss."""
+    """Fill rows. May run in any thread, beside others. Raises nothing: a read that fails, by whatever, is a miss."""
+    try:
+        with scratch.lend() as lease:
+            return _read_placed(backend, namespace, rows, lease, [_place(read, rows, lease) for read in part])
+    except Exception as error:
+        why = str(error) if isinstance(error, StoreError) else repr(error)  # the error itself holds the rows
+        logger.warning("reading %d frames failed (%s): their blocks are misses", len(part), why)
+        return ReadOutcome([key for read in part for key in read.wanted])
+
+
+def _read_placed(
+    backend: Backend, namespace: bytes, rows: Rows, lease: Lease, placed: Sequence[_Placed]
+) -> ReadOutcome:
     outcome = ReadOutcome()
-    with scratch.lend() as lease:
-        placed = [_place(read, rows, lease) for read in part]
-        spans = list(_spans(placed, lease))
-        try:
-            answers = backend.read(namespace, [span for span, _ in spans])
-        except StoreError as error:
-            why = str(error)  # the error itself holds the rows, and a log may keep it
-            logger.warning("reading %d frames failed (%s): their blocks are misses", len(part), why)
-            outcome.failed += [key for read in part for key in read.wanted]
-            return outcome
-        raw = lease.take(max(read.frame.raw_length for read in part))
-        for (_, frames), filled in zip(spans, answers, strict=True):
-            for frame in frames:
-                _finish(frame, namespace, rows, raw, outcome, filled)
+    spans = list(_spans(placed, lease))
+    answers = backend.read(namespace, [span for span, _ in spans])
+    raw = lease.take(max(one.read.frame.raw_length for one in placed))
+    for (_, frames), filled in zip(spans, answers, strict=True):
+        for frame in frames:
+            _finish(frame, namespace, rows, raw, outcome, filled)
     return outcome
 
 
@@ -167,23 +191,12 @@ def _place(read: FrameRead, rows: Rows, lease: Lease) -> _Placed:
     aside = lease.take(frame.stored_length) if len(read.rows) < frame.block_count else memoryview(b"")
     buffers: list[memoryview] = []
     begin = 0
-    for first, end in _runs(sorted(read.rows)):
+    for first, end in runs(sorted(read.rows)):
         buffers.append(aside[begin * size : first * size])
         buffers += rows.pieces(frame.group, [read.rows[position][0] for position in range(first, end)])
         begin = end
     buffers.append(aside[begin * size :])
     return _Placed(read, [buffer for buffer in buffers if buffer], True)
-
-
-def _runs(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """First and end of each run of consecutive numbers."""
-    first = end = positions[0]
-    for position in positions:
-        if position != end:
-            yield first, end
-            first = position
-        end = position + 1
-    yield first, end
 
 
 def _spans(placed: Sequence[_Placed], lease: Lease) -> Iterator[tuple[ReadSpan, list[_Placed]]]:
@@ -231,10 +244,7 @@ def _finish(placed: _Placed, namespace: bytes, rows: Rows, raw: memoryview, outc
 
 
 def _verify_pieces(frame: Frame, pieces: Iterable[memoryview], seed: int) -> None:
-    digest = xxhash.xxh3_64(seed=seed)
-    for piece in pieces:
-        digest.update(piece)
-    if digest.intdigest() != frame.checksum:
+    if frame_checksum(pieces, seed) != frame.checksum:
         raise CorruptPackError("frame checksum", f"does not match at offset {frame.offset}")
 
 

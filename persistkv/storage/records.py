@@ -35,6 +35,7 @@ class StoreCounters(msgspec.Struct):
     """What happened since the store was opened."""
 
     stored_blocks: int = 0
+    """Blocks of packs that became durable."""
     stored_raw_bytes: int = 0
     """Before the codec."""
     stored_bytes: int = 0
@@ -42,11 +43,13 @@ class StoreCounters(msgspec.Struct):
     held_blocks: int = 0
     """Blocks that were offered and that the store held already, or had in flight."""
     dropped_blocks: int = 0
+    """Blocks that a failed commit cost: they are absent, and will be computed again."""
     dropped_bytes: int = 0
-    """Raw bytes of blocks that a failed commit cost."""
+    """Their raw bytes."""
     loaded_blocks: int = 0
+    """Blocks read into rows, verified."""
     loaded_bytes: int = 0
-    """Raw bytes of blocks read into rows."""
+    """Their raw bytes."""
     missed_blocks: int = 0
     """Blocks that were asked for and not there."""
     verification_failures: int = 0
@@ -54,6 +57,7 @@ class StoreCounters(msgspec.Struct):
     evicted_blocks: int = 0
     """Blocks that a commit of this store evicted from its namespace, deleted ones included."""
     commits: int = 0
+    """Transactions that ended well."""
 
 
 @dataclass
@@ -63,6 +67,7 @@ class News:
     stored: list[bytes] = field(default_factory=list)
     """Keys that became durable, by whomever."""
     removed: list[bytes] = field(default_factory=list)
+    """Keys that are not there any more, whoever evicted or deleted them."""
     persisted: list[tuple[str, bool]] = field(default_factory=list)
     """Requests whose end was dealt with, and whether the whole of their context is durable."""
 
@@ -72,13 +77,17 @@ class RequestEnd:
     """A request that will store nothing more."""
 
     request: str
+    """The engine's id of it."""
     manifest_id: str
+    """Unique over restarts."""
     group_keys: tuple[list[bytes], ...]
     """The whole context in order, prefix hits included."""
     tokens: int
+    """Of the whole context; 0 where the engine did not tell."""
     block_size: int
     """Tokens of one block."""
     ordered: bool = True
+    """False: the keys stand in the order of arrival."""
     labels: dict[str, str] = field(default_factory=dict)
 
     @property

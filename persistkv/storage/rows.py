@@ -49,7 +49,7 @@ class Rows:
         """The valid byte ranges of these blocks, in order; rows that are valid as a whole are joined."""
         layout, stride = self.layout.groups[group], self.layout.row_stride
         if layout.ranges == ((0, stride),):
-            return [self._flat[first * stride : end * stride] for first, end in _runs(block_ids)]
+            return [self._flat[first * stride : end * stride] for first, end in runs(block_ids)]
         return [place for block_id in block_ids for place in self.places(group, block_id)]
 
     def gather(self, group: int, block_ids: Sequence[int]) -> ByteArray:
@@ -74,16 +74,16 @@ class Rows:
             start += size
 
 
-def _runs(block_ids: Sequence[int]) -> list[tuple[int, int]]:
-    """First id and end of each run of consecutive ones."""
-    runs: list[tuple[int, int]] = []
-    first = end = block_ids[0]
-    for block_id in block_ids:
-        if block_id != end:
-            runs.append((first, end))
-            first = block_id
-        end = block_id + 1
-    return [*runs, (first, end)]
+def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """First and end of each run of consecutive numbers, of which there is one at least."""
+    found: list[tuple[int, int]] = []
+    first = end = numbers[0]
+    for number in numbers:
+        if number != end:
+            found.append((first, end))
+            first = number
+        end = number + 1
+    return [*found, (first, end)]
 
 
 def _consecutive(block_ids: Sequence[int]) -> bool:

@@ -19,9 +19,7 @@ import numpy as np
 from persistkv.storage.pack import UNKNOWN_DEPTH, Segment
 from persistkv.storage.rows import RowBlocks, StagedBlocks
 
-FULL_BYTES = (
-    16 << 20
-)  # 16 MiB: blocks of a request that were staged one after the other are a pack once they are so many
+FULL_BYTES = 16 << 20  # 16 MiB: blocks that a request staged one after the other are a pack once they are so many
 
 
 @dataclass(eq=False)

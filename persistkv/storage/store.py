@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import islice, repeat
 
 from persistkv.base import OffloadKey, get_offload_group_idx
 from persistkv.errors import IdentityMismatchError
@@ -131,23 +132,22 @@ class Store:
     def _absent(
         self, request: str, keys: Sequence[bytes], block_ids: Sequence[int], depths: Sequence[int] | None
     ) -> list[Block]:
-        index, staging, flying = self._catalogue.index, self._staging, self._flying
-        blocks: dict[bytes, Block] = {}
-        staged: list[bytes] = []
-        for position, key in enumerate(keys):
-            if key in index or key in flying or key in blocks:
-                continue
-            if key in staging:
-                staged.append(key)
-                continue
-            group = get_offload_group_idx(OffloadKey(key))
-            if group >= len(self.rows.layout.groups):
-                raise ValueError(f"key of group {group}; there are {len(self.rows.layout.groups)} groups")
-            depth = UNKNOWN_DEPTH if depths is None else depths[position]
-            blocks[key] = Block(key, group, block_ids[position], depth)
+        position_of = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))
+        absent = self._catalogue.index.absent(dict.fromkeys(keys))
+        if self._flying:
+            absent = [key for key in absent if key not in self._flying]
+        staged = [key for key in absent if key in self._staging]
+        if staged:
+            absent = [key for key in absent if key not in self._staging]
+        groups = [get_offload_group_idx(OffloadKey(key)) for key in absent]
+        if max(groups, default=0) >= len(self.rows.layout.groups):
+            raise ValueError(f"key of group {max(groups)}; there are {len(self.rows.layout.groups)} groups")
         for key in staged:
-            staging.claim(key, request)
-        return list(blocks.values())
+            self._staging.claim(key, request)
+        positions = [position_of[key] for key in absent]
+        rows = [block_ids[position] for position in positions]
+        known = repeat(UNKNOWN_DEPTH) if depths is None else [depths[position] for position in positions]
+        return list(map(Block, absent, groups, rows, known))
 
     def _take_in(self, request: str, pack: PlannedPack) -> None:
         """Copy what is small, or all where writes wait for an interval; write from the rows what has no room."""
@@ -172,11 +172,10 @@ class Store:
     def touch(self, keys: Iterable[bytes]) -> None:
         """Blocks were used; those that are not held are passed over. Durable with the next commit."""
         pack_of = self._catalogue.index.pack_of
-        for key in keys:
-            if len(self._touched) >= _MAX_TOUCHED:
-                return
-            if (pack := pack_of(key)) is not None:
-                self._touched[pack.pack_id] = None
+        self._touch({pack.pack_id: None for key in keys if (pack := pack_of(key)) is not None})
+
+    def _touch(self, pack_ids: Mapping[bytes, None]) -> None:
+        self._touched.update(dict.fromkeys(islice(pack_ids, _MAX_TOUCHED - len(self._touched))))
 
     def end_request(self, end: RequestEnd) -> None:
         """The request stores nothing more: at the next commit what it staged is written, with its manifest.
@@ -284,12 +283,12 @@ class Store:
         :raises ValueError: a row that does not exist; nothing is written.
         """
         self.rows.check(block_ids)
-        self.touch(keys)
         self.medium.executor.begin(self._read(list(zip(keys, block_ids, strict=True)), then))
 
     async def _read(self, wanted: Collection[tuple[bytes, int]], then: Callable[[ReadOutcome], None]) -> None:
         medium = self.medium
         parts, missing = plan_reads(self._catalogue.index, self.rows, wanted, self._shares.part)
+        self._touch({read.pack.pack_id: None for part in parts for read in part})
         outcome = ReadOutcome(missing)
         calls = [partial(read_part, medium.backend, self.namespace, self.rows, self._scratch, part) for part in parts]
         for part in await medium.executor.read(calls):
@@ -362,7 +361,7 @@ class Store:
         return outcomes[0].failed
 
     def close(self) -> None:
-        """Write what was taken, then release the backend; idempotent."""
+        """Write what was taken, then release the backend, which is released whatever writing raises; idempotent."""
         try:
             self.flush()
         finally:

@@ -81,12 +81,9 @@ class Writing:
                 writers = [one.writer for one in outgoing if not self._holds_all(one.writer)]
                 maker = ManifestMaker(catalogue.index, self._layout, writers)
                 manifests = [maker.make(end) for end in ends]
-                batch = CommitBatch(
-                    writers,
-                    [manifest for manifest, _ in manifests if manifest is not None],
-                    touches=self._uses,
-                    seen=catalogue.cursor if retries_left else None,
-                )
+                seen = catalogue.cursor if retries_left else None
+                written = [manifest for manifest, _ in manifests if manifest is not None]
+                batch = CommitBatch(writers, written, touches=self._uses, seen=seen)
                 result = await self._medium.commit(batch)
                 if not result.stale:
                     break
@@ -95,7 +92,7 @@ class Writing:
             self._medium.complain(error)
             await catalogue.refresh_or_complain()  # room may have been made although it was not enough
             return False
-        await catalogue.committed(writers, result, followed=bool(retries_left))
+        await catalogue.committed(writers, result, followed=seen is not None)
         self._uses = []
         for one in outgoing:
             self._ended(one, True)

@@ -24,9 +24,11 @@ class ArraySource:
         self.blocks = blocks
 
     def gather(self, start: int, stop: int) -> ByteArray:
+        """As ``BlockSource.gather``."""
         return self.blocks[start:stop].reshape(-1)
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
+        """As ``BlockSource.pieces``."""
         return [self.gather(start, stop).data.cast("B")]
 
 

@@ -21,7 +21,7 @@ from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 NUM_ROWS = 48
 STRIDE = 12288
 LAYOUT = RowLayout(STRIDE, (GroupLayout(((0, 4096),)), GroupLayout(((4096, 100), (8192, 4096)))))
-TIMEOUT_S = 30.0
+TIMEOUT_S = 90.0
 
 
 class TierRig:

@@ -23,6 +23,7 @@ class JobMetadata:
     is_promotion: bool
     """True: the tier fills the rows; False: it reads them."""
     req_context: ReqContext
+    """The request that it is for."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,10 @@ class SecondaryTierManager(ABC):
     """
 
     def __init__(self, config: OffloadingConfig, primary_kv_view: memoryview) -> None:
-        """:param primary_kv_view: the primary tier's rows, (num_blocks, row_stride) bytes, writable."""
+        """Open the tier. May wait; what cannot be opened raises, and leaves nothing behind.
+
+        :param primary_kv_view: the primary tier's rows, (num_blocks, row_stride) bytes, writable.
+        """
         self.config = config
         self.primary_kv_view = primary_kv_view
 
@@ -65,11 +69,13 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def submit_store(self, job: JobMetadata) -> None:
-        """Take blocks out of their rows."""
+        """Take blocks out of their rows. Does not raise for what the medium does: that is in the result."""
 
     @abstractmethod
     def submit_load(self, job: JobMetadata) -> None:
-        """Fill rows. What a row of a failed key holds afterwards is undefined."""
+        """Fill rows. Does not raise for what the medium does: that is in the result. What a row of a failed key holds
+        afterwards is undefined.
+        """
 
     @abstractmethod
     def get_finished_jobs(self) -> Iterable[JobResult]:

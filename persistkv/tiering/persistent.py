@@ -65,7 +65,8 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     io_threads: int = 2
     """Threads of the store's host that read, verify, encode and decode, beside the one that writes."""
     open_timeout_s: float = 60.0
-    """Seconds to wait at construction for the store to open."""
+    """Seconds to wait at construction for the store to open. A host process goes on opening it after that, and lookups
+    miss meanwhile."""
     watchdog_s: float = 60.0
     """Seconds without an answer after which the host process is killed and started again. One whose medium does not end
     a call is given ten times as long."""
@@ -74,7 +75,7 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
 class PersistentTier(SecondaryTierManager):
     """Whole requests, kept over restarts.
 
-    Construction opens the store and waits for it; later calls never wait, but those that say so.
+    Construction opens the store and waits for it, for a bounded time; later calls never wait, but those that say so.
 
     :raises ConfigurationError: naming the option.
     :raises IdentityMismatchError: as ``strict_identity`` asks.

@@ -7,6 +7,7 @@ import pytest
 from tests.crash.running import run_module
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(170)
 def test_damaged_stores_open_with_what_is_right_or_empty() -> None:
     (line,) = run_module("damage", "--cases", 24, "--seed", 3, "--seconds", 150)

@@ -15,6 +15,7 @@ FILE = Path("directory/file")
 PAGE = 4096
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(170)
 def test_what_was_acknowledged_survives_power_losses(tmp_path: Path) -> None:
     if find_compiler() is None:

@@ -106,6 +106,7 @@ def test_the_demo_for_programs(environment, checkpoint, tmp_path, url):
     assert (tmp_path / "demo-report.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_demo_for_people(environment, checkpoint, tmp_path):
     done = run_demo(environment, tmp_path, "--model", str(checkpoint))
     assert done.returncode == 0, done.stderr

@@ -469,3 +469,13 @@ def test_a_stream_that_is_left_is_waited_for() -> None:
     assert not reading
     assert not writer.written
     executor.close()
+
+
+def test_a_restarted_writer_has_written_nothing() -> None:
+    writer = PackWriter(NAMESPACE, RawCodec(), [sample_segment(1, blocks=3)])
+    list(writer.stream())
+    assert writer.written
+    writer.restart()
+    assert not writer.written
+    list(writer.stream())
+    assert writer.written

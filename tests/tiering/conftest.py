@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -76,9 +77,10 @@ class Stack:
         self.primary.reset_cache()
         self.rows[:] = 0
 
-    def promote(self, keys: Sequence[OffloadKey], req: ReqContext, steps: int = 400) -> list[bool]:
+    def promote(self, keys: Sequence[OffloadKey], req: ReqContext) -> list[bool]:
         """Look all keys up until none is on its way."""
-        for _ in range(steps):
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline:
             answers = [self.manager.lookup(key, req) for key in keys]
             if None not in answers:
                 return [bool(answer) for answer in answers]

@@ -29,6 +29,11 @@ def ignore(num_bytes):
     pass
 
 
+def obey_ctrl_c():
+    """A shell's background jobs, and so what a test run started there starts, ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture
 def memory():
     backend = MemoryBackend.open(StoreUrl.parse(URL))
@@ -202,7 +207,7 @@ class TestResume:
         for number in range(16):
             writer.add(f"r{number}", " ".join(f"{number}-{word}" for word in range(32)))
         slow = [sys.executable, "-m", "persistkv_tools", "verify", url, "--rate", "64KiB", "--resume", "state"]
-        process = subprocess.Popen(slow, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(slow, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=obey_ctrl_c)
         deadline = time.monotonic() + 60
         while not (tmp_path / "state").exists() and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The identity of a model's KV bytes (DESIGN §5.6), from the model and the checkpoint that it was loaded from."""
+"""The identity of a model's KV bytes, from the model and the checkpoint that it was loaded from."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Values of a fixed width, split into planes of bytes.
 
-The bytes of a value that hold its sign and exponent repeat, those of its mantissa are noise (DESIGN §9). So the
+The bytes of a value that hold its sign and exponent repeat, those of its mantissa are noise. So the
 highest byte of each value is compressed with Huffman codes alone (no search for matches, which there are not), and the
 other bytes are kept as they are. Lossless for any bytes; they only shrink where they are such values.
 

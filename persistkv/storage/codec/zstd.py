@@ -20,7 +20,7 @@ class ZstdCodec(Codec):
 
     name: ClassVar[str] = "zstd"
     level: int = 1
-    """1 (fast) to 19 (small); 1 because KV bytes gain little beyond it (DESIGN §9)."""
+    """1 (fast) to 19 (small); 1 because KV bytes gain little beyond it."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.level <= 19:

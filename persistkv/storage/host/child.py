@@ -7,13 +7,13 @@ end closes, after it has committed what it was given.
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import signal
 import socket
 
 from persistkv.storage.host.connection import SocketConnection
 from persistkv.storage.host.loop import NoticeHandler, serve
+from persistkv.storage.host.mapping import map_rows, populate
 from persistkv.storage.host.protocol import ToStore
 
 
@@ -22,7 +22,8 @@ def main(engine_pid: int, socket_fd: int, region_fd: int, region_bytes: int) -> 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are the engine's; we end, with all committed, when it does
     _yield_to_the_engine()
-    region = _map(region_fd, region_bytes)
+    region = map_rows(region_fd, region_bytes)
+    populate(region)
     connection = SocketConnection(socket.socket(fileno=socket_fd), ToStore)
     log = logging.getLogger("persistkv")
     log.setLevel(logging.INFO)
@@ -41,16 +42,6 @@ def _yield_to_the_engine() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     except OSError as error:
         logging.getLogger(__name__).info("the store's process keeps its scheduling class: %s", error)
-
-
-def _map(region_fd: int, region_bytes: int) -> mmap.mmap:
-    """Map the rows through a descriptor of our own: the inherited one shares the engine's flock, and would keep it."""
-    own = os.open(f"/proc/self/fd/{region_fd}", os.O_RDWR | os.O_CLOEXEC)
-    os.close(region_fd)
-    try:
-        return mmap.mmap(own, region_bytes)
-    finally:
-        os.close(own)
 
 
 def _watch(engine_pid: int) -> int | None:

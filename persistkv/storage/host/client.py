@@ -21,24 +21,22 @@ from array import array
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from persistkv.errors import HostError, PersistKVError
+from persistkv.errors import CorruptStoreError, HostError, PersistKVError
 from persistkv.storage.host import protocol
-from persistkv.storage.host.answers import ClientCounters, JobOutcome, StoreStats, open_error
+from persistkv.storage.host.answers import ClientCounters, Glance, JobOutcome, StoreStats, open_error
 from persistkv.storage.host.connection import Connection
 from persistkv.storage.host.flights import Flights
 from persistkv.storage.host.launch import Host
 from persistkv.storage.host.replica import Replica
+from persistkv.storage.host.watching import Backoff, Look, Watchdog
 from persistkv.storage.keys import PackedKeys
 
 logger = logging.getLogger(__name__)
 
-_FIRST_BACKOFF_S = 0.1
-_LONGEST_BACKOFF_S = 30.0
-_CALL_PATIENCE = 10  # times ``watchdog_s`` that one call of the medium may take
-_OPEN_ATTEMPTS = 3
+_OPEN_ATTEMPTS = 4  # a driver may need three deaths to see that the store itself is what processes die of
+_END_BYTES = 512  # of the end of a request, beside its keys
 _KILL_S = 5.0  # seconds to wait for the end of what was killed
 _NAP_S = 0.0005  # between polls of the calls that wait
-_GLANCE = 0  # the token of questions that nobody waits for; the others are counted from 1
 
 
 class State(enum.Enum):
@@ -70,49 +68,59 @@ class StoreClient:
         """Lines for a person that opening gave, such as what differs from the nearest namespace."""
         self._host = host
         self._hello = hello
-        self._watchdog_s = watchdog_s
+        self._watchdog = Watchdog(watchdog_s)
         self._pid = os.getpid()
         self._connection: Connection | None = None
         self._state = State.DOWN
-        self._backoff_s = _FIRST_BACKOFF_S
-        self._start_at = 0.0
+        self._backoff = Backoff()
         self._replica = Replica()
         self.contains: Callable[[bytes], bool] = self._replica.held.__contains__
         """Whether a key is durable and can be asked for: one probe of a set, and nothing around it."""
         self._flights = Flights(self.counters, max_queue_bytes)
-        self._answers: dict[int, Any] = {}
+        self._answer: Any = None
         self._next_token = 0
-        self._totals: protocol.HostStats | None = None
-        self._glance_at = 0.0
-        self._heard = 0.0
-        self._asked: float | None = None
+        self._glance = Glance()
         self._open_error: PersistKVError | None = None
 
     # Opening
 
     def open(self, timeout_s: float = 60.0) -> None:
-        """Start the store's side and wait until its namespace is open.
+        """Start the store's side and wait until its namespace is open. A process that is still at it when the time is
+        up (a look at a large store that was killed, a slow disk) goes on: nothing is held until it is done.
 
         :raises ConfigurationError: a bad URL, option or codec.
         :raises IdentityMismatchError: as ``strict_identity`` asks.
         :raises StoreError: the store cannot be opened.
-        :raises HostError: it did not start, died, or did not answer in time. Nothing is left running.
+        :raises HostError: it did not start, died again and again, or is a thread that did not answer in time.
+            Nothing is left running.
         """
         self._check_process()
         deadline = time.monotonic() + timeout_s
-        for _ in range(_OPEN_ATTEMPTS):
-            self._start()
-            self._await_open(deadline)
-            if self._state is State.OPEN:
-                return
-            if self._open_error is not None or self._state is State.OPENING or not self._host.restartable:
-                break
-            logger.warning("the store's side died while it opened")  # of damage, it may be: the next one repairs
-            self._host.wait(_KILL_S)
-        reason = f"did not open within {timeout_s} s" if self._state is State.OPENING else "died while it opened"
-        error = self._open_error or HostError(f"the store's side {reason}")
-        self._abandon()
-        raise error
+        try:
+            for attempt in range(_OPEN_ATTEMPTS):
+                self._open_error = None
+                self._start()
+                self._await_open(deadline)
+                if self._state is State.OPEN:
+                    return
+                if self._state is State.OPENING and self._host.restartable:
+                    logger.warning("the store did not open within %s s; lookups miss until it has", timeout_s)
+                    return
+                if not self._may_be_mended(attempt):
+                    break
+                logger.warning("the store did not open: its side is started once more")
+                self._host.wait(_KILL_S)
+            reason = f"did not open within {timeout_s} s" if self._state is State.OPENING else "died while it opened"
+            raise self._open_error or HostError(f"the store's side {reason}")
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _may_be_mended(self, attempt: int) -> bool:
+        """Whether the next one may open what this one died of, or did not read: it looks first, and may begin anew."""
+        if not self._host.restartable:
+            return False
+        return self._open_error is None or (attempt == 0 and isinstance(self._open_error, CorruptStoreError))
 
     def _await_open(self, deadline: float) -> None:
         while self._state is State.OPENING and time.monotonic() < deadline:
@@ -213,14 +221,13 @@ class StoreClient:
         self._owe()
         if self._state is not State.OPEN:
             self._flights.refuse_end(end.request)
-        elif self._flights.begin_end(end.request, sum(len(keys.data) for keys in end.group_keys)):
+        elif self._flights.begin_end(end.request, _end_bytes(end)):
             self._send(end)
 
     def _owe(self) -> None:
         """An answer is owed from now on, where none was."""
         if not self._flights.owed:
-            self._heard = time.monotonic()
-            self._asked = None
+            self._watchdog.hear()
 
     def _send(self, message: protocol.ToStore) -> None:
         if self._connection is not None:
@@ -236,13 +243,20 @@ class StoreClient:
         self._check_process()
         if self._state in (State.OPENING, State.OPEN):
             self._receive()
-        if self._state is State.OPEN and (touched := self._replica.take_touched()):
-            self._send(protocol.Touch(PackedKeys.of(touched)))
+        self._tell_touched()
         if self._state is State.DYING and self._host.dead():
             self._mourn()
-        if self._state is State.DOWN and self._host.restartable and time.monotonic() >= self._start_at:
+        elif self._state is State.DOWN and self._host.restartable and self._backoff.over:
             self._restart()
         return self._flights.take_outcomes()
+
+    def _tell_touched(self) -> None:
+        """Not while the store's side takes nothing: a queue of these would have no bound."""
+        connection = self._connection
+        if self._state is State.OPEN and connection is not None and not connection.congested:
+            touched = self._replica.take_touched()
+            if touched:
+                self._send(protocol.Touch(PackedKeys.of(touched)))
 
     @property
     def num_jobs(self) -> int:
@@ -284,8 +298,7 @@ class StoreClient:
 
     def _take_all(self, connection: Connection, messages: list[Any]) -> None:
         if messages:
-            self._heard = time.monotonic()
-            self._asked = None
+            self._watchdog.hear()
         try:
             for message in messages:
                 self._take(message)
@@ -296,7 +309,7 @@ class StoreClient:
     def _take(self, message: Any) -> None:
         match message:
             case protocol.JobDone():
-                self._backoff_s = _FIRST_BACKOFF_S
+                self._backoff.reset()
                 self._flights.end(message.job_id, message.failed.unpack(), message.num_bytes)
             case protocol.Stored():
                 self._replica.add(message.keys.unpack())
@@ -305,7 +318,9 @@ class StoreClient:
             case protocol.Persisted():
                 self._flights.end_end(message.request, message.whole)
             case protocol.Flushed() | protocol.HostStats():
-                self._answers[message.token] = message
+                self._glance.take(message)
+                if message.token == self._next_token:  # to older ones, nobody waits for an answer any more
+                    self._answer = message
             case protocol.Listing():
                 self._replica.begin_listing()
             case protocol.Listed():
@@ -317,7 +332,8 @@ class StoreClient:
                 logger.warning("the store does not open: %s", self._open_error)
                 self._lose()
             case protocol.Pong():
-                self._check_call(message.longest_s)
+                if self._watchdog.call_hangs(message.longest_s):
+                    self._lose()
             case protocol.Notice():
                 logger.log(message.level, "%s", message.text)
 
@@ -336,24 +352,11 @@ class StoreClient:
         if connection.ended:
             self._lose()
         elif self._flights.owed and self._host.restartable:
-            self._check_silence()
-
-    def _check_silence(self) -> None:
-        """Ask one that is silent whether it is alive; kill it where it does not answer that, either."""
-        now = time.monotonic()
-        if self._asked is None:
-            if now - self._heard > self._watchdog_s / 2:
-                self._asked = now
+            look = self._watchdog.look()
+            if look is Look.ASK:
                 self._send(protocol.Ping())
-        elif now - self._asked > self._watchdog_s / 2:
-            logger.error("the store's side has not answered for %.1f s; killing it", self._watchdog_s)
-            self._lose()
-
-    def _check_call(self, longest_s: float) -> None:
-        """Its loop is alive; a call that its medium does not end is given much longer."""
-        if longest_s > _CALL_PATIENCE * self._watchdog_s:
-            logger.error("a call of the store's medium has not ended for %.0f s; killing its side", longest_s)
-            self._lose()
+            elif look is Look.SILENT:
+                self._lose()
 
     def _lose(self) -> None:
         """The connection is of no use any more; its process may still touch rows until it is dead."""
@@ -366,10 +369,9 @@ class StoreClient:
     def _mourn(self) -> None:
         self._flights.lose_all()
         self._state = State.DOWN
-        self._start_at = time.monotonic() + self._backoff_s
+        seconds = self._backoff.fail()
         if self._host.restartable:
-            logger.warning("the store's side died; lookups miss until it is back, in %.1f s", self._backoff_s)
-        self._backoff_s = min(_LONGEST_BACKOFF_S, 2 * self._backoff_s)
+            logger.warning("the store's side died; lookups miss until it is back, in %.1f s", seconds)
 
     def _restart(self) -> None:
         self.counters.restarts += 1
@@ -377,8 +379,7 @@ class StoreClient:
             self._start()
         except HostError as error:
             logger.error("%s", error)
-            self._start_at = time.monotonic() + self._backoff_s
-            self._backoff_s = min(_LONGEST_BACKOFF_S, 2 * self._backoff_s)
+            self._backoff.fail()
 
     # Calls that wait, for the end of a program, tests and tools
 
@@ -389,34 +390,33 @@ class StoreClient:
         """
         token = self._token()
         self._send(protocol.Flush(token))
-        return self._await(token, timeout_s) is not None
+        return self._await(timeout_s) is not None
 
     def stats(self, timeout_s: float = 5.0) -> StoreStats:
         """Totals of both sides."""
         token = self._token()
         self._send(protocol.AskStats(token))
-        return StoreStats(self._state.value, self.counters, self._await(token, timeout_s))
+        return StoreStats(self._state.value, self.counters, self._await(timeout_s))
 
-    def glance(self, max_age_s: float = 5.0) -> StoreStats:
-        """Totals of both sides, without waiting: the last answer of the store's side, asked for anew when it is old."""
-        self._check_process()
-        self._totals = self._answers.pop(_GLANCE, self._totals)
-        if self._state is State.OPEN and time.monotonic() >= self._glance_at:
-            self._glance_at = time.monotonic() + max_age_s
-            self._send(protocol.AskStats(_GLANCE))
-        return StoreStats(self._state.value, self.counters, self._totals, self._flights.queued_bytes)
+    def glance(self) -> StoreStats:
+        """Totals of both sides, without waiting: those of the store's side are some seconds old, or missing."""
+        if self._state is State.OPEN and self._glance.is_due():
+            self._send(protocol.AskStats(Glance.TOKEN))
+        return StoreStats(self._state.value, self.counters, self._glance.totals, self._flights.queued_bytes)
 
     def _token(self) -> int:
         self._check_process()
         self._next_token += 1
+        self._answer = None
         return self._next_token
 
-    def _await(self, token: int, timeout_s: float) -> Any:
+    def _await(self, timeout_s: float) -> Any:
         deadline = time.monotonic() + timeout_s
         while self._state is State.OPEN:
             self._receive()
-            if token in self._answers:
-                return self._answers.pop(token)
+            if self._answer is not None:
+                answer, self._answer = self._answer, None
+                return answer
             if time.monotonic() >= deadline:
                 break
             time.sleep(_NAP_S)
@@ -443,6 +443,12 @@ class StoreClient:
         self._connection = None
         self._host.release()
         return ended
+
+
+def _end_bytes(end: protocol.EndRequest) -> int:
+    """Memory that the message takes, roughly."""
+    keys = sum(len(keys.data) + len(keys.lengths) for keys in end.group_keys)
+    return _END_BYTES + keys + sum(len(name) + len(value) for name, value in end.labels.items())
 
 
 def _joined(values: Sequence[int]) -> bytes:

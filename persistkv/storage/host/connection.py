@@ -1,7 +1,7 @@
 """What carries messages between the engine's side and the store's side.
 
-Neither side ever waits for the other: what the socket does not take stays in an outbox. The store's side looks whether
-its own is ``congested`` before it tells what need not be told now; the engine's side bounds the jobs in flight.
+Neither side ever waits for the other: what the socket does not take stays in an outbox. Each side looks whether its own
+is ``congested`` before it tells what need not be told now; the engine's side bounds what is in flight beside that.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ class Connection(ABC):
     def ended(self) -> bool:
         """Whether the other side is gone; what it sent before was received."""
 
+    @property
+    @abstractmethod
+    def congested(self) -> bool:
+        """Whether much was sent that the other side has not taken."""
+
     @abstractmethod
     def close(self) -> None:
         """End it; idempotent."""
@@ -56,11 +61,6 @@ class Connection(ABC):
 
 class ServedConnection(Connection):
     """An end that the store's side sleeps on."""
-
-    @property
-    @abstractmethod
-    def congested(self) -> bool:
-        """Whether much was sent that the other side has not taken."""
 
     @abstractmethod
     def wake(self) -> None:
@@ -242,7 +242,7 @@ class SocketConnection(ServedConnection):
         ready = poller.poll(None if seconds is None else seconds * 1000)
         if any(fd == self._bell for fd, _ in ready):
             os.eventfd_read(self._bell)
-        while self._posted:
+        while self._posted and not self.congested:
             self.send(self._posted.popleft())
         return any(fd == engine_pidfd for fd, _ in ready)
 

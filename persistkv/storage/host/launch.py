@@ -180,6 +180,10 @@ class _InlineConnection(Connection):
     def ended(self) -> bool:
         return self._ended
 
+    @property
+    def congested(self) -> bool:
+        return False
+
     def send(self, message: ToStore | ToEngine) -> None:
         if not self._ended:
             self._server.handle(message)

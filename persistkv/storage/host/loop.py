@@ -38,7 +38,7 @@ def serve(connection: ServedConnection, rows_buffer: memoryview, engine_pidfd: i
         lambda: connection.congested,
     )
     del rows_buffer  # this frame can outlive its call (a traceback keeps its callers), and would keep the rows mapped
-    engine_died = False
+    engine_died = finish = False
     try:
         while not connection.ended and not engine_died:
             engine_died = connection.wait(server.seconds_to_work(), engine_pidfd)
@@ -47,10 +47,12 @@ def serve(connection: ServedConnection, rows_buffer: memoryview, engine_pidfd: i
             server.step()
         for message in connection.receive_rest() if engine_died else ():
             server.handle(message)
+        finish = True
     except HostError:
         logger.exception("the engine's side sent garbage; ending")
+        finish = True
     finally:
         try:
-            server.close()
+            server.close(finish=finish)
         finally:
             connection.close()

@@ -129,7 +129,7 @@ class StoreServer:
             totals = await store.stats()
             disk_bytes, capacity = totals.disk_bytes, totals.capacity
         except StoreError as error:
-            logger.warning("totals cannot be read: %s", error)
+            logger.warning("totals cannot be read: %s", str(error))  # the error holds rows
             disk_bytes, capacity = 0, None
         usage = resource.getrusage(resource.RUSAGE_SELF)
         self._send(
@@ -281,15 +281,21 @@ class StoreServer:
         self._loads.clear()
         self._queue.clear()
 
-    def close(self) -> None:
-        """Finish what was given, release the store, let go of the rows; idempotent."""
+    def close(self, *, finish: bool = True) -> None:
+        """Release the store, and let go of the rows; idempotent.
+
+        :param finish: do what was given before. Not after an error of this side's own: what it left may never end.
+        """
+        store = self._store
         try:
-            if self._store is not None:
+            if store is not None and finish:
                 self._executor.run_until(self._finished)
-                self._store.close()
+                store.close()
         finally:
             self._executor.close()
             self._store = self._news = self._buffer = None
+            if store is not None and not finish:
+                store.medium.backend.close()
 
     def _finished(self) -> bool:
         self._flushed.clear()  # nobody waits for the answer

@@ -1,6 +1,6 @@
 """What every driver has to do, as one test class.
 
-A driver's tests subclass it, say which driver it is and where its stores lie::
+A driver's tests subclass it, say which driver it is and where its stores lie:
 
     class TestMyBackend(BackendConformance):
         driver = MyBackend

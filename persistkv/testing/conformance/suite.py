@@ -50,6 +50,7 @@ class BackendSuite:
     """Fixtures. A driver's tests override ``driver``, ``url``, ``raw``, and what follows from its options."""
 
     driver: ClassVar[type[Backend]]
+    """What is tested."""
     changes_kept: ClassVar[int | None] = None
     """Changes after which a cursor is too old at the latest; None: never."""
 
@@ -75,12 +76,14 @@ class BackendSuite:
 
     @pytest.fixture
     def backend(self, url: str) -> Iterator[Backend]:
+        """The store of ``url``, open for writing."""
         backend = self.open(url)
         yield backend
         backend.close()
 
     @pytest.fixture
     def namespace(self, backend: Backend) -> bytes:
+        """The id of a namespace in it."""
         return backend.open_namespace(sample_identity()).id
 
     def open(self, url: str, *, read_only: bool = False) -> Backend:

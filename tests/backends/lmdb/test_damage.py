@@ -259,14 +259,17 @@ def test_child_that_cannot_run_says_nothing_about_the_store(open_store, path, fi
     [
         ("import os, signal; os.kill(os.getpid(), signal.SIGBUS)", (Verdict.DAMAGED, "SIGBUS")),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", (Verdict.UNKNOWN, "-9")),
-        ("import time; time.sleep(600)", (Verdict.DAMAGED, "did not end")),
+        ("import time; time.sleep(600)", (Verdict.UNKNOWN, "did not end")),
+        ("while True: pass", (Verdict.DAMAGED, "SIGXCPU")),
         ("raise MemoryError", (Verdict.UNKNOWN, "exit code 1")),
         ("raise SystemExit(3)", (Verdict.UNKNOWN, "exit code 3")),
     ],
 )
 def test_how_the_child_ends(path, filled, monkeypatch, program, finding):
     monkeypatch.setattr(inspection, "_PROGRAM", program)
-    monkeypatch.setattr(inspection, "_LEAST_S", 2.0 if "sleep" in program else 60.0)
+    if "sleep" in program or "while" in program:
+        monkeypatch.setattr(inspection, "_LEAST_CPU_S", 1)
+        monkeypatch.setattr(inspection, "_PATIENCE", 2 if "sleep" in program else 1000)
     found: Finding = inspect(path)
     assert found.verdict is finding[0]
     assert finding[1] in found.reason
@@ -340,3 +343,39 @@ def test_capacity_that_cannot_be(open_store, path, filled, row):
     backend = open_store()
     assert backend.stats().capacity == 10 << 30
     assert len(tables(backend, filled)) == 1
+
+
+def test_placement_that_does_not_read(open_store, path, filled):
+    with lmdb.open(str(path), max_dbs=32) as env, env.begin(write=True) as txn:
+        txn.put(b"placement", b"extentz", db=env.open_db(b"meta", txn=txn))
+    with pytest.raises(CorruptStoreError, match="placement"):
+        open_store()
+    assert list(open_store().namespaces()) == []
+    assert len(moved_aside(path)) == 1
+
+
+@pytest.mark.parametrize("ended", ["clean", "killed"])
+@pytest.mark.parametrize("database", [None, b"packs"])
+def test_what_a_store_is_told_by_does_not_read(open_store, path, filled, database, ended):
+    """The guard knows that it was a store; were it left as something else's, it could not be opened ever again."""
+    if ended == "killed":
+        die(path, filled)
+    with lmdb.open(str(path), max_dbs=32) as env, env.begin(write=True) as txn:
+        if database is None:
+            txn.put(b"format", b"PKVLMDB0" + bytes(4), db=env.open_db(b"meta", txn=txn))
+        else:
+            txn.drop(env.open_db(database, txn=txn))
+    assert list(open_store().namespaces()) == []
+    assert len(moved_aside(path)) == 1
+
+
+@pytest.mark.parametrize("ended", ["clean", "killed"])
+def test_store_of_another_release_is_never_moved(open_store, path, filled, ended):
+    if ended == "killed":
+        die(path, filled)
+    with lmdb.open(str(path), max_dbs=32) as env, env.begin(write=True) as txn:
+        txn.put(b"format", b"PKVLMDB1" + b"\x03\0\0\0", db=env.open_db(b"meta", txn=txn))
+    for _ in range(2):
+        with pytest.raises(CorruptStoreError, match="format is 3"):
+            open_store()
+    assert not moved_aside(path)

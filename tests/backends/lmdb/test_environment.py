@@ -57,6 +57,31 @@ def test_writing_joins_reading(open_store, identity):
     assert read_all(reader, namespace, pack) == payload_of(pack)
 
 
+def test_nobody_reads_while_files_are_opened_for_writing(open_store, backend, namespace, monkeypatch):
+    """Their descriptors are closed: a reader would find another file behind its own."""
+    backend.close()
+    reader = open_store(read_only=True)
+    shared = reader._environment
+    inside = threading.Event()
+    make_writable = shared.files.make_writable
+    threads = []
+
+    def read():
+        with shared.transaction():
+            inside.set()
+
+    def beside_a_reader():
+        threads.append(threading.Thread(target=read))
+        threads[0].start()
+        assert not inside.wait(0.2)
+        make_writable()
+
+    monkeypatch.setattr(shared.files, "make_writable", beside_a_reader)
+    open_store()
+    threads[0].join()
+    assert inside.is_set()
+
+
 def test_reading_goes_on_where_writing_cannot_join(open_store, monkeypatch, identity):
     setup = open_store()
     namespace = setup.open_namespace(identity).id
@@ -180,6 +205,28 @@ def test_remapping_waits_for_readers(open_store, identity):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_remapping_gets_its_turn_among_many_readers(backend):
+    shared = backend._environment
+    stop = threading.Event()
+
+    def read():
+        while not stop.is_set():
+            with shared.transaction():
+                stop.wait(0.002)
+
+    threads = [threading.Thread(target=read) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    changing = threading.Thread(target=shared.set_capacity, args=(32 << 20,))
+    changing.start()
+    changing.join(60)
+    starved = changing.is_alive()
+    stop.set()
+    for thread in (*threads, changing):
+        thread.join()
+    assert not starved
 
 
 def test_handles_open_and_close_in_many_threads(open_store, path, identity):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 import tempfile
@@ -14,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from persistkv.errors import StoreFullError
+from persistkv.errors import StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
@@ -322,3 +324,95 @@ def test_damaged_extents_are_a_miss(open_store, path, identity):
     backend = open_store()
     assert [read_pack(backend, namespace, pack.table) for pack in packs] == [None] * 3
     assert len(find_faults(backend._environment)) > 1
+
+
+def breaks_off():
+    yield bytes(4096)
+    raise StoreFullError("it broke off")
+
+
+def segment_bytes(path):
+    return sum(file.stat().st_size for file in (path / "segments").iterdir())
+
+
+def test_what_an_undone_transaction_grew_is_cut_by_the_next(open_store, path, identity):
+    """Else the catalogue could be given room that the files still have."""
+    backend = open_store("?capacity=64MiB")
+    namespace = backend.open_namespace(identity).id
+    backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
+    before = segment_bytes(path)
+    with pytest.raises(StoreFullError, match="broke off"), backend._environment.transaction(write=True) as transaction:
+        backend._environment.payloads(transaction).write(bytes(32), breaks_off(), 16 << 20)
+    assert segment_bytes(path) >= before + (16 << 20)
+    backend.commit(namespace, CommitBatch(touches=[sample_pack(namespace, 1).pack_id]))
+    assert segment_bytes(path) == before
+
+
+GROWS_AND_DIES = """
+import os, signal, sys
+from persistkv.config import StoreUrl
+from persistkv_lmdb import LmdbBackend
+backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
+with backend._environment.transaction(write=True) as transaction:
+    payloads = backend._environment.payloads(transaction)
+    payloads.write(bytes(32), iter([bytes(4096)]), 16 << 20)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_grew_is_cut_by_one_that_lives(open_store, path, identity):
+    backend = open_store("?capacity=64MiB")
+    namespace = backend.open_namespace(identity).id
+    backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
+    before = segment_bytes(path)
+    subprocess.run([sys.executable, "-c", GROWS_AND_DIES, f"lmdb://{path}"], check=False)
+    assert segment_bytes(path) >= before + (16 << 20)
+    backend.commit(namespace, CommitBatch(touches=[sample_pack(namespace, 1).pack_id]))
+    assert segment_bytes(path) == before
+    assert find_faults(backend._environment) == []
+
+
+def test_segments_that_were_cut_grow_again(open_store, path, identity, monkeypatch):
+    monkeypatch.setattr("persistkv_lmdb.payload._SEGMENT_BYTES", 1 << 20)
+    backend = open_store("?capacity=64MiB")
+    namespace = backend.open_namespace(identity).id
+    for seed in range(8):
+        backend.commit(namespace, CommitBatch([sample_pack(namespace, seed, blocks=8, block_bytes=1 << 16)]))
+    files = len(list((path / "segments").iterdir()))
+    assert files > 2
+    for _ in range(3):
+        list(backend.move("inline"))
+        assert segment_bytes(path) == 0
+        list(backend.move("extents"))
+        assert find_faults(backend._environment) == []
+    assert len(list((path / "segments").iterdir())) <= files + 1
+
+
+@pytest.mark.parametrize("call", ["pwritev", "fdatasync", "posix_fallocate"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_disk_that_fails_once(backend, namespace, monkeypatch, call, code):
+    """A file system may want space for what it had given (ENOSPC where it copies on write): as a full disk does."""
+    held = sample_pack(namespace, 1)
+    backend.commit(namespace, CommitBatch([held]))
+    real = getattr(os, call)
+    left = [True]
+
+    def fail_once(*arguments):
+        if left:
+            left.clear()
+            raise OSError(code, os.strerror(code))
+        return real(*arguments)
+
+    monkeypatch.setattr(os, call, fail_once)
+    pack = sample_pack(namespace, 2, blocks=20, block_bytes=1 << 20)
+    if code == errno.ENOSPC:
+        backend.commit(namespace, CommitBatch([pack]))
+    else:
+        with pytest.raises(StoreError, match="Input/output"):
+            backend.commit(namespace, CommitBatch([pack]))
+        assert set(tables(backend, namespace)) == {held.pack_id}
+        backend.commit(namespace, CommitBatch([pack]))
+    assert not left
+    assert read_pack(backend, namespace, pack.table) == payload_of(pack)
+    assert read_pack(backend, namespace, held.table) == payload_of(held)
+    assert find_faults(backend._environment) == []

@@ -20,6 +20,8 @@ from persistkv_s3.breaker import BreakerState
 from tests.backends.s3.conftest import Opener
 from tests.backends.s3.faults import FaultProxy
 
+pytestmark = pytest.mark.slow
+
 NAMESPACE = sample_identity().digest
 OPTIONS = "refresh=0s&deadline=5s&slow=1h"
 HARD = ["hang", "hang_reply", "lose_reply", "rst", "rst_after 100", "delay 60", "s503 100000"]

@@ -39,6 +39,7 @@ def write(url: str, writer: int, done: Any) -> None:
     done.send(True)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_overlapping_requests_are_stored_once(open_store: Opener, endpoint: str, raw_client: Any, bucket: str) -> None:
     reader, _ = open_store()

@@ -59,7 +59,7 @@ class Hosted:
         self.hosts.append(host)
         return client
 
-    def finish(self, client: StoreClient, job_id: int, timeout_s: float = 30.0) -> JobOutcome:
+    def finish(self, client: StoreClient, job_id: int, timeout_s: float = 90.0) -> JobOutcome:
         """Poll until the job ends."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:

@@ -287,3 +287,49 @@ def test_a_bad_pack_is_deleted_once_the_transaction_has_ended(
     assert hosted.finish(client, 2).failed == []
     eventually(lambda: not client.poll() and not any(map(client.contains, names(64))))
     assert all(map(client.contains, names(64, 64)))
+
+
+def test_no_memory_costs_blocks_and_nothing_else(
+    hosted: Any, client: StoreClient, medium: GatedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a call of the medium raises: the job is answered, and the store goes on."""
+
+    def no_memory(*_: object) -> Any:
+        raise MemoryError("no memory for a frame")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(medium, "commit", no_memory)
+        store(client, 1, names(64))
+        assert hosted.finish(client, 1).failed == names(64)
+    store(client, 2, names(64))
+    assert hosted.finish(client, 2).failed == []
+    assert client.flush(PATIENCE_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(medium, "read", no_memory)
+        client.submit_load(3, names(64), range(64))
+        assert hosted.finish(client, 3).failed == names(64)
+        patch.setattr(medium, "stats", no_memory)
+        assert client.stats(PATIENCE_S).host is not None
+    client.submit_load(4, names(64), range(64))
+    assert hosted.finish(client, 4).failed == []
+
+
+def test_a_store_side_that_breaks_ends_and_answers_for_its_jobs(
+    hosted: Any, client: StoreClient, medium: GatedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of its own must not leave rows pinned for ever, which a thread that cannot be killed would."""
+    medium.commits.shut()
+    store(client, 1, names(64))
+    medium.commits.await_waiting()
+
+    def broken(_: object) -> None:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr("persistkv.storage.store.Store.tick", broken)
+    monkeypatch.setattr(threading, "excepthook", lambda raised: None)  # pytest's would keep the rows
+    client.submit_load(2, names(3, 500), [70, 71, 72])
+    client.poll()
+    medium.commits.open()
+    outcomes = finish_all(client, {1, 2})
+    assert outcomes[1].refused
+    assert not client.contains(names(1)[0])

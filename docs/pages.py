@@ -1,0 +1,78 @@
+"""How files of the repository become pages of the site: what mkdocs does not do by itself.
+
+1. What is written once stays where it is: the front page is README.md, a driver's page is the README in its folder.
+2. A link between files, which works where the repository is browsed, becomes one between pages. One to a file that is
+   no page becomes its text. One to nothing is a warning, which ``mkdocs build --strict`` makes an error.
+3. A page that would fetch something from elsewhere is a warning as well: the site is read without a network.
+"""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+logger = logging.getLogger("mkdocs.hooks.pages")
+
+ROOT = Path(__file__).parent.parent
+PAGES = MappingProxyType(
+    {"README.md": "index.md", "backends/persistkv_lmdb/README.md": "lmdb.md", "CHANGELOG.md": "changelog.md"}
+)
+"""Files outside docs/, and the pages that they are."""
+STANDS_FOR = MappingProxyType({"backends/persistkv_s3/README.md": "s3.md"})
+"""Files that are no page of their own, and where a link to them goes."""
+
+_LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
+_FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_FETCH = re.compile(
+    r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=[\"']?((?:https?:)?//[^\"'\s>]+)", re.IGNORECASE
+)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that lie outside docs/."""
+    for source, page in PAGES.items():
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
+    """Turn links between files into links between pages; what stands in a fence stays."""
+    where = page.file.src_uri
+    source = next((source for source, name in PAGES.items() if name == where), f"docs/{where}")
+    parts, end = [], 0
+    for fence in _FENCE.finditer(markdown):
+        parts += [_LINK.sub(_rewriter(source, where, files), markdown[end : fence.start()]), fence[0]]
+        end = fence.end()
+    return "".join([*parts, _LINK.sub(_rewriter(source, where, files), markdown[end:])])
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Look for what a browser would fetch from elsewhere."""
+    for url in _FETCH.findall(output):
+        logger.warning("%s fetches %s: the site is to be read without a network", page.file.src_uri, url)
+    return output
+
+
+def _rewriter(source: str, where: str, files: Files) -> Callable[[re.Match[str]], str]:
+    def rewrite(link: re.Match[str]) -> str:
+        image, text, target = link.groups()
+        path, _, anchor = target.partition("#")
+        if not path or ":" in path:
+            return link[0]
+        found = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        name = PAGES.get(found) or STANDS_FOR.get(found) or found.removeprefix("docs/")
+        if files.get_file_from_path(name) is not None and (found.startswith("docs/") or name != found):
+            relative = posixpath.relpath(name, posixpath.dirname(where) or ".")
+            return f"{image}[{text}]({relative}{'#' + anchor if anchor else ''})"
+        if not (ROOT / found).exists():
+            logger.warning("%s links to %s, which is not there", source, target)
+        return text
+
+    return rewrite

@@ -1,0 +1,5 @@
+"""A persistkv store in one SQLite file: the worked example of docs/writing-a-backend.md."""
+
+from persistkv_sqlite.backend import SqliteBackend
+
+__all__ = ["SqliteBackend"]

@@ -1,0 +1,102 @@
+"""The example backend, held to what persistkv asks of every driver."""
+
+from __future__ import annotations
+
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from persistkv.config import StoreUrl
+from persistkv.errors import ConfigurationError, CorruptStoreError
+from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
+from persistkv_sqlite import SqliteBackend
+from persistkv_sqlite.commit import CHANGES_KEPT
+from persistkv_sqlite.schema import VERSION
+
+PLACES = {
+    RawKind.PAYLOAD: ("pieces", "data", "pack = (SELECT number FROM packs WHERE namespace = ? AND id = ?)"),
+    RawKind.TABLE: ("packs", "packed", "namespace = ? AND id = ?"),
+    RawKind.MANIFEST: ("manifests", "head", "namespace = ? AND id = ?"),
+    RawKind.MANIFEST_KEYS: ("manifests", "keys", "namespace = ? AND id = ?"),
+}
+
+
+class RawSqlite(RawStore):
+    """The file through SQL of our own: what the driver says of it is not believed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def get(self, kind: RawKind, namespace: bytes, name: bytes) -> bytes:
+        return b"".join(data for _, data in self._rows(kind, namespace, name))
+
+    def put(self, kind: RawKind, namespace: bytes, name: bytes, data: bytes) -> None:
+        table, column, _ = PLACES[kind]
+        with closing(sqlite3.connect(self.path)) as db, db:
+            for number, held in self._rows(kind, namespace, name):
+                db.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = ?", (data[: len(held)], number))
+                data = data[len(held) :]
+
+    def _rows(self, kind: RawKind, namespace: bytes, name: bytes) -> list[tuple[int, bytes]]:
+        table, column, condition = PLACES[kind]
+        key = name if kind in (RawKind.PAYLOAD, RawKind.TABLE) else name.decode()
+        with closing(sqlite3.connect(self.path)) as db:
+            find = f"SELECT rowid, {column} FROM {table} WHERE {condition} ORDER BY rowid"
+            return db.execute(find, (namespace, key)).fetchall()
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """In memory: hundreds of commits are synced here, and none of them meets a power loss."""
+    with tempfile.TemporaryDirectory(prefix="persistkv-sqlite-", dir="/dev/shm") as name:
+        yield Path(name)
+
+
+class TestSqliteBackend(BackendConformance):
+    driver = SqliteBackend
+    changes_kept = CHANGES_KEPT
+
+    @pytest.fixture
+    def url(self, directory: Path) -> str:
+        return f"sqlite://{directory}/kv.db?capacity=256MiB"
+
+    @pytest.fixture
+    def small_url(self, directory: Path) -> str:
+        return f"sqlite://{directory}/small.db?capacity=4MiB"
+
+    @pytest.fixture
+    def ttl_url(self, directory: Path) -> str:
+        return f"sqlite://{directory}/aging.db?ttl=1h"
+
+    @pytest.fixture
+    def raw(self, directory: Path) -> RawSqlite:
+        return RawSqlite(directory / "kv.db")
+
+
+def open_file(path: Path, options: str = "") -> SqliteBackend:
+    return SqliteBackend.open(StoreUrl.parse(f"sqlite://{path}{options}"))
+
+
+def test_what_is_no_store_is_refused_and_not_changed(tmp_path: Path) -> None:
+    text, other, newer = (tmp_path / name for name in ("text", "other", "newer"))
+    text.write_text("no database" * 1000)
+    with closing(sqlite3.connect(other)) as db, db:
+        db.execute("CREATE TABLE notes (text)")
+    open_file(newer).close()
+    with closing(sqlite3.connect(newer)) as db, db:
+        db.execute(f"PRAGMA user_version = {VERSION + 1}")
+    for path in (text, other, newer):
+        before = path.read_bytes()
+        with pytest.raises(CorruptStoreError, match=path.name):
+            open_file(path)
+        assert path.read_bytes() == before
+
+
+def test_a_capacity_of_nothing_is_refused_and_makes_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="1MiB or more"):
+        open_file(tmp_path / "kv.db", "?capacity=5KiB")
+    assert not list(tmp_path.iterdir())

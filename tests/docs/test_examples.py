@@ -1,0 +1,81 @@
+"""The examples of the pages, run as they stand there, but for paths and sizes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from persistkv.integrations.transformers import Engine
+from persistkv_tools.cli import main
+
+ROOT = Path(__file__).parents[2]
+PROMPT = [(7 * index * index + 3 * index) % 256 for index in range(100)]
+FOUND_SOMETHING = ("doctor", "why")  # exit code 1 of these says what they found, here and on the machine
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("docs") / "checkpoint"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def here(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Rewrites an example for this machine: its model, its store, little memory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(Engine.open.__func__.__kwdefaults__, "cpu_bytes", "64MiB")  # type: ignore[attr-defined]
+
+    def rewrite(text: str) -> str:
+        text = text.replace("path/to/checkpoint", str(checkpoint)).replace("/var/cache/kv", f"{tmp_path}/kv")
+        return text.replace('cpu_bytes="4GiB"', 'cpu_bytes="64MiB"')
+
+    return rewrite
+
+
+def examples(page: str, language: str) -> list[str]:
+    fences = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    return [text for name, text in fences if name == language]
+
+
+@pytest.mark.parametrize("page", ["README.md", pytest.param("docs/getting-started.md", marks=pytest.mark.slow)])
+def test_python_then_the_command(page: str, here: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = examples(page, "python")
+    restored = []
+    for _ in range(2):
+        exec(compile(here(example), page, "exec"), {"token_ids": PROMPT})
+        restored.append(int(capsys.readouterr().out.split()[0]))
+    assert restored == [0, 96], "the second process restores all whole blocks before the last token"
+
+    lines = "".join(examples(page, "")).replace("$ ", "").splitlines()
+    commands = [line.partition("#")[0].split()[1:] for line in lines if line.startswith("persistkv ")]
+    assert len(commands) >= 2
+    for command in commands:
+        with pytest.raises(SystemExit) as end:
+            main([here(word) for word in command])
+        assert end.value.code in ((None, 0, 1) if command[0] in FOUND_SOMETHING else (None, 0)), command
+
+
+@pytest.mark.slow
+def test_all_options_of_the_engine(here: Any) -> None:
+    (example,) = examples("docs/transformers.md", "python")
+    after: dict[str, Any] = {"token_ids": PROMPT}
+    exec(compile(here(example), "docs/transformers.md", "exec"), after)
+    assert len(after["result"].tokens) == 64

@@ -1,0 +1,57 @@
+"""What pages name is there: files, targets of make, modules, commands."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from persistkv_tools.commands import COMMANDS
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "backends/*/README.md", "examples/*/README.md")
+    for path in ROOT.glob(pattern)
+)
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^()\s]+)\)")
+PLACE = re.compile(r"`((?:tests|benchmarks|backends|tools|docs|examples|\.ci)/[\w./-]*|persistkv/[\w./-]*(?:/|\.py))`")
+OTHER_COMMANDS = ("demo",)  # of integrations, found by entry point
+NO_COMMAND = {"identity"}  # the begin of what a namespace is the digest of
+
+
+@pytest.fixture(params=PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def page(request: pytest.FixtureRequest) -> Path:
+    found: Path = request.param
+    return found
+
+
+def test_links_between_files(page: Path) -> None:
+    targets = [target.partition("#")[0] for target in LINK.findall(FENCE.sub("", page.read_text()))]
+    files = [target for target in targets if target and ":" not in target]
+    assert [target for target in files if not (page.parent / target).exists()] == []
+
+
+def test_places_in_the_repository(page: Path) -> None:
+    assert [place for place in PLACE.findall(page.read_text()) if not (ROOT / place).exists()] == []
+
+
+def test_modules_targets_and_commands(page: Path) -> None:
+    text = page.read_text()
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`make ([\w-]+)", text)) | set(re.findall(r"^make ([\w-]+)", text, re.MULTILINE)) <= targets
+    modules = set(re.findall(r"python -m ((?:benchmarks|tests)[\w.]*)", text))
+    assert [module for module in modules if find_spec(module) is None] == []
+    fenced = "\n".join(FENCE.findall(text))
+    commands = set(re.findall(r"^(?:\$ )?persistkv ([a-z][a-z-]*)", fenced, re.MULTILINE))
+    commands |= set(re.findall(r"`persistkv ([a-z][a-z-]*)", text))
+    assert commands - NO_COMMAND <= {*COMMANDS, *OTHER_COMMANDS}
+
+
+def test_all_pages_were_found() -> None:
+    names = {posixpath.basename(str(path.parent)) + "/" + path.name for path in PAGES}
+    assert {"docs/getting-started.md", "persistkv_lmdb/README.md", "sqlite/README.md"} <= names

@@ -1,0 +1,37 @@
+"""What the tests of clients share: keys, messages, waiting."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from persistkv.storage.host.client import State, StoreClient
+from persistkv.storage.host.launch import ProcessHost
+from persistkv.storage.host.protocol import EndRequest
+from persistkv.storage.keys import PackedKeys
+
+KINDS = ["process", "thread", "inline"]
+BLOCK = 64 << 10
+
+
+def names(count: int, start: int = 0) -> list[bytes]:
+    return [number.to_bytes(32, "little") + bytes(4) for number in range(start, start + count)]
+
+
+def end(request: str, keys: list[bytes]) -> EndRequest:
+    return EndRequest(request, f"m-{request}", (PackedKeys.of(keys),), 16 * len(keys), 16, True, {})
+
+
+def pid_of(hosted: Any) -> int:
+    host = hosted.hosts[-1]
+    assert isinstance(host, ProcessHost)
+    assert host.pid is not None
+    return host.pid
+
+
+def wait_for(client: StoreClient, state: State, timeout_s: float = 90.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while client.state is not state:
+        assert time.monotonic() < deadline, f"still {client.state}"
+        client.poll()
+        time.sleep(0.001)

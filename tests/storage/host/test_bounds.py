@@ -1,0 +1,161 @@
+"""What waits for a store's side that takes little or nothing: bounded, and never waited for."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.host.client import State, StoreClient
+from persistkv.storage.host.protocol import EndRequest, Touch
+from persistkv.storage.keys import PackedKeys
+from tests.storage.host.jobs import BLOCK, names, pid_of
+
+
+def test_the_queue_is_bounded_in_bytes(hosted: Any, tmp_path: Path) -> None:
+    client = hosted.connect(f"lmdb://{tmp_path}/store", max_queue_bytes=80 * BLOCK)
+    client.open()
+    os.kill(pid_of(hosted), signal.SIGSTOP)
+    client.submit_store(1, "a", names(70), range(70), None, 70 * BLOCK)
+    client.submit_store(2, "a", names(20, 70), range(70, 90), None, 20 * BLOCK)
+    (refused,) = client.poll()
+    assert (refused.job_id, refused.refused, len(refused.failed)) == (2, True, 20)
+    assert client.counters.refused_bytes == 20 * BLOCK
+    os.kill(pid_of(hosted), signal.SIGCONT)
+    assert hosted.finish(client, 1).failed == []
+    client.submit_store(3, "a", names(20, 70), range(70, 90), None, 20 * BLOCK)
+    assert hosted.finish(client, 3).failed == []
+
+
+def test_a_job_larger_than_the_queue_goes_alone(hosted: Any, tmp_path: Path) -> None:
+    client = hosted.connect(f"lmdb://{tmp_path}/store", max_queue_bytes=BLOCK)
+    client.open()
+    client.submit_store(1, "a", names(70), range(70), None, 70 * BLOCK)
+    client.submit_store(2, "a", names(1, 70), [70], None, BLOCK)
+    assert hosted.finish(client, 2).refused
+    assert hosted.finish(client, 1).failed == []
+
+
+def test_nothing_waits_for_a_stopped_host(hosted: Any, tmp_path: Path) -> None:
+    """Thousands of messages to a process that reads none: the engine's side keeps them, and never blocks on them."""
+    client = hosted.connect(f"lmdb://{tmp_path}/store", max_queue_bytes=1 << 40)
+    client.open()
+    os.kill(pid_of(hosted), signal.SIGSTOP)
+    for job in range(3000):
+        client.submit_store(job, "a", names(128, 128 * job), range(128), None, 128 * BLOCK)
+        assert client.poll() == []
+    os.kill(pid_of(hosted), signal.SIGKILL)
+    os.kill(pid_of(hosted), signal.SIGCONT)
+    lost: set[int] = set()
+    while len(lost) < 3000:
+        lost.update(outcome.job_id for outcome in client.poll() if outcome.refused)
+    assert client.counters.lost_jobs == 3000
+
+
+def test_uses_are_said_in_bounded_messages(hosted: Any, tmp_path: Path) -> None:
+    client = hosted.connect(f"lmdb://{tmp_path}/store?capacity=64MiB", "inline", max_age_s=0.0)
+    client.touch(names(3))  # nothing is open yet
+    client.open()
+    held = names(100)
+    client.submit_store(1, "a", held, range(100), range(100), 100 * BLOCK)
+    hosted.finish(client, 1)
+    assert client.flush(90)
+    sent: list[int] = []
+    send = client._send
+
+    def count(message: Any) -> None:
+        if isinstance(message, Touch):
+            sent.append(len(message.keys))
+        send(message)
+
+    client._send = count  # type: ignore[method-assign]
+    client.touch([*held, *names(50, 1000)])
+    client.touch(held[:10])
+    client.touch(names(70_000, 2000))  # too many at once: passed over
+    client.poll()
+    client.poll()
+    assert sent == [100], "what is held, once"
+
+
+def test_what_the_engine_does_not_take_is_let_go_of_and_told_anew(hosted: Any, tmp_path: Path) -> None:
+    """An engine idles while another process fills the store: its host keeps a bounded amount of news."""
+    url = f"lmdb://{tmp_path}/store?capacity=256MiB"
+    idle, busy = hosted.connect(url, "inline", refresh_s=0.0), hosted.connect(url, "inline", max_age_s=0.0)
+    idle.open()
+    busy.open()
+    server, sent = idle._connection._server, idle._connection._answers
+    busy.submit_store(1, "a", names(128), range(128), None, 128 * BLOCK)
+    assert busy.flush(90)
+    idle.poll()
+    assert sorted(idle.take_stored()) == sorted(names(128))
+    server._news._congested = lambda: True
+    server._news._most_waiting = 64
+    busy.submit_store(2, "b", names(100, 128), range(100), None, 100 * BLOCK)
+    assert busy.flush(90)
+    delete_all_of(busy, names(1)[0])
+    for _ in range(3):
+        server.step()
+        assert not sent
+        assert len(server._store.news.stored) + len(server._store.news.removed) <= 64
+    server._news._congested = lambda: False
+    idle.poll()
+    assert sorted(idle.take_stored()) == sorted(names(100, 128))
+    assert sorted(idle.take_removed()) == sorted(names(128))
+    assert len(idle) == 100
+    assert idle.contains(names(1, 128)[0])
+    assert not idle.contains(names(1)[0])
+
+
+def delete_all_of(client: StoreClient, key: bytes) -> None:
+    """The pack that holds a key."""
+    store = client._connection._server._store  # type: ignore[union-attr]
+    pack = store.index.pack_of(key)
+    store.medium.backend.commit(store.namespace, CommitBatch(deletions=[pack.pack_id]))
+
+
+def test_an_end_that_finds_no_room_is_refused(hosted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of long contexts end while the store's side takes nothing: the queue of their manifests is bounded."""
+    client = hosted.connect("memory://x", "inline")
+    client.open()
+    long = PackedKeys.of(names(200_000))
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "_send", lambda message: None)
+        for number in range(4):
+            client.end_request(EndRequest(f"r{number}", f"m{number}", (long,), 1, 16, True, {}))
+    assert client.take_persisted() == {"r2": False, "r3": False}
+    assert client.counters.refused_ends == 2
+
+
+def test_short_ends_are_bounded_too(hosted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests without a key, and with labels, take memory as well."""
+    client = hosted.connect("memory://x", "inline")
+    client.open()
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "_send", lambda message: None)
+        for number in range(40_000):
+            client.end_request(EndRequest(f"r{number}", f"m{number}", (PackedKeys(),), 0, 16, True, {}))
+        client.end_request(EndRequest("long", "long", (PackedKeys(),), 0, 16, True, {"label": "x" * (16 << 20)}))
+    assert client.counters.refused_ends > 1000
+    assert "long" in client.take_persisted()
+
+
+def test_uses_wait_while_the_host_takes_nothing(hosted: Any, tmp_path: Path) -> None:
+    """No answer is owed, so no watchdog looks: what is kept for a stopped host has a bound all the same."""
+    client = hosted.connect(f"lmdb://{tmp_path}/store")
+    client.open()
+    held = names(128)
+    client.submit_store(1, "a", held, range(128), range(128), 128 * BLOCK)
+    hosted.finish(client, 1)
+    assert client.flush(90)
+    os.kill(pid_of(hosted), signal.SIGSTOP)
+    for _ in range(3000):
+        client.touch(held)
+        client.poll()
+    assert client._connection._outbox_bytes <= 2 << 20
+    assert client.state is State.OPEN
+    os.kill(pid_of(hosted), signal.SIGCONT)
+    assert client.flush(90)

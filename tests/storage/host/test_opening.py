@@ -1,0 +1,123 @@
+"""Opening: what goes wrong arrives as what it is, and what can be mended is."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import pytest
+
+from persistkv.errors import ConfigurationError, HostError, IdentityMismatchError, StoreUnavailableError
+from persistkv.storage.host.client import State, StoreClient
+from persistkv.storage.host.connection import Connection
+from persistkv.storage.host.launch import ProcessHost
+from tests.storage.host.jobs import BLOCK, KINDS, names, wait_for
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_at_open_arrive_as_what_they_are(hosted: Any, tmp_path: Path, kind: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"url scheme: 'nope' is not valid; expected one of .*lmdb"):
+        hosted.connect("nope:///x", kind).open()
+    with pytest.raises(ConfigurationError, match="capacity"):
+        hosted.connect(f"lmdb://{tmp_path}/a?capacity=-1", kind).open()
+    with pytest.raises(ConfigurationError, match="codec"):
+        hosted.connect(f"lmdb://{tmp_path}/a", kind, codec="none").open()
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StoreUnavailableError, match="file"):
+        hosted.connect(f"lmdb://{tmp_path}/file", kind).open()
+    hosted.connect(f"lmdb://{tmp_path}/b", kind).open()
+    with pytest.raises(IdentityMismatchError, match="weights: 'other' here, 'w' stored") as caught:
+        hosted.connect(f"lmdb://{tmp_path}/b", kind, identity={"weights": "other"}, strict_identity=True).open()
+    assert caught.value.differences[0].field == "weights"
+
+
+def test_a_notice_reaches_the_engine_once(hosted: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    url = f"lmdb://{tmp_path}/store"
+    hosted.connect(url).open()
+    client = hosted.connect(url, identity={"weights": "v2"})
+    with caplog.at_level(logging.WARNING):
+        client.open()
+    assert len(client.notices) == 1
+    assert "weights: 'v2' here, 'w' stored" in client.notices[0]
+    assert caplog.text.count("nearest namespace differs") == 1
+
+
+class DyingHost(ProcessHost):
+    """Dies while it opens, the first few times: as one does that finds a damaged environment."""
+
+    deaths = 0
+    started = 0
+
+    def start(self) -> Connection:
+        connection = super().start()
+        self.started += 1
+        if self.deaths:
+            self.deaths -= 1
+            self.kill()
+        return connection
+
+
+@pytest.mark.parametrize("deaths", [1, 3, 4])
+def test_a_host_that_dies_while_it_opens_is_started_again(hosted: Any, tmp_path: Path, deaths: int) -> None:
+    template = hosted.connect(f"lmdb://{tmp_path}/store")
+    host = DyingHost(hosted.fd, len(hosted.memory))
+    host.deaths = deaths
+    client = StoreClient(host, template._hello, max_queue_bytes=1 << 30)
+    hosted.clients.append(client)
+    if deaths < 4:
+        client.open()
+        assert client.flush(90)
+    else:
+        with pytest.raises(HostError, match="died while it opened"):
+            client.open()
+        assert host.dead()
+    assert host.started == min(deaths + 1, 4)
+
+
+def test_a_store_that_does_not_read_is_mended_by_the_next_start(hosted: Any, tmp_path: Path) -> None:
+    """What was found as it was opened is looked at by the next to open it: an engine starts, if with an empty store."""
+    url = f"lmdb://{tmp_path}/store"
+    client = hosted.connect(url)
+    client.open()
+    client.submit_store(1, "a", names(70), range(70), None, 70 * BLOCK)
+    assert client.close()
+    with lmdb.open(f"{tmp_path}/store", max_dbs=32) as env, env.begin(write=True) as txn:
+        txn.put(b"placement", b"extentz", db=env.open_db(b"meta", txn=txn))
+    again = hosted.connect(url)
+    again.open()
+    assert len(again) == 0
+    assert again.flush(90)
+
+
+def test_a_store_that_opens_slowly_is_missed_and_found_later(hosted: Any, tmp_path: Path) -> None:
+    url = f"lmdb://{tmp_path}/store"
+    client = hosted.connect(url)
+    client.open()
+    client.submit_store(1, "a", names(70), range(70), None, 70 * BLOCK)
+    assert client.close()
+
+    class Stopped(ProcessHost):
+        def start(self) -> Connection:
+            connection = super().start()
+            assert self.pid is not None
+            os.kill(self.pid, signal.SIGSTOP)
+            return connection
+
+    host = Stopped(hosted.fd, len(hosted.memory))
+    again = StoreClient(host, client._hello, max_queue_bytes=1 << 30)
+    hosted.clients.append(again)
+    again.open(timeout_s=0.2)
+    assert again.state is State.OPENING
+    assert not again.contains(names(1)[0])
+    again.submit_load(1, names(1), [0])
+    assert hosted.finish(again, 1).refused
+    assert host.pid is not None
+    os.kill(host.pid, signal.SIGCONT)
+    wait_for(again, State.OPEN)
+    assert all(map(again.contains, names(70)))
+    again.submit_load(2, names(1), [0])
+    assert hosted.finish(again, 2).failed == []

@@ -1,0 +1,61 @@
+"""By a clock that the test sets."""
+
+from __future__ import annotations
+
+import pytest
+
+from persistkv.storage.host import watching
+from persistkv.storage.host.watching import Backoff, Look, Watchdog
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    stopped = Clock()
+    monkeypatch.setattr(watching, "time", stopped)
+    return stopped
+
+
+def looks(dog: Watchdog, clock: Clock, *seconds: float) -> list[Look]:
+    found = []
+    for step in seconds:
+        clock.now += step
+        found.append(dog.look())
+    return found
+
+
+def test_who_is_silent_is_asked_once_and_then_given_up(clock: Clock) -> None:
+    dog = Watchdog(60.0)
+    dog.hear()
+    assert looks(dog, clock, 0.0, 30.0, 0.5, 29.0, 2.0) == [Look.FINE, Look.FINE, Look.ASK, Look.FINE, Look.SILENT]
+
+
+def test_an_answer_begins_all_anew(clock: Clock) -> None:
+    dog = Watchdog(60.0)
+    dog.hear()
+    assert looks(dog, clock, 31.0, 29.0) == [Look.ASK, Look.FINE]
+    dog.hear()
+    assert looks(dog, clock, 29.0, 2.0) == [Look.FINE, Look.ASK]
+
+
+def test_a_call_has_ten_times_as_long() -> None:
+    assert not Watchdog(60.0).call_hangs(600.0)
+    assert Watchdog(60.0).call_hangs(601.0)
+
+
+def test_waits_double_up_to_a_bound_until_something_works(clock: Clock) -> None:
+    backoff = Backoff()
+    assert backoff.over
+    assert [backoff.fail() for _ in range(10)] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0]
+    assert not backoff.over
+    clock.now += 30.0
+    assert backoff.over
+    backoff.reset()
+    assert backoff.fail() == 0.1

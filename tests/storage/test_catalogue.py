@@ -1,0 +1,99 @@
+"""What a handle knows of a store that others change meanwhile, and what it deletes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from persistkv.errors import StoreError
+from persistkv.storage.backend import Changes, CommitBatch, CommitResult
+from persistkv.storage.store import Store
+
+Keys = Callable[..., list[bytes]]
+OpenStore = Callable[..., Store]
+
+
+def flip_what_is_read(store: Store, patch: pytest.MonkeyPatch) -> None:
+    """The medium hands over a wrong byte."""
+    read = store.medium.backend.read
+
+    def flipped(namespace: bytes, spans: Any) -> list[bool]:
+        filled = read(namespace, spans)
+        spans[0].buffers[0][11] ^= 1
+        return filled
+
+    patch.setattr(store.medium.backend, "read", flipped)
+
+
+def replace(store: Store, names: list[bytes]) -> None:
+    """Delete the pack of these keys, and store other bytes under them: the pack's name is the same."""
+    tables = store.medium.backend.changes(store.namespace, None).added
+    store.medium.backend.commit(store.namespace, CommitBatch(deletions=[table.pack_id for table in tables]))
+    store.refresh()
+    store.rows.array[:] ^= 0xFF
+    store.put("r", names, range(64), None)
+    store.commit()
+
+
+def test_nothing_is_deleted_where_the_catalogue_cannot_be_looked_at(
+    open_store: OpenStore, store_url: str, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can tell whether what does not verify was merely replaced."""
+    store = open_store(store_url)
+    names = keys(64)
+    store.put("r", names, range(64), None)
+    store.commit()
+
+    def fail(*_: object) -> Changes:
+        raise StoreError("it does not answer")
+
+    with monkeypatch.context() as patch:
+        flip_what_is_read(store, patch)
+        patch.setattr(store.medium.backend, "changes", fail)
+        assert store.read(names, range(64))
+    assert all(map(store.contains, names))
+    assert store.read(names, range(64)) == []
+
+
+def test_what_was_replaced_between_look_and_deletion_is_not_deleted(
+    open_store: OpenStore, keys: Keys, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"lmdb://{tmp_path}/store"
+    ours, theirs = open_store(url), open_store(url)
+    names = keys(64)
+    ours.put("r", names, range(64), None)
+    ours.commit()
+    backend = ours.medium.backend
+    commit = backend.commit
+    left = [True]
+
+    def beaten(namespace: bytes, batch: CommitBatch) -> CommitResult:
+        if batch.deletions and left:
+            left.clear()
+            replace(theirs, names)
+        return commit(namespace, batch)
+
+    with monkeypatch.context() as patch:
+        flip_what_is_read(ours, patch)
+        patch.setattr(backend, "commit", beaten)
+        assert ours.read(names, range(64))
+    assert not left
+    assert all(map(theirs.contains, names))
+    assert theirs.read(names, range(64)) == []
+    assert ours.read(names, range(64)) == []
+
+
+def test_a_handle_that_lost_its_place_learns_what_it_missed(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
+    """Its next commit takes whatever happened meanwhile, and is no reason to believe that nothing has."""
+    url = f"lmdb://{tmp_path}/store"
+    ours, theirs = open_store(url), open_store(url)
+    foreign, mine = keys(1), keys(64)
+    ours._catalogue.cursor = None
+    theirs.put("r", foreign, [0], None)
+    theirs.flush()
+    ours.put("r", mine, range(64), None)
+    ours.commit()
+    ours.refresh()
+    assert all(map(ours.contains, mine + foreign))

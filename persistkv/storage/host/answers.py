@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import NamedTuple
 
 import msgspec
@@ -17,6 +18,8 @@ from persistkv.errors import (
     StoreUnavailableError,
 )
 from persistkv.storage.host import protocol
+
+_GLANCE_S = 5.0
 
 
 class JobOutcome(NamedTuple):
@@ -57,6 +60,30 @@ class StoreStats(msgspec.Struct, frozen=True):
     """None where the store's side did not answer in time."""
     queued_bytes: int = 0
     """Raw bytes of store jobs in flight, as of a glance."""
+
+
+class Glance:
+    """The last totals of the store's side, asked for now and then by an engine that does not wait for them."""
+
+    TOKEN = 0
+    """Of such a question; those that somebody waits for are counted from 1."""
+
+    def __init__(self) -> None:
+        self.totals: protocol.HostStats | None = None
+        self._next = 0.0
+
+    def is_due(self) -> bool:
+        """Whether to ask anew; it is not due again for some seconds."""
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + _GLANCE_S
+        return True
+
+    def take(self, answer: protocol.HostStats | protocol.Flushed) -> None:
+        """Keep an answer that is of use here."""
+        if isinstance(answer, protocol.HostStats):
+            self.totals = answer
 
 
 _ERRORS: dict[str, type[PersistKVError]] = {

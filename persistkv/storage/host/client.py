@@ -23,7 +23,7 @@ from typing import Any
 
 from persistkv.errors import CorruptStoreError, HostError, PersistKVError
 from persistkv.storage.host import protocol
-from persistkv.storage.host.answers import ClientCounters, JobOutcome, StoreStats, open_error
+from persistkv.storage.host.answers import ClientCounters, Glance, JobOutcome, StoreStats, open_error
 from persistkv.storage.host.connection import Connection
 from persistkv.storage.host.flights import Flights
 from persistkv.storage.host.launch import Host
@@ -37,7 +37,6 @@ _OPEN_ATTEMPTS = 4  # a driver may need three deaths to see that the store itsel
 _END_BYTES = 512  # of the end of a request, beside its keys
 _KILL_S = 5.0  # seconds to wait for the end of what was killed
 _NAP_S = 0.0005  # between polls of the calls that wait
-_GLANCE = 0  # the token of questions that nobody waits for; the others are counted from 1
 
 
 class State(enum.Enum):
@@ -80,8 +79,7 @@ class StoreClient:
         self._flights = Flights(self.counters, max_queue_bytes)
         self._answer: Any = None
         self._next_token = 0
-        self._totals: protocol.HostStats | None = None
-        self._glance_at = 0.0
+        self._glance = Glance()
         self._open_error: PersistKVError | None = None
 
     # Opening
@@ -320,8 +318,7 @@ class StoreClient:
             case protocol.Persisted():
                 self._flights.end_end(message.request, message.whole)
             case protocol.Flushed() | protocol.HostStats():
-                if isinstance(message, protocol.HostStats):
-                    self._totals = message
+                self._glance.take(message)
                 if message.token == self._next_token:  # to older ones, nobody waits for an answer any more
                     self._answer = message
             case protocol.Listing():
@@ -404,13 +401,11 @@ class StoreClient:
             return StoreStats(self._state.value, self.counters, self._await(timeout_s))
         return StoreStats(self._state.value, self.counters, None)
 
-    def glance(self, max_age_s: float = 5.0) -> StoreStats:
-        """Totals of both sides, without waiting: the last answer of the store's side, asked for anew when it is old."""
-        self._check_process()
-        if self._state is State.OPEN and time.monotonic() >= self._glance_at:
-            self._glance_at = time.monotonic() + max_age_s
-            self._send(protocol.AskStats(_GLANCE))
-        return StoreStats(self._state.value, self.counters, self._totals, self._flights.queued_bytes)
+    def glance(self) -> StoreStats:
+        """Totals of both sides, without waiting: those of the store's side are some seconds old, or missing."""
+        if self._state is State.OPEN and self._glance.is_due():
+            self._send(protocol.AskStats(Glance.TOKEN))
+        return StoreStats(self._state.value, self.counters, self._glance.totals, self._flights.queued_bytes)
 
     def _token(self) -> int:
         self._check_process()

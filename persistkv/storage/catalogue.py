@@ -6,7 +6,7 @@ Its flows are begun with ``Executor.begin_write``, so that what they learn is ap
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from persistkv.errors import StoreError
 from persistkv.storage.backend import Changes, CommitBatch, CommitResult
@@ -35,6 +35,8 @@ class Catalogue:
         self.news = News()
         self._medium = medium
         self._counters = counters
+        self._distrusted: dict[bytes, HeldPack] = {}
+        """Packs that left the index because they did not read, as long as nothing was heard of them."""
         with no_collections():
             self._learn(medium.backend.changes(medium.namespace, None))
         give_back()  # some 50 bytes a block
@@ -57,13 +59,15 @@ class Catalogue:
         if changes.reset:
             self._learn_anew(changes)
         else:
-            self._gone(self.index.remove_all(changes.removed))
+            self._forget(changes.removed)
             for table in changes.added:
+                self._distrusted.pop(table.pack_id, None)
                 self.news.stored += self.index.add(table)
         self.cursor = changes.cursor
 
     def _learn_anew(self, changes: Changes) -> None:
         before, self.index = self.index, Index()
+        self._distrusted.clear()
         for table in changes.added:
             self.index.add(table)
         if before:
@@ -84,7 +88,7 @@ class Catalogue:
                 self._stored(writer)
         mine = [pack for pack in result.evicted if pack.namespace == self._medium.namespace]
         self._counters.evicted_blocks += sum(len(pack.keys) for pack in mine)
-        self._gone(self.index.remove_all(pack.pack_id for pack in mine))
+        self._forget([pack.pack_id for pack in mine])
         if unknown and followed:
             self.cursor = None  # the backend holds a pack that our index does not know: learn it anew
         if unknown or not followed:
@@ -92,6 +96,7 @@ class Catalogue:
 
     def _stored(self, writer: PackWriter) -> None:
         table = writer.table
+        self._distrusted.pop(table.pack_id, None)
         self.news.stored += self.index.add(table)
         self._counters.stored_blocks += len(table.keys)
         self._counters.stored_raw_bytes += table.raw_length
@@ -99,21 +104,25 @@ class Catalogue:
 
     def distrust(self, packs: Iterable[HeldPack]) -> None:
         """Forget packs that did not read as the index knew them; one that was replaced since is another, and stays."""
-        self._gone(self.index.remove_all([pack.pack_id for pack in packs if self.index.holds(pack)]))
+        for pack in packs:
+            if self.index.holds(pack):
+                self._gone(self.index.remove_all([pack.pack_id]))
+                self._distrusted[pack.pack_id] = pack
 
-    async def quarantine(self, suspects: Collection[HeldPack]) -> None:
-        """Packs that were distrusted: those that others replaced are learnt anew, those that are still the same leave
-        the store, where it takes that. Where nobody can tell, they are trusted again.
+    async def quarantine(self) -> None:
+        """Of the packs that are distrusted, those that went or were replaced meanwhile are no matter; those that are
+        still the same leave the store, where it takes that. Where nobody can tell, they are trusted again.
         """
         for _ in range(_QUARANTINE_ATTEMPTS):
             try:
                 await self.refresh()
             except StoreError as error:  # nobody can tell whether they are the same
                 self._medium.complain(error)
-                for pack in suspects:
+                for pack in self._distrusted.values():
                     self.news.stored += self.index.restore(pack)
+                self._distrusted.clear()
                 return
-            bad = [pack.pack_id for pack in suspects if not self.index.knows(pack.pack_id)]
+            bad = list(self._distrusted)
             if not bad or await self._delete(bad):
                 return
 
@@ -126,10 +135,17 @@ class Catalogue:
         else:
             if result.stale:
                 return False
+            for pack_id in bad:
+                self._distrusted.pop(pack_id, None)
             names = ", ".join(pack_id.hex() for pack_id in bad)
             logger.warning("deleted packs whose bytes do not verify: %s; their blocks will be computed again", names)
         await self.refresh_or_complain()  # what could only be reached through them went too
         return True
+
+    def _forget(self, pack_ids: Sequence[bytes]) -> None:
+        self._gone(self.index.remove_all(pack_ids))
+        for pack_id in pack_ids:
+            self._distrusted.pop(pack_id, None)
 
     def _gone(self, keys: Sequence[bytes]) -> None:
         """News tells what is there in the end: a key that came and went since it was last taken only went."""

@@ -63,10 +63,6 @@ class Index:
         """Whether this pack, and not another that was written under its name since, is known."""
         return self._packs.get(pack.pack_id) is pack
 
-    def knows(self, pack_id: bytes) -> bool:
-        """Whether a pack of this name is known."""
-        return pack_id in self._packs
-
     def add(self, table: PackTable) -> list[bytes]:
         """Take a pack in.
 

@@ -309,7 +309,7 @@ class Store:
         self.counters.loaded_bytes += outcome.raw_bytes
         if outcome.suspects:  # out of the index before the caller hears of it: what he computes again is not held
             self._catalogue.distrust(outcome.suspects.values())
-            medium.executor.begin_write(self._catalogue.quarantine(outcome.suspects.values()))
+            medium.executor.begin_write(self._catalogue.quarantine())
         then(outcome)
 
     # The rest

@@ -85,6 +85,24 @@ def test_what_was_replaced_between_look_and_deletion_is_not_deleted(
     assert ours.read(names, range(64)) == []
 
 
+def test_what_went_meanwhile_is_no_damage(
+    open_store: OpenStore, keys: Keys, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"lmdb://{tmp_path}/store"
+    ours, theirs = open_store(url), open_store(url)
+    names = keys(64)
+    ours.put("r", names, range(64), None)
+    ours.commit()
+    (table,) = theirs.medium.backend.changes(theirs.namespace, None).added
+    theirs.medium.backend.commit(theirs.namespace, CommitBatch(deletions=[table.pack_id]))
+    assert ours.read(names, range(64)) == names
+    assert "do not verify" not in caplog.text
+    assert ours.counters.verification_failures == 0
+    ours.put("r", names, range(64), None)
+    ours.commit()
+    assert ours.read(names, range(64)) == []
+
+
 def test_a_handle_that_lost_its_place_learns_what_it_missed(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
     """Its next commit takes whatever happened meanwhile, and is no reason to believe that nothing has."""
     url = f"lmdb://{tmp_path}/store"

@@ -10,12 +10,11 @@ import argparse
 import random
 import tempfile
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.rig import show
+from benchmarks.rig import anonymous_bytes, show
 from persistkv.config import parse_size
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.launch import ProcessHost
@@ -46,7 +45,7 @@ def flood(
     """Hand over jobs without a pause, small ones as a decoding request does, and load what was stored."""
     client = rig.client(url, codec=codec, staging_bytes=staging_bytes, max_queue_bytes=queue_bytes)
     client.open()
-    before = anonymous_bytes(client)
+    before = host_bytes(client)
     sampled = before
     draw = random.Random(0)
     stored: list[list[bytes]] = []
@@ -76,7 +75,7 @@ def flood(
             else:
                 keys = jobs.pop(outcome.job_id)
                 stored += [] if outcome.failed or len(stored) > 1000 else [keys]
-        sampled = max(sampled, anonymous_bytes(client) - INDEX_BYTES * len(client)) if job % 8 == 0 else sampled
+        sampled = max(sampled, host_bytes(client) - INDEX_BYTES * len(client)) if job % 8 == 0 else sampled
         if client.num_jobs * job_bytes > queue_bytes // 2:
             time.sleep(0.0005)  # refused jobs are answered at once: a flood, but no spinning
     client.flush(600.0)
@@ -95,13 +94,12 @@ def flood(
     return result
 
 
-def anonymous_bytes(client: StoreClient) -> int:
+def host_bytes(client: StoreClient) -> int:
     """RssAnon of the client's host process."""
     host = client.host
     assert isinstance(host, ProcessHost)
-    status = Path(f"/proc/{host.pid}/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) << 10
+    assert host.pid is not None
+    return anonymous_bytes(host.pid)
 
 
 def fill_with_values(rig: Rig) -> None:

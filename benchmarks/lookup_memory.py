@@ -7,7 +7,6 @@ all; the store's side is its own process, without the engine's.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import mmap
 import os
@@ -16,9 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
-from benchmarks.rig import show
+from benchmarks.open_store import fill
+from benchmarks.rig import anonymous_bytes, show
 from persistkv.base import OffloadKey, ReqContext
 from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
 from persistkv.storage.identity import Identity
@@ -27,32 +26,13 @@ from persistkv.storage.registry import open_backend
 from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.tiering.persistent import PersistentTier
-from persistkv_tools.rig import Rig, finish, fresh_keys
+from persistkv_tools.rig import Rig, fresh_keys
 
 MAX_LOOKUP_S = 0.5e-6
 MAX_BLOCK_BYTES = 180
 MAX_OPEN_S = 1.0
 BLOCK_BYTES = 4096  # small, so that the disk holds them; keys are what counts
 SAMPLE = 100_000
-
-
-def fill(rig: Rig, url: str, num_blocks: int, per_pack: int) -> None:
-    """Store blocks, and end cleanly."""
-    client = rig.client(url, "inline", max_age_s=1e9)
-    client.open()
-    for job in range(num_blocks // per_pack):
-        keys = fresh_keys(per_pack)
-        client.submit_store(job, f"request {job}", keys, range(per_pack), range(per_pack), per_pack * rig.block_bytes)
-        finish(client, job)
-    client.close()
-
-
-def anonymous_bytes() -> int:
-    """RssAnon of this process."""
-    gc.collect()
-    status = Path("/proc/self/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) << 10
 
 
 def measure_store(url: str) -> dict[str, float]:

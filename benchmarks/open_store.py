@@ -17,13 +17,13 @@ from persistkv_tools.rig import Rig, finish, fresh_keys
 TARGET_S = 0.15
 
 
-def fill(rig: Rig, url: str, num_blocks: int, per_job: int) -> None:
-    """Store blocks, one pack a job, and end cleanly."""
+def fill(rig: Rig, url: str, num_blocks: int, per_pack: int) -> None:
+    """Store blocks, a job for each pack, and end cleanly."""
     client = rig.client(url, "inline", max_age_s=1e9)
     client.open()
-    for job in range(num_blocks // per_job):
-        keys = fresh_keys(per_job)
-        client.submit_store(job, f"request {job}", keys, range(per_job), range(per_job), per_job * rig.block_bytes)
+    for job in range(num_blocks // per_pack):
+        keys = fresh_keys(per_pack)
+        client.submit_store(job, f"request {job}", keys, range(per_pack), range(per_pack), per_pack * rig.block_bytes)
         finish(client, job)
     client.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import platform
@@ -38,6 +39,15 @@ def median_interval(values: Sequence[float], confidence: float = 0.95, resamples
     medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(resamples))
     tail = (1 - confidence) / 2
     return medians[int(resamples * tail)], medians[int(resamples * (1 - tail)) - 1]
+
+
+def anonymous_bytes(pid: int | None = None) -> int:
+    """RssAnon of a process, without what this one could give back."""
+    if pid is None:
+        gc.collect()
+    with open(f"/proc/{pid or 'self'}/status") as status:
+        line = next(line for line in status if line.startswith("RssAnon"))
+    return int(line.split()[1]) << 10
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

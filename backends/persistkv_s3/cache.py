@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from hashlib import sha256
@@ -21,6 +20,7 @@ import xxhash
 
 from persistkv.errors import CorruptPackError
 from persistkv.storage.codec import Buffer
+from persistkv.storage.files import replace_file
 from persistkv_s3.authentication import Authenticator
 from persistkv_s3.catalogue import Catalogue
 from persistkv_s3.dump import dump
@@ -112,20 +112,7 @@ class IndexCache:
             digest.update(piece)
         head = _HEAD.pack(_MAGIC, digest.intdigest(), len(sealed))
         try:
-            _replace(self._path, self._authenticator.signed(self._namespace, _SIGNED_AS, [head, *pieces]))
+            replace_file(self._path, self._authenticator.signed(self._namespace, _SIGNED_AS, [head, *pieces]))
         except OSError as error:
             logger.info("%s cannot be written (%s)", self._path, error)
         self._not_before = time.monotonic() + max(_PAUSE_S, _SHARE * (time.monotonic() - begin))
-
-
-def _replace(target: Path, pieces: Sequence[Buffer]) -> None:
-    """Readers see the old file or the new one, whole. It holds what the bucket holds, so it is the user's alone."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.writelines(pieces)
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise

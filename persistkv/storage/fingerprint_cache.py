@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+
+from persistkv.storage.files import replace_file
 
 CACHE_VERSION = 1
 _SETTLED_NS = 2_000_000_000  # 2 s: a file changed later than that may change again without a new time stamp
@@ -76,7 +77,7 @@ def save_entries(path: Path, stamp: FileStamp, entries: Sequence[TensorEntry]) -
         return False
     record = msgspec.json.encode(_Record(CACHE_VERSION, str(path.absolute()), stamp, list(entries)))
     try:
-        _replace(_cache_file(path), record)
+        replace_file(_cache_file(path), [record])
     except (OSError, RuntimeError):
         return False
     return True
@@ -85,16 +86,3 @@ def save_entries(path: Path, stamp: FileStamp, entries: Sequence[TensorEntry]) -
 def _cache_file(path: Path) -> Path:
     """:raises RuntimeError: where the user has no home directory."""
     return cache_directory() / (hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:32] + ".json")
-
-
-def _replace(target: Path, data: bytes) -> None:
-    """Readers see the old file or the new one, whole."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise

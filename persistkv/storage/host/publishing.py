@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class StatusPublisher:
-    """Publishes rows as often as the backend asks for them; where it fails once, it is left."""
+    """Publishes rows as often as the backend asks for them; where that fails, the next one is tried all the same."""
 
     def __init__(self, store: Store, executor: Executor) -> None:
         self._store = store
@@ -28,6 +28,7 @@ class StatusPublisher:
         self._engine = uuid.uuid4().hex
         self._started = time.time()
         self._due = time.monotonic()
+        self._failed = False
 
     def tick(self, *, waiting_jobs: int, writing_jobs: int, loading_jobs: int) -> None:
         """Begin to publish, where it is time and nothing is being written."""
@@ -57,8 +58,11 @@ class StatusPublisher:
         try:
             await self._executor.write(partial(self._backend.publish_status, self._engine, row))
         except StoreError as error:
-            self._interval_s = None
-            logger.info("what this engine does is not shown to others: %s", error)
+            if not self._failed:
+                logger.info("what this engine does is not shown to others: %s", error)
+            self._failed = True
+        else:
+            self._failed = False
 
     def withdraw(self) -> None:
         """Take the row away. Nothing may be written meanwhile."""

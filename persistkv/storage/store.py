@@ -138,8 +138,8 @@ class Store:
     def _absent(
         self, request: str, keys: Sequence[bytes], block_ids: Sequence[int], depths: Sequence[int] | None
     ) -> list[Block]:
-        position_of = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))
-        absent = self._catalogue.index.absent(dict.fromkeys(keys))
+        position_of = {key: position for position, key in enumerate(keys)}
+        absent = self._catalogue.index.absent(position_of)
         if self._flying:
             absent = [key for key in absent if key not in self._flying]
         staged = [key for key in absent if key in self._staging]

@@ -58,7 +58,7 @@ from persistkv_lmdb.layout import (
     rows,
 )
 from persistkv_lmdb.moving import Mover
-from persistkv_lmdb.options import LmdbOptions, Placement
+from persistkv_lmdb.options import LmdbOptions, Placement, Reads
 from persistkv_lmdb.payload import read_payload
 from persistkv_lmdb.status_files import read_statuses, remove_status, write_status
 from persistkv_lmdb.syncs import sync_directory
@@ -84,6 +84,7 @@ class LmdbBackend(Backend):
         path = _store_path(url.location)
         _prepare_directory(path, read_only)
         shared = sharing.acquire(path, options.capacity_bytes, options.placement, read_only=read_only)
+        shared.files.cached |= options.reads is Reads.CACHED
         return cls(shared, read_only=read_only, ttl_s=options.ttl_s)
 
     def namespaces(self) -> Iterator[Namespace]:

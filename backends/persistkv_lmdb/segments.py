@@ -12,8 +12,9 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,17 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreError, StoreFullError
 from persistkv.storage.codec import Buffer
 from persistkv_lmdb.errors import FULL_CODES
-from persistkv_lmdb.gathering import Bounce, behind, front, read_all, write_all
+from persistkv_lmdb.gathering import (
+    Bounce,
+    behind,
+    front,
+    is_aligned,
+    read_all,
+    read_direct,
+    write_all,
+    write_direct,
+)
+from persistkv_lmdb.page_cache import is_cached
 from persistkv_lmdb.space import Extent
 
 logger = logging.getLogger(__name__)
@@ -56,6 +67,8 @@ class SegmentFiles:
         self._touched: set[int] = set()
         self._bounce = Bounce()
         self._direct = True
+        self.cached = False
+        """Whether all is read through the page cache."""
 
     def grow(self, segment: int, before: int, pages: int) -> None:
         """Make a file so many pages long, with space for all of them.
@@ -158,26 +171,34 @@ class SegmentFiles:
     def _write(self, run: _Run, buffers: Sequence[memoryview]) -> None:
         self._touched.add(run.segment)
         descriptors = self._descriptors(run.segment)
-        if descriptors.direct is not None and self._direct:
-            try:
-                return write_all(descriptors.direct, buffers, run.offset, aligned=True)
-            except OSError as error:
-                if error.errno not in _NO_DIRECT:
-                    raise
-                self._refuse_direct(error)
-        return write_all(descriptors.buffered, buffers, run.offset, aligned=False)
+        if not self._try_direct(partial(write_direct, buffers=buffers, offset=run.offset), descriptors):
+            write_all(descriptors.buffered, buffers, run.offset)
 
     def _read(self, run: _Run, buffers: Sequence[memoryview]) -> bool:
-        """Through the page cache: what several engines promote comes from memory, and the kernel reads ahead."""
+        """Past the page cache, straight into rows, unless it holds all of it already."""
         try:
-            fd = self._descriptors(run.segment).buffered
+            descriptors = self._descriptors(run.segment)
         except FileNotFoundError:
             return False
-        return read_all(fd, buffers, run.offset)
+        direct = not (self.cached or is_cached(descriptors.buffered, run.offset, run.length)) and is_aligned(buffers)
+        if direct and self._try_direct(partial(read_direct, buffers=buffers, offset=run.offset), descriptors):
+            return True
+        return read_all(descriptors.buffered, buffers, run.offset)
 
-    def _refuse_direct(self, error: OSError) -> None:
-        self._direct = False
-        logger.info("%s: the file system refuses O_DIRECT (%s); payloads go through the page cache", self._path, error)
+    def _try_direct(self, transfer: Callable[[int], bool], descriptors: _Descriptors) -> bool:
+        """Past the page cache; False: the file system does not do that, or not to the end."""
+        if descriptors.direct is None or not self._direct:
+            return False
+        try:
+            return transfer(descriptors.direct)
+        except OSError as error:
+            if error.errno not in _NO_DIRECT:
+                raise
+            self._direct = False
+            logger.info(
+                "%s: the file system refuses O_DIRECT (%s); payloads go through the page cache", self._path, error
+            )
+            return False
 
     def _descriptors(self, segment: int, *, create: bool = False) -> _Descriptors:
         with self._lock:

@@ -199,8 +199,8 @@ def _read_placed(
 def _place(read: FrameRead, rows: Rows, lease: Lease) -> _Placed:
     """Decide where the frame's stored bytes go."""
     frame = read.frame
-    if frame.encoded:
-        return _Placed(read, [lease.take(frame.stored_length)], False)
+    if frame.encoded:  # with its padding: whole pages are what is read past the page cache
+        return _Placed(read, [lease.take(align(frame.stored_length))], False)
     size = frame.block_bytes
     aside = lease.take(frame.stored_length) if len(read.rows) < frame.block_count else memoryview(b"")
     buffers: list[memoryview] = []
@@ -228,7 +228,7 @@ def _spans(placed: Sequence[_Placed], lease: Lease) -> Iterator[tuple[ReadSpan, 
             buffers.append(padding[: frame.offset - end])
         frames.append(one)
         buffers += one.buffers
-        end = frame.offset + frame.stored_length
+        end = frame.offset + sum(map(len, one.buffers))
     if frames:
         yield ReadSpan(frames[0].read.pack.pack_id, frames[0].read.frame.offset, buffers), frames
 
@@ -246,8 +246,9 @@ def _finish(placed: _Placed, namespace: bytes, rows: Rows, raw: memoryview, outc
             _verify_pieces(read.frame, placed.buffers, seed)
             _copy_repeated(read, rows)
         else:
-            verify_frame(read.frame, placed.buffers[0], seed)
-            _decode(read, placed.buffers[0], rows, raw)
+            stored = placed.buffers[0][: read.frame.stored_length]
+            verify_frame(read.frame, stored, seed)
+            _decode(read, stored, rows, raw)
     except CorruptPackError as error:
         outcome.failed += read.wanted
         if error.field != "codec":  # a codec of another release's is no damage: its pack is that release's to read

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from persistkv.config import StoreUrl
 from persistkv.errors import CorruptPackError, CorruptStoreError, StoreError, StoreUnavailableError
@@ -20,6 +20,7 @@ from persistkv.storage.backend import (
 )
 from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import ManifestKeys, RequestManifest, decode_manifest
+from persistkv.storage.pack import Frame
 from persistkv_s3 import names
 from persistkv_s3.authentication import Authenticator
 from persistkv_s3.breaker import Breaker
@@ -189,8 +190,17 @@ class S3Backend(Backend):
         return space.catalogue.changes(cursor)
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        space = self._space(namespace)
-        return space.read(spans)
+        return self._space(namespace).read(spans)
+
+    def read_frames(
+        self,
+        namespace: bytes,
+        pack_id: bytes,
+        frames: Sequence[Frame],
+        buffer: memoryview,
+        take: Callable[[int, memoryview], None],
+    ) -> None:
+        self._space(namespace).read_frames(pack_id, frames, buffer, take)
 
     def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
         space = self._space(namespace)

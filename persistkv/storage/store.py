@@ -297,7 +297,8 @@ class Store:
     async def _read(self, wanted: Collection[tuple[bytes, int]], then: Callable[[ReadOutcome], None]) -> None:
         medium = self.medium
         bounds = (self._part_bytes, self._shares.part)
-        parts, missing = plan_reads(self._catalogue.index, self.rows, wanted, *bounds)
+        remote = medium.backend.capabilities.remote
+        parts, missing = plan_reads(self._catalogue.index, self.rows, wanted, *bounds, remote=remote)
         self._touch({read.pack.pack_id: None for part in parts for read in part})
         outcome = ReadOutcome(missing)
         calls = [partial(read_part, medium.backend, self.namespace, self.rows, self._scratch, part) for part in parts]

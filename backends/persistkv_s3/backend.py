@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 from persistkv.config import StoreUrl
 from persistkv.errors import CorruptPackError, CorruptStoreError, StoreError, StoreUnavailableError
@@ -161,6 +162,8 @@ class S3Backend(Backend):
         if any(pack.namespace != namespace for pack in batch.packs):
             raise StoreError(f"a pack of another namespace than {namespace.hex()}")
         space = self._space(namespace)
+        if space.follower.emptied:
+            self._say_again(space)
         result = space.commit(batch, 1 + max(other.catalogue.moment for other in self._spaces.values()))
         if self._retention.is_due():
             try:
@@ -168,6 +171,13 @@ class S3Backend(Backend):
             except StoreError as error:
                 log_failure(f"retention in {self._place}", error)
         return result
+
+    def _say_again(self, space: Space) -> None:
+        """What lies here, after somebody emptied the bucket."""
+        self._check_format()
+        with suppress(ObjectExistsError):
+            self._bucket.put(self._identity_key(space.namespace), [encode_namespace(self._namespaces[space.namespace])])
+        space.begin_anew()
 
     def retain(self) -> Round | None:
         """Evict what the ttl and the capacity ask for and remove orphans, unless an engine has done so in this period.

@@ -127,6 +127,11 @@ class Space:
         for pack_id in told:
             self.follower.lost.pop(pack_id, None)
 
+    def begin_anew(self) -> None:
+        """The bucket was emptied: go on as somebody whom nobody has heard of."""
+        self._become_another()
+        self.follower.emptied = False
+
     def _become_another(self) -> None:
         self._writer = os.urandom(16)
         self._number = 0

@@ -97,9 +97,7 @@ class Follower:
             return
         listing = self._list()
         if self._is_emptied(listing):
-            logger.warning(
-                "%s was emptied: what lies there now is all that is known", self.names.log_prefix
-            )
+            logger.warning("%s was emptied: what lies there now is all that is known", self.names.log_prefix)
             self.emptied = True
             self.lost.clear()
             self.load()

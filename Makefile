@@ -11,6 +11,7 @@ CASES ?= 100000
 CUTS ?= 300
 LIMIT_S ?= 3600
 S3_SECONDS ?= 120
+FAULT_SECONDS ?= 10
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -28,7 +29,8 @@ help:
 	@echo "make test-wheel  the built wheel, without torch and transformers"
 	@echo "make test-ceph   the S3 driver against a real server (Ceph), which it installs, starts and stops; as root"
 	@echo "make test-writers  eight writers on one bucket for two minutes (S3_SECONDS=120), against a server of its own"
-	@echo "make test-faults   faults of an object store, and what an engine notices of them: the table in docs/reliability.md"
+	@echo "make test-faults   faults of an object store, and what an engine notices of them (8 minutes; FAULT_SECONDS=10);"
+	@echo "                   ARGS='--into docs/reliability.md' puts the table there"
 	@echo "make test-vllm  real vLLM engines over the plugin (installs vLLM for CPUs, 2 GB)"
 	@echo "make fuzz        100,000 broken packs, manifests and codec frames (5 minutes at most; CASES=...)"
 	@echo "make crash       kill a writer N times (N=200) and look at what it left"
@@ -87,7 +89,7 @@ test-writers: setup
 	PYTHON=$(BIN)/python TRIAL=writers SECONDS_OF_WRITING=$(S3_SECONDS) tests/servers/test-ceph.sh $(ARGS)
 
 test-faults: setup
-	PYTHON=$(BIN)/python TRIAL=faults tests/servers/test-ceph.sh $(ARGS)
+	PYTHON=$(BIN)/python TRIAL=faults tests/servers/test-ceph.sh --seconds $(FAULT_SECONDS) $(ARGS)
 
 fuzz: setup
 	$(BIN)/python -m tests.fuzz --cases $(CASES) --limit-s 300

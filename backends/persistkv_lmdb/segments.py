@@ -14,7 +14,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -171,7 +170,7 @@ class SegmentFiles:
     def _write(self, run: _Run, buffers: Sequence[memoryview]) -> None:
         self._touched.add(run.segment)
         descriptors = self._descriptors(run.segment)
-        if not self._try_direct(partial(write_direct, buffers=buffers, offset=run.offset), descriptors):
+        if not self._try_direct(write_direct, descriptors, buffers, run.offset):
             write_all(descriptors.buffered, buffers, run.offset)
 
     def _read(self, run: _Run, buffers: Sequence[memoryview]) -> bool:
@@ -180,24 +179,32 @@ class SegmentFiles:
             descriptors = self._descriptors(run.segment)
         except FileNotFoundError:
             return False
-        direct = not (self.cached or is_cached(descriptors.buffered, run.offset, run.length)) and is_aligned(buffers)
-        if direct and self._try_direct(partial(read_direct, buffers=buffers, offset=run.offset), descriptors):
+        if self._reads_direct(descriptors, run) and self._try_direct(read_direct, descriptors, buffers, run.offset):
             return True
         return read_all(descriptors.buffered, buffers, run.offset)
 
-    def _try_direct(self, transfer: Callable[[int], bool], descriptors: _Descriptors) -> bool:
-        """Past the page cache; False: the file system does not do that, or not to the end."""
+    def _reads_direct(self, descriptors: _Descriptors, run: _Run) -> bool:
+        in_pages = not run.length % PAGE_BYTES
+        return in_pages and not self.cached and not is_cached(descriptors.buffered, run.offset, run.length)
+
+    def _try_direct(
+        self,
+        transfer: Callable[[int, Sequence[memoryview], int], bool],
+        descriptors: _Descriptors,
+        buffers: Sequence[memoryview],
+        offset: int,
+    ) -> bool:
+        """Past the page cache; False: it cannot be, with these buffers or at all, or not to the end."""
         if descriptors.direct is None or not self._direct:
             return False
         try:
-            return transfer(descriptors.direct)
+            return transfer(descriptors.direct, buffers, offset)
         except OSError as error:
             if error.errno not in _NO_DIRECT:
                 raise
-            self._direct = False
-            logger.info(
-                "%s: the file system refuses O_DIRECT (%s); payloads go through the page cache", self._path, error
-            )
+            if is_aligned(buffers):  # else it is no wonder; to ask before would take longer
+                self._direct = False
+                logger.info("%s: O_DIRECT is refused (%s); payloads go through the page cache", self._path, error)
             return False
 
     def _descriptors(self, segment: int, *, create: bool = False) -> _Descriptors:

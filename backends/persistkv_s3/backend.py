@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 from persistkv.config import StoreUrl
 from persistkv.errors import CorruptPackError, CorruptStoreError, StoreError, StoreUnavailableError
@@ -20,6 +21,7 @@ from persistkv.storage.backend import (
 )
 from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import ManifestKeys, RequestManifest, decode_manifest
+from persistkv.storage.pack import Frame
 from persistkv_s3 import names
 from persistkv_s3.authentication import Authenticator
 from persistkv_s3.breaker import Breaker
@@ -160,6 +162,8 @@ class S3Backend(Backend):
         if any(pack.namespace != namespace for pack in batch.packs):
             raise StoreError(f"a pack of another namespace than {namespace.hex()}")
         space = self._space(namespace)
+        if space.follower.emptied:
+            self._say_again(space)
         result = space.commit(batch, 1 + max(other.catalogue.moment for other in self._spaces.values()))
         if self._retention.is_due():
             try:
@@ -167,6 +171,13 @@ class S3Backend(Backend):
             except StoreError as error:
                 log_failure(f"retention in {self._place}", error)
         return result
+
+    def _say_again(self, space: Space) -> None:
+        """What lies here, after somebody emptied the bucket."""
+        self._check_format()
+        with suppress(ObjectExistsError):
+            self._bucket.put(self._identity_key(space.namespace), [encode_namespace(self._namespaces[space.namespace])])
+        space.begin_anew()
 
     def retain(self) -> Round | None:
         """Evict what the ttl and the capacity ask for and remove orphans, unless an engine has done so in this period.
@@ -189,8 +200,17 @@ class S3Backend(Backend):
         return space.catalogue.changes(cursor)
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        space = self._space(namespace)
-        return space.read(spans)
+        return self._space(namespace).read(spans)
+
+    def read_frames(
+        self,
+        namespace: bytes,
+        pack_id: bytes,
+        frames: Sequence[Frame],
+        buffer: memoryview,
+        take: Callable[[int, memoryview], None],
+    ) -> None:
+        self._space(namespace).read_frames(pack_id, frames, buffer, take)
 
     def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
         space = self._space(namespace)

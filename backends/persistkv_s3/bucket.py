@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from persistkv.storage.codec import Buffer
 from persistkv_s3.options import Place
-from persistkv_s3.sinks import RowSink, WholeSink
+from persistkv_s3.sinks import FrameSink, RowSink, WholeSink
 from persistkv_s3.transport import Body, Deadline, ObjectInfo, Transport
 
 A = TypeVar("A")
@@ -76,6 +76,10 @@ class Bucket:
         """
         total = sum(buffer.nbytes for buffer in buffers)
         self._transport.get(key, start, start + total, RowSink(buffers), Deadline(self._deadline_s))
+
+    def pour(self, key: str, sink: FrameSink) -> None:
+        """Bring ranges of an object through a sink, with one request; errors as in ``fill``."""
+        self._transport.get(key, sink.start, sink.stop, sink, Deadline(self._deadline_s))
 
     def head(self, key: str) -> ObjectInfo:
         """As ``Transport.head``."""

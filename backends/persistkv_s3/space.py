@@ -14,14 +14,17 @@ what was done after all is learnt like a stranger's commit.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.backend import CommitBatch, CommitResult, ReadSpan
 from persistkv.storage.manifest import ManifestKeys, decode_manifest_keys
+from persistkv.storage.pack import Frame
 from persistkv_s3.cache import IndexCache
 from persistkv_s3.catalogue import Use
 from persistkv_s3.errors import ObjectExistsError, ObjectMissingError
@@ -31,9 +34,12 @@ from persistkv_s3.names import LogName
 from persistkv_s3.options import S3Options
 from persistkv_s3.packs import PackObjects, Upload, Uploaded
 from persistkv_s3.plan import Plan, keys_name
-from persistkv_s3.runs import Run, span_bytes
+from persistkv_s3.runs import Run, neighbours, span_bytes
 from persistkv_s3.signed import SignedObjects
+from persistkv_s3.sinks import FrameSink
 from persistkv_s3.snapshots import Snapshots
+
+logger = logging.getLogger(__name__)
 
 
 class Space:
@@ -121,6 +127,11 @@ class Space:
         for pack_id in told:
             self.follower.lost.pop(pack_id, None)
 
+    def begin_anew(self) -> None:
+        """The bucket was emptied: go on as somebody whom nobody has heard of."""
+        self._become_another()
+        self.follower.emptied = False
+
     def _become_another(self) -> None:
         self._writer = os.urandom(16)
         self._number = 0
@@ -139,6 +150,7 @@ class Space:
         if self._packs.exists(name, pack.generation):
             return
         held = self.catalogue.packs.get(name)
+        logger.warning("%s was removed while a commit reused it; it is written again", name.hex())
         if pack.table == pack.writer.table:
             with suppress(ObjectExistsError):
                 self._bucket.put(self.names.pack(name, pack.generation), upload.pieces)
@@ -201,6 +213,30 @@ class Space:
         if runs:
             self._bucket.all(fetch, runs)
         return [done or self._is_empty(span) for done, span in zip(filled, spans, strict=True)]
+
+    def read_frames(
+        self, pack_id: bytes, frames: Sequence[Frame], buffer: memoryview, take: Callable[[int, memoryview], None]
+    ) -> None:
+        """See ``Backend.read_frames``: neighbours are one request."""
+        self.follower.ensure()
+        held = self.catalogue.packs.get(pack_id)
+        if held is None:
+            return
+        offsets = [frame.offset for frame in held.table.frames]
+        is_ours = self._authenticator.frame_check(held.table, held.tags)
+        for run in neighbours(frames, held.table.payload_length):
+
+            def check(number: int, stored: memoryview, run: Sequence[int] = run) -> None:
+                frame = frames[run[number]]
+                if is_ours(bisect_left(offsets, frame.offset), [stored]):
+                    take(run[number], stored)
+
+            ranges = [(frames[number].offset, frames[number].stored_length) for number in run]
+            try:
+                self._bucket.pour(self.names.pack(pack_id, held.generation), FrameSink(ranges, buffer, check))
+            except ObjectMissingError:
+                self.follower.miss(pack_id, held)
+                return
 
     def manifest_keys(self, manifest_id: str) -> ManifestKeys | None:
         """See ``Backend.manifest_keys``."""

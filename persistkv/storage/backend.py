@@ -1,8 +1,8 @@
 """The driver of one storage medium: what a backend is asked, and nothing else.
 
 Contract shared by all methods: vendor exceptions come out as ``StoreError``s, and after ``close`` every other call
-raises one. What a method hands out is the caller's to keep. ``read`` may be called from any thread, by several at once
-and beside any other call; the other methods by one thread at a time.
+raises one. What a method hands out is the caller's to keep. ``read`` and ``read_frames`` may be called from any thread,
+by several at once and beside any other call; the other methods by one thread at a time.
 
 **Eviction.** A store with a capacity makes room by itself, in ``commit``, over all its namespaces:
 
@@ -22,14 +22,14 @@ and beside any other call; the other methods by one thread at a time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError
 from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import ManifestKeys, RequestManifest
-from persistkv.storage.pack import PackTable, PackWriter
+from persistkv.storage.pack import Frame, PackTable, PackWriter
 
 
 @dataclass(frozen=True)
@@ -239,6 +239,29 @@ class Backend(ABC):
 
         :raises StoreError: the medium failed; no span may be used then.
         """
+
+    def read_frames(
+        self,
+        namespace: bytes,
+        pack_id: bytes,
+        frames: Sequence[Frame],
+        buffer: memoryview,
+        take: Callable[[int, memoryview], None],
+    ) -> None:
+        """Bring frames of a pack through one buffer, one after the other, as they lie there, unverified.
+
+        A driver for which each call takes long makes one of neighbours. For any thread, as ``read``.
+
+        :param frames: as the pack's table has them, ascending.
+        :param buffer: with room for the largest.
+        :param take: called with the number of a frame among ``frames`` and its stored bytes, which lie in the buffer
+            until it returns. Never called for one that is not there: a miss. It raises nothing.
+        :raises StoreError: the medium failed; what was taken before is right.
+        """
+        for number, frame in enumerate(frames):
+            stored = buffer[: frame.stored_length]
+            if self.read(namespace, [ReadSpan(pack_id, frame.offset, [stored])]) == [True]:
+                take(number, stored)
 
     @abstractmethod
     def manifests(self, namespace: bytes) -> Iterable[RequestManifest]:

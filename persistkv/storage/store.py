@@ -296,7 +296,8 @@ class Store:
     async def _read(self, wanted: Collection[tuple[bytes, int]], then: Callable[[ReadOutcome], None]) -> None:
         medium = self.medium
         size = part_bytes(len(wanted) * self.rows.layout.row_stride, medium.executor.threads, remote=self._remote)
-        parts, missing = plan_reads(self._catalogue.index, self.rows, wanted, size, self._shares.part)
+        bounds = (size, self._shares.part)
+        parts, missing = plan_reads(self._catalogue.index, self.rows, wanted, *bounds, remote=self._remote)
         self._touch({read.pack.pack_id: None for part in parts for read in part})
         outcome = ReadOutcome(missing)
         calls = [partial(read_part, medium.backend, self.namespace, self.rows, self._scratch, part) for part in parts]

@@ -20,7 +20,7 @@ from persistkv_s3.errors import (
     ThrottledError,
 )
 from persistkv_s3.reliable import Reliable
-from persistkv_s3.sinks import RowSink, WholeSink
+from persistkv_s3.sinks import FrameSink, RowSink, WholeSink
 from persistkv_s3.transport import Body, Deadline, ObjectInfo, Sink, Transport
 
 DATA = bytes(range(256)) * 4
@@ -122,6 +122,21 @@ def test_broken_tail_goes_on_where_it_broke(length: int | None) -> None:
     whole = len(DATA) if length is None else length
     assert bytes(sink.data) == DATA[-whole:]
     assert client.calls == [("get", "k", None, length), ("get", "k", None, whole - 100)]
+
+
+def test_ranges_come_through_one_buffer_though_the_body_breaks() -> None:
+    came: list[tuple[int, bytes]] = []
+    sink = FrameSink(
+        [(5, 10), (15, 1), (40, 20), (200, 7)],
+        memoryview(bytearray(20)),
+        lambda number, data: came.append((number, bytes(data))),
+    )
+    client = Scripted(3, 0, 8, 40)
+    reliable(client).get("k", sink.start, sink.stop, sink, Deadline(10))
+    assert came == [(0, DATA[5:15]), (1, DATA[15:16]), (2, DATA[40:60]), (3, DATA[200:207])]
+    assert [call[2] for call in client.calls] == [5, 8, 8, 16, 56]
+    with pytest.raises(BrokenError):
+        FrameSink([(0, 4)], memoryview(bytearray(4)), lambda number, data: None).expect(5)
 
 
 def test_sinks_refuse_what_was_not_asked_for() -> None:

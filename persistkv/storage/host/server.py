@@ -61,17 +61,20 @@ class StoreServer:
         send: Callable[[protocol.ToEngine], None],
         make_executor: Callable[[int], Executor],
         congested: Callable[[], bool] = lambda: False,
+        when_open: Callable[[], None] = lambda: None,
     ) -> None:
         """Nothing is open yet.
 
         :param rows_buffer: the primary tier's rows, writable; used from the first job to ``close``.
         :param make_executor: of a number of threads; it is closed with this object.
         :param congested: whether the engine's side has much to take.
+        :param when_open: called once the store is open.
         """
         self._buffer: memoryview | None = rows_buffer
         self._send = send
         self._make_executor = make_executor
         self._congested = congested
+        self._when_open = when_open
         self._executor: Executor = InPlaceExecutor()
         self._store: Store | None = None
         self._news: NewsTeller | None = None
@@ -113,6 +116,7 @@ class StoreServer:
             return
         self._news = NewsTeller(self._store, self._send, self._congested)
         self._status = StatusPublisher(self._store, self._executor)
+        self._when_open()
 
     def _make_store(self, hello: protocol.Hello) -> Store:
         if self._buffer is None or self._store is not None:

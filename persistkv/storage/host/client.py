@@ -6,7 +6,8 @@ Invariants of this file:
 2. Every job that was submitted is answered exactly once by ``poll``, whatever happens to the store's side.
 3. A job is answered as failed only when its rows are certainly not used: refused before it was sent, answered by the
    store's side, or that side is known dead.
-4. A store's side that owes an answer and is silent is killed, unless its loop answers that it waits for its medium.
+4. A store's side that owes an answer, or that is to open, and is silent is killed, unless its loop answers that it
+   waits for its medium.
 
 Used from one thread, the scheduler's. Refused after a fork.
 """
@@ -55,13 +56,23 @@ class State(enum.Enum):
 class StoreClient:
     """See the top of this file."""
 
-    def __init__(self, host: Host, hello: protocol.Hello, *, max_queue_bytes: int, watchdog_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        host: Host,
+        hello: protocol.Hello,
+        *,
+        max_queue_bytes: int,
+        watchdog_s: float = 60.0,
+        least_start_s: float = 60.0,
+    ) -> None:
         """Nothing is started yet.
 
         :param max_queue_bytes: bound on the raw bytes of store jobs in flight; a job past it is refused, unless it is
             the only one.
         :param watchdog_s: a store's side that owes an answer and whose loop is silent for so long is killed and started
             again; and one whose medium does not end a call within ten times as long.
+        :param least_start_s: what one that was started has at least before it is silent in that sense: a process takes
+            seconds until it can answer anything.
         """
         self.counters = ClientCounters()
         self.notices: list[str] = []
@@ -69,6 +80,7 @@ class StoreClient:
         self._host = host
         self._hello = hello
         self._watchdog = Watchdog(watchdog_s)
+        self._opening_watchdog = Watchdog(max(watchdog_s, least_start_s))
         self._pid = os.getpid()
         self._connection: Connection | None = None
         self._state = State.DOWN
@@ -131,6 +143,7 @@ class StoreClient:
         self._connection = self._host.start()
         self._connection.send(self._hello)
         self._state = State.OPENING
+        self._opening_watchdog.hear()
 
     def _abandon(self) -> None:
         if self._connection is not None:
@@ -299,6 +312,7 @@ class StoreClient:
     def _take_all(self, connection: Connection, messages: list[Any]) -> None:
         if messages:
             self._watchdog.hear()
+            self._opening_watchdog.hear()
         try:
             for message in messages:
                 self._take(message)
@@ -332,7 +346,7 @@ class StoreClient:
                 logger.warning("the store does not open: %s", self._open_error)
                 self._lose()
             case protocol.Pong():
-                if self._watchdog.call_hangs(message.longest_s):
+                if self._dog.call_hangs(message.longest_s):
                     self._lose()
             case protocol.Notice():
                 logger.log(message.level, "%s", message.text)
@@ -352,12 +366,17 @@ class StoreClient:
             return
         if connection.ended:
             self._lose()
-        elif self._flights.owed and self._host.restartable:
-            look = self._watchdog.look()
+        elif (self._state is State.OPENING or self._flights.owed) and self._host.restartable:
+            look = self._dog.look()
             if look is Look.ASK:
                 self._send(protocol.Ping())
             elif look is Look.SILENT:
                 self._lose()
+
+    @property
+    def _dog(self) -> Watchdog:
+        """The one that watches now."""
+        return self._opening_watchdog if self._state is State.OPENING else self._watchdog
 
     def _lose(self) -> None:
         """The connection is of no use any more; its process may still touch rows until it is dead."""

@@ -111,9 +111,19 @@ class Environment:
                     if isinstance(begun, lmdb.Transaction):
                         with begun:
                             yield Transaction(begun, self._db)
+                            self._begin_commit(write)
+                        self._end_commit(write)
                         return
                 begun()
         raise StoreError(f"{self.path}: no transaction could begin in {_BEGIN_ATTEMPTS} attempts")
+
+    def _begin_commit(self, write: bool) -> None:
+        if write and self._guard is not None:
+            self._guard.begin_commit()
+
+    def _end_commit(self, write: bool) -> None:
+        if write and self._guard is not None:
+            self._guard.end_commit()
 
     @property
     def placement(self) -> Placement:

@@ -31,7 +31,7 @@ from typing import NamedTuple, TypeVar
 from persistkv.errors import CorruptStoreError, StoreBusyError, StoreError
 from persistkv_lmdb.aside import move_aside
 from persistkv_lmdb.errors import FULL_CODES, translated_at_open, translated_io
-from persistkv_lmdb.inspection import Verdict, inspect
+from persistkv_lmdb.inspection import DAMAGE, inspect
 from persistkv_lmdb.syncs import sync_directory, sync_file
 from persistkv_lmdb.writer_lock import WriterLock
 
@@ -47,8 +47,6 @@ _LOST_CODES = FULL_CODES | {errno.EIO}
 _LOST_REASON = "the disk has lost what a process wrote that was killed"
 _ROW_BYTES = 32
 _MAX_DEATHS = 3
-_DAMAGE = frozenset({Verdict.DAMAGED, Verdict.UNRECOGNISED})
-"""Of what a process of ours had open: it was a store then."""
 _PATIENCE_S = 5.0  # for another process that closes: it holds the lock alone for microseconds
 _NAP_S = 0.001
 
@@ -185,7 +183,7 @@ class Guard:
             try:
                 result = self._create_or_open(opened)
             except CorruptStoreError as error:
-                if inspect(self._directory).verdict not in _DAMAGE:
+                if inspect(self._directory).verdict not in DAMAGE:
                     raise
                 self._move_aside(str(error))
                 result = self._create_or_open(opened)
@@ -214,7 +212,7 @@ class Guard:
         if before.deaths >= _MAX_DEATHS:
             return f"{before.deaths} processes in a row died while they opened it or wrote"
         found = inspect(self._directory)
-        if found.verdict in _DAMAGE:
+        if found.verdict in DAMAGE:
             return found.reason
         logger.info("%s was not closed; it was looked at: %s", self._directory, found.reason)
         try:

@@ -75,7 +75,7 @@ class Store:
         """What differs from the nearest namespace, where this one is new beside others; else empty."""
         self.namespace = backend.open_namespace(identity).id
         self.medium = Medium(backend, self.namespace, executor or InPlaceExecutor())
-        self._catalogue = Catalogue(self.medium, self.counters)
+        self._catalogue = Catalogue(self.medium, self.counters, rows.layout)
         self._resumption = (
             Resumption(self.medium, self._catalogue, options.resume_from) if options.resume_from else None
         )

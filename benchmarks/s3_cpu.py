@@ -23,7 +23,7 @@ from benchmarks.rig import show
 from benchmarks.s3_rig import connect, make_bucket, pack_of, plain_client, server
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.identity import Identity
-from persistkv.storage.pack import ByteArray
+from persistkv.storage.pack_writer import ByteArray
 
 PACK_BYTES = 16 << 20  # 16 MiB
 BLOCK_BYTES = 256 << 10  # 256 KiB

@@ -17,7 +17,7 @@ import boto3
 
 from persistkv.config import StoreUrl
 from persistkv.storage.codec import RawCodec
-from persistkv.storage.pack import ByteArray, PackWriter, Segment
+from persistkv.storage.pack_writer import ByteArray, PackWriter, Segment
 from persistkv.testing.samples import ArraySource
 from persistkv_s3 import S3Backend
 from persistkv_s3.client import BotoClient

@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.manifest import encode_manifest, encode_manifest_keys
-from persistkv.storage.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable, PackWriter
+from persistkv.storage.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
+from persistkv.storage.pack_writer import PackWriter
 from persistkv_lmdb.layout import (
     ADDED,
     LOG_KEY,

@@ -29,7 +29,8 @@ from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError
 from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import ManifestKeys, RequestManifest
-from persistkv.storage.pack import PackTable, PackWriter
+from persistkv.storage.pack import PackTable
+from persistkv.storage.pack_writer import PackWriter
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from persistkv.storage.ending import ManifestMaker
 from persistkv.storage.index import HeldPack, Index
 from persistkv.storage.medium import Medium
 from persistkv.storage.memory import give_back, no_collections
-from persistkv.storage.pack import PackWriter
+from persistkv.storage.pack_writer import PackWriter
 from persistkv.storage.records import News, StoreCounters
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from persistkv.storage.backend import ManifestWrite
 from persistkv.storage.index import Index
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.manifest import ManifestKeys, RequestManifest
-from persistkv.storage.pack import PackWriter
+from persistkv.storage.pack_writer import PackWriter
 from persistkv.storage.records import RequestEnd
 
 

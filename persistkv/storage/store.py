@@ -32,7 +32,8 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.index import Index
 from persistkv.storage.medium import Medium
 from persistkv.storage.memory import MemoryShares
-from persistkv.storage.pack import UNKNOWN_DEPTH, PackWriter, Segment
+from persistkv.storage.pack import UNKNOWN_DEPTH
+from persistkv.storage.pack_writer import PackWriter, Segment
 from persistkv.storage.planning import DIRECT_BYTES, Block, PlannedPack, plan_packs
 from persistkv.storage.reading import REMOTE_PART_BYTES, ReadOutcome, make_scratch, plan_reads, read_part
 from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions, parse_durability

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from persistkv.errors import CorruptPackError
 from persistkv.storage.backend import CommitBatch, ManifestWrite, Namespace, RequestUse
 from persistkv.storage.manifest import encode_manifest, encode_manifest_keys
-from persistkv.storage.pack import UNKNOWN_DEPTH, PackTable, PackWriter
+from persistkv.storage.pack import UNKNOWN_DEPTH, PackTable
+from persistkv.storage.pack_writer import PackWriter
 
 CHANGES_KEPT = 64
 _CURSOR = struct.Struct(">Q")

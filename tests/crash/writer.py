@@ -17,7 +17,7 @@ from persistkv.storage.codec import RawCodec
 from persistkv.storage.identity import Identity
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.manifest import RequestManifest
-from persistkv.storage.pack import PackWriter
+from persistkv.storage.pack_writer import PackWriter
 from persistkv.testing.samples import sample_segment
 from persistkv_lmdb import LmdbBackend
 

@@ -12,7 +12,8 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptPackError, StoreFullError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.manifest import encode_manifest, encode_manifest_keys
-from persistkv.storage.pack import UNKNOWN_DEPTH, PackTable, PackWriter
+from persistkv.storage.pack import UNKNOWN_DEPTH, PackTable
+from persistkv.storage.pack_writer import PackWriter
 from persistkv_sqlite.schema import PIECE_BYTES
 
 CHANGES_KEPT = 1024

@@ -40,6 +40,8 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import ManifestKeys, RequestManifest, decode_manifest, decode_manifest_keys
 from persistkv.storage.pack import ID_BYTES, PackTable
 from persistkv_lmdb import sharing
+from persistkv_lmdb.aside import found_aside
+from persistkv_lmdb.commit import manifests_of
 from persistkv_lmdb.committing import Committing
 from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.errors import met_the_maps_end, translated_at_open
@@ -162,6 +164,16 @@ class LmdbBackend(Backend):
                 found += [_manifest_keys(transaction, namespace, manifest_id) for manifest_id in some]
         return found
 
+    def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
+        with self._environment.transaction() as transaction:
+            names = dict.fromkeys(name for pack in packs for name in manifests_of(transaction, namespace + pack))
+            found = [transaction.txn.get(name, db=transaction.db.manifests) for name in names]
+            heads: list[RequestManifest] = []
+            for row in found:
+                with suppress(CorruptPackError):
+                    heads += [] if row is None else [decode_manifest(row)]
+            return heads
+
     def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
         found: list[RequestUse | None] = []
         for start in range(0, len(manifest_ids), _MANIFESTS_AT_ONCE):
@@ -173,6 +185,7 @@ class LmdbBackend(Backend):
     def stats(self) -> BackendStats:
         with self._environment.transaction() as transaction:
             states = [NamespaceState.decode(row) for _, row in rows(transaction, transaction.db.states, b"")]
+        aside, aside_bytes = found_aside(self._environment.path)
         return BackendStats(
             packs=sum(state.packs for state in states),
             blocks=sum(state.blocks for state in states),
@@ -181,6 +194,8 @@ class LmdbBackend(Backend):
             stored_bytes=sum(state.stored_bytes for state in states),
             disk_bytes=self._environment.disk_bytes(),
             capacity=self._environment.capacity,
+            aside=tuple(map(str, aside)),
+            aside_bytes=aside_bytes,
         )
 
     def move(self, placement: str) -> Iterator[MoveProgress]:

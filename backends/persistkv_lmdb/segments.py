@@ -4,6 +4,7 @@
    it shorter was and the process ended. Nobody reads what is beyond.
 2. Space is allocated, never a hole: a full disk is met when a file grows, not when it is written.
 3. A file is never removed, only cut: an open descriptor means the same file in all processes.
+4. Before a file gets its first pages, its name is durable, whoever made it and was killed or failed before it was.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from persistkv.config import PAGE_BYTES
-from persistkv.errors import StoreError, StoreFullError
+from persistkv.errors import StoreError
 from persistkv.storage.codec import Buffer
-from persistkv_lmdb.errors import FULL_CODES
+from persistkv_lmdb.errors import translated_io
 from persistkv_lmdb.gathering import (
     Bounce,
     behind,
@@ -64,6 +65,8 @@ class SegmentFiles:
         self._lock = threading.Lock()
         self._open: dict[int, _Descriptors] = {}
         self._touched: set[int] = set()
+        self._unnamed = False
+        """Whether a file may be missing after a power loss: its directory was not synced since it was made."""
         self._bounce = Bounce()
         self._direct = True
         self.cached = False
@@ -75,7 +78,7 @@ class SegmentFiles:
         :param before: pages that it has by LMDB.
         :raises StoreFullError: the disk has no room for it; the file is as it was.
         """
-        with self._translated():
+        with translated_io(self._path):
             fd = self._descriptors(segment, create=True).buffered
             try:
                 os.posix_fallocate(fd, before * PAGE_BYTES, (pages - before) * PAGE_BYTES)
@@ -84,6 +87,7 @@ class SegmentFiles:
                     os.ftruncate(fd, before * PAGE_BYTES)
                 raise
             self._touched.add(segment)
+            self._unnamed = self._unnamed or not before
 
     def fit(self, segments: Mapping[int, int]) -> None:
         """Cut what is longer than LMDB says, and lengthen what is shorter: it was lost, its packs will not verify.
@@ -91,7 +95,7 @@ class SegmentFiles:
         :param segments: pages of each; files of others are emptied.
         :raises StoreFullError: there is no room for what was lost.
         """
-        with self._translated():
+        with translated_io(self._path):
             for segment in {*segments, *self._there()}:
                 expected = segments.get(segment, 0) * PAGE_BYTES
                 fd = self._descriptors(segment, create=True).buffered
@@ -120,11 +124,18 @@ class SegmentFiles:
         return written
 
     def sync(self) -> None:
-        """Make durable what was written and how long files are."""
-        with self._translated():
+        """Make durable what was written, how long files are, and what they are called.
+
+        :raises StoreError: some of it is lost, and a second call would not tell: nothing that was written may be
+            published.
+        """
+        with translated_io(self._path):
             for segment in sorted(self._touched):
                 os.fdatasync(self._descriptors(segment).buffered)
             self._touched.clear()
+            if self._unnamed:
+                self._sync_names()
+                self._unnamed = False
 
     def read(self, extents: Sequence[Extent], offset: int, buffers: Sequence[memoryview]) -> bool:
         """Fill ``buffers`` from a payload's ``offset`` on; False: not all of that is there.
@@ -133,7 +144,7 @@ class SegmentFiles:
         """
         rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
         length = sum(map(len, rest))
-        with self._translated():
+        with translated_io(self._path):
             for run in _runs(extents, offset, length):
                 if not self._read(run, rest if run.length == length else front(rest, run.length)):
                     return False
@@ -142,7 +153,7 @@ class SegmentFiles:
 
     def lengths(self) -> dict[int, int]:
         """Bytes of each file that the file system gives: holes left out, and what it reserves behind the end."""
-        with self._translated():
+        with translated_io(self._path):
             found = {segment: os.fstat(self._descriptors(segment).buffered) for segment in self._there()}
         return {segment: min(status.st_size, 512 * status.st_blocks) for segment, status in found.items()}
 
@@ -162,7 +173,7 @@ class SegmentFiles:
         self._open.clear()
 
     def _write_runs(self, runs: Sequence[_Run], buffers: list[memoryview]) -> None:
-        with self._translated():
+        with translated_io(self._path):
             for run in runs:
                 self._write(run, front(buffers, run.length))
                 buffers = behind(buffers, run.length)
@@ -232,16 +243,18 @@ class SegmentFiles:
             raise
 
     def _created(self, name: str) -> int:
+        self._unnamed = True
         with suppress(FileExistsError):
             os.mkdir(_DIRECTORY, 0o700, dir_fd=self._store)
-            os.fsync(self._store)
-        fd = os.open(name, os.O_RDWR | os.O_CREAT, 0o600, dir_fd=self._store)
+        return os.open(name, os.O_RDWR | os.O_CREAT, 0o600, dir_fd=self._store)
+
+    def _sync_names(self) -> None:
+        os.fsync(self._store)
         directory = os.open(_DIRECTORY, os.O_RDONLY, dir_fd=self._store)
         try:
             os.fsync(directory)
         finally:
             os.close(directory)
-        return fd
 
     def _there(self) -> list[int]:
         """Numbers of the files that are there."""
@@ -254,14 +267,6 @@ class SegmentFiles:
         finally:
             os.close(directory)
         return [int(name[:8]) for name in names if name[8:] == ".seg" and name[:8].isdecimal()]
-
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            kind = StoreFullError if error.errno in FULL_CODES else StoreError
-            raise kind(f"{self._path}: {error.strerror or error}") from error
 
 
 def _runs(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_Run]:

@@ -221,6 +221,11 @@ class S3Backend(Backend):
             except CorruptPackError:
                 continue
 
+    def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
+        naming = self._space(namespace).catalogue.naming
+        names = {name for pack in packs for name in naming.get(pack, ())}
+        return [head for head in self.manifests(namespace) if head.id in names] if names else []
+
     def manifest_keys(self, namespace: bytes, manifest_id: str) -> ManifestKeys | None:
         return self._space(namespace).manifest_keys(manifest_id)
 

@@ -67,7 +67,7 @@ class Space:
         :param dropped: manifests that go, without their packs.
         """
         follower, catalogue = self.follower, self.catalogue
-        if batch.deletions:
+        if batch.deletions or batch.bad:
             follower.refresh()  # what others wrote since under the same name is not to be deleted
         else:
             follower.look_before_commit()

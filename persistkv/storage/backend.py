@@ -15,7 +15,7 @@ by several at once and beside any other call; the other methods by one thread at
    it, and go too where no other manifest names them. What cannot be reached and stands in no manifest is not used any
    more, and goes in its turn.
 4. A manifest is used when it is written; packs that later requests use do not keep it.
-5. Neither a pinned manifest nor its packs are evicted or expire. ``deletions`` delete them all the same.
+5. Neither a pinned manifest nor its packs are evicted or expire. ``deletions`` and ``bad`` delete them all the same.
 6. With a ttl, what was not used for so long goes with the next commits, whether room is needed or not.
 """
 
@@ -29,7 +29,8 @@ from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError
 from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import ManifestKeys, RequestManifest
-from persistkv.storage.pack import Frame, PackTable, PackWriter
+from persistkv.storage.pack import Frame, PackTable
+from persistkv.storage.pack_writer import PackWriter
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,9 @@ class CommitBatch:
     deletions: Sequence[bytes] = ()
     """Ids of packs to delete, before ``packs`` are written: a batch can replace a pack. Those that are not held are
     passed over."""
+    bad: Sequence[bytes] = ()
+    """Ids of packs whose bytes do not verify, deleted like ``deletions``, but alone: what stands behind them in
+    manifests is good, and will be reached again. Manifests that name them go; ``manifests`` may hold shorter ones."""
     touches: Sequence[bytes] = ()
     """Ids of packs that were used; those that are not held are passed over. All of a batch are used at one moment: name
     a pack together with those that it depends on."""
@@ -165,6 +169,10 @@ class BackendStats:
     """Bytes that the medium gives to the store, catalogue included."""
     capacity: int | None
     """The bound on ``disk_bytes``; None where there is none."""
+    aside: tuple[str, ...] = ()
+    """Directories that damaged files were moved into, for a person to look at and delete. No capacity counts them."""
+    aside_bytes: int = 0
+    """What these take."""
 
 
 @dataclass(frozen=True)
@@ -276,6 +284,10 @@ class Backend(ABC):
     def many_manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
         """The same for many manifests, in their order."""
         return [self.manifest_keys(namespace, manifest_id) for manifest_id in manifest_ids]
+
+    def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
+        """The heads of the manifests that name any of these packs; none where the driver cannot tell."""
+        return []
 
     def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
         """What is known of the use of these requests; None for one that is not held, or where nothing is known."""

@@ -32,7 +32,8 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.index import Index
 from persistkv.storage.medium import Medium
 from persistkv.storage.memory import MemoryShares
-from persistkv.storage.pack import UNKNOWN_DEPTH, PackWriter, Segment
+from persistkv.storage.pack import UNKNOWN_DEPTH
+from persistkv.storage.pack_writer import PackWriter, Segment
 from persistkv.storage.planning import DIRECT_BYTES, Block, PlannedPack, plan_packs
 from persistkv.storage.reading import ReadOutcome, make_scratch, part_bytes, plan_reads, read_part
 from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions, parse_durability
@@ -75,7 +76,7 @@ class Store:
         """What differs from the nearest namespace, where this one is new beside others; else empty."""
         self.namespace = backend.open_namespace(identity).id
         self.medium = Medium(backend, self.namespace, executor or InPlaceExecutor())
-        self._catalogue = Catalogue(self.medium, self.counters)
+        self._catalogue = Catalogue(self.medium, self.counters, rows.layout)
         self._resumption = (
             Resumption(self.medium, self._catalogue, options.resume_from) if options.resume_from else None
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from persistkv.config import StoreUrl
 from persistkv.errors import CorruptPackError, CorruptStoreError, StoreError, StoreUnavailableError
@@ -56,8 +57,9 @@ class S3Backend(Backend):
         """Whether the bucket is asked at all just now."""
         self._place = place
         self._options = options
-        self._read_only = read_only
-        self.status_interval_s = options.status_s
+        self._read_only = read_only or options.read_only
+        self.capabilities = replace(type(self).capabilities, writable=not self._read_only)
+        self.status_interval_s = None if self._read_only else options.status_s
         self._authenticator = Authenticator(options.secret())
         self._cache_directory = options.cache_directory()
         self._bucket = Bucket(place, Reliable(transport, self.breaker), options.deadline_s, options.connections)

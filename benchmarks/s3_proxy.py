@@ -58,6 +58,7 @@ class CountingProxy:
         self._upstream_port = upstream_port
         self._counts: Counter[str] = Counter()
         self._taken = 0
+        self._live: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -72,6 +73,11 @@ class CountingProxy:
         return found
 
     async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
+        task = asyncio.create_task(self._connect(reader, writer))
+        self._live.add(task)
+        task.add_done_callback(self._live.discard)
+
+    async def _connect(self, reader: StreamReader, writer: StreamWriter) -> None:
         with contextlib.suppress(OSError):
             up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._upstream_port)
             answers = asyncio.create_task(self._pass_on(up_reader, writer))
@@ -90,8 +96,15 @@ class CountingProxy:
                 await writer.drain()
         writer.close()
 
+    async def _end(self) -> None:
+        self._server.close()
+        for task in self._live:
+            task.cancel()
+        await asyncio.gather(*self._live, return_exceptions=True)
+
     def close(self) -> None:
         """End it, and what is connected."""
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -14,6 +14,7 @@ import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from persistkv.config import StoreUrl, convert_options
@@ -78,6 +79,7 @@ class LmdbBackend(Backend):
         self._shared: Environment | None = shared
         self._path = shared.path
         self._read_only = read_only
+        self.capabilities = replace(type(self).capabilities, writable=not read_only)
         self._ttl_s = ttl_s
 
     @classmethod

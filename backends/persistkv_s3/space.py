@@ -19,12 +19,11 @@ import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 
 from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.backend import CommitBatch, CommitResult, ReadSpan
 from persistkv.storage.manifest import ManifestKeys, decode_manifest_keys
-from persistkv.storage.pack import Frame
+from persistkv.storage.pack import Frame, PackWriter
 from persistkv_s3.cache import IndexCache
 from persistkv_s3.catalogue import Use
 from persistkv_s3.errors import ObjectExistsError, ObjectMissingError
@@ -32,7 +31,7 @@ from persistkv_s3.follower import Follower, log_failure
 from persistkv_s3.layout import Entry, Head, Stamp, encode_entries
 from persistkv_s3.names import LogName
 from persistkv_s3.options import S3Options
-from persistkv_s3.packs import PackObjects, Upload, Uploaded
+from persistkv_s3.packs import PackObjects, Room, Uploaded
 from persistkv_s3.plan import Plan, keys_name
 from persistkv_s3.runs import Run, neighbours, span_bytes
 from persistkv_s3.signed import SignedObjects
@@ -79,32 +78,34 @@ class Space:
         if not plan.says_something:
             self._touch(plan.uses, Use(moment, now))
             return CommitResult(catalogue.cursor)
-        uploads = [self._packs.prepare(writer, generation) for writer, generation in plan.missing]
         keys = plan.manifest_keys(self.namespace, self._authenticator)
-        uploaded = self._upload(uploads, LogName(self._writer, self._number + 1), b"".join(keys))
+        uploaded = self._upload(plan.missing, Room(batch.memory), b"".join(keys))
         entry = plan.entry(self.namespace, Stamp(moment, self._writer), now, self._number + 1, uploaded, keys)
         self._publish([*self._pending(), entry])
         cursor = catalogue.cursor
         catalogue.relearn(pack.table.pack_id for pack in uploaded if pack.reused and pack.table != pack.writer.table)
-        self._maintain([both for both in zip(uploads, uploaded, strict=True) if both[1].reused])
+        self._maintain([pack for pack in uploaded if pack.reused])
         return CommitResult(cursor, plan.evicted)
 
-    def _upload(self, uploads: list[Upload], name: LogName, keys: bytes) -> list[Uploaded]:
-        """All packs, and the object with the manifests' keys beside them."""
+    def _upload(self, packs: Sequence[tuple[PackWriter, int]], room: Room, keys: bytes) -> list[Uploaded]:
+        """All packs, each under its generation, and an object with the manifests' keys beside them."""
         found: dict[int, Uploaded] = {}
+        name = LogName(self._writer, self._number + 1)
 
         def put(number: int | None) -> None:
             if number is None:
                 self._bucket.put(self.names.manifest_keys(name), [keys], only_if_absent=False)
-            else:
-                found[number] = self._packs.upload(uploads[number])
+                return
+            writer, generation = packs[number]
+            with room.taken(writer):
+                found[number] = self._packs.upload(writer, generation)
 
         try:
-            self._bucket.all_writes(put, [*range(len(uploads)), *([None] if keys else [])])
-        except StoreError:
+            self._bucket.all_writes(put, [*range(len(packs)), *([None] if keys else [])])
+        except BaseException:
             self._become_another()  # an object with keys may still arrive: its name is not used again
             raise
-        return [found[number] for number in range(len(uploads))]
+        return [found[number] for number in range(len(packs))]
 
     def _publish(self, entries: list[Entry]) -> None:
         """Tell all, in one object; uses that waited are told with it."""
@@ -136,15 +137,15 @@ class Space:
         self._writer = os.urandom(16)
         self._number = 0
 
-    def _maintain(self, reused: list[tuple[Upload, Uploaded]]) -> None:
+    def _maintain(self, reused: list[Uploaded]) -> None:
         """What follows a commit, which is done whatever comes of this."""
         try:
-            self._bucket.all_writes(lambda both: self._restore(*both), reused)
+            self._bucket.all_writes(self._restore, reused)
             self._snapshots.take_if_due(self._writer)
         except StoreError as error:
             log_failure(f"what follows a commit to {self.names.base}", error)
 
-    def _restore(self, upload: Upload, pack: Uploaded) -> None:
+    def _restore(self, pack: Uploaded) -> None:
         """Write a pack again that was found and is gone."""
         name = pack.table.pack_id
         if self._packs.exists(name, pack.generation):
@@ -152,8 +153,7 @@ class Space:
         held = self.catalogue.packs.get(name)
         logger.warning("%s was removed while a commit reused it; it is written again", name.hex())
         if pack.table == pack.writer.table:
-            with suppress(ObjectExistsError):
-                self._bucket.put(self.names.pack(name, pack.generation), upload.pieces)
+            self._packs.upload_again(pack)
         elif held is not None:  # the index tells of the other's bytes, which nobody has any more
             self.follower.miss(name, held)
 

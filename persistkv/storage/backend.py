@@ -29,7 +29,7 @@ from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError
 from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import ManifestKeys, RequestManifest
-from persistkv.storage.pack import Frame, PackTable
+from persistkv.storage.pack import MAX_PACK_BYTES, Frame, PackTable
 from persistkv.storage.pack_writer import PackWriter
 
 
@@ -43,7 +43,10 @@ class Capabilities:
     """Several processes may have the store open and write to it."""
     remote: bool = False
     """Calls go over a network: they take long, however little they move, and many go side by side. Nobody should lend
-    them rows that he wants back soon. A commit takes no memory for what is stored raw."""
+    them rows that he wants back soon. A commit takes no memory for what is stored raw, and ``CommitBatch.memory`` for
+    the rest."""
+    writable: bool = True
+    """``commit`` writes. Else the handle was opened for looking and reading only: nobody should offer it anything."""
     placements: tuple[str, ...] = ()
     """Where a store's payloads may lie: what ``Backend.move`` takes."""
     shows_status: bool = False
@@ -81,8 +84,8 @@ class CommitBatch:
     """What one transaction does."""
 
     packs: Sequence[PackWriter] = ()
-    """Each is streamed at most once per attempt. A pack whose id is held already is left as it is: the first wins. One
-    whose catalogue row does not read is not held."""
+    """Each is streamed at most once per attempt, and again where what was found in its stead went away. A pack whose id
+    is held already is left as it is: the first wins. One whose catalogue row does not read is not held."""
     manifests: Sequence[ManifestWrite] = ()
     """A manifest whose id is held already is replaced; where that one was pinned, the new one is."""
     deletions: Sequence[bytes] = ()
@@ -99,6 +102,8 @@ class CommitBatch:
     seen: bytes | None = None
     """The cursor up to which the caller has applied changes: the commit is refused as stale where there are newer ones.
     None: commit whatever happened meanwhile."""
+    memory: int = MAX_PACK_BYTES
+    """Bytes of encoded packs that a ``remote`` driver holds at once; one pack is always allowed."""
 
 
 @dataclass(frozen=True)

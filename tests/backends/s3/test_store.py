@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from mmap import mmap
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from persistkv.base import make_offload_key
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.codec import ZstdCodec
 from persistkv.storage.executor import ThreadExecutor
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.identity import Identity
@@ -22,9 +24,11 @@ from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import sample_identity
+from persistkv.testing.samples import sample_pack
 from persistkv_s3 import S3Backend
 from persistkv_s3.errors import LateError
 from persistkv_s3.names import LogName, Names
+from persistkv_s3.packs import Room
 from tests.backends.s3.conftest import Opener
 from tests.storage.host.conftest import STRIDE, Hosted
 
@@ -180,6 +184,33 @@ def executor() -> Iterator[ThreadExecutor]:
     running = ThreadExecutor(8, bell.set)
     yield running
     running.close()
+
+
+def test_encoded_packs_share_the_memory_that_a_commit_may_take() -> None:
+    room = Room(3 * 4 * 4096)
+    pack, raw = sample_pack(bytes(16), 1, codec=ZstdCodec()), sample_pack(bytes(16), 2)
+    inside: list[int] = []
+    most: list[int] = []
+    lock = threading.Lock()
+
+    def upload(_: int) -> None:
+        with room.taken(pack):
+            with lock:
+                inside.append(1)
+                most.append(len(inside))
+            time.sleep(0.001)
+            with lock:
+                inside.pop()
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(upload, range(40)))
+        with room.taken(pack), room.taken(pack), room.taken(pack), room.taken(raw):
+            waits = threads.submit(upload, 0)
+            assert not wait([waits], timeout=0.05).done
+        assert waits.result() is None
+    assert max(most) <= 3
+    with Room(1).taken(pack):
+        pass  # one that is larger is let in by itself
 
 
 @pytest.mark.slow

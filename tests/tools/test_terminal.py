@@ -75,6 +75,7 @@ SHOWN = [
     ("prune", "{url}", "--older-than", "1s", "--dry-run"),
     ("label", "{url}", "short", "a=b"),
     ("pin", "{url}", "short"),
+    ("warm", "{url}", "short"),
     ("top", "{url}", "--count", "1", "--interval", "1s"),
     ("doctor", "{url}"),
 ]
@@ -169,6 +170,7 @@ def plain(found: set[str]) -> set[str]:
         ("prune", "{url}", "--older-than", "1s", "--yes"),
         ("pin", "{url}", "short"),
         ("unpin", "{url}", "short"),
+        ("warm", "{url}", "short"),
         ("label", "{url}", "short", "a=b"),
         ("why", "{url}", "--against", "{url}"),
         ("doctor", "{url}"),

@@ -35,12 +35,14 @@ def show(
     Example: persistkv show lmdb:///var/cache/kv 0c4de6a0 --tree
     """
     with opened(url) as backend:
-        found = find_request(backend, request, namespace)
-        context = show_context(url, backend, found, key_limit=keys)
+        names: dict[bytes, list[str]] = {}
+        found = find_request(backend, request, namespace, names)
+        others = names[found.namespace.id]
+        context = show_context(url, backend, found, others, key_limit=keys)
         longest = max(range(len(context.groups)), key=lambda group: context.groups[group].blocks, default=0)
         top = None
         if tree:
-            top = prefix_tree(backend, found.namespace.id, found.manifest.id, group=longest, node_limit=nodes)
+            top = prefix_tree(backend, found.namespace.id, others, found.manifest.id, group=longest, node_limit=nodes)
     if json:
         render.print_json({"context": context, "tree": top})
         return

@@ -59,11 +59,13 @@ from persistkv_lmdb.layout import (
 )
 from persistkv_lmdb.moving import Mover
 from persistkv_lmdb.options import LmdbOptions, Placement
-from persistkv_lmdb.payload import read_payload
+from persistkv_lmdb.payload import read_payload, scan_payloads
+from persistkv_lmdb.space import first_place
 from persistkv_lmdb.status_files import read_statuses, remove_status, write_status
 from persistkv_lmdb.syncs import sync_directory
 
 _MANIFESTS_AT_ONCE = 256
+_PLACES_AT_ONCE = 4096
 
 
 class LmdbBackend(Backend):
@@ -141,6 +143,20 @@ class LmdbBackend(Backend):
                 read_payload(transaction, shared.files, name, span.offset, span.buffers)
                 for name, span in zip(names, spans, strict=True)
             ]
+
+    def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+        shared = self._environment
+        with shared.transaction() as transaction:
+            names = [namespace + span.pack_id for span in spans]
+            return scan_payloads(transaction, shared.files, names, spans)
+
+    def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
+        places: list[tuple[int, int]] = []
+        for start in range(0, len(pack_ids), _PLACES_AT_ONCE):
+            with self._environment.transaction() as transaction:
+                some = pack_ids[start : start + _PLACES_AT_ONCE]
+                places += [first_place(transaction, namespace + pack_id) for pack_id in some]
+        return [pack_ids[number] for number in sorted(range(len(places)), key=places.__getitem__)]
 
     def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
         start = namespace

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreFullError
+from persistkv.storage.backend import ReadSpan
 from persistkv.storage.codec import Buffer
 from persistkv.storage.pack import FRAME_BYTES, PackWriter, align
 from persistkv_lmdb.layout import Transaction
@@ -170,3 +171,15 @@ def read_payload(
     if extents is None:
         return read_pieces(transaction, name, offset, buffers)
     return files.read(extents, offset, buffers)
+
+
+def scan_payloads(
+    transaction: Transaction, files: SegmentFiles, names: Sequence[bytes], spans: Sequence[ReadSpan]
+) -> list[bool]:
+    """The same for many, each at its ``offset`` into its ``buffers``, past the page cache where it lies in segments."""
+    places = [read_extents(transaction, name) for name in names]
+    scanned = iter(files.scan([(at, span.offset, span.buffers) for at, span in zip(places, spans, strict=True) if at]))
+    return [
+        next(scanned) if at else at is None and read_pieces(transaction, name, span.offset, span.buffers)
+        for at, name, span in zip(places, names, spans, strict=True)
+    ]

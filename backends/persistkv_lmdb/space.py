@@ -61,6 +61,12 @@ def read_extents(transaction: Transaction, name: bytes) -> list[Extent] | None:
     return None if row is None else decode_extents(row)
 
 
+def first_place(transaction: Transaction, name: bytes) -> tuple[int, int]:
+    """Segment and page of a payload's begin; before all others where it lies in no extents."""
+    extents = read_extents(transaction, name)
+    return (extents[0].segment, extents[0].page) if extents else (-1, 0)
+
+
 class Space:
     """The state of the allocator, within one transaction."""
 

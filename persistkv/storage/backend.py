@@ -1,8 +1,8 @@
 """The driver of one storage medium: what a backend is asked, and nothing else.
 
 Contract shared by all methods: vendor exceptions come out as ``StoreError``s, and after ``close`` every other call
-raises one. What a method hands out is the caller's to keep. ``read`` may be called from any thread, by several at once
-and beside any other call; the other methods by one thread at a time.
+raises one. What a method hands out is the caller's to keep. ``read`` and ``scan`` may be called from any thread, by
+several at once and beside any other call; the other methods by one thread at a time.
 
 **Eviction.** A store with a capacity makes room by itself, in ``commit``, over all its namespaces:
 
@@ -239,6 +239,18 @@ class Backend(ABC):
 
         :raises StoreError: the medium failed; no span may be used then.
         """
+
+    def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+        """As ``read``, for who reads much, and once: what others' reads find in caches stays there, and spans in the
+        order of ``scan_order`` are read together, where the medium is faster so.
+
+        Whole pages of 4 KiB, from multiples of that on, into buffers that begin at such, are read best.
+        """
+        return self.read(namespace, spans)
+
+    def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
+        """The same packs in the order in which ``scan`` is fastest; as they are given where there is no difference."""
+        return list(pack_ids)
 
     @abstractmethod
     def manifests(self, namespace: bytes) -> Iterable[RequestManifest]:

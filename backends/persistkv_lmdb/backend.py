@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import stat
 import time
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -38,7 +39,7 @@ from persistkv.storage.backend import (
 )
 from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import ManifestKeys, RequestManifest, decode_manifest, decode_manifest_keys
-from persistkv.storage.pack import ID_BYTES, PackTable
+from persistkv.storage.pack import ID_BYTES, PackTable, table_lengths
 from persistkv_lmdb import sharing
 from persistkv_lmdb.committing import Committing
 from persistkv_lmdb.environment import Environment
@@ -46,6 +47,7 @@ from persistkv_lmdb.errors import met_the_maps_end, translated_at_open
 from persistkv_lmdb.layout import (
     ADDED,
     LOG_KEY,
+    SEQUENCE,
     Chain,
     NamespaceState,
     Transaction,
@@ -179,10 +181,11 @@ class LmdbBackend(Backend):
 
     def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
         found: list[RequestUse | None] = []
+        moments: dict[bytes, list[int]] = {}
         for start in range(0, len(manifest_ids), _MANIFESTS_AT_ONCE):
             with self._environment.transaction() as transaction:
                 some = manifest_ids[start : start + _MANIFESTS_AT_ONCE]
-                found += [_request_use(transaction, manifest_row(namespace, manifest_id)) for manifest_id in some]
+                found += [_request_use(transaction, manifest_row(namespace, name), moments) for name in some]
         return found
 
     def stats(self) -> BackendStats:
@@ -294,7 +297,8 @@ def _manifest_keys(transaction: Transaction, namespace: bytes, manifest_id: str)
         return None
 
 
-def _request_use(transaction: Transaction, name: bytes) -> RequestUse | None:
+def _request_use(transaction: Transaction, name: bytes, moments: dict[bytes, list[int]]) -> RequestUse | None:
+    """:param moments: of the manifests that name a pack; is filled."""
     txn, db = transaction
     chain = Chain.decode(txn.get(name, db=db.chains))
     if chain is None:
@@ -305,8 +309,28 @@ def _request_use(transaction: Transaction, name: bytes) -> RequestUse | None:
     use = Use.decode(txn.get(last, db=db.uses))
     if use is None:
         return None
-    others = sum(1 for _ in rows(transaction, db.links, last)) - 1
-    return RequestUse(use.time, use.moment > chain.moment, max(0, others), chain.pinned)
+    if last not in moments:
+        moments[last] = _moments(transaction, last)
+    naming = moments[last]
+    later = len(naming) - bisect_right(naming, chain.moment)
+    lengths = [_pack_lengths(transaction, name[:ID_BYTES] + pack_id) for pack_id in chain.packs]
+    raw, stored = (sum(length) for length in zip(*lengths, strict=True))
+    reused = use.moment > chain.moment
+    return RequestUse(use.time, reused, max(0, len(naming) - 1), chain.pinned, later, raw, stored)
+
+
+def _moments(transaction: Transaction, pack: bytes) -> list[int]:
+    """When the manifests that name a pack were written, sorted."""
+    txn, db = transaction
+    names = [pack[:ID_BYTES] + bytes(key[len(pack) :]) for key, _ in rows(transaction, db.links, pack)]
+    chains = [Chain.decode(txn.get(name, db=db.chains)) for name in names]
+    return sorted(chain.moment for chain in chains if chain is not None)
+
+
+def _pack_lengths(transaction: Transaction, name: bytes) -> tuple[int, int]:
+    """Raw and payload bytes of a pack."""
+    row = transaction.txn.get(name, db=transaction.db.packs)
+    return (0, 0) if row is None else table_lengths(row[SEQUENCE.size :])
 
 
 def _some_manifests(transaction: Transaction, namespace: bytes, start: bytes) -> tuple[bytes, list[RequestManifest]]:

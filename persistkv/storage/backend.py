@@ -146,6 +146,12 @@ class RequestUse:
     shared_by: int
     """Other requests that name the last of its packs: as far as anybody can tell, their contexts hold all of it."""
     pinned: bool
+    hits: int = 0
+    """Of those, the ones that were written after it. Those that are not held any more are not counted."""
+    packs_raw_bytes: int = 0
+    """Of the packs that it names, whole, before the codec."""
+    packs_stored_bytes: int = 0
+    """The same at rest."""
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,8 @@ def _print(context: ContextView) -> None:
         "pinned": "yes" if request.pinned else "no",
         "tokens": f"{request.tokens:,}",
         "raw": render.format_size(request.raw_bytes),
+        "stored": "-" if request.stored_bytes is None else render.format_size(request.stored_bytes),
+        "hits": "-" if request.hits is None else f"{request.hits:,}, of requests that are held",
         "labels": render.format_labels(request.labels),
         "shared": sharing,
     }

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from persistkv.config import StoreUrl, convert_options
+from persistkv.config import PAGE_BYTES, StoreUrl, convert_options
 from persistkv.errors import (
     ConfigurationError,
     CorruptPackError,
@@ -32,6 +32,7 @@ from persistkv.storage.backend import (
     Changes,
     CommitBatch,
     CommitResult,
+    FreeSpace,
     MoveProgress,
     Namespace,
     ReadSpan,
@@ -58,11 +59,12 @@ from persistkv_lmdb.layout import (
     manifest_row,
     pack_table,
     rows,
+    used_bytes,
 )
 from persistkv_lmdb.moving import Mover
 from persistkv_lmdb.options import LmdbOptions, Placement
 from persistkv_lmdb.payload import read_payload, scan_payloads
-from persistkv_lmdb.space import first_place
+from persistkv_lmdb.space import Space, first_place
 from persistkv_lmdb.status_files import read_statuses, remove_status, write_status
 from persistkv_lmdb.syncs import sync_directory
 
@@ -200,6 +202,16 @@ class LmdbBackend(Backend):
             disk_bytes=self._environment.disk_bytes(),
             capacity=self._environment.capacity,
         )
+
+    def free_space(self) -> FreeSpace:
+        with self._environment.transaction() as transaction:
+            space = Space(transaction)
+            return FreeSpace(
+                max(0, self._environment.file_bytes() - used_bytes(transaction)),
+                (space.free + space.aging) * PAGE_BYTES,
+                space.pieces(),
+                space.largest() * PAGE_BYTES,
+            )
 
     def move(self, placement: str) -> Iterator[MoveProgress]:
         if placement not in self.capabilities.placements:

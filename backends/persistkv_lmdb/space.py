@@ -100,6 +100,10 @@ class Space:
             pages: int = _unpack(_SIZE, cursor.key())[0] if cursor.last() else 0
         return pages
 
+    def pieces(self) -> int:
+        """Free extents, and those that will be."""
+        return sum(int(self._txn.stat(db)["entries"]) for db in (self._db.free, self._db.aging))
+
     def take(self, pages: int) -> list[Extent]:
         """Take free pages: one extent, the smallest that is large enough; several where there is none.
 

@@ -174,6 +174,19 @@ class BackendStats:
 
 
 @dataclass(frozen=True)
+class FreeSpace:
+    """What of ``disk_bytes`` holds nothing, and is written to again."""
+
+    catalogue_bytes: int
+    """Beside payloads: of the index; of all there is, where payloads lie in it."""
+    payload_bytes: int
+    pieces: int
+    """That the latter lies in."""
+    largest_bytes: int
+    """Of these pieces. A payload that finds none as large is cut up."""
+
+
+@dataclass(frozen=True)
 class MoveProgress:
     """How far a move is."""
 
@@ -282,6 +295,13 @@ class Backend(ABC):
 
         :raises StoreError: they do not read.
         """
+
+    def free_space(self) -> FreeSpace | None:
+        """What is free within the store; None where the medium has no such thing, as a bucket has not.
+
+        :raises StoreError: it does not read.
+        """
+        return None
 
     def move(self, placement: str) -> Iterator[MoveProgress]:
         """Move all payloads to another of ``capabilities.placements``, step by step while this is iterated.

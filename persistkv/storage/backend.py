@@ -22,7 +22,7 @@ several at once and beside any other call; the other methods by one thread at a 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from persistkv.config import StoreUrl
@@ -196,6 +196,28 @@ class MoveProgress:
     """What there was to move when it began."""
 
 
+class PlainMedium(ABC):
+    """A medium without its driver, as the vendor's plain client uses it: what ``persistkv bench`` compares with."""
+
+    @abstractmethod
+    def write(self, buffers: Sequence[memoryview]) -> None:
+        """Write these bytes, one after the other, durably, to a place of their own.
+
+        :raises StoreError: the medium failed.
+        """
+
+    @abstractmethod
+    def read(self, buffers: Sequence[memoryview]) -> None:
+        """Read what was written last into buffers of the same lengths.
+
+        :raises StoreError: the medium failed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Remove what was written, and let go of the medium; idempotent."""
+
+
 class Backend(ABC):
     """One open store."""
 
@@ -212,6 +234,14 @@ class Backend(ABC):
         :raises StoreUnavailableError: it cannot be opened (permission, a file in the way, absent and ``read_only``).
         :raises CorruptStoreError: something else lies there, or a newer format; it was not changed.
         """
+
+    @classmethod
+    def plain_medium(cls, url: StoreUrl) -> PlainMedium | None:
+        """The medium of this URL for plain reads and writes beside the store; None where there is no such thing.
+
+        :raises ConfigurationError: an option is wrong.
+        """
+        return None
 
     @abstractmethod
     def namespaces(self) -> Iterator[Namespace]:
@@ -313,6 +343,11 @@ class Backend(ABC):
         :raises StoreFullError: there is no room for it. Raised before anything moved, unless others took the room.
         """
         raise ConfigurationError("placement", placement, f"one of {', '.join(self.capabilities.placements) or 'none'}")
+
+    @property
+    def requests(self) -> Mapping[str, int]:
+        """What was sent to a remote medium so far, by kind of request; empty where nobody counts."""
+        return {}
 
     @property
     def breaker_state(self) -> str | None:

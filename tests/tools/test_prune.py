@@ -162,7 +162,7 @@ class TestWhileOthersWrite:
         pruning.choose(Selection())
         assert pruning.plan().goes.packs == 4
         writer.add("new", "a2 b2 c")
-        done = pruning.run()
+        done = pruning.run(backend)
         assert done.goes.packs == 3
         assert done.staying == ["r2"]
         held = {table.pack_id for table in backend.changes(writer.namespace, None).added}
@@ -175,7 +175,7 @@ class TestWhileOthersWrite:
         pruning.choose(Selection())
         pruning.plan()
         backend.commit(writer.namespace, CommitBatch(deletions=[writer.packs["r1"]]))
-        done = pruning.run()
+        done = pruning.run(backend)
         assert (done.goes.packs, done.staying) == (3, [])
 
 

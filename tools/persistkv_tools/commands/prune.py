@@ -84,14 +84,17 @@ def prune(
     may_ask = sys.stdin.isatty() and not json
     if not (dry_run or yes or may_ask):
         raise ConfigurationError("prune", url, "--yes or --dry-run, where nobody can be asked")
-    with opened(url, writable=not dry_run) as backend:
+    with opened(url) as backend:
         pruning = _chosen(backend, wanted)
         plan = pruning.plan(orphans=orphans, shared=shared_packs)
         if not json:
             _print_plan(plan)
         done = None
-        if not dry_run and (plan.goes.packs == 0 or yes or typer.confirm("Delete them?")):
-            done = pruning.run()
+        if not dry_run and plan.goes.packs == 0:
+            done = pruning.run(backend)
+        elif not dry_run and (yes or typer.confirm("Delete them?")):
+            with opened(url, writable=True) as writer:
+                done = pruning.run(writer)
     if json:
         render.print_json({"url": url, "dry_run": dry_run, "plan": plan, "done": done})
     elif done is not None:

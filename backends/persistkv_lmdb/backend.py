@@ -43,6 +43,7 @@ from persistkv.storage.manifest import ManifestKeys, RequestManifest, decode_man
 from persistkv.storage.pack import ID_BYTES, PackTable, table_lengths
 from persistkv_lmdb import sharing
 from persistkv_lmdb.committing import Committing
+from persistkv_lmdb.compacting import Compactor
 from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.errors import met_the_maps_end, translated_at_open
 from persistkv_lmdb.layout import (
@@ -219,6 +220,11 @@ class LmdbBackend(Backend):
         if self._read_only:
             raise StoreError(f"{self._path} is open read-only")
         return Mover(self._environment, Placement(placement)).run()
+
+    def compact(self) -> Iterator[MoveProgress]:
+        if self._read_only:
+            raise StoreError(f"{self._path} is open read-only")
+        return Compactor(self._environment).run()
 
     def publish_status(self, engine: str, row: bytes | None) -> None:
         path = self._environment.path

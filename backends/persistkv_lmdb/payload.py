@@ -133,6 +133,23 @@ class Payloads:
             delete_pieces(self._transaction, name)
             self.freed += length
 
+    def lower(self, name: bytes, length: int) -> bool:
+        """Move a payload to free pages that lie before it; False: there are not as many, or it does not read. Nothing
+        changed then.
+        """
+        extents = read_extents(self._transaction, name)
+        taken = self.space.take_before(pages_of(length), max(extents)) if extents else []
+        if not extents or not taken:
+            return False
+        payload = memoryview(bytearray(length))
+        if not self._files.read(extents, 0, [payload]):
+            self.space.untake(taken)
+            return False
+        self._files.write(taken, iter([payload]))
+        self.space.retire(name)
+        self.space.publish(name, taken)
+        return True
+
     def shrink(self, limit: int) -> None:
         """Give back free pages at the ends of segments, as far as these have more than the limit.
 

@@ -118,6 +118,27 @@ class Space:
         self.free -= sum(extent.pages for extent in taken)
         return taken
 
+    def take_before(self, pages: int, place: Extent) -> list[Extent]:
+        """Take free pages that lie before ``place``: the first extent that is large enough, or the first ones together.
+
+        :returns: none where there are not as many; nothing changed then.
+        """
+        before = [extent for extent in self.free_extents() if extent < place]
+        whole = next((extent for extent in before if extent.pages >= pages), None)
+        candidates = before if whole is None else [whole]
+        if sum(extent.pages for extent in candidates) < pages:
+            return []
+        taken: list[Extent] = []
+        left = pages
+        for extent in candidates:
+            taken.append(extent._replace(pages=min(left, extent.pages)))
+            left -= taken[-1].pages
+            self._replace([extent], Extent(extent.segment, taken[-1].end, extent.end - taken[-1].end))
+            if not left:
+                break
+        self.free -= pages
+        return taken
+
     def untake(self, extents: Iterable[Extent]) -> None:
         """Give back what this transaction took and did not publish."""
         for extent in extents:

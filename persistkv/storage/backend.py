@@ -344,6 +344,15 @@ class Backend(ABC):
         """
         raise ConfigurationError("placement", placement, f"one of {', '.join(self.capabilities.placements) or 'none'}")
 
+    def compact(self) -> Iterator[MoveProgress]:
+        """Give free space within the store back to the medium, as far as it can, step by step while this is iterated.
+
+        Others may use the store meanwhile. Its content does not change. One that ended early leaves part of it done.
+
+        :raises StoreFullError: there is no room to move anything.
+        """
+        return iter(())
+
     @property
     def requests(self) -> Mapping[str, int]:
         """What was sent to a remote medium so far, by kind of request; empty where nobody counts."""

@@ -21,7 +21,7 @@ _DAMAGE = frozenset({signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFP
 _PASSED_ON = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
 _BY_A_PROCESS = 0  # ``si_code`` of what a process sent is this or less; of what a terminal sends, more
 _PR_SET_PDEATHSIG = 1
-_LOOKING = frozenset({"ls", "stat", "show", "top", "report", "verify", "doctor", "export", "serve-metrics"})
+_LOOKING = frozenset({"ls", "stat", "show", "top", "report", "verify", "prune", "why", "doctor", "serve-metrics"})
 _NICENESS = 10
 
 

@@ -19,13 +19,14 @@ WHEEL_VENV := $(VENV)-wheel
 VLLM_VENV := $(VENV)-vllm
 VLLM := 0.32.0
 
-.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs test-wheel test-ceph test-vllm test-writers test-faults fuzz crash damage powerloss bench bench-vllm clean
+.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs screenshots test-wheel test-ceph test-vllm test-writers test-faults fuzz crash damage powerloss bench bench-vllm clean
 
 help:
 	@echo "make demo        a model answers, is killed, and a new process answers from what it left"
 	@echo "make test        lint, types, import rules, tests"
 	@echo "make test-slow   the tests that make test leaves out: faults that last, many writers, kills"
 	@echo "make docs        the site of docs/ and of the API, in build/site; checks its links"
+	@echo "make screenshots the pictures in docs/screens.md, from commands that it runs; needs Chromium"
 	@echo "make test-wheel  the built wheel, without torch and transformers"
 	@echo "make test-ceph   the S3 driver against a real server (Ceph), which it installs, starts and stops; as root"
 	@echo "make test-writers  eight writers on one bucket for two minutes (S3_SECONDS=120), against a server of its own"
@@ -71,6 +72,10 @@ $(VENV)/.ready-docs: $(READY)
 
 docs: setup-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The pictures in docs/screens.md; needs Chromium.
+screenshots: setup
+	$(BIN)/python -m tests.docs.screenshots
 
 test-wheel: setup
 	rm -rf dist $(WHEEL_VENV)

@@ -54,8 +54,15 @@ class _Run(NamedTuple):
     length: int
 
 
+class _Piece(NamedTuple):
+    number: int
+    """Of the payload that it is of."""
+    run: _Run
+    buffers: Sequence[memoryview]
+
+
 class SegmentFiles:
-    """The segment files of one store. ``read`` is thread-safe; the rest is for the holder of LMDB's write lock."""
+    """The segment files of one store. ``read`` and ``scan`` are thread-safe; the rest needs the write lock."""
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
         """:raises OSError: the store's directory cannot be opened."""
@@ -150,6 +157,34 @@ class SegmentFiles:
                     return False
                 rest = behind(rest, run.length)
         return not rest
+
+    def scan(self, wanted: Sequence[tuple[Sequence[Extent], int, Sequence[memoryview]]]) -> list[bool]:
+        """As ``read`` for many payloads, each with its extents, offset and buffers: what lies side by side is read with
+        one call, past the page cache where buffers and file system allow that.
+
+        :raises StoreError: the disk failed.
+        """
+        pieces = [piece for number, one in enumerate(wanted) for piece in _pieces(number, *one)]
+        filled = [0] * len(wanted)
+        with translated_io(self._path):
+            for neighbours in _neighbours(pieces):
+                whole = self._scan(neighbours)
+                for piece in neighbours:
+                    if whole or self._read(piece.run, piece.buffers):
+                        filled[piece.number] += piece.run.length
+        return [count == sum(map(len, buffers)) for count, (_, _, buffers) in zip(filled, wanted, strict=True)]
+
+    def _scan(self, neighbours: Sequence[_Piece]) -> bool:
+        """Past the page cache; False: it is to be tried through it, one after the other."""
+        first = neighbours[0].run
+        buffers = [buffer for piece in neighbours for buffer in piece.buffers]
+        if not is_aligned(buffers):
+            return False
+        try:
+            descriptors = self._descriptors(first.segment)
+        except FileNotFoundError:
+            return False
+        return self._try_direct(read_direct, descriptors, buffers, first.offset)
 
     def lengths(self) -> dict[int, int]:
         """Bytes of each file that the file system gives: holes left out, and what it reserves behind the end."""
@@ -279,3 +314,24 @@ def _runs(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_Run]
             length -= count
             offset = size
         offset -= size
+
+
+def _pieces(number: int, extents: Sequence[Extent], offset: int, buffers: Sequence[memoryview]) -> Iterator[_Piece]:
+    rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
+    for run in _runs(extents, offset, sum(map(len, rest))):
+        yield _Piece(number, run, front(rest, run.length))
+        rest = behind(rest, run.length)
+
+
+def _neighbours(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
+    """Those that lie side by side, as far as they stand in that order."""
+    together: list[_Piece] = []
+    end = (-1, 0)
+    for piece in pieces:
+        if together and (piece.run.segment, piece.run.offset) != end:
+            yield together
+            together = []
+        together.append(piece)
+        end = (piece.run.segment, piece.run.offset + piece.run.length)
+    if together:
+        yield together

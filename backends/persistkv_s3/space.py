@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.backend import CommitBatch, CommitResult, ReadSpan
 from persistkv.storage.manifest import ManifestKeys, decode_manifest_keys
-from persistkv.storage.pack import Frame, PackWriter
+from persistkv.storage.pack import Frame
+from persistkv.storage.pack_writer import PackWriter
 from persistkv_s3.cache import IndexCache
 from persistkv_s3.catalogue import Use
 from persistkv_s3.errors import ObjectExistsError, ObjectMissingError

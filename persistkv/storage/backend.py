@@ -1,8 +1,8 @@
 """The driver of one storage medium: what a backend is asked, and nothing else.
 
 Contract shared by all methods: vendor exceptions come out as ``StoreError``s, and after ``close`` every other call
-raises one. What a method hands out is the caller's to keep. ``read`` and ``read_frames`` may be called from any thread,
-by several at once and beside any other call; the other methods by one thread at a time.
+raises one. What a method hands out is the caller's to keep. ``read``, ``read_frames`` and ``scan`` may be called from
+any thread, by several at once and beside any other call; the other methods by one thread at a time.
 
 **Eviction.** A store with a capacity makes room by itself, in ``commit``, over all its namespaces:
 
@@ -22,7 +22,7 @@ by several at once and beside any other call; the other methods by one thread at
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from persistkv.config import StoreUrl
@@ -155,6 +155,12 @@ class RequestUse:
     shared_by: int
     """Other requests that name the last of its packs: as far as anybody can tell, their contexts hold all of it."""
     pinned: bool
+    hits: int = 0
+    """Of those, the ones that were written after it. Those that are not held any more are not counted."""
+    packs_raw_bytes: int = 0
+    """Of the packs that it names, whole, before the codec."""
+    packs_stored_bytes: int = 0
+    """The same at rest."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +187,19 @@ class BackendStats:
 
 
 @dataclass(frozen=True)
+class FreeSpace:
+    """What of ``disk_bytes`` holds nothing, and is written to again."""
+
+    catalogue_bytes: int
+    """Beside payloads: of the index; of all there is, where payloads lie in it."""
+    payload_bytes: int
+    pieces: int
+    """That the latter lies in."""
+    largest_bytes: int
+    """Of these pieces. A payload that finds none as large is cut up."""
+
+
+@dataclass(frozen=True)
 class MoveProgress:
     """How far a move is."""
 
@@ -188,6 +207,28 @@ class MoveProgress:
     """Of payload."""
     total_bytes: int
     """What there was to move when it began."""
+
+
+class PlainMedium(ABC):
+    """A medium without its driver, as the vendor's plain client uses it: what ``persistkv bench`` compares with."""
+
+    @abstractmethod
+    def write(self, buffers: Sequence[memoryview]) -> None:
+        """Write these bytes, one after the other, durably, to a place of their own.
+
+        :raises StoreError: the medium failed.
+        """
+
+    @abstractmethod
+    def read(self, buffers: Sequence[memoryview]) -> None:
+        """Read what was written last into buffers of the same lengths.
+
+        :raises StoreError: the medium failed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Remove what was written, and let go of the medium; idempotent."""
 
 
 class Backend(ABC):
@@ -206,6 +247,14 @@ class Backend(ABC):
         :raises StoreUnavailableError: it cannot be opened (permission, a file in the way, absent and ``read_only``).
         :raises CorruptStoreError: something else lies there, or a newer format; it was not changed.
         """
+
+    @classmethod
+    def plain_medium(cls, url: StoreUrl) -> PlainMedium | None:
+        """The medium of this URL for plain reads and writes beside the store; None where there is no such thing.
+
+        :raises ConfigurationError: an option is wrong.
+        """
+        return None
 
     @abstractmethod
     def namespaces(self) -> Iterator[Namespace]:
@@ -276,6 +325,18 @@ class Backend(ABC):
             if self.read(namespace, [ReadSpan(pack_id, frame.offset, [stored])]) == [True]:
                 take(number, stored)
 
+    def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+        """As ``read``, for who reads much, and once: what others' reads find in caches stays there, and spans in the
+        order of ``scan_order`` are read together, where the medium is faster so.
+
+        Whole pages of 4 KiB, from multiples of that on, into buffers that begin at such, are read best.
+        """
+        return self.read(namespace, spans)
+
+    def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
+        """The same packs in the order in which ``scan`` is fastest; as they are given where there is no difference."""
+        return list(pack_ids)
+
     @abstractmethod
     def manifests(self, namespace: bytes) -> Iterable[RequestManifest]:
         """The heads of all manifests, in any order; damaged ones are left out. Holds no snapshot between items: what
@@ -305,6 +366,13 @@ class Backend(ABC):
         :raises StoreError: they do not read.
         """
 
+    def free_space(self) -> FreeSpace | None:
+        """What is free within the store; None where the medium has no such thing, as a bucket has not.
+
+        :raises StoreError: it does not read.
+        """
+        return None
+
     def move(self, placement: str) -> Iterator[MoveProgress]:
         """Move all payloads to another of ``capabilities.placements``, step by step while this is iterated.
 
@@ -315,6 +383,20 @@ class Backend(ABC):
         :raises StoreFullError: there is no room for it. Raised before anything moved, unless others took the room.
         """
         raise ConfigurationError("placement", placement, f"one of {', '.join(self.capabilities.placements) or 'none'}")
+
+    def compact(self) -> Iterator[MoveProgress]:
+        """Give free space within the store back to the medium, as far as it can, step by step while this is iterated.
+
+        Others may use the store meanwhile. Its content does not change. One that ended early leaves part of it done.
+
+        :raises StoreFullError: there is no room to move anything.
+        """
+        return iter(())
+
+    @property
+    def requests(self) -> Mapping[str, int]:
+        """What was sent to a remote medium so far, by kind of request; empty where nobody counts."""
+        return {}
 
     @property
     def breaker_state(self) -> str | None:

@@ -169,6 +169,8 @@ class HostStats(_Message):
     """User and system time of the process that the store runs in."""
     rss_bytes: int
     """Peak resident memory of that process, shared rows included."""
+    requests: dict[str, int] = {}
+    """As ``Backend.requests``."""
 
 
 class Pong(_Message):

@@ -172,6 +172,7 @@ class StoreServer:
                 capacity,
                 usage.ru_utime + usage.ru_stime,
                 usage.ru_maxrss << 10,
+                dict(store.medium.backend.requests),
             )
         )
 

@@ -18,7 +18,7 @@ WHEEL_VENV := $(VENV)-wheel
 VLLM_VENV := $(VENV)-vllm
 VLLM := 0.32.0
 
-.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs test-wheel test-ceph test-vllm test-writers test-faults fuzz crash damage powerloss bench bench-vllm clean
+.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs test-wheel test-ceph test-vllm test-vllm-full test-writers test-faults fuzz crash damage powerloss bench bench-vllm clean
 
 help:
 	@echo "make demo        a model answers, is killed, and a new process answers from what it left"
@@ -29,7 +29,8 @@ help:
 	@echo "make test-ceph   the S3 driver against a real server (Ceph), which it installs, starts and stops; as root"
 	@echo "make test-writers  eight writers on one bucket for two minutes (S3_SECONDS=120), against a server of its own"
 	@echo "make test-faults   faults of an object store, and what an engine notices of them: the table in docs/reliability.md"
-	@echo "make test-vllm  real vLLM engines over the plugin (installs vLLM for CPUs, 2 GB)"
+	@echo "make test-vllm     real vLLM engines over the plugin (installs vLLM for CPUs, 2 GB)"
+	@echo "make test-vllm-full  with what takes longer: servers, full disks, a server of S3 that dies, a sliding window"
 	@echo "make fuzz        100,000 broken packs, manifests and codec frames (5 minutes at most; CASES=...)"
 	@echo "make crash       kill a writer N times (N=200) and look at what it left"
 	@echo "make damage      460 stores cut short or with a flipped bit, used as a host uses them"
@@ -82,6 +83,9 @@ test-ceph: setup
 
 test-vllm:
 	tests/integrations/vllm/test-vllm.sh $(ARGS)
+
+test-vllm-full:
+	TESTS="vllm" tests/integrations/vllm/test-vllm.sh $(ARGS)
 
 test-writers: setup
 	PYTHON=$(BIN)/python TRIAL=writers SECONDS_OF_WRITING=$(S3_SECONDS) tests/servers/test-ceph.sh $(ARGS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from tests.integrations.vllm.conftest import SHORT, prompt, tier, wait_stored
@@ -24,7 +26,7 @@ def test_engines_start_warm_after_a_kill_and_after_an_end(start_engine, url, exp
     killed.generate(SHORT)
     wait_stored(url, 2)
     killed.kill()
-    ended = start_engine(tier(url))
+    ended = start_engine(tier(url), command=[sys.executable])  # shares nothing with the first but the store
     assert ended.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384, 0]}
     ended.close()
     last = start_engine(tier(url))

@@ -18,7 +18,7 @@ WHEEL_VENV := $(VENV)-wheel
 VLLM_VENV := $(VENV)-vllm
 VLLM := 0.32.0
 
-.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs test-wheel test-ceph test-vllm test-vllm-full test-writers test-faults fuzz crash damage powerloss bench bench-vllm clean
+.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs test-wheel test-ceph test-vllm test-vllm-full test-writers test-faults fuzz crash damage powerloss bench bench-vllm bench-vllm-engine clean
 
 help:
 	@echo "make demo        a model answers, is killed, and a new process answers from what it left"
@@ -37,6 +37,7 @@ help:
 	@echo "make powerloss   cut the power CUTS times (CUTS=300), in a simulation; needs a C compiler"
 	@echo "make bench       the figures in docs/benchmarks.md (minutes)"
 	@echo "make bench-vllm  the store beside vLLM's own fs tier (installs vLLM for CPUs, 2 GB)"
+	@echo "make bench-vllm-engine  vLLM engines with persistkv, with the fs tier, and with neither"
 	@echo "make clean       remove what these made"
 
 setup: $(READY)
@@ -131,6 +132,10 @@ $(VLLM_VENV)/.ready: pyproject.toml
 
 bench-vllm: setup setup-vllm
 	$(BIN)/python -m benchmarks.vllm_fs --vllm-python $(VLLM_VENV)/bin/python
+
+bench-vllm-engine: setup setup-vllm
+	$(BIN)/python -m benchmarks.vllm_beside_fs --vllm-python $(VLLM_VENV)/bin/python
+	$(BIN)/python -m benchmarks.vllm_overhead --vllm-python $(VLLM_VENV)/bin/python
 
 clean:
 	rm -rf $(VENV) $(WHEEL_VENV) $(VLLM_VENV) dist build .persistkv-demo demo-report.png .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -101,9 +101,9 @@ def new_process(command: Sequence[str], environment: dict[str, str]) -> Spawn:
 class Zygote:
     """A process that has imported vLLM; see ``zygote``."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, environment: dict[str, str], python: str = sys.executable) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "tests.integrations.vllm.zygote", str(theirs.fileno())]
+        command = [python, "-m", "tests.integrations.vllm.zygote", str(theirs.fileno())]
         with theirs:
             self._process = subprocess.Popen(
                 command, env={**os.environ, **environment}, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL

@@ -7,7 +7,8 @@ import uuid
 
 import pytest
 
-from tests.integrations.vllm.conftest import AWS_ACCESS, SHORT, prompt, tier, wait_stored
+from tests.integrations.vllm.conftest import SHORT, prompt, tier, wait_stored
+from tests.integrations.vllm.engines import AWS_ACCESS
 from tests.integrations.vllm.programs import Program, new_process
 
 pytestmark = pytest.mark.vllm

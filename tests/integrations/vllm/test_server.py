@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from tests.integrations.vllm import server as serving
-from tests.integrations.vllm.conftest import ENVIRONMENT, prompt, stored_contexts, tier, wait_stored
+from tests.integrations.vllm.conftest import prompt, stored_contexts, tier, wait_stored
+from tests.integrations.vllm.engines import ENVIRONMENT
 from tests.integrations.vllm.programs import new_process
 
 pytestmark = pytest.mark.vllm

@@ -1,6 +1,6 @@
 """vLLM engines with persistkv, and with vLLM's own ``fs`` tier, on the same disk and the same prompts, taking turns.
 
-1. Both stores are filled with the same contexts; their bytes and files are counted.
+1. Both stores are filled with the same contexts; their files are counted, and at the end again, with their bytes.
 2. Engines start anew, page caches dropped, and answer these contexts: time to first token, beside an engine that
    computes.
 3. Engines answer prompts that nobody saw: generated tokens per second while stores are in flight, and processor time
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.rig import median_interval, show_markdown, touch_memory
-from benchmarks.vllm_rig import ALONE, FS, OURS, TOKEN_BYTES, Contestant, Field, Turn, add_options, field_of, prompts_of
+from benchmarks.vllm_rig import ALONE, FS, OURS, Contestant, Field, Turn, add_options, field_of, prompts_of
 from persistkv_tools.raw_disk import drop_page_cache
 
 ALL = [ALONE, FS, OURS]
@@ -52,6 +52,8 @@ class Findings:
     warm: dict[str, list[Turn]] = field(default_factory=lambda: defaultdict(list))
     """In the order of rounds and of prompts, the same for each."""
     fresh: dict[str, list[Turn]] = field(default_factory=lambda: defaultdict(list))
+    stored_gb: dict[str, float] = field(default_factory=dict)
+    """In one turn of ``fresh``."""
     after_damage: dict[str, list[Turn]] = field(default_factory=dict)
 
 
@@ -110,6 +112,8 @@ def answer_new_prompts(engines: Field, found: Findings, arguments: argparse.Name
             if number:
                 seconds, cpu = first.seconds + second.seconds, first.cpu_seconds + second.cpu_seconds
                 found.fresh[name].append(Turn(seconds, cpu, [], [], []))
+    for name, contestant in contestants.items():
+        found.stored_gb[name] = contestant.stored_bytes() / (arguments.turns + 1) / 1e9
     close(contestants)
 
 
@@ -148,7 +152,7 @@ def report(found: Findings, arguments: argparse.Namespace) -> None:
         [
             *first_token(found),
             throughput(found, arguments),
-            *processor(found, arguments),
+            *processor(found),
             *footprint(found),
             damage(found),
         ],
@@ -179,13 +183,12 @@ def throughput(found: Findings, arguments: argparse.Namespace) -> list[str]:
     return row + compared(seconds[FS], seconds[OURS])
 
 
-def processor(found: Findings, arguments: argparse.Namespace) -> list[list[str]]:
+def processor(found: Findings) -> list[list[str]]:
     """What storing and loading costs."""
-    stored = 4 * (arguments.tokens // 2) * TOKEN_BYTES / 1e9
     row = ["processor, stored, s/GB"]
     for name in (OURS, FS):
         more = [
-            (turn.cpu_seconds - alone.cpu_seconds) / stored
+            (turn.cpu_seconds - alone.cpu_seconds) / found.stored_gb[name]
             for turn, alone in zip(found.fresh[name], found.fresh[ALONE], strict=True)
         ]
         low, high = median_interval(more)
@@ -198,12 +201,12 @@ def processor(found: Findings, arguments: argparse.Namespace) -> list[list[str]]
 
 def footprint(found: Findings) -> list[list[str]]:
     """Bytes and files."""
-    ours, theirs = found.filled[OURS], found.filled[FS]
+    ours, theirs = found.ended[OURS], found.ended[FS]
     share = ours.num_bytes / theirs.num_bytes
     verdict = "met" if share <= MAX_DISK else "MISSED"
     return [
         [
-            "on disk",
+            "on disk, at the end",
             *(f"{place.num_bytes / 1e6:.0f} MB" for place in (ours, theirs)),
             "",
             f"{1 / share:.2f}",

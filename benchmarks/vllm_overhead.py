@@ -12,7 +12,7 @@ import random
 import statistics
 
 from benchmarks.rig import median_interval, show_markdown, touch_memory
-from benchmarks.vllm_rig import ALONE, OURS, TOKEN_BYTES, Contestant, add_options, field_of, prompts_of
+from benchmarks.vllm_rig import ALONE, OURS, Contestant, add_options, field_of, prompts_of
 
 MAX_SLOWDOWN = 0.03
 WARM_UP = 2  # pairs that are not counted
@@ -39,9 +39,10 @@ def main() -> None:
                 alone.append(taken[ALONE][0])
                 ours.append(taken[OURS][0])
                 cpu.append(taken[OURS][1] - taken[ALONE][1])
+        stored = contestants[OURS].stored_bytes() / (arguments.pairs + WARM_UP) / 1e9
         for contestant in contestants.values():
             contestant.close()
-    report(alone, ours, cpu, arguments)
+    report(alone, ours, cpu, stored, arguments)
 
 
 def turn(contestant: Contestant, pair: int, arguments: argparse.Namespace) -> tuple[float, float]:
@@ -55,12 +56,16 @@ def turn(contestant: Contestant, pair: int, arguments: argparse.Namespace) -> tu
     return seconds, spent
 
 
-def report(alone: list[float], ours: list[float], cpu: list[float], arguments: argparse.Namespace) -> None:
-    """Print the table."""
+def report(
+    alone: list[float], ours: list[float], cpu: list[float], gigabytes: float, arguments: argparse.Namespace
+) -> None:
+    """Print the table.
+
+    :param gigabytes: stored in one turn.
+    """
     slowdowns = [mine / theirs - 1 for mine, theirs in zip(ours, alone, strict=True)]
     low, high = median_interval(slowdowns)
     requests = arguments.batches * arguments.requests
-    gigabytes = requests * arguments.tokens * TOKEN_BYTES / 1e9
     verdict = "met" if high <= MAX_SLOWDOWN else "MISSED"
     show_markdown(
         f"vLLM with persistkv ({arguments.codec}) behind its CPU tier, and with the CPU tier alone: {len(ours)} pairs "

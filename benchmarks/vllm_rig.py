@@ -22,7 +22,7 @@ from tests.integrations.vllm.programs import Zygote
 from tests.integrations.vllm.tiny_model import VOCABULARY, make_model
 
 ALONE, FS, OURS = "CPU tier alone", "fs", "persistkv"
-MODEL = {
+MODEL: dict[str, Any] = {
     "hidden_size": 512,
     "intermediate_size": 1024,
     "num_hidden_layers": 8,
@@ -31,9 +31,8 @@ MODEL = {
     "head_dim": 64,
     "torch_dtype": "bfloat16",
 }
-TOKEN_BYTES = 2 * 2 * 8 * 8 * 64  # of KV: two tensors, two bytes a number, layers, heads
 CPU_TIER_BYTES = 512 << 20  # 512 MiB
-_SETTLED_S, _MOST_S = 0.4, 30.0
+_QUIET_S, _MOST_S = 0.2, 30.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -87,11 +86,21 @@ class Contestant:
         return total
 
     def _settle(self) -> None:
+        """Until nothing goes on; a step in between takes what has ended, and may begin what waited for it."""
+        self._rest()
+        self._engine.ask(do="measure", prompts=prompts_of(-2, 1, 10), max_tokens=1)
+        self._rest()
+
+    def _rest(self) -> None:
         """Until its processes have used no time for a while."""
         deadline, last = time.monotonic() + _MOST_S, -1.0
         while (spent := self._cpu_seconds()) > last + 0.02 and time.monotonic() < deadline:
             last = spent
-            time.sleep(_SETTLED_S)
+            time.sleep(_QUIET_S)
+
+    def stored_bytes(self) -> float:
+        """What its secondary tier has taken so far, as vLLM counts it."""
+        return self._engine.metrics().get("vllm:kv_offload_tiering_write_bytes", 0.0)
 
     def close(self) -> None:
         """Let it end; what it was given is stored then."""

@@ -49,6 +49,7 @@ class Program:
         """
         line = self._stdout.readline()
         if not line:
+            self.wait(60)  # it may still have to say why
             raise RuntimeError(f"the process ended:\n{self.log[-6000:]}")
         return json.loads(line)
 

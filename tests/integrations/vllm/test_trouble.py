@@ -104,9 +104,10 @@ def test_requests_opt_out_and_metrics_tell_of_both_directions(start_engine, url,
     filling.generate(PROMPTS[1])
     filling.close()
     assert stored_contexts(url) == 1
-    engine = start_engine(tier(url))
+    engine = start_engine(tier(url, backpressure={"backpressure_cls": "EMABackpressureDetector"}))
     assert engine.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 384]}
     metrics = engine.metrics()
+    assert "vllm:kv_offload_tiering_backpressure_store_latency_ema" in metrics
     assert metrics[f"{PREFIX}lookup_hits"] >= 12
     assert metrics[f"{PREFIX}load_bytes"] > 0
     assert metrics[f"{PREFIX}store_bytes"] > 0

@@ -31,6 +31,8 @@ CONFIG: dict[str, Any] = {
 }
 
 
+TOKEN_BYTES = 2 * 2 * 2 * 32 * 4
+"""Of KV: keys and values, of two layers, of two heads, 32 numbers of four bytes."""
 HYBRID: dict[str, Any] = {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",

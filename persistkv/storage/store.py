@@ -348,6 +348,10 @@ class Store:
         """Totals of the whole store, once what is being written has ended; as ``Backend.stats``."""
         return await self.medium.stats()
 
+    async def recent(self, max_blocks: int) -> list[list[bytes]]:
+        """The contexts that were used last; see ``recent_contexts``."""
+        return await self.medium.recent(self.contains, max_blocks)
+
     @property
     def news(self) -> News:
         """What came and went since it was last taken; whoever cannot take it may let go of keys in it."""

@@ -106,6 +106,9 @@ class StoreServer:
             case protocol.AskStats():
                 if self._store is not None:
                     self._executor.begin(self._answer_stats(self._store, message))
+            case protocol.AskRecent():
+                if self._store is not None:
+                    self._executor.begin(self._answer_recent(self._store, message))
             case protocol.Ping():
                 self._send(protocol.Pong(self._executor.longest_s()))
             case _:
@@ -173,8 +176,17 @@ class StoreServer:
                 usage.ru_utime + usage.ru_stime,
                 usage.ru_maxrss << 10,
                 dict(store.medium.backend.requests),
+                store.medium.backend.breaker_state,
             )
         )
+
+    async def _answer_recent(self, store: Store, ask: protocol.AskRecent) -> None:
+        try:
+            contexts = await store.recent(ask.max_blocks)
+        except StoreError as error:
+            logger.warning("what was used last cannot be read: %s", str(error))
+            contexts = []
+        self._send(protocol.Recent(tuple(map(PackedKeys.of, contexts))))
 
     # Work
 

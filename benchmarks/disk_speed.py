@@ -1,9 +1,11 @@
 """Durable stores and promotions of 32 MiB jobs, beside what the disk does with the same bytes in the same run.
 
-A store counts until its blocks are visible, hence durable. Two raw writes stand beside it, both O_DIRECT + fdatasync:
-to the end of a growing file, and over blocks of the disk that were allocated and written before. The ratio that has a
-target is against the growing file: until a store is full, what it writes is new to the file system, too. The ratio
-against overwriting is shown as well: it bounds what a full store that reuses its space could reach.
+A store counts until its blocks are visible, hence durable: alone, and in a line of four jobs that are handed over at
+once (each a quarter of the time of all), as a busy engine does: they share transactions, and one is planned while
+another is written. Two raw writes stand beside it, both O_DIRECT + fdatasync: to the end of a growing file, and over
+blocks of the disk that were allocated and written before. The ratio that has a target is against the growing file:
+until a store is full, what it writes is new to the file system, too. The ratio against overwriting is shown as well: it
+bounds what a full store that reuses its space could reach.
 
 A warm promotion (all files were read before: a store itself writes and reads past the page cache) is held against
 preadv of the same buffers out of the page cache and the xxh3 of each MiB, a cold one (all files dropped from the page
@@ -34,6 +36,8 @@ STORE_TARGET = 0.75
 WARM_TARGET = 0.8
 COLD_TARGET = 0.9
 PAUSE_S = 0.2  # before a cold read; a host that was just started maps the rows meanwhile, an engine loads its model
+IN_LINE = 4  # jobs that are handed over at once, where the store has work waiting
+FIRST_IN_LINE = 1 << 20  # their numbers begin here
 WARM_UP = 2  # rounds that are not counted
 
 Seconds = dict[str, list[float]]
@@ -110,6 +114,10 @@ def warm_round(
     taken: Seconds = defaultdict(list)
 
     def use(name: str, client: StoreClient) -> None:
+        line = [fresh_keys(len(keys)) for _ in range(IN_LINE)]
+        taken[f"store, {IN_LINE} in line, {name}"].append(
+            job.store_in_line(client, FIRST_IN_LINE + IN_LINE * run, line) / IN_LINE
+        )
         taken[f"store, {name}"].append(job.store(client, run, keys))
         fill_page_cache([paths[name]])
         taken[f"warm, {name}"] += [job.load(client, run, keys) for _ in range(arguments.loads)]

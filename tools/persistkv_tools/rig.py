@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -78,11 +78,22 @@ class Job:
 
         :raises StoreError: some were not stored.
         """
+        return self.store_in_line(client, job_id, [keys])
+
+    def store_in_line(self, client: StoreClient, job_id: int, jobs: Sequence[list[bytes]]) -> float:
+        """Seconds until all blocks of several jobs, handed over at once, are visible.
+
+        :param job_id: of the first job; the others follow it.
+        :raises StoreError: some were not stored.
+        """
         begin = time.perf_counter()
-        client.submit_store(job_id, "request", keys, self.source, range(len(keys)), self.num_bytes)
-        self._check(finish(client, job_id).failed)
-        while not all(map(client.contains, keys)):
-            client.poll()
+        for number, keys in enumerate(jobs, job_id):
+            client.submit_store(number, f"request {number}", keys, self.source, range(len(keys)), self.num_bytes)
+        waiting = set(range(job_id, job_id + len(jobs)))
+        while waiting or not all(client.contains(key) for keys in jobs for key in keys):
+            for outcome in client.poll():
+                self._check(outcome.failed)
+                waiting.discard(outcome.job_id)
             time.sleep(_NAP_S / 2)
         return time.perf_counter() - begin
 

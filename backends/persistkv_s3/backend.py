@@ -40,6 +40,7 @@ from persistkv_s3.follower import log_failure
 from persistkv_s3.layout import check_format, encode_format, encode_namespace, parse_namespace
 from persistkv_s3.names import Names
 from persistkv_s3.options import Place, S3Options, parse_url
+from persistkv_s3.plain import PlainBucket
 from persistkv_s3.reliable import Reliable
 from persistkv_s3.retention import Policy, Retention, Round
 from persistkv_s3.signed import SignedObjects
@@ -83,6 +84,10 @@ class S3Backend(Backend):
     def open(cls, url: StoreUrl, *, read_only: bool = False) -> S3Backend:
         place, options = parse_url(url)
         return cls.connect(place, options, BotoClient(place, options), read_only=read_only)
+
+    @classmethod
+    def plain_medium(cls, url: StoreUrl) -> PlainBucket:
+        return PlainBucket(*parse_url(url))
 
     @classmethod
     def connect(cls, place: Place, options: S3Options, transport: Transport, *, read_only: bool = False) -> S3Backend:
@@ -261,6 +266,11 @@ class S3Backend(Backend):
             except CorruptPackError:
                 continue
 
+    def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
+        naming = self._space(namespace).catalogue.naming
+        names = {name for pack in packs for name in naming.get(pack, ())}
+        return [head for head in self.manifests(namespace) if head.id in names] if names else []
+
     def manifest_keys(self, namespace: bytes, manifest_id: str) -> ManifestKeys | None:
         return self._space(namespace).manifest_keys(manifest_id)
 
@@ -286,6 +296,10 @@ class S3Backend(Backend):
     @property
     def breaker_state(self) -> str:
         return self.breaker.state.value
+
+    @property
+    def requests(self) -> dict[str, int]:
+        return self._bucket.requests
 
     def publish_status(self, engine: str, row: bytes | None) -> None:
         self._check_open()

@@ -31,6 +31,11 @@ class Bucket:
         self._readers = ThreadPoolExecutor(connections, thread_name_prefix="persistkv-s3-read")
         self._writers = ThreadPoolExecutor(connections, thread_name_prefix="persistkv-s3-write")
 
+    @property
+    def requests(self) -> dict[str, int]:
+        """As ``Transport.requests``."""
+        return self._transport.requests
+
     def all(self, what: Callable[[A], R], things: Iterable[A]) -> list[R]:
         """``what`` of each thing, side by side; all have ended on return, whatever came of them.
 

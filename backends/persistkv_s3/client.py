@@ -10,6 +10,7 @@ else.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from typing import Any
@@ -47,6 +48,19 @@ class BotoClient(Transport):
         self._place = place
         self._extra = _encryption(options)
         self._client = _make_client(options)
+        self._count_lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._client.meta.events.register("before-send.s3", self._count_one)
+
+    @property
+    def requests(self) -> dict[str, int]:
+        """See ``Transport``; by their method."""
+        with self._count_lock:
+            return dict(self._counts)
+
+    def _count_one(self, request: Any, **_: Any) -> None:
+        with self._count_lock:
+            self._counts[request.method] += 1
 
     def put(self, key: str, body: Body, deadline: Deadline, *, only_if_absent: bool = True) -> None:
         condition = {"IfNoneMatch": "*"} if only_if_absent else {}

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from persistkv.errors import CorruptPackError
 from persistkv.storage.codec import Buffer
-from persistkv.storage.pack import PackTable, PackWriter
+from persistkv.storage.pack import PackTable
+from persistkv.storage.pack_writer import PackWriter
 from persistkv_s3.authentication import Authenticator
 from persistkv_s3.bucket import Bucket
 from persistkv_s3.errors import ObjectExistsError, ObjectMissingError, S3Error

@@ -34,6 +34,10 @@ class Reliable(Transport):
         self.retries = 0
         """Attempts beyond the first."""
 
+    @property
+    def requests(self) -> dict[str, int]:
+        return self._client.requests
+
     def put(self, key: str, body: Body, deadline: Deadline, *, only_if_absent: bool = True) -> None:
         uncertain: list[bool] = []
 

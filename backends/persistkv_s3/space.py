@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.backend import CommitBatch, CommitResult, ReadSpan
 from persistkv.storage.manifest import ManifestKeys, decode_manifest_keys
-from persistkv.storage.pack import Frame, PackWriter
+from persistkv.storage.pack import Frame
+from persistkv.storage.pack_writer import PackWriter
 from persistkv_s3.cache import IndexCache
 from persistkv_s3.catalogue import Use
 from persistkv_s3.errors import ObjectExistsError, ObjectMissingError
@@ -66,7 +67,7 @@ class Space:
         :param dropped: manifests that go, without their packs.
         """
         follower, catalogue = self.follower, self.catalogue
-        if batch.deletions:
+        if batch.deletions or batch.bad:
             follower.refresh()  # what others wrote since under the same name is not to be deleted
         else:
             follower.look_before_commit()

@@ -145,6 +145,11 @@ class Page(NamedTuple):
 class Transport(ABC):
     """See the top of this file. Keys are whole: prefix included. All methods raise ``S3Error``s only."""
 
+    @property
+    def requests(self) -> dict[str, int]:
+        """How many were sent so far, by kind; empty where nobody counts."""
+        return {}
+
     @abstractmethod
     def put(self, key: str, body: Body, deadline: Deadline, *, only_if_absent: bool = True) -> None:
         """Upload, in one request or in parts.

@@ -15,7 +15,7 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.storage.catalogue import Catalogue
 from persistkv.storage.ending import ManifestMaker
 from persistkv.storage.medium import Medium
-from persistkv.storage.pack import PackWriter
+from persistkv.storage.pack_writer import PackWriter
 from persistkv.storage.records import RequestEnd
 from persistkv.storage.staging import StagedPack
 

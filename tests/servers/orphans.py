@@ -19,7 +19,7 @@ import numpy as np
 from persistkv.config import StoreUrl
 from persistkv.storage.codec import RawCodec
 from persistkv.storage.identity import Identity
-from persistkv.storage.pack import PackWriter, Segment
+from persistkv.storage.pack_writer import PackWriter, Segment
 from persistkv.testing.samples import ArraySource
 from persistkv_s3 import S3Backend
 from persistkv_tools.rig import fresh_keys

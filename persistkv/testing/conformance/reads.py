@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -52,7 +53,8 @@ class ReadTests(BackendSuite):
         assert np.array_equal(rows[:, 0], stored[:, :50_000])
         assert not rows[:, 1].any()
 
-    def test_random_spans_over_several_packs(self, backend: Backend, namespace: bytes) -> None:
+    @pytest.mark.parametrize("how", ["read", "scan"])
+    def test_random_spans_over_several_packs(self, backend: Backend, namespace: bytes, how: str) -> None:
         packs = [sample_pack(namespace, seed, blocks=5, block_bytes=300_001) for seed in range(4)]
         backend.commit(namespace, CommitBatch(packs))
         payloads = [payload_of(pack) for pack in packs]
@@ -66,7 +68,7 @@ class ReadTests(BackendSuite):
             buffers = [memoryview(bytearray(cut)), memoryview(bytearray(length - cut))]
             spans.append(ReadSpan(packs[which].pack_id, offset, buffers))
             expected.append(payloads[which][offset : offset + length])
-        assert backend.read(namespace, spans) == [True] * 60
+        assert getattr(backend, how)(namespace, spans) == [True] * 60
         assert [b"".join(span.buffers) for span in spans] == expected
 
     @pytest.mark.parametrize("numbers", [range(6), [1, 2, 5], [4], []])
@@ -94,7 +96,8 @@ class ReadTests(BackendSuite):
             )
         assert came == []
 
-    def test_misses_stand_beside_hits(self, backend: Backend, namespace: bytes) -> None:
+    @pytest.mark.parametrize("how", ["read", "scan"])
+    def test_misses_stand_beside_hits(self, backend: Backend, namespace: bytes, how: str) -> None:
         pack, gone = sample_pack(namespace, 1), sample_pack(namespace, 2)
         backend.commit(namespace, CommitBatch([pack, gone]))
         backend.commit(namespace, CommitBatch(deletions=[gone.pack_id]))
@@ -109,8 +112,27 @@ class ReadTests(BackendSuite):
             ReadSpan(pack.pack_id, 1 << 40, [memoryview(bytearray(1))]),
             ReadSpan(pack.pack_id, len(payload) - 4, [memoryview(bytearray(2)), memoryview(bytearray(3))]),
         ]
-        assert backend.read(namespace, spans) == [False, False, True, False, False, False, False]
+        assert getattr(backend, how)(namespace, spans) == [False, False, True, False, False, False, False]
         assert hit == payload
+
+    def test_a_scan_of_all_packs_in_its_order(self, backend: Backend, namespace: bytes) -> None:
+        """Whole payloads into memory that begins and ends with pages, as ``verify`` reads them; one pack went."""
+        packs = [sample_pack(namespace, seed, blocks=3, block_bytes=5000 + seed) for seed in range(12)]
+        backend.commit(namespace, CommitBatch(packs))
+        backend.commit(namespace, CommitBatch(deletions=[packs[4].pack_id]))
+        payloads = {pack.pack_id: payload_of(pack) for pack in packs}
+        order = backend.scan_order(namespace, [*payloads, bytes(16)])
+        assert sorted(order) == sorted([*payloads, bytes(16)])
+        wanted = [pack_id for pack_id in order if pack_id in payloads]
+        memory = memoryview(mmap.mmap(-1, sum(map(len, payloads.values()))))
+        spans, end = [], 0
+        for pack_id in wanted:
+            begin, end = end, end + len(payloads[pack_id])
+            spans.append(ReadSpan(pack_id, 0, [memory[begin:end]]))
+        there = [pack_id != packs[4].pack_id for pack_id in wanted]
+        assert backend.scan(namespace, spans) == there
+        found = [bytes(span.buffers[0]) for span, filled in zip(spans, there, strict=True) if filled]
+        assert found == [payloads[pack_id] for pack_id in wanted if pack_id != packs[4].pack_id]
 
     def test_bytes_come_as_they_lie_there(self, backend: Backend, namespace: bytes, raw: RawStore) -> None:
         pack = sample_pack(namespace, 1, blocks=30, block_bytes=70_000)

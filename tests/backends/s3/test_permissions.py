@@ -174,7 +174,8 @@ class Users:
 def test_policies_of_the_docs_are_enough_and_no_more(
     endpoint: str, raw_client: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for_writers, for_readers = re.findall(r"```json\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    for_writers, for_readers, lifecycle = re.findall(r"```json\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    raw_client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration=json.loads(lifecycle))
     users = Users(bucket, raw_client)
     url = StoreUrl.parse(f"s3://{bucket}/kv?endpoint_url={endpoint}&refresh=0s&cache=no&slow=1h")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections import Counter
@@ -125,12 +126,16 @@ def _verifier(
 
 @contextmanager
 def _prompt_threads() -> Iterator[None]:
-    """Threads that come back from a read wait for the interpreter until another lets go of it: 5 ms by default."""
+    """Threads that come back from a read wait for the interpreter until another lets go of it: 5 ms by default. The
+    garbage collector leaves the tables alone meanwhile.
+    """
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
         sys.setswitchinterval(before)
 
 

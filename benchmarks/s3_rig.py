@@ -1,4 +1,4 @@
-"""What the measurements of S3 share: a server, and a client that counts its requests."""
+"""What the measurements of S3 share: a server, buckets, packs."""
 
 from __future__ import annotations
 
@@ -14,33 +14,10 @@ from typing import Any
 
 import boto3
 
-from persistkv.config import StoreUrl
 from persistkv.storage.codec import RawCodec
-from persistkv.storage.pack import ByteArray, PackWriter, Segment
+from persistkv.storage.pack_writer import ByteArray, PackWriter, Segment
 from persistkv.testing.samples import ArraySource
-from persistkv_s3 import S3Backend
-from persistkv_s3.client import BotoClient
-from persistkv_s3.options import parse_url
 from persistkv_tools.rig import fresh_keys
-
-
-class CountingClient(BotoClient):
-    """Tells how many requests were sent meanwhile."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(*parse_url(StoreUrl.parse(url)))
-        self._taken = 0
-
-    def take(self) -> int:
-        """How many there were since the last call."""
-        before, self._taken = self._taken, sum(self.requests.values())
-        return self._taken - before
-
-
-def connect(url: str) -> tuple[S3Backend, CountingClient]:
-    """A handle whose requests are counted."""
-    client = CountingClient(url)
-    return S3Backend.connect(*parse_url(StoreUrl.parse(url)), client), client
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from persistkv.storage.codec import RawCodec
 from persistkv.storage.identity import Identity
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.manifest import RequestManifest
-from persistkv.storage.pack import PackWriter, Segment
+from persistkv.storage.pack_writer import PackWriter, Segment
 from persistkv.storage.registry import open_backend
 from persistkv.testing.samples import ArraySource
 from persistkv_tools.raw_disk import drop_page_cache

@@ -15,6 +15,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from persistkv.config import PAGE_BYTES, StoreUrl, convert_options
@@ -42,6 +43,8 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import ManifestKeys, RequestManifest, decode_manifest, decode_manifest_keys
 from persistkv.storage.pack import ID_BYTES, PackTable, table_lengths
 from persistkv_lmdb import sharing
+from persistkv_lmdb.aside import found_aside
+from persistkv_lmdb.commit import manifests_of
 from persistkv_lmdb.committing import Committing
 from persistkv_lmdb.compacting import Compactor
 from persistkv_lmdb.environment import Environment
@@ -63,7 +66,7 @@ from persistkv_lmdb.layout import (
     used_bytes,
 )
 from persistkv_lmdb.moving import Mover
-from persistkv_lmdb.options import LmdbOptions, Placement
+from persistkv_lmdb.options import LmdbOptions, Placement, Reads
 from persistkv_lmdb.payload import read_payload, scan_payloads
 from persistkv_lmdb.space import Space, first_place
 from persistkv_lmdb.status_files import read_statuses, remove_status, write_status
@@ -83,6 +86,7 @@ class LmdbBackend(Backend):
         self._shared: Environment | None = shared
         self._path = shared.path
         self._read_only = read_only
+        self.capabilities = replace(type(self).capabilities, writable=not read_only)
         self._ttl_s = ttl_s
 
     @classmethod
@@ -91,6 +95,7 @@ class LmdbBackend(Backend):
         path = _store_path(url.location)
         _prepare_directory(path, read_only)
         shared = sharing.acquire(path, options.capacity_bytes, options.placement, read_only=read_only)
+        shared.files.cached |= options.reads is Reads.CACHED
         return cls(shared, read_only=read_only, ttl_s=options.ttl_s)
 
     def namespaces(self) -> Iterator[Namespace]:
@@ -182,6 +187,16 @@ class LmdbBackend(Backend):
                 found += [_manifest_keys(transaction, namespace, manifest_id) for manifest_id in some]
         return found
 
+    def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
+        with self._environment.transaction() as transaction:
+            names = dict.fromkeys(name for pack in packs for name in manifests_of(transaction, namespace + pack))
+            found = [transaction.txn.get(name, db=transaction.db.manifests) for name in names]
+            heads: list[RequestManifest] = []
+            for row in found:
+                with suppress(CorruptPackError):
+                    heads += [] if row is None else [decode_manifest(row)]
+            return heads
+
     def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
         found: list[RequestUse | None] = []
         moments: dict[bytes, list[int]] = {}
@@ -194,6 +209,7 @@ class LmdbBackend(Backend):
     def stats(self) -> BackendStats:
         with self._environment.transaction() as transaction:
             states = [NamespaceState.decode(row) for _, row in rows(transaction, transaction.db.states, b"")]
+        aside, aside_bytes = found_aside(self._environment.path)
         return BackendStats(
             packs=sum(state.packs for state in states),
             blocks=sum(state.blocks for state in states),
@@ -202,6 +218,8 @@ class LmdbBackend(Backend):
             stored_bytes=sum(state.stored_bytes for state in states),
             disk_bytes=self._environment.disk_bytes(),
             capacity=self._environment.capacity,
+            aside=tuple(map(str, aside)),
+            aside_bytes=aside_bytes,
         )
 
     def free_space(self) -> FreeSpace:

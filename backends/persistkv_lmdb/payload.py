@@ -13,7 +13,8 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreFullError
 from persistkv.storage.backend import ReadSpan
 from persistkv.storage.codec import Buffer
-from persistkv.storage.pack import FRAME_BYTES, PackWriter, align
+from persistkv.storage.pack import FRAME_BYTES, align
+from persistkv.storage.pack_writer import PackWriter
 from persistkv_lmdb.layout import Transaction
 from persistkv_lmdb.options import Placement
 from persistkv_lmdb.pieces import delete_pieces, read_pieces, write_pieces

@@ -16,7 +16,7 @@ from typing import TypeVar
 from persistkv.errors import StoreError
 from persistkv_s3.breaker import Breaker
 from persistkv_s3.errors import BreakerOpenError, ObjectExistsError, S3Error
-from persistkv_s3.transport import Body, Deadline, ObjectInfo, Sink, Transport
+from persistkv_s3.transport import Body, Deadline, ObjectInfo, Page, Sink, Transport
 
 T = TypeVar("T")
 
@@ -70,8 +70,8 @@ class Reliable(Transport):
     def head(self, key: str, deadline: Deadline) -> ObjectInfo:
         return self._run(lambda: self._client.head(key, deadline), deadline)
 
-    def list(self, prefix: str, deadline: Deadline) -> list[ObjectInfo]:
-        return self._run(lambda: self._client.list(prefix, deadline), deadline)
+    def list(self, prefix: str, page: str | None, deadline: Deadline) -> Page:
+        return self._run(lambda: self._client.list(prefix, page, deadline), deadline)
 
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
         self._run(lambda: self._client.delete(keys, deadline), deadline)

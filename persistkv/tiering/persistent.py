@@ -71,8 +71,8 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds to wait at construction for the store to open. A host process goes on opening it after that, and lookups
     miss meanwhile."""
     watchdog_s: float = 60.0
-    """Seconds without an answer after which the host process is killed and started again. One whose medium does not end
-    a call is given ten times as long."""
+    """Seconds without an answer after which the host process is killed and started again; at least 60 while it starts.
+    One whose medium does not end a call, or does not open, is given ten times as long."""
 
 
 class PersistentTier(SecondaryTierManager):
@@ -235,6 +235,20 @@ class PersistentTier(SecondaryTierManager):
         self._ended[req_id] = whole
         if len(self._ended) > _REMEMBERED_ENDS:
             del self._ended[next(iter(self._ended))]
+
+    # What was used last
+
+    def ask_recent(self, max_blocks: int) -> bool:
+        """Ask for the contexts that were used last, to be promoted before a request wants them.
+
+        :returns: False where the store is not open yet: ask again.
+        """
+        return not self._detached and self._client.ask_recent(max_blocks)
+
+    def take_recent(self) -> list[list[OffloadKey]] | None:
+        """Their keys, the last one first; None while nothing is known. A step's ``get_finished_jobs`` learns them."""
+        recent = self._client.take_recent()
+        return None if recent is None else [[OffloadKey(key) for key in keys] for keys in recent]
 
     # The rest
 

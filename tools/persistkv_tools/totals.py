@@ -107,6 +107,9 @@ class StoreTotals(msgspec.Struct, frozen=True):
     """Oldest first."""
     ages: list[Bin]
     sizes: list[Bin]
+    aside: tuple[str, ...]
+    """Directories of damaged files that were moved aside; no capacity counts them."""
+    aside_bytes: int
 
 
 def store_totals(url: str, backend: Backend) -> StoreTotals:
@@ -134,6 +137,8 @@ def store_totals(url: str, backend: Backend) -> StoreTotals:
         totals,
         ages.bins,
         sizes.bins,
+        stats.aside,
+        stats.aside_bytes,
     )
 
 

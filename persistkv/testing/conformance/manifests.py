@@ -9,7 +9,7 @@ import pytest
 from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.manifest import RequestManifest
-from persistkv.storage.pack import PackWriter
+from persistkv.storage.pack_writer import PackWriter
 from persistkv.testing.conformance.suite import BackendSuite, RawKind, RawStore, check_totals
 from persistkv.testing.samples import sample_keys, sample_manifest, sample_pack
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from persistkv.storage.backend import Backend, CommitBatch, ReadSpan
+from persistkv.storage.codec import ZstdCodec
 from persistkv.testing.conformance.suite import BackendSuite, RawKind, RawStore, read_pack
 from persistkv.testing.samples import payload_of, sample_pack
 
@@ -68,6 +70,31 @@ class ReadTests(BackendSuite):
             expected.append(payloads[which][offset : offset + length])
         assert getattr(backend, how)(namespace, spans) == [True] * 60
         assert [b"".join(span.buffers) for span in spans] == expected
+
+    @pytest.mark.parametrize("numbers", [range(6), [1, 2, 5], [4], []])
+    def test_frames_come_through_one_buffer(self, backend: Backend, namespace: bytes, numbers: Sequence[int]) -> None:
+        pack = sample_pack(namespace, 1, blocks=6, block_bytes=900_000, codec=ZstdCodec())
+        backend.commit(namespace, CommitBatch([pack]))
+        payload, frames = payload_of(pack), [pack.table.frames[number] for number in numbers]
+        buffer = memoryview(bytearray(max((frame.stored_length for frame in frames), default=1)))
+        came: list[tuple[int, bytes]] = []
+        backend.read_frames(
+            namespace, pack.pack_id, frames, buffer, lambda number, stored: came.append((number, bytes(stored)))
+        )
+        stored = [payload[frame.offset : frame.offset + frame.stored_length] for frame in frames]
+        assert came == list(enumerate(stored))
+
+    def test_frames_of_a_pack_that_is_gone_do_not_come(self, backend: Backend, namespace: bytes) -> None:
+        pack = sample_pack(namespace, 1)
+        backend.commit(namespace, CommitBatch([pack]))
+        backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))
+        came: list[int] = []
+        buffer = memoryview(bytearray(pack.table.payload_length))
+        for pack_id in (pack.pack_id, bytes(16)):
+            backend.read_frames(
+                namespace, pack_id, pack.table.frames, buffer, lambda number, stored: came.append(number)
+            )
+        assert came == []
 
     @pytest.mark.parametrize("how", ["read", "scan"])
     def test_misses_stand_beside_hits(self, backend: Backend, namespace: bytes, how: str) -> None:

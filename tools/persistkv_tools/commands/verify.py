@@ -28,7 +28,7 @@ from persistkv_tools.verifying import Verifier, check_manifests, count_rows, pay
 _SAVE_S = 5.0
 _PORTION_BYTES = 1 << 30  # 1 GiB
 _BOUNDED_BATCH_BYTES = 1 << 20  # 1 MiB
-_THREADS = 3
+_THREADS = 4
 _SWITCH_S = 0.0002
 _SHOWN = 20
 

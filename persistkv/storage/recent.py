@@ -1,28 +1,38 @@
-"""The contexts of a namespace that were used last: what an engine may want in its primary tier before anyone asks."""
+"""The contexts of a namespace that an engine may want in its primary tier before a request asks: those that somebody
+chose (``warming``), then those that were used last.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from itertools import islice
 
+from persistkv.errors import StoreError
 from persistkv.storage.backend import Backend
 from persistkv.storage.manifest import RequestManifest
+from persistkv.storage.warming import WarmRequest, acknowledge_warm, pending_warm
+
+logger = logging.getLogger(__name__)
 
 _AT_ONCE = 64  # manifests whose keys are read together
 
 
 def recent_contexts(
-    backend: Backend, namespace: bytes, holds: Callable[[bytes], bool], max_blocks: int
+    backend: Backend, namespace: bytes, holds: Callable[[bytes], bool], max_blocks: int, engine: str = ""
 ) -> list[list[bytes]]:
-    """Keys of the contexts that were used last, the last one first, until there are ``max_blocks`` of them.
+    """Keys of the contexts that were asked for, then of those used last, the last one first, until there are
+    ``max_blocks`` of them.
 
     A context's keys stand in its order, group after group, each key in one context only. What is not held is left out.
 
+    :param engine: who answers those who asked; empty: nobody does.
     :raises StoreError: the medium failed.
     """
+    asked = pending_warm(backend, namespace, engine) if backend.capabilities.shows_status else []
     found: list[list[bytes]] = []
     named: set[bytes] = set()
-    names = iter(_by_last_use(backend, namespace))
+    names = iter(dict.fromkeys([*(row.request for row in asked), *_by_last_use(backend, namespace)]))
     while len(named) < max_blocks and (some := list(islice(names, _AT_ONCE))):
         for groups in backend.many_manifest_keys(namespace, some):
             keys = [key for group in groups or () for key in group.unpack() if key not in named and holds(key)]
@@ -30,7 +40,18 @@ def recent_contexts(
             if keys:
                 named.update(keys)
                 found.append(keys)
+    for row in asked if engine else ():
+        _answer(backend, row, named, engine)
     return found
+
+
+def _answer(backend: Backend, asked: WarmRequest, named: set[bytes], engine: str) -> None:
+    groups = backend.manifest_keys(bytes.fromhex(asked.namespace), asked.request) or ()
+    given = [key in named for group in groups for key in group.unpack()]
+    try:
+        acknowledge_warm(backend, asked, engine, blocks=sum(given), missing=len(given) - sum(given))
+    except StoreError as error:
+        logger.info("that %s was asked for is not answered: %s", asked.request, error)
 
 
 def _by_last_use(backend: Backend, namespace: bytes) -> list[str]:

@@ -348,9 +348,9 @@ class Store:
         """Totals of the whole store, once what is being written has ended; as ``Backend.stats``."""
         return await self.medium.stats()
 
-    async def recent(self, max_blocks: int) -> list[list[bytes]]:
-        """The contexts that were used last; see ``recent_contexts``."""
-        return await self.medium.recent(self.contains, max_blocks)
+    async def recent(self, max_blocks: int, engine: str = "") -> list[list[bytes]]:
+        """The contexts that were asked for, and those used last; see ``recent_contexts``."""
+        return await self.medium.recent(self.contains, max_blocks, engine)
 
     @property
     def news(self) -> News:

@@ -5,8 +5,8 @@ row beside the rows of ``persistkv.storage.status``, over the same two methods o
 
 1. ``ask<n>``, n drawn from namespace and request: one context. To ask again replaces the row, and renews it.
 2. ``warmed<n>by<engine>``: that engine's answer. Each engine writes its own, so none is lost to another's.
-3. An engine looks when it opens the store and then as often as it shows its status (on S3 only where its URL has
-   ``status``), and does what has no answer of its own. An answer to an older asking is none.
+3. An engine that pre-warms looks when it starts, promotes what was asked for before what was used last, and answers.
+   An answer to an older asking is none.
 
 As with a status nothing is promised to be there later: a row that is lost is asked for again. A row counts until its
 ``ttl_s`` is over, by the clock of whoever reads it; engines that start in that time warm up too.
@@ -60,9 +60,9 @@ class WarmAnswer(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     """When it was done, by the engine's clock."""
     blocks: int
-    """Blocks of the context that are in the engine's primary tier now, whether they were there before or not."""
+    """Blocks of the context that the engine was given, to promote them."""
     missing: int
-    """Blocks of it that are not: no pack holds them, they did not verify, or there was no room."""
+    """Blocks of it that it was not: no pack holds them, or they are more than the engine promotes at its start."""
 
 
 def request_warm(backend: Backend, namespace: bytes, request: str, ttl_s: float = DEFAULT_TTL_S) -> WarmRequest:
@@ -109,7 +109,7 @@ def pending_warm(backend: Backend, namespace: bytes, engine: str) -> list[WarmRe
 
 
 def acknowledge_warm(backend: Backend, asked: WarmRequest, engine: str, *, blocks: int, missing: int) -> None:
-    """Say that this engine is done with it, whatever came of it.
+    """Say that this engine has taken it up.
 
     :param engine: letters and digits, as in ``EngineStatus.engine``.
     :param blocks: see ``WarmAnswer``, as is ``missing``.

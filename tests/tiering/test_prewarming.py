@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 
 from persistkv.base import OffloadKey, ReqContext
 from persistkv.errors import ConfigurationError
+from persistkv.storage.registry import open_backend
+from persistkv.storage.warming import request_warm, warm_answers
 from persistkv.tiering.persistent import PersistentTier
 from persistkv.tiering.prewarming import Prewarming
 
@@ -91,6 +94,39 @@ def test_a_restarted_stack_promotes_what_was_used_last(
     assert [second.manager.lookup(key, asking) for key in old] == [True] * 2 + [None] * 4
     second.check(new, second.manager.prepare_load(new, asking))
     second.manager.complete_load(new, asking)
+
+
+def test_what_was_asked_for_is_promoted_first(
+    make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path
+) -> None:
+    url = f"lmdb://{tmp_path}/store"
+    tier = partial(PersistentTier, url=url, host="process", max_age_s=0.01)
+    first, (old, new) = make_stack(16, tier), (keys(6), keys(6))
+    fill(first, described, "old", old)
+    fill(first, described, "new", new)
+    first.manager.shutdown()
+    with closing(open_backend(url)) as backend:
+        (space,) = backend.namespaces()
+        chosen = next(
+            head.id
+            for head in backend.manifests(space.id)
+            for groups in [backend.manifest_keys(space.id, head.id)]
+            if groups and old[0] in groups[0].unpack()
+        )
+        asked = request_warm(backend, space.id, chosen)
+
+        second = make_stack(16, tier, prewarm_share=0.375)
+        deadline = time.monotonic() + 90
+        while second.manager.has_pending_work():
+            assert time.monotonic() < deadline
+            second.step()
+        asking = described("asking", old)
+        second.manager.on_new_request(asking)
+        assert [second.manager.lookup(key, asking) for key in old] == [True] * 6
+        (answer,) = warm_answers(backend, asked)
+        assert (answer.blocks, answer.missing) == (6, 0)
+    second.check(old, second.manager.prepare_load(old, asking))
+    second.manager.complete_load(old, asking)
 
 
 def test_a_share_must_be_one(make_stack: MakeStack) -> None:

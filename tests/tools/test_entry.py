@@ -78,3 +78,13 @@ def test_who_ends_it_ends_what_works_for_it(slow, number):
     process.send_signal(number)
     assert process.wait(60) == -number
     wait_until(lambda: is_gone(child))
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_output_that_nobody_reads_is_no_finding(store, options):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "persistkv_tools", "ls", store, *options]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -92,6 +92,21 @@ def test_there_and_back(run, store, tmp_path):
     assert {(r["id"], r["blocks"], r["created"]) for r in one} == {(r["id"], r["blocks"], r["created"]) for r in other}
 
 
+def test_what_else_there_is(run, store):
+    assert not shown(run, "unpin", store, "one")["pinned"]
+    assert shown(run, "why", store, "--against", store)["comparisons"][0]["matches"]
+    findings = {
+        finding["check"]: finding["level"] for finding in json.loads(run("doctor", store, "--json").stdout)["findings"]
+    }
+    assert "problem" not in findings.values()
+    exported = run("serve-metrics", store, "--once")
+    assert exported.returncode == 0, exported.stderr
+    assert "persistkv_up" in exported.stdout
+    assert run("move", store, "--to", "inline").returncode == 2
+    assert shown(run, "stat", store)["free"] is None
+    assert shown(run, "prune", store, "--compact", "--yes")["freed_bytes"] == 0
+
+
 def test_replay_counts_requests(run, store, tmp_path):
     (tmp_path / "trace.jsonl").write_text('{"hash_ids": [1, 2]}\n{"hash_ids": [1, 2, 3]}\n')
     found = shown(run, "replay", store.replace("/kv?", "/replay?"), "trace.jsonl")

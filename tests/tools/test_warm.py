@@ -30,7 +30,7 @@ def test_it_asks_the_engines_of_the_store(run, store):
     url, writer = store
     done = run("warm", url, "on", "--ttl", "10m")
     assert done.returncode == 0, done.stderr
-    assert "no engine shows itself; those that start within 10m will read it" in done.stdout
+    assert "engines that pre-warm and start within 10m read it first" in done.stdout
     (asked,) = pending_warm(writer.backend, writer.namespace, "e1")
     assert (asked.request, asked.ttl_s) == ("one", 600.0)
     assert run("warm", url, "one", "--withdraw").returncode == 0
@@ -49,7 +49,7 @@ def test_by_label_and_with_nothing(run, store):
 
 
 @pytest.mark.parametrize(("missing", "code"), [(0, 0), (1, 1)])
-def test_it_waits_for_the_engines_that_run(run, store, missing, code):
+def test_it_waits_for_an_engine_to_take_it_up(run, store, missing, code):
     url, writer = store
     show_engine(writer.backend, writer.namespace)
     stop = threading.Event()
@@ -70,7 +70,7 @@ def test_it_waits_for_the_engines_that_run(run, store, missing, code):
         stop.set()
         thread.join(60)
     assert done.returncode == code, done.stdout
-    assert f"engine e1: {4 - missing} blocks in memory" in done.stdout
+    assert f"engine e1 promotes {4 - missing} blocks" in done.stdout
 
 
 def test_an_engine_that_does_not_answer_is_a_finding(run, store):

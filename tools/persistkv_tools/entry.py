@@ -22,7 +22,7 @@ _PASSED_ON = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIG
 _BY_A_PROCESS = 0  # ``si_code`` of what a process sent is this or less; of what a terminal sends, more
 _PR_SET_PDEATHSIG = 1
 _LOOKING = frozenset({"ls", "stat", "show", "top", "report", "verify", "prune", "why", "doctor", "serve-metrics"})
-_NICENESS = 10
+_NICENESS = 5  # a third of what an engine gets where both want the same processor
 
 
 def main() -> NoReturn:

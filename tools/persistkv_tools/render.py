@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 from rich import box
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+_PIPE_CLOSED = 141  # as of a process that SIGPIPE ended
 _PLAIN_WIDTH = 1000  # a pipe or file has no width; rich would take 80 and cut
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _AGES = ((86_400, "d"), (3600, "h"), (60, "m"))
@@ -67,7 +69,11 @@ def bar(value: int, largest: int) -> str:
 
 def print_json(value: Any) -> None:
     """One JSON object and a line end."""
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+    try:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _nobody_reads()
 
 
 def say(text: str) -> None:
@@ -115,5 +121,16 @@ def plain(text: str, style: str = "") -> Text:
 
 def console(*, stderr: bool = False) -> Console:
     """Where to print; as wide as the terminal."""
-    made = Console(stderr=stderr)
-    return made if made.is_terminal else Console(stderr=stderr, width=_PLAIN_WIDTH)
+    made = _Console(stderr=stderr)
+    return made if made.is_terminal else _Console(stderr=stderr, width=_PLAIN_WIDTH)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        _nobody_reads()
+
+
+def _nobody_reads() -> NoReturn:
+    """Whoever read the output has enough, as ``head`` has: an end of its own, not one that means a finding."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still in the buffer goes nowhere
+    raise SystemExit(_PIPE_CLOSED)

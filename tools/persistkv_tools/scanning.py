@@ -23,7 +23,7 @@ from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.pack import Frame, PackTable, align, decode_frame, frame_seed, pack_id
 from persistkv_tools.pack_check import OtherReleaseError, frame_runs
 
-BATCH_BYTES = 4 << 20  # 4 MiB: past it, larger reads gain nothing
+BATCH_BYTES = 2 << 20  # 2 MiB: it stays in the cache until it is checked
 _AHEAD = 1024  # batches that are begun and not taken, at most: they have been read, and only their outcome is kept
 
 

@@ -25,7 +25,8 @@ class StatusPublisher:
         self._executor = executor
         self._backend = store.medium.backend
         self._interval_s = self._backend.status_interval_s
-        self._engine = uuid.uuid4().hex
+        self.engine = uuid.uuid4().hex
+        """The name of its rows."""
         self._started = time.time()
         self._due = time.monotonic()
         self._failed = False
@@ -37,7 +38,7 @@ class StatusPublisher:
             return
         self._due = now + self._interval_s
         status = EngineStatus(
-            engine=self._engine,
+            engine=self.engine,
             host=socket.gethostname(),
             pid=os.getpid(),
             namespace=self._store.namespace.hex(),
@@ -56,7 +57,7 @@ class StatusPublisher:
 
     async def _publish(self, row: bytes) -> None:
         try:
-            await self._executor.write(partial(self._backend.publish_status, self._engine, row))
+            await self._executor.write(partial(self._backend.publish_status, self.engine, row))
         except StoreError as error:
             if not self._failed:
                 logger.info("what this engine does is not shown to others: %s", error)
@@ -69,6 +70,6 @@ class StatusPublisher:
         if self._interval_s is None:
             return
         try:
-            self._backend.publish_status(self._engine, None)
+            self._backend.publish_status(self.engine, None)
         except StoreError as error:
-            logger.info("the status of engine %s stays: %s", self._engine, error)
+            logger.info("the status of engine %s stays: %s", self.engine, error)

@@ -182,7 +182,7 @@ class StoreServer:
 
     async def _answer_recent(self, store: Store, ask: protocol.AskRecent) -> None:
         try:
-            contexts = await store.recent(ask.max_blocks)
+            contexts = await store.recent(ask.max_blocks, "" if self._status is None else self._status.engine)
         except StoreError as error:
             logger.warning("what was used last cannot be read: %s", str(error))
             contexts = []

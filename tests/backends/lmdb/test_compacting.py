@@ -1,6 +1,9 @@
 """What is free goes back to the disk, and nothing else changes."""
 
 import random
+import subprocess
+import sys
+import time
 from contextlib import closing
 
 import pytest
@@ -88,3 +91,41 @@ def test_a_store_that_is_open_read_only_is_refused(backend, url):
     backend.open_namespace(Identity.of({"model": "compacting"}))
     with closing(LmdbBackend.open(url, read_only=True)) as reader, pytest.raises(StoreError):
         reader.compact()
+
+
+COMPACT = """
+import sys
+import persistkv_lmdb.compacting as compacting
+from persistkv.storage.registry import open_backend
+compacting._STEP_BYTES = 1 << 20
+for step in open_backend(sys.argv[1]).compact():
+    print(step.moved_bytes, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_killed_compactions_are_finished(url):
+    draw = random.Random(7)
+    seeds = iter(range(10_000))
+    with closing(LmdbBackend.open(url)) as backend:
+        namespace = backend.open_namespace(Identity.of({"model": "compacting"})).id
+        kept = fill(backend, namespace, [next(seeds) for _ in range(50)])
+    for _ in range(10):
+        with closing(LmdbBackend.open(url)) as backend:
+            gone = draw.sample(kept, 20)
+            backend.commit(namespace, CommitBatch(deletions=[pack.pack_id for pack in gone]))
+            kept = [pack for pack in kept if pack not in gone]
+            kept += fill(backend, namespace, [next(seeds) for _ in range(20)])
+        command = [sys.executable, "-c", COMPACT, f"lmdb://{url.location}"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            for _ in range(draw.randint(1, 8)):
+                process.stdout.readline()
+            time.sleep(draw.uniform(0.0, 0.01))
+            process.kill()
+            process.stdout.read()
+        with closing(LmdbBackend.open(url)) as backend:
+            check(backend, namespace, kept)
+    with closing(LmdbBackend.open(url)) as backend:
+        list(backend.compact())
+        check(backend, namespace, kept)
+        assert backend.free_space().payload_bytes <= max(len(payload_of(pack)) for pack in kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections import Counter
@@ -27,7 +28,7 @@ from persistkv_tools.verifying import Verifier, check_manifests, count_rows, pay
 _SAVE_S = 5.0
 _PORTION_BYTES = 1 << 30  # 1 GiB
 _BOUNDED_BATCH_BYTES = 1 << 20  # 1 MiB
-_THREADS = 3
+_THREADS = 4
 _SWITCH_S = 0.0002
 _SHOWN = 20
 
@@ -125,12 +126,16 @@ def _verifier(
 
 @contextmanager
 def _prompt_threads() -> Iterator[None]:
-    """Threads that come back from a read wait for the interpreter until another lets go of it: 5 ms by default."""
+    """Threads that come back from a read wait for the interpreter until another lets go of it: 5 ms by default. The
+    garbage collector leaves the tables alone meanwhile.
+    """
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
         sys.setswitchinterval(before)
 
 

@@ -31,7 +31,7 @@ class Warmed(msgspec.Struct, frozen=True):
     live_engines: int
     """Engines that show themselves in its namespace; on S3, only those whose URL has ``status``."""
     answers: list[WarmAnswer]
-    """Of the engines that are done with it; none before ``--wait``."""
+    """Of the engines that took it up; none before ``--wait``."""
 
 
 def warm(
@@ -46,17 +46,16 @@ def warm(
     ] = "1h",
     wait: Annotated[
         str | None,
-        typer.Option(metavar="AGE", help="Wait so long for all engines that run to be done, e.g. 30s."),
+        typer.Option(metavar="AGE", help="Wait so long for an engine to start and take it up, e.g. 5m."),
     ] = None,
     withdraw: Annotated[bool, typer.Option("--withdraw", help="Ask no longer; what was promoted stays.")] = False,
     json: Json = False,
 ) -> None:
-    """Have engines read contexts into memory before they are needed: those that run, and those that start soon.
+    """Have engines read contexts into memory as they start, before those that were used last.
 
-    Engines find the asking in the store, an LMDB store's within seconds; on S3 those whose URL has status=10s.
-    Exit code 1: with --wait, some engine that runs is not done, or lacks blocks of the context.
+    Engines that pre-warm find the asking in the store. Exit code 1: with --wait, no engine took all of it up.
 
-    Example: persistkv warm lmdb:///var/cache/kv 0c4de6a0 --wait 30s
+    Example: persistkv warm lmdb:///var/cache/kv 0c4de6a0 --ttl 10m
     """
     if not requests and not label:
         raise ConfigurationError("REQUEST", "none", "a request's id, or --label")
@@ -104,17 +103,10 @@ def _live(backend: Backend, namespace: str) -> set[str]:
 
 
 def _wait(backend: Backend, asked: list[WarmRequest], wait_s: float) -> None:
-    """Until each engine that runs has answered all of it, or the time is over."""
+    """Until each was taken up, or the time is over."""
     deadline = time.monotonic() + wait_s
-    while time.monotonic() < deadline:
-        waiting = [row for row in asked if _live(backend, row.namespace) - _done(backend, row)]
-        if not waiting:
-            return
+    while time.monotonic() < deadline and not all(warm_answers(backend, row) for row in asked):
         time.sleep(_LOOK_S)
-
-
-def _done(backend: Backend, asked: WarmRequest) -> set[str]:
-    return {answer.engine for answer in warm_answers(backend, asked)}
 
 
 def _warmed(backend: Backend, found: FoundRequest, asked: WarmRequest) -> Warmed:
@@ -126,19 +118,19 @@ def _warmed(backend: Backend, found: FoundRequest, asked: WarmRequest) -> Warmed
 
 
 def _is_warm(warmed: Warmed) -> bool:
-    return len(warmed.answers) >= warmed.live_engines > 0 and not any(answer.missing for answer in warmed.answers)
+    return bool(warmed.answers) and not any(answer.missing for answer in warmed.answers)
 
 
 def _print(warmed: list[Warmed], ttl: str) -> None:
     for one in warmed[:_SHOWN]:
         size = f"{render.count(one.blocks, 'block')}, {render.format_size(one.raw_bytes)}"
-        render.say(f"asked for {one.request} ({size}); {render.count(one.live_engines, 'engine')} at work there")
+        render.say(f"asked for {one.request} ({size})")
         for answer in one.answers:
             missing = f", {answer.missing:,} missing" if answer.missing else ""
-            render.say(f"  engine {answer.engine[:8]}: {render.count(answer.blocks, 'block')} in memory{missing}")
+            render.say(f"  engine {answer.engine[:8]} promotes {render.count(answer.blocks, 'block')}{missing}")
     if len(warmed) > _SHOWN:
         render.say(f"and {len(warmed) - _SHOWN:,} more; --json lists all")
     if not warmed:
         render.say("no request has these labels")
-    elif not any(one.live_engines for one in warmed):
-        render.say(f"no engine shows itself; those that start within {ttl} will read it")
+    elif not any(one.answers for one in warmed):
+        render.say(f"engines that pre-warm and start within {ttl} read it first")

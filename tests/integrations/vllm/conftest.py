@@ -36,6 +36,10 @@ SHORT = prompt(99, 10)
 """Fills no block. An engine in this mode takes steps only while it has requests; the store hears of them in steps."""
 
 
+PREWARM: dict[str, Any] = {"type": "persistkv-prewarm", "share": 0.9}
+"""An entry of ``secondary_tiers``, after those of ``tier``."""
+
+
 def tier(url: str, **options: Any) -> dict[str, Any]:
     """An entry of ``secondary_tiers``."""
     return {"type": "persistkv", "url": url, **options}

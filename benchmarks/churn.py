@@ -19,7 +19,7 @@ from persistkv.config import parse_size
 from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.codec import RawCodec
 from persistkv.storage.identity import Identity
-from persistkv.storage.pack import PackWriter, Segment
+from persistkv.storage.pack_writer import PackWriter, Segment
 from persistkv.storage.registry import open_backend
 from persistkv.testing.samples import ArraySource
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from persistkv_lmdb.syncs import sync_directory
@@ -28,13 +29,27 @@ def move_aside(directory: Path) -> tuple[Path, int, list[str]]:
     for name in _FILES:
         file = directory / name
         if file.exists():
-            size += sum(512 * entry.stat().st_blocks for entry in (file, *file.rglob("*")))
+            size += _size(file)
             file.rename(target / name)
     sync_directory(target)
     sync_directory(directory)
     for name in earlier:
         shutil.rmtree(directory / name, ignore_errors=True)
     return target, size, earlier
+
+
+def found_aside(directory: Path) -> tuple[list[Path], int]:
+    """What was moved aside and is still there, and the bytes that it takes on disk; as far as it can be looked at."""
+    found = sorted(entry for entry in directory.glob(f"{PREFIX}*") if entry.is_dir())
+    size = 0
+    for entry in found:
+        with suppress(OSError):  # it is deleted just now
+            size += _size(entry)
+    return found, size
+
+
+def _size(path: Path) -> int:
+    return sum(512 * entry.stat().st_blocks for entry in (path, *path.rglob("*")))
 
 
 def _new_directory(directory: Path) -> Path:

@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.manifest import encode_manifest, encode_manifest_keys
-from persistkv.storage.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable, PackWriter
+from persistkv.storage.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
+from persistkv.storage.pack_writer import PackWriter
 from persistkv_lmdb.layout import (
     ADDED,
     LOG_KEY,
@@ -66,6 +67,8 @@ class Commit:
         """Do what the batch says."""
         for pack_id in batch.deletions:
             self._delete(self._namespace + pack_id)
+        for pack_id in batch.bad:
+            self._delete(self._namespace + pack_id, alone=True)
         for pack in batch.packs:
             self._add(pack)
         for write in batch.manifests:
@@ -101,7 +104,13 @@ class Commit:
     def expire(self, ttl_s: float, at_most: int) -> None:
         """Take what was last used so long ago; the rest of it is left to the next commits."""
         for candidate in self._recency.oldest():
-            if not at_most or candidate.time >= self._recency.time - ttl_s:
+            if not at_most:
+                return
+            if candidate.time > self._recency.time:
+                at_most -= 1
+                self._recency.redate(candidate)
+                continue
+            if candidate.time >= self._recency.time - ttl_s:
                 return
             if candidate.name in self._keep:
                 continue
@@ -135,7 +144,7 @@ class Commit:
         self._log(name, ADDED)
         self._txn.put(name, SEQUENCE.pack(self.state.sequence) + pack.table.encode(), db=self._db.packs)
         depth = min((frame.depth for frame in pack.table.frames), default=UNKNOWN_DEPTH)
-        self._recency.add_pack(name, depth, sum(map(self._is_pinned, self._manifests_of(name))))
+        self._recency.add_pack(name, depth, sum(map(self._is_pinned, manifests_of(self._transaction, name))))
         self.state.count(pack.table, 1)
 
     def _remove(self, candidate: Candidate) -> None:
@@ -144,13 +153,14 @@ class Commit:
         else:
             self._delete(candidate.name)
 
-    def _delete(self, name: bytes) -> None:
-        """Delete a pack, the manifests that name it, and what only they made reachable behind it."""
+    def _delete(self, name: bytes, *, alone: bool = False) -> None:
+        """Delete a pack, the manifests that name it, and, but ``alone``, what only they made reachable behind it."""
         doomed = [name]
         while doomed:
             name = doomed.pop()
-            for manifest in self._manifests_of(name):
-                doomed += self._drop_manifest(manifest, behind=name)
+            for manifest in manifests_of(self._transaction, name):
+                behind = self._drop_manifest(manifest, behind=name)
+                doomed += [] if alone else behind
             self._delete_pack(name)
 
     def _delete_pack(self, name: bytes) -> None:
@@ -212,12 +222,7 @@ class Commit:
         if behind not in packs or not chain.ordered:
             return []
         later = packs[packs.index(behind) + 1 :]
-        return [pack for pack in later if pack not in self._keep and not self._manifests_of(pack)]
-
-    def _manifests_of(self, pack: bytes) -> list[bytes]:
-        return [
-            pack[:ID_BYTES] + bytes(key[2 * ID_BYTES :]) for key, _ in rows(self._transaction, self._db.links, pack)
-        ]
+        return [pack for pack in later if pack not in self._keep and not manifests_of(self._transaction, pack)]
 
     def _is_pinned(self, manifest: bytes) -> bool:
         chain = self._recency.chain(manifest)
@@ -262,3 +267,8 @@ class Commit:
         for key, row in rows(self._transaction, self._db.packs, namespace):
             if (table := pack_table(key, row)) is not None:
                 state.count(table, 1)
+
+
+def manifests_of(transaction: Transaction, pack: bytes) -> list[bytes]:
+    """The keys of the manifests that name a pack, by its own."""
+    return [pack[:ID_BYTES] + bytes(key[2 * ID_BYTES :]) for key, _ in rows(transaction, transaction.db.links, pack)]

@@ -18,12 +18,13 @@ from pathlib import Path
 import lmdb
 
 from persistkv.config import PAGE_BYTES
-from persistkv.errors import ConfigurationError, StoreBusyError, StoreError, StoreFullError
+from persistkv.errors import ConfigurationError, CorruptStoreError, StoreBusyError, StoreError, StoreFullError
 from persistkv.storage.pack import align
 from persistkv_lmdb.errors import free_disk_bytes, translated, translated_at_open
 from persistkv_lmdb.gate import Gate
 from persistkv_lmdb.guard import FILE_NAME as GUARD_FILE
 from persistkv_lmdb.guard import Guard
+from persistkv_lmdb.inspection import DAMAGE, inspect, is_cut_short
 from persistkv_lmdb.layout import (
     Databases,
     Transaction,
@@ -111,9 +112,19 @@ class Environment:
                     if isinstance(begun, lmdb.Transaction):
                         with begun:
                             yield Transaction(begun, self._db)
+                            self._begin_commit(write)
+                        self._end_commit(write)
                         return
                 begun()
         raise StoreError(f"{self.path}: no transaction could begin in {_BEGIN_ATTEMPTS} attempts")
+
+    def _begin_commit(self, write: bool) -> None:
+        if write and self._guard is not None:
+            self._guard.begin_commit()
+
+    def _end_commit(self, write: bool) -> None:
+        if write and self._guard is not None:
+            self._guard.end_commit()
 
     @property
     def placement(self) -> Placement:
@@ -284,6 +295,8 @@ class Environment:
     def _open(self, read_only: bool, placement: Placement = DEFAULT_PLACEMENT) -> tuple[lmdb.Environment, Databases]:
         """A map size of 0 takes the recorded one; ``set_capacity`` sets what is wanted."""
         with translated_at_open(self.path):
+            if is_cut_short(self.path) and (found := inspect(self.path)).verdict in DAMAGE:
+                raise CorruptStoreError(f"{self.path}: {found.reason}")
             env = lmdb.open(
                 str(self.path),
                 map_size=0,

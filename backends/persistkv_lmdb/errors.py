@@ -52,6 +52,16 @@ def translated_at_open(path: Path) -> Iterator[None]:
         raise StoreUnavailableError(f"{path}: {error.strerror or error}") from error
 
 
+@contextmanager
+def translated_io(path: Path) -> Iterator[None]:
+    """Raise what the operating system says of files beside LMDB's as ours."""
+    try:
+        yield
+    except OSError as error:
+        kind = StoreFullError if error.errno in FULL_CODES else StoreError
+        raise kind(f"{path}: {error.strerror or error}") from error
+
+
 def met_the_maps_end(error: StoreFullError) -> bool:
     """Whether LMDB found no page where the driver had counted on some: damage, or pages that lie too scattered."""
     return isinstance(error.__cause__, lmdb.MapFullError)

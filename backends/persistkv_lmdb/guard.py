@@ -9,13 +9,16 @@ LMDB reads through a memory map: a damaged environment can end the process that 
 3. What is damaged is moved aside, never changed, and only while nobody alive has it open for writing.
 4. Where three processes in a row died while they opened it or wrote, before any of them had committed, it is moved
    aside although nothing is found: no damage ends processes for ever. Other ends, however many, do not count.
-5. What such an end left is made durable before anybody reads it.
+5. What such an end left is made durable before anybody promises anything of it or writes over what it freed: by the
+   next to open the store, and by those that have it open, before their next transaction. Where the disk has lost some
+   of it, nobody writes any more, and the next to open it alone moves it aside: to ask the disk again proves nothing.
 6. An empty guard file says nothing: what lies beside it may be somebody else's, and is left as it is. So is another
    release's store, whatever the guard says.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -25,10 +28,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from persistkv.errors import CorruptStoreError, StoreBusyError
+from persistkv.errors import CorruptStoreError, StoreBusyError, StoreError
 from persistkv_lmdb.aside import move_aside
-from persistkv_lmdb.errors import translated_at_open
-from persistkv_lmdb.inspection import Verdict, inspect
+from persistkv_lmdb.errors import FULL_CODES, translated_at_open, translated_io
+from persistkv_lmdb.inspection import DAMAGE, inspect
 from persistkv_lmdb.syncs import sync_directory, sync_file
 from persistkv_lmdb.writer_lock import WriterLock
 
@@ -38,18 +41,20 @@ OpenedT = TypeVar("OpenedT")
 FILE_NAME = "guard"
 OPENING_PATIENCE_S = 30.0
 """For the lock for writing: another process may hold it while it looks at what was left."""
-_CLEAN, _OPEN, _SUSPECT = "clean", "open", "suspect"
+_CLEAN, _OPEN, _SUSPECT, _LOST = "clean", "open", "suspect", "lost"
+_LOST_CODES = FULL_CODES | {errno.EIO}
+"""With which a sync says that what was written is gone."""
+_LOST_REASON = "the disk has lost what a process wrote that was killed"
 _ROW_BYTES = 32
 _MAX_DEATHS = 3
-_DAMAGE = frozenset({Verdict.DAMAGED, Verdict.UNRECOGNISED})
-"""Of what a process of ours had open: it was a store then."""
 _PATIENCE_S = 5.0  # for another process that closes: it holds the lock alone for microseconds
 _NAP_S = 0.001
 
 
 class _State(NamedTuple):
     word: str
-    """``clean``, ``open``, or ``suspect``: open, and LMDB or a row of it did not read."""
+    """``clean``, ``open``, ``suspect``: open, and LMDB or a row of it did not read, or ``lost``: open, and not all that
+    was written is on the disk."""
     deaths: int = 0
     """Processes in a row that died while they opened it or in a write transaction, before any had committed."""
 
@@ -82,7 +87,12 @@ class Guard:
         :raises CorruptStoreError: by ``opened``: not ours, not damaged, or somebody alive has it open.
         """
         with self._writer_lock.held(OPENING_PATIENCE_S), translated_at_open(self._directory):
-            result = self._open_alone(opened) if self._locked(fcntl.LOCK_EX) else opened()
+            if self._locked(fcntl.LOCK_EX):
+                result = self._open_alone(opened)
+                self._writer_lock.mark(begun=False)
+            else:
+                self._recover()
+                result = opened()
             self._share()
             return result
 
@@ -91,8 +101,10 @@ class Guard:
         """The lock for writing, for the length of the block.
 
         :raises StoreBusyError: another process holds it for too long; the block does not run.
+        :raises StoreError: what a process that was killed left cannot be made durable; the block does not run.
         """
         with self._writer_lock.held():
+            self._recover()
             if self._proven:
                 yield
                 return
@@ -102,6 +114,32 @@ class Guard:
             finally:
                 self._set_deaths(self._deaths)
 
+    def begin_commit(self) -> None:
+        """LMDB is to be asked to commit: if this process is killed in there, or it fails, the next one finds out."""
+        self._writer_lock.mark(begun=True)
+
+    def end_commit(self) -> None:
+        """It is durable. Where that cannot be said, the next transaction syncs what is durable."""
+        with suppress(StoreError):
+            self._writer_lock.mark(begun=False)
+
+    def _recover(self) -> None:
+        """Make durable what a commit left that did not end: LMDB shows it once the next transaction begins."""
+        if not self._writer_lock.interrupted:
+            return
+        with translated_io(self._directory):
+            state = self._read()
+        if state is not None and state.word == _LOST:
+            raise StoreError(f"{self._directory}: {_LOST_REASON}; it is written again once all have closed it")
+        try:
+            self._sync_what_was_left()
+        except OSError as error:
+            if error.errno in _LOST_CODES:
+                with suppress(OSError):
+                    self._write(_State(_LOST, self._deaths))
+            raise StoreError(f"{self._directory}: {error.strerror or error}") from error
+        self._writer_lock.mark(begun=False)
+
     def committed(self) -> None:
         """A commit succeeded: whatever ends this process, the store can be written."""
         if not self._proven:
@@ -110,14 +148,19 @@ class Guard:
 
     def suspect(self) -> None:
         """Something of it did not read: the next one to open it while nobody has it open is to look first."""
-        self._write(_State(_SUSPECT, self._deaths))
+        with suppress(OSError):
+            state = self._read()
+            if state is None or state.word != _LOST:
+                self._write(_State(_SUSPECT, self._deaths))
 
     def close(self) -> None:
         """Leave; the last one to leave ends it cleanly. Idempotent."""
         if self._joined and self._fd >= 0 and self._locked(fcntl.LOCK_EX):
-            state = self._read()
-            if state is not None and state.word == _OPEN:
-                self._write(_State(_CLEAN))
+            with suppress(OSError, StoreError):  # it is looked at by the next to open it
+                self._recover()
+                state = self._read()
+                if state is not None and state.word == _OPEN:
+                    self._write(_State(_CLEAN))
         self.forget()
 
     def forget(self) -> None:
@@ -140,7 +183,7 @@ class Guard:
             try:
                 result = self._create_or_open(opened)
             except CorruptStoreError as error:
-                if inspect(self._directory).verdict not in _DAMAGE:
+                if inspect(self._directory).verdict not in DAMAGE:
                     raise
                 self._move_aside(str(error))
                 result = self._create_or_open(opened)
@@ -157,29 +200,43 @@ class Guard:
         """
         if before is None or before.word == _CLEAN or not self._exists():
             return 0
-        if before.deaths >= _MAX_DEATHS:
-            self._move_aside(f"{before.deaths} processes in a row died while they opened it or wrote")
+        if (reason := self._damage(before)) is not None:
+            self._move_aside(reason)
             return 0
-        found = inspect(self._directory)
-        if found.verdict in _DAMAGE:
-            self._move_aside(found.reason)
-            return 0
-        logger.info("%s was not closed; it was looked at: %s", self._directory, found.reason)
-        self._sync_what_was_left()
         return before.deaths
+
+    def _damage(self, before: _State) -> str | None:
+        """Why it is to be moved aside; None: it is good, and what was left is durable."""
+        if before.word == _LOST:
+            return _LOST_REASON
+        if before.deaths >= _MAX_DEATHS:
+            return f"{before.deaths} processes in a row died while they opened it or wrote"
+        found = inspect(self._directory)
+        if found.verdict in DAMAGE:
+            return found.reason
+        logger.info("%s was not closed; it was looked at: %s", self._directory, found.reason)
+        try:
+            self._sync_what_was_left()
+        except OSError as error:
+            if error.errno not in _LOST_CODES:
+                raise
+            return f"{_LOST_REASON}: {error.strerror}"
+        return None
 
     def _sync_what_was_left(self) -> None:
         """A process that was killed may have left a commit that reads and is not durable yet, or a new file's name."""
-        sync_file(self._directory / "data.mdb")
-        for directory in (self._directory, self._directory / "segments"):
+        for sync, name in ((sync_file, "data.mdb"), (sync_directory, "."), (sync_directory, "segments")):
             with suppress(FileNotFoundError):
-                sync_directory(directory)
+                sync(self._directory / name)
 
     def _create_or_open(self, opened: Callable[[], OpenedT]) -> OpenedT:
         if self._exists():
             return opened()
         os.fsync(self._fd)  # first: it tells a creation that a power loss cut short from somebody else's files
         sync_directory(self._directory)
+        for directory in self._directory.parents:  # whoever made them may have been killed before he did
+            with suppress(OSError):
+                sync_directory(directory)
         result = opened()
         sync_directory(self._directory)
         return result
@@ -223,9 +280,11 @@ class Guard:
             self._write(_State(_OPEN))
 
     def _set_deaths(self, deaths: int) -> None:
-        state = self._read()
-        if state is None or state.deaths != deaths:
-            self._write(_State(_OPEN if state is None else state.word, deaths))
+        """Where it cannot be written, nobody counts."""
+        with suppress(OSError):
+            state = self._read()
+            if state is None or state.deaths != deaths:
+                self._write(_State(_OPEN if state is None else state.word, deaths))
 
     def _read(self) -> _State | None:
         """None: nothing of ours was ever opened here. What does not read says that it was not closed."""
@@ -233,7 +292,7 @@ class Guard:
         if not row:
             return None
         word, _, deaths = row.decode("ascii", "replace").strip().partition(" ")
-        if word not in (_CLEAN, _OPEN, _SUSPECT) or not (deaths.isascii() and deaths.isdigit()):
+        if word not in (_CLEAN, _OPEN, _SUSPECT, _LOST) or not (deaths.isascii() and deaths.isdigit()):
             return _State(_OPEN)
         return _State(word, int(deaths))
 

@@ -10,6 +10,7 @@ import logging
 import os
 import resource
 import signal
+import struct
 import subprocess
 import sys
 from contextlib import suppress
@@ -27,6 +28,14 @@ _DEATHS_BY_DAMAGE = frozenset(
 )
 
 
+_U32, _U64 = struct.Struct("=I"), struct.Struct("=Q")
+_MAGIC = 0xBEEFC0DE
+_PAGE_HEADERS = (16, 24)  # bytes, of LMDB 0.9 and 1.0
+_PAGE_BYTES_AT, _LAST_PAGE_AT = 24, 120  # in a meta page, behind its header
+_META_BYTES = 160
+_MOST_PAGE_BYTES = 64 << 10  # 64 KiB
+
+
 class Verdict(enum.Enum):
     """How a walk ended; the values are its exit codes."""
 
@@ -40,6 +49,8 @@ class Verdict(enum.Enum):
     """It reads well, but not as a store: it is something else's, or what a store is told by is damaged."""
 
 
+DAMAGE = frozenset({Verdict.DAMAGED, Verdict.UNRECOGNISED})
+"""Of what a process of ours had open: it was a store then."""
 _SAID = frozenset(verdict.value for verdict in Verdict if verdict is not Verdict.UNKNOWN)
 
 
@@ -49,6 +60,33 @@ class Finding(NamedTuple):
     verdict: Verdict
     reason: str
     """For a person, one line."""
+
+
+def is_cut_short(directory: Path) -> bool:
+    """Whether ``data.mdb`` ends before the last page that LMDB has given out: who reads there is ended by SIGBUS.
+
+    LMDB may have given out pages at the end and never written them: ``inspect`` tells. Others may write meanwhile.
+    """
+    try:
+        with (directory / "data.mdb").open("rb") as file:
+            found = [_end_of(file.read(_META_BYTES))]
+            if found[0] is not None:
+                file.seek(found[0][1])
+                found.append(_end_of(file.read(_META_BYTES)))
+            size = os.fstat(file.fileno()).st_size
+    except OSError:  # opening it says why
+        return False
+    return any(end is not None and end[0] > size for end in found)
+
+
+def _end_of(page: bytes) -> tuple[int, int] | None:
+    """Where the last page ends by a meta page, and how long a page is; None where it is no meta page."""
+    for header in _PAGE_HEADERS:
+        if len(page) == _META_BYTES and _U32.unpack_from(page, header)[0] == _MAGIC:
+            page_bytes = _U32.unpack_from(page, header + _PAGE_BYTES_AT)[0]
+            if 1 <= page_bytes <= _MOST_PAGE_BYTES:
+                return (_U64.unpack_from(page, header + _LAST_PAGE_AT)[0] + 1) * page_bytes, page_bytes
+    return None
 
 
 def inspect(directory: Path) -> Finding:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 from persistkv.storage.pack import ID_BYTES
 from persistkv_lmdb.layout import MANIFEST, ORDER_KEY, Chain, Transaction, Use, read_clock, write_clock
 
+_MOST_AHEAD_S = 86_400.0  # a day
+"""A store's time that is further ahead than this came from a clock that was wrong, and is not waited for."""
 _MAX_PINS = (1 << 32) - 1
 
 
@@ -43,7 +45,8 @@ class Recency:
         self._txn, self._db = transaction
         before, seconds = read_clock(transaction)
         self.moment = before + 1
-        self.time = max(seconds, float(int(time.time())))  # the clock of a machine may go back
+        now = float(int(time.time()))
+        self.time = max(seconds, now) if seconds < now + _MOST_AHEAD_S else now  # a machine's clock may go back
         self._used = False
 
     def add_pack(self, name: bytes, depth: int, pins: int) -> None:
@@ -88,6 +91,16 @@ class Recency:
         """Forget a manifest."""
         self._unlist(chain.order_key(name))
         self._txn.delete(name, db=self._db.chains)
+
+    def redate(self, candidate: Candidate) -> None:
+        """It was used at a time that has not come yet, by a clock that was wrong: say that it was just now. Its place
+        in the order stays.
+        """
+        name, txn = candidate.name, self._txn
+        if candidate.is_manifest and (chain := self.chain(name)) is not None:
+            txn.put(name, chain._replace(time=self.time).encode(), db=self._db.chains)
+        elif (use := Use.decode(txn.get(name, db=self._db.uses))) is not None:
+            txn.put(name, use._replace(time=self.time).encode(), db=self._db.uses)
 
     def oldest(self) -> Iterator[Candidate]:
         """What may be evicted, first to go first; it may change while this runs."""

@@ -7,7 +7,8 @@ from typing import NamedTuple
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreFullError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
-from persistkv.storage.pack import FRAME_BYTES, PackWriter
+from persistkv.storage.pack import FRAME_BYTES
+from persistkv.storage.pack_writer import PackWriter
 from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.layout import Transaction, used_bytes
 from persistkv_lmdb.options import Placement

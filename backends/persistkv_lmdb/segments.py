@@ -4,6 +4,7 @@
    it shorter was and the process ended. Nobody reads what is beyond.
 2. Space is allocated, never a hole: a full disk is met when a file grows, not when it is written.
 3. A file is never removed, only cut: an open descriptor means the same file in all processes.
+4. Before a file gets its first pages, its name is durable, whoever made it and was killed or failed before it was.
 """
 
 from __future__ import annotations
@@ -12,16 +13,26 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from persistkv.config import PAGE_BYTES
-from persistkv.errors import StoreError, StoreFullError
+from persistkv.errors import StoreError
 from persistkv.storage.codec import Buffer
-from persistkv_lmdb.errors import FULL_CODES
-from persistkv_lmdb.gathering import Bounce, behind, front, read_all, write_all
+from persistkv_lmdb.errors import translated_io
+from persistkv_lmdb.gathering import (
+    Bounce,
+    behind,
+    front,
+    is_aligned,
+    read_all,
+    read_direct,
+    write_all,
+    write_direct,
+)
+from persistkv_lmdb.page_cache import is_cached
 from persistkv_lmdb.space import Extent
 
 logger = logging.getLogger(__name__)
@@ -43,8 +54,15 @@ class _Run(NamedTuple):
     length: int
 
 
+class _Piece(NamedTuple):
+    number: int
+    """Of the payload that it is of."""
+    run: _Run
+    buffers: Sequence[memoryview]
+
+
 class SegmentFiles:
-    """The segment files of one store. ``read`` is thread-safe; the rest is for the holder of LMDB's write lock."""
+    """The segment files of one store. ``read`` and ``scan`` are thread-safe; the rest needs the write lock."""
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
         """:raises OSError: the store's directory cannot be opened."""
@@ -54,8 +72,12 @@ class SegmentFiles:
         self._lock = threading.Lock()
         self._open: dict[int, _Descriptors] = {}
         self._touched: set[int] = set()
+        self._unnamed = False
+        """Whether a file may be missing after a power loss: its directory was not synced since it was made."""
         self._bounce = Bounce()
         self._direct = True
+        self.cached = False
+        """Whether all is read through the page cache."""
 
     def grow(self, segment: int, before: int, pages: int) -> None:
         """Make a file so many pages long, with space for all of them.
@@ -63,7 +85,7 @@ class SegmentFiles:
         :param before: pages that it has by LMDB.
         :raises StoreFullError: the disk has no room for it; the file is as it was.
         """
-        with self._translated():
+        with translated_io(self._path):
             fd = self._descriptors(segment, create=True).buffered
             try:
                 os.posix_fallocate(fd, before * PAGE_BYTES, (pages - before) * PAGE_BYTES)
@@ -72,6 +94,7 @@ class SegmentFiles:
                     os.ftruncate(fd, before * PAGE_BYTES)
                 raise
             self._touched.add(segment)
+            self._unnamed = self._unnamed or not before
 
     def fit(self, segments: Mapping[int, int]) -> None:
         """Cut what is longer than LMDB says, and lengthen what is shorter: it was lost, its packs will not verify.
@@ -79,7 +102,7 @@ class SegmentFiles:
         :param segments: pages of each; files of others are emptied.
         :raises StoreFullError: there is no room for what was lost.
         """
-        with self._translated():
+        with translated_io(self._path):
             for segment in {*segments, *self._there()}:
                 expected = segments.get(segment, 0) * PAGE_BYTES
                 fd = self._descriptors(segment, create=True).buffered
@@ -108,11 +131,18 @@ class SegmentFiles:
         return written
 
     def sync(self) -> None:
-        """Make durable what was written and how long files are."""
-        with self._translated():
+        """Make durable what was written, how long files are, and what they are called.
+
+        :raises StoreError: some of it is lost, and a second call would not tell: nothing that was written may be
+            published.
+        """
+        with translated_io(self._path):
             for segment in sorted(self._touched):
                 os.fdatasync(self._descriptors(segment).buffered)
             self._touched.clear()
+            if self._unnamed:
+                self._sync_names()
+                self._unnamed = False
 
     def read(self, extents: Sequence[Extent], offset: int, buffers: Sequence[memoryview]) -> bool:
         """Fill ``buffers`` from a payload's ``offset`` on; False: not all of that is there.
@@ -121,16 +151,44 @@ class SegmentFiles:
         """
         rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
         length = sum(map(len, rest))
-        with self._translated():
+        with translated_io(self._path):
             for run in _runs(extents, offset, length):
                 if not self._read(run, rest if run.length == length else front(rest, run.length)):
                     return False
                 rest = behind(rest, run.length)
         return not rest
 
+    def scan(self, wanted: Sequence[tuple[Sequence[Extent], int, Sequence[memoryview]]]) -> list[bool]:
+        """As ``read`` for many payloads, each with its extents, offset and buffers: what lies side by side is read with
+        one call, past the page cache where buffers and file system allow that.
+
+        :raises StoreError: the disk failed.
+        """
+        pieces = [piece for number, one in enumerate(wanted) for piece in _pieces(number, *one)]
+        filled = [0] * len(wanted)
+        with translated_io(self._path):
+            for neighbours in _neighbours(pieces):
+                whole = self._scan(neighbours)
+                for piece in neighbours:
+                    if whole or self._read(piece.run, piece.buffers):
+                        filled[piece.number] += piece.run.length
+        return [count == sum(map(len, buffers)) for count, (_, _, buffers) in zip(filled, wanted, strict=True)]
+
+    def _scan(self, neighbours: Sequence[_Piece]) -> bool:
+        """Past the page cache; False: it is to be tried through it, one after the other."""
+        first = neighbours[0].run
+        buffers = [buffer for piece in neighbours for buffer in piece.buffers]
+        if not is_aligned(buffers):
+            return False
+        try:
+            descriptors = self._descriptors(first.segment)
+        except FileNotFoundError:
+            return False
+        return self._try_direct(read_direct, descriptors, buffers, first.offset)
+
     def lengths(self) -> dict[int, int]:
         """Bytes of each file that the file system gives: holes left out, and what it reserves behind the end."""
-        with self._translated():
+        with translated_io(self._path):
             found = {segment: os.fstat(self._descriptors(segment).buffered) for segment in self._there()}
         return {segment: min(status.st_size, 512 * status.st_blocks) for segment, status in found.items()}
 
@@ -150,7 +208,7 @@ class SegmentFiles:
         self._open.clear()
 
     def _write_runs(self, runs: Sequence[_Run], buffers: list[memoryview]) -> None:
-        with self._translated():
+        with translated_io(self._path):
             for run in runs:
                 self._write(run, front(buffers, run.length))
                 buffers = behind(buffers, run.length)
@@ -158,26 +216,42 @@ class SegmentFiles:
     def _write(self, run: _Run, buffers: Sequence[memoryview]) -> None:
         self._touched.add(run.segment)
         descriptors = self._descriptors(run.segment)
-        if descriptors.direct is not None and self._direct:
-            try:
-                return write_all(descriptors.direct, buffers, run.offset, aligned=True)
-            except OSError as error:
-                if error.errno not in _NO_DIRECT:
-                    raise
-                self._refuse_direct(error)
-        return write_all(descriptors.buffered, buffers, run.offset, aligned=False)
+        if not self._try_direct(write_direct, descriptors, buffers, run.offset):
+            write_all(descriptors.buffered, buffers, run.offset)
 
     def _read(self, run: _Run, buffers: Sequence[memoryview]) -> bool:
-        """Through the page cache: what several engines promote comes from memory, and the kernel reads ahead."""
+        """Past the page cache, straight into rows, unless it holds all of it already."""
         try:
-            fd = self._descriptors(run.segment).buffered
+            descriptors = self._descriptors(run.segment)
         except FileNotFoundError:
             return False
-        return read_all(fd, buffers, run.offset)
+        if self._reads_direct(descriptors, run) and self._try_direct(read_direct, descriptors, buffers, run.offset):
+            return True
+        return read_all(descriptors.buffered, buffers, run.offset)
 
-    def _refuse_direct(self, error: OSError) -> None:
-        self._direct = False
-        logger.info("%s: the file system refuses O_DIRECT (%s); payloads go through the page cache", self._path, error)
+    def _reads_direct(self, descriptors: _Descriptors, run: _Run) -> bool:
+        in_pages = not run.length % PAGE_BYTES
+        return in_pages and not self.cached and not is_cached(descriptors.buffered, run.offset, run.length)
+
+    def _try_direct(
+        self,
+        transfer: Callable[[int, Sequence[memoryview], int], bool],
+        descriptors: _Descriptors,
+        buffers: Sequence[memoryview],
+        offset: int,
+    ) -> bool:
+        """Past the page cache; False: it cannot be, with these buffers or at all, or not to the end."""
+        if descriptors.direct is None or not self._direct:
+            return False
+        try:
+            return transfer(descriptors.direct, buffers, offset)
+        except OSError as error:
+            if error.errno not in _NO_DIRECT:
+                raise
+            if is_aligned(buffers):  # else it is no wonder; to ask before would take longer
+                self._direct = False
+                logger.info("%s: O_DIRECT is refused (%s); payloads go through the page cache", self._path, error)
+            return False
 
     def _descriptors(self, segment: int, *, create: bool = False) -> _Descriptors:
         with self._lock:
@@ -204,16 +278,18 @@ class SegmentFiles:
             raise
 
     def _created(self, name: str) -> int:
+        self._unnamed = True
         with suppress(FileExistsError):
             os.mkdir(_DIRECTORY, 0o700, dir_fd=self._store)
-            os.fsync(self._store)
-        fd = os.open(name, os.O_RDWR | os.O_CREAT, 0o600, dir_fd=self._store)
+        return os.open(name, os.O_RDWR | os.O_CREAT, 0o600, dir_fd=self._store)
+
+    def _sync_names(self) -> None:
+        os.fsync(self._store)
         directory = os.open(_DIRECTORY, os.O_RDONLY, dir_fd=self._store)
         try:
             os.fsync(directory)
         finally:
             os.close(directory)
-        return fd
 
     def _there(self) -> list[int]:
         """Numbers of the files that are there."""
@@ -227,14 +303,6 @@ class SegmentFiles:
             os.close(directory)
         return [int(name[:8]) for name in names if name[8:] == ".seg" and name[:8].isdecimal()]
 
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            kind = StoreFullError if error.errno in FULL_CODES else StoreError
-            raise kind(f"{self._path}: {error.strerror or error}") from error
-
 
 def _runs(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_Run]:
     """Where a part of a payload lies, as far as it lies anywhere."""
@@ -246,3 +314,24 @@ def _runs(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_Run]
             length -= count
             offset = size
         offset -= size
+
+
+def _pieces(number: int, extents: Sequence[Extent], offset: int, buffers: Sequence[memoryview]) -> Iterator[_Piece]:
+    rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
+    for run in _runs(extents, offset, sum(map(len, rest))):
+        yield _Piece(number, run, front(rest, run.length))
+        rest = behind(rest, run.length)
+
+
+def _neighbours(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
+    """Those that lie side by side, as far as they stand in that order."""
+    together: list[_Piece] = []
+    end = (-1, 0)
+    for piece in pieces:
+        if together and (piece.run.segment, piece.run.offset) != end:
+            yield together
+            together = []
+        together.append(piece)
+        end = (piece.run.segment, piece.run.offset + piece.run.length)
+    if together:
+        yield together

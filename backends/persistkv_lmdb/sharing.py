@@ -1,30 +1,53 @@
-"""The environments of this process: LMDB refuses to open one twice in it, so all handles on a store share one."""
+"""The environments of this process: LMDB refuses to open one twice in it, so all handles on a store share one.
+
+1. Of each directory at most one environment is open, and it is opened, reopened and closed by one thread at a time.
+2. A wait for that has a bound, and is for the same store only: opening may take long, for a look at what was left, or a
+   process that was stopped while it held a lock.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from persistkv.errors import StoreBusyError
+from persistkv_lmdb import guard
 from persistkv_lmdb.environment import Environment, file_id
+from persistkv_lmdb.errors import translated_at_open
 from persistkv_lmdb.options import Placement
+
+
+class _Slot:
+    """A store's directory, while this process opens it or has it open."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.environments: list[Environment] = []
+        """More than one where others put another store's files in place of those that are open."""
+        self.visitors = 0
+        """Threads that hold the lock or wait for it."""
 
 
 class _Environments:
     """The environments of this process."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: list[Environment] = []
+        self._lock = threading.Lock()  # never held over I/O
+        self._slots: dict[tuple[int, int], _Slot] = {}
         os.register_at_fork(after_in_child=self._forget)
 
     def acquire(self, path: Path, capacity: int | None, placement: Placement | None, *, read_only: bool) -> Environment:
-        with self._lock:
+        with translated_at_open(path):
+            status = path.stat()
+        with self._visited((status.st_dev, status.st_ino), path, guard.OPENING_PATIENCE_S) as slot:
             wanted = file_id(path)
-            found = next((env for env in self._open if env.file_id == wanted), None)
+            found = next((env for env in slot.environments if env.file_id == wanted), None)
             if found is None:
                 found = Environment(path, capacity, placement, read_only=read_only)
-                self._open.append(found)
+                slot.environments.append(found)
             else:
                 found.check_placement(placement)
             if not read_only:
@@ -37,17 +60,42 @@ class _Environments:
 
     def release(self, environment: Environment) -> None:
         with self._lock:
-            environment.handles -= 1
-            if not environment.handles:
-                self._open = [env for env in self._open if env is not environment]
-                environment.close()
+            found = [key for key, slot in self._slots.items() if environment in slot.environments]
+        for key in found:  # one, or none in a fork
+            with self._visited(key, environment.path, None) as slot:
+                environment.handles -= 1
+                if not environment.handles:
+                    slot.environments.remove(environment)
+                    environment.close()
+
+    @contextmanager
+    def _visited(self, key: tuple[int, int], path: Path, patience_s: float | None) -> Iterator[_Slot]:
+        """Be alone with a slot for the length of the block. One that is left empty goes."""
+        with self._lock:
+            slot = self._slots.setdefault(key, _Slot())
+            slot.visitors += 1
+        try:
+            if not slot.lock.acquire(timeout=-1 if patience_s is None else patience_s):
+                raise StoreBusyError(
+                    f"{path} is busy: another thread of this process has been opening it for more than {patience_s:g} s"
+                )
+            try:
+                yield slot
+            finally:
+                slot.lock.release()
+        finally:
+            with self._lock:
+                slot.visitors -= 1
+                if not slot.visitors and not slot.environments and self._slots.get(key) is slot:
+                    del self._slots[key]
 
     def _forget(self) -> None:
-        """In a forked child: another thread of the parent may have held the lock."""
+        """In a forked child: another thread of the parent may have held a lock."""
         self._lock = threading.Lock()
-        for environment in self._open:
-            environment.forget()
-        self._open = []
+        for slot in self._slots.values():
+            for environment in slot.environments:
+                environment.forget()
+        self._slots = {}
 
 
 # State of the process, because what it stands for is: LMDB refuses to open an environment twice in one.
@@ -55,7 +103,10 @@ _ENVIRONMENTS = _Environments()
 
 
 def acquire(path: Path, capacity: int | None, placement: Placement | None, *, read_only: bool) -> Environment:
-    """The process's environment of these files, opened where it is not; errors as in ``Environment``. Thread-safe."""
+    """The process's environment of these files, opened where it is not; errors as in ``Environment``. Thread-safe.
+
+    :raises StoreBusyError: another thread of this process has been opening it for too long.
+    """
     return _ENVIRONMENTS.acquire(path, capacity, placement, read_only=read_only)
 
 

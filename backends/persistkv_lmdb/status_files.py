@@ -5,13 +5,12 @@ A row costs no transaction and no sync this way; it is not kept beyond a crash o
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
-from persistkv.errors import StoreError
+from persistkv.storage.files import replace_file
+from persistkv_lmdb.errors import translated_io
 
 DIRECTORY = "status"
 _SUFFIX = ".json"
@@ -26,15 +25,11 @@ def write_status(store: Path, engine: str, row: bytes) -> None:
     """
     directory = store / DIRECTORY
     target = directory / f"{engine}{_SUFFIX}"
-    beside = directory / f"{engine}.new"
-    with _translated(directory):
+    with translated_io(directory):
         if not target.exists():
             directory.mkdir(0o700, exist_ok=True)
             _forget_old(directory)
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(row)
-        os.replace(beside, target)
+        replace_file(target, [row])
 
 
 def remove_status(store: Path, engine: str) -> None:
@@ -43,7 +38,7 @@ def remove_status(store: Path, engine: str) -> None:
     :raises StoreError: it cannot be removed.
     """
     directory = store / DIRECTORY
-    with _translated(directory):
+    with translated_io(directory):
         (directory / f"{engine}{_SUFFIX}").unlink(missing_ok=True)
 
 
@@ -54,7 +49,7 @@ def read_statuses(store: Path) -> dict[str, bytes]:
     """
     directory = store / DIRECTORY
     found: dict[str, bytes] = {}
-    with _translated(directory):
+    with translated_io(directory):
         for path in directory.glob(f"*{_SUFFIX}"):
             with suppress(FileNotFoundError), path.open("rb") as file:
                 found[path.stem] = file.read(_MOST_BYTES)
@@ -66,11 +61,3 @@ def _forget_old(directory: Path) -> None:
         with suppress(FileNotFoundError):
             if path.stat().st_mtime < time.time() - _FORGOTTEN_S:
                 path.unlink()
-
-
-@contextmanager
-def _translated(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(f"{directory}: {error.strerror or error}") from error

@@ -5,6 +5,8 @@
 3. A wait ends within its bound. After a wait that was in vain, those that follow are short until one is not, so that
    a stopped process does not hold up all that the waiting one does beside writing.
 4. Where its file is deleted, writers exclude each other by LMDB's lock alone until the file is made again.
+5. Its file says whether a commit was begun and has not ended well. That is for other processes, and not kept beyond a
+   crash of the machine.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from persistkv.errors import StoreBusyError
+from persistkv_lmdb.errors import translated_io
 
 FILE_NAME = "writer.lock"
 PATIENCE_S = 10.0
@@ -25,6 +28,7 @@ PATIENCE_S = 10.0
 _SHORT_PATIENCE_S = 0.2
 _FIRST_NAP_S = 0.000_2
 _LONGEST_NAP_S = 0.005
+_BEGUN, _ENDED = b"+", b"-"
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -47,6 +51,7 @@ class WriterLock:
 
         :param patience_s: another bound on the wait than the lock's own.
         :raises StoreBusyError: somebody else holds it, for longer than the bound; the block does not run.
+        :raises StoreError: it cannot be locked; the block does not run.
         """
         if patience_s is None:
             patience_s = _SHORT_PATIENCE_S if self._in_vain else PATIENCE_S
@@ -55,7 +60,8 @@ class WriterLock:
             raise self._busy("another thread of this process", patience_s)
         try:
             if not self._depth:
-                self._lock(deadline, patience_s)
+                with translated_io(self._file.parent):
+                    self._lock(deadline, patience_s)
             self._depth += 1
             try:
                 yield
@@ -65,6 +71,23 @@ class WriterLock:
                     fcntl.flock(self._fd, fcntl.LOCK_UN)
         finally:
             self._threads.release()
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the last commit that was begun, by whomever, has not ended well. To be asked by the holder.
+
+        :raises StoreError: its file does not read.
+        """
+        with translated_io(self._file.parent):
+            return os.pread(self._fd, 1, 0) == _BEGUN
+
+    def mark(self, *, begun: bool) -> None:
+        """Say that a commit begins, or that all is well. For the holder.
+
+        :raises StoreError: its file cannot be written.
+        """
+        with translated_io(self._file.parent):
+            os.pwrite(self._fd, _BEGUN if begun else _ENDED, 0)
 
     def close(self) -> None:
         """Let go of the file; idempotent. In a fork, this leaves the parent's lock as it is."""

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.manifest import encode_manifest, encode_manifest_keys
-from persistkv.storage.pack import PackTable, PackWriter
+from persistkv.storage.pack import PackTable
+from persistkv.storage.pack_writer import PackWriter
 from persistkv_s3.authentication import Authenticator
 from persistkv_s3.catalogue import Catalogue, StoredPack
 from persistkv_s3.layout import Entry, GoneRow, Head, ManifestRow, PackRow, Stamp
@@ -29,18 +30,20 @@ class Plan:
         """Packs that do not go with others."""
         for pack_id in batch.deletions:
             self.delete(pack_id)
+        for pack_id in batch.bad:
+            self.delete(pack_id, alone=True)
         self.missing = self._missing()
         """(pack, generation) of those that are not held."""
         self.pins = [(name, pinned) for name, pinned in batch.pins if self._will_hold(name)]
 
-    def delete(self, pack_id: bytes) -> None:
-        """With the manifests that name it, and what only they made reachable behind it."""
+    def delete(self, pack_id: bytes, *, alone: bool = False) -> None:
+        """With the manifests that name it, and, but ``alone``, what only they made reachable behind it."""
         doomed = [pack_id]
         while doomed:
             pack_id = doomed.pop()
             for name in self._naming(pack_id):
                 self.manifests_gone.add(name)
-                doomed += self._unreachable(name, pack_id)
+                doomed += () if alone else self._unreachable(name, pack_id)
             held = self._catalogue.packs.get(pack_id)
             if held is not None:
                 self.gone[pack_id] = held

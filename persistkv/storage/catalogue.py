@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
+from persistkv.config import RowLayout
 from persistkv.errors import StoreError
-from persistkv.storage.backend import Changes, CommitBatch, CommitResult
+from persistkv.storage.backend import Changes, CommitBatch, CommitResult, ManifestWrite
+from persistkv.storage.ending import ManifestMaker
 from persistkv.storage.index import HeldPack, Index
 from persistkv.storage.medium import Medium
 from persistkv.storage.memory import give_back, no_collections
-from persistkv.storage.pack import PackWriter
+from persistkv.storage.pack_writer import PackWriter
 from persistkv.storage.records import News, StoreCounters
 
 logger = logging.getLogger(__name__)
@@ -24,7 +26,7 @@ _QUARANTINE_ATTEMPTS = 3
 class Catalogue:
     """See the top of this file."""
 
-    def __init__(self, medium: Medium, counters: StoreCounters) -> None:
+    def __init__(self, medium: Medium, counters: StoreCounters, layout: RowLayout) -> None:
         """Read the whole catalogue, at once; nothing of it is news.
 
         :raises StoreError: it does not read.
@@ -35,6 +37,7 @@ class Catalogue:
         self.news = News()
         self._medium = medium
         self._counters = counters
+        self._layout = layout
         self._distrusted: dict[bytes, HeldPack] = {}
         """Packs that left the index because they did not read, as long as nothing was heard of them."""
         with no_collections():
@@ -111,7 +114,8 @@ class Catalogue:
 
     async def quarantine(self) -> None:
         """Of the packs that are distrusted, those that went or were replaced meanwhile are no matter; those that are
-        still the same leave the store, where it takes that. Where nobody can tell, they are trusted again.
+        still the same leave the store, where it takes that, and the requests that name them are shortened to what
+        stands before. Where nobody can tell, they are trusted again.
         """
         for _ in range(_QUARANTINE_ATTEMPTS):
             try:
@@ -123,13 +127,15 @@ class Catalogue:
                 self._distrusted.clear()
                 return
             bad = list(self._distrusted)
-            if not bad or await self._delete(bad):
+            if not bad or not self._medium.backend.capabilities.writable:
+                return
+            if await self._delete(bad):
                 return
 
     async def _delete(self, bad: Sequence[bytes]) -> bool:
         """Delete packs as our last look saw them; False: others have committed since, and may have replaced them."""
         try:
-            result = await self._medium.commit(CommitBatch(deletions=bad, seen=self.cursor))
+            result = await self._medium.commit(await self._without(bad))
         except StoreError as error:
             self._medium.complain(error)
         else:
@@ -141,6 +147,17 @@ class Catalogue:
             logger.warning("deleted packs whose bytes do not verify: %s; their blocks will be computed again", names)
         await self.refresh_or_complain()  # what could only be reached through them went too
         return True
+
+    async def _without(self, bad: Sequence[bytes]) -> CommitBatch:
+        """What takes bad packs, which our index does not know any more, out of the store."""
+        maker = ManifestMaker(self.index, self._layout, ())
+        shorter: list[ManifestWrite] = []
+        pins: list[tuple[str, bool]] = []
+        for manifest, keys, pinned in await self._medium.requests_naming(bad):
+            if (write := maker.shorten(manifest, keys)) is not None:
+                shorter.append(write)
+                pins += [(manifest.id, True)] if pinned else []
+        return CommitBatch(bad=bad, manifests=shorter, pins=pins, seen=self.cursor)
 
     def _forget(self, pack_ids: Sequence[bytes]) -> None:
         self._gone(self.index.remove_all(pack_ids))

@@ -1,16 +1,19 @@
-"""What the end of a request writes: the manifest of what is durable of its context."""
+"""What the end of a request writes, and the loss of a pack: the manifest of what is durable of its context."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import msgspec
 
 from persistkv.config import RowLayout
 from persistkv.storage.backend import ManifestWrite
 from persistkv.storage.index import Index
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.manifest import ManifestKeys, RequestManifest
-from persistkv.storage.pack import PackWriter
+from persistkv.storage.pack_writer import PackWriter
 from persistkv.storage.records import RequestEnd
 
 
@@ -46,6 +49,21 @@ class ManifestMaker:
             labels=end.labels,
         )
         return ManifestWrite(manifest, keys, self._packs_of(kept)), whole
+
+    def shorten(self, manifest: RequestManifest, keys: ManifestKeys) -> ManifestWrite | None:
+        """A manifest as ``make`` would write it now, of the same age; None where nothing is left of it.
+
+        How many tokens a block has is guessed from the manifest: for a request of a few blocks that may be too many.
+        """
+        block_size = manifest.tokens // max([1, *manifest.group_blocks])
+        chains = tuple(chain.unpack() for chain in keys)
+        end = RequestEnd(
+            manifest.id, manifest.id, chains, manifest.tokens, block_size, manifest.ordered, manifest.labels
+        )
+        write, _ = self.make(end)
+        if write is None:
+            return None
+        return replace(write, manifest=msgspec.structs.replace(write.manifest, created=manifest.created))
 
     def _prefix(self, keys: list[bytes]) -> list[bytes]:
         for position, key in enumerate(keys):

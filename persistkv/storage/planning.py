@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
-from persistkv.storage.pack import MAX_PACK_BYTES, UNKNOWN_DEPTH, Segment
+from persistkv.storage.pack import MAX_PACK_BYTES, UNKNOWN_DEPTH
+from persistkv.storage.pack_writer import Segment
 from persistkv.storage.rows import RowBlocks, Rows
 
 TARGET_PACK_BYTES = 32 << 20  # 32 MiB: the largest pack that a cut at fixed depths makes

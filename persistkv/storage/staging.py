@@ -16,7 +16,8 @@ from itertools import groupby
 
 import numpy as np
 
-from persistkv.storage.pack import UNKNOWN_DEPTH, Segment
+from persistkv.storage.pack import UNKNOWN_DEPTH
+from persistkv.storage.pack_writer import Segment
 from persistkv.storage.rows import RowBlocks, StagedBlocks
 
 FULL_BYTES = 16 << 20  # 16 MiB: blocks that a request staged one after the other are a pack once they are so many

@@ -9,7 +9,8 @@ from itertools import accumulate
 import numpy as np
 
 from persistkv.storage.codec import Buffer, RawCodec, split_codecs, stored_codec
-from persistkv.storage.pack import ByteArray, Frame, PackTable, PackWriter, Segment, decode_frame
+from persistkv.storage.pack import Frame, PackTable, decode_frame
+from persistkv.storage.pack_writer import ByteArray, PackWriter, Segment
 
 
 class StoredPack(PackWriter):

@@ -118,6 +118,11 @@ class MemoryBackend(Backend):
             except CorruptPackError:
                 continue
 
+    def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
+        space = self._space(namespace)
+        names = {name for pack in packs for name in space.naming(pack)}
+        return [head for head in self.manifests(namespace) if head.id in names]
+
     def manifest_keys(self, namespace: bytes, manifest_id: str) -> ManifestKeys | None:
         row = self._space(namespace).manifests.get(manifest_id)
         try:

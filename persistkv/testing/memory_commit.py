@@ -11,7 +11,8 @@ from typing import NamedTuple
 from persistkv.errors import CorruptPackError
 from persistkv.storage.backend import CommitBatch, ManifestWrite, Namespace, RequestUse
 from persistkv.storage.manifest import encode_manifest, encode_manifest_keys
-from persistkv.storage.pack import UNKNOWN_DEPTH, PackTable, PackWriter
+from persistkv.storage.pack import UNKNOWN_DEPTH, PackTable
+from persistkv.storage.pack_writer import PackWriter
 
 CHANGES_KEPT = 64
 _CURSOR = struct.Struct(">Q")
@@ -106,8 +107,12 @@ class Space:
         use = self.uses.get(held.packs[-1])
         if use is None:
             return None
-        others = len(self.naming(held.packs[-1])) - 1
-        return RequestUse(use.time, use.moment > held.moment, others, held.pinned)
+        naming = self.naming(held.packs[-1])
+        later = sum(self.chains[name].moment > held.moment for name in naming)
+        packs = [self.packs[pack_id] for pack_id in held.packs if pack_id in self.packs]
+        raw = sum(table.raw_length for pack in packs for table in pack.readable())
+        stored = sum(len(pack.payload) for pack in packs)
+        return RequestUse(use.time, use.moment > held.moment, len(naming) - 1, held.pinned, later, raw, stored)
 
     def naming(self, pack_id: bytes) -> list[str]:
         """The manifests that name a pack."""
@@ -147,6 +152,8 @@ class Draft:
         batch = self._batch
         for pack_id in batch.deletions:
             self._delete(self.space, pack_id)
+        for pack_id in batch.bad:
+            self._delete(self.space, pack_id, alone=True)
         for pack in batch.packs:
             self._add(pack)
         for write in batch.manifests:
@@ -227,14 +234,14 @@ class Draft:
         for pack_id in packs:
             self._touch(pack_id)
 
-    def _delete(self, space: Space, pack_id: bytes) -> None:
-        """With the manifests that name it, and what only they made reachable behind it."""
+    def _delete(self, space: Space, pack_id: bytes, *, alone: bool = False) -> None:
+        """With the manifests that name it, and, but ``alone``, what only they made reachable behind it."""
         doomed = [pack_id]
         while doomed:
             pack_id = doomed.pop()
             for manifest_id in space.naming(pack_id):
                 held = self._drop(space, manifest_id)
-                later = held.packs[held.packs.index(pack_id) + 1 :] if held.ordered else ()
+                later = held.packs[held.packs.index(pack_id) + 1 :] if held.ordered and not alone else ()
                 doomed += [other for other in later if not space.naming(other) and not self._keeps(space, other)]
             gone = space.packs.pop(pack_id, None)
             space.uses.pop(pack_id, None)

@@ -71,8 +71,8 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds to wait at construction for the store to open. A host process goes on opening it after that, and lookups
     miss meanwhile."""
     watchdog_s: float = 60.0
-    """Seconds without an answer after which the host process is killed and started again. One whose medium does not end
-    a call is given ten times as long."""
+    """Seconds without an answer after which the host process is killed and started again; at least 60 while it starts.
+    One whose medium does not end a call, or does not open, is given ten times as long."""
 
 
 class PersistentTier(SecondaryTierManager):

@@ -1,10 +1,11 @@
 """Cut the power, in a simulation: ``python -m tests.crash.power --cuts 300 --seed 1``.
 
-A writer (``tests.crash.writer``) stores requests under a library that records what it asks of the disk (``record.c``).
-It is killed in a write of LMDB's meta page, and a second one goes on. Then, for many moments of that record, a disk
-that forgets what was not synced (``disk``) gives back the files, and in the store that is opened on them:
+Writers (``tests.crash.writer``) store requests under a library that records what they ask of the disk (``record.c``).
+One after the other is killed, in a write of LMDB's meta page or in any other call, and the next one goes on: half of
+them had the store open all the time. Then, for many moments of that record, a disk that forgets what was not synced
+(``disk``) gives back the files, and in the store that is opened on them:
 
-1. Every pack whose commit had returned, or that the second writer found, is there, byte for byte.
+1. Every pack whose commit had returned, or that the next writer found, is there, byte for byte.
 2. The commit that was running did all of its batch or nothing; totals equal a recount; nothing was moved aside.
 3. It can be written.
 """
@@ -18,12 +19,14 @@ import logging
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.registry import open_backend
@@ -36,7 +39,8 @@ from tests.crash.writer import IDENTITY, make_pack
 
 SAID = Path("said")
 STORE = Path("new/store")
-COMMITS = 25
+WRITERS = 6
+COMMITS = 12
 PATIENCE_S = 120.0
 _SOURCE = Path(__file__).with_name("record.c")
 
@@ -58,7 +62,7 @@ def build_recorder(directory: Path) -> Path:
 
 
 def record(directory: Path, seed: int, placement: str) -> list[Record]:
-    """What two writers asked of the disk, the first of which was killed; what they said is among it."""
+    """What all writers asked of the disk; what they said is among it."""
     root, log = directory / "root", directory / "log"
     root.mkdir()
     environment = {
@@ -68,20 +72,57 @@ def record(directory: Path, seed: int, placement: str) -> list[Record]:
         "PERSISTKV_RECORD_LOG": str(log),
     }
     url = f"lmdb://{root / STORE}?capacity={CAPACITY}&placement={placement}"
-    _write(root, url, 0, seed, {**environment, "PERSISTKV_RECORD_DIE": str(COMMITS)}, killed=True)
-    _write(root, url, NUMBERS_A_ROUND, seed + 1, environment, killed=False)
+    draw = random.Random(f"{seed} {placement}")
+    with (root / SAID).open("ab") as said:
+        waiting: subprocess.Popen[bytes] | None = None
+        for number in range(WRITERS):
+            arguments = [url, NUMBERS_A_ROUND * number, seed + number, COMMITS]
+            deadly = _deadly(draw) if number < WRITERS - 1 else {}
+            writer = waiting or _start(arguments, {**environment, **deadly}, said)
+            waiting = None
+            if number % 2 and number < WRITERS - 1:  # it has the store open while this one is killed
+                arguments = [url, NUMBERS_A_ROUND * (number + 1), seed + number + 1, COMMITS, "wait"]
+                following = _deadly(draw) if number < WRITERS - 2 else {}
+                waiting = _start(arguments, {**environment, **following}, said)
+                _await_open(waiting)
+            code = _end(writer)
+            assert code in (0, -signal.SIGKILL), f"a writer ended with {code}"
     return list(read_log(log))
 
 
-def _write(root: Path, url: str, first: int, seed: int, environment: dict[str, str], *, killed: bool) -> None:
-    command = [sys.executable, "-m", "tests.crash.writer", url, str(first), str(seed), str(COMMITS)]
-    with (root / SAID).open("ab") as said:
-        done = subprocess.run(command, env=environment, stdout=said, check=False, timeout=PATIENCE_S)
-    assert (done.returncode < 0) == killed, f"the writer ended with {done.returncode}"
+def _deadly(draw: random.Random) -> dict[str, str]:
+    """When a writer is killed: in a synchronous write, which is most of a commit's danger, or in any call."""
+    if draw.random() < 0.6:
+        return {"PERSISTKV_RECORD_DIE": str(draw.randint(2, COMMITS))}
+    return {"PERSISTKV_RECORD_DIE_AT": str(draw.randint(1, 20 * COMMITS))}
+
+
+def _start(arguments: Sequence[object], environment: dict[str, str], said: BinaryIO) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tests.crash.writer", *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=said, stderr=pipe)
+
+
+def _await_open(writer: subprocess.Popen[bytes]) -> None:
+    """Until it has the store open, or is dead."""
+    assert writer.stderr is not None
+    writer.stderr.readline()
+
+
+def _end(writer: subprocess.Popen[bytes]) -> int:
+    """Have it begin, where it waits for that, and wait for its end."""
+    try:
+        _, complaint = writer.communicate(b"go\n", timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        writer.kill()
+        writer.communicate()
+        raise
+    assert writer.returncode <= 0, complaint.decode()
+    return writer.returncode
 
 
 class _Heard(Expected):
-    """Follows two writers: what the second one finds is promised, too."""
+    """Follows the writers: what the next one finds is promised, too."""
 
     def __init__(self) -> None:
         super().__init__(IDENTITY.digest)
@@ -92,7 +133,7 @@ class _Heard(Expected):
         if "held" in line:
             names = {make_pack(self.namespace, number).pack_id: number for number in self.running} | self.packs
             held = {bytes.fromhex(str(pack_id)) for pack_id in list(line["held"])}  # type: ignore[call-overload]
-            assert held <= set(names), "the second writer found packs that nobody wrote"
+            assert held <= set(names), "a writer found packs that nobody wrote"
             self.packs = {pack_id: names[pack_id] for pack_id in held}
         super().hear(line)
 
@@ -119,11 +160,21 @@ def _write_more(backend: Backend) -> None:
 
 def _moments(records: Sequence[Record], cuts: int, draw: random.Random) -> list[int]:
     """Counts of records after which the power goes. Some are right behind what a writer said, where most is promised;
-    one in ten behind what the second one found: what a killed writer had not synced is promised from then on."""
+    some behind what it found, until its first commits have ended: what a killed writer had not synced is promised from
+    then on, and what that one freed is written over."""
     said = [number + 1 for number, record in enumerate(records) if record.path == SAID]
-    (found,) = [number for number in said if any(line.get("held") for line in _lines(records[number - 1]))]
-    others = [draw.choice(said) if draw.random() < 0.3 else draw.randint(1, len(records)) for _ in range(cuts)]
-    return sorted([found] * (cuts // 10) + others[cuts // 10 :])
+    found = [number for number in said if any(line.get("held") for line in _lines(records[number - 1]))]
+    assert found, "no writer found anything"
+
+    def moment() -> int:
+        kind = draw.random()
+        if kind < 0.25:
+            return draw.choice(said)
+        if kind < 0.75:
+            return min(draw.choice(found) + draw.randint(0, 80), len(records))
+        return draw.randint(1, len(records))
+
+    return sorted(moment() for _ in range(cuts))
 
 
 def _lines(record: Record) -> Iterator[dict[str, object]]:

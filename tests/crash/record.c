@@ -4,6 +4,7 @@
    PERSISTKV_RECORD_LOG   the file that records are appended to, elsewhere
    PERSISTKV_RECORD_DIE   where set to n: the process is killed in its n-th synchronous write (LMDB's meta page), when
                           the page cache has it and the disk not yet
+   PERSISTKV_RECORD_DIE_AT  where set to n: the same in its n-th call of any kind; a sync has synced nothing then
 
    A record: struct head, the path relative to the root, and for a write its bytes. They stand in the order in which the
    calls returned; one lock is held over each call. What is done to files by other means than those modelled here
@@ -40,7 +41,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static char root[PATH_MAX];
 static size_t root_length;
 static int log_fd = -1;
-static long deadly;
+static long deadly, deadly_call;
 
 #define REAL(type, name, ...)                                      \
     static type (*real)(__VA_ARGS__);                              \
@@ -55,10 +56,19 @@ static void append(const void *data, size_t length) {
     }
 }
 
+static int is_last(long *left) { return *left && !--*left; }
+
 static void record(int op, const char *path, uint64_t offset, uint64_t length) {
     struct head head = {op, strlen(path), offset, length};
     append(&head, sizeof head);
     append(path, head.path_length);
+}
+
+/* A call that succeeded and is no write. */
+static void record_call(int op, const char *path, uint64_t offset, uint64_t length) {
+    int dies = is_last(&deadly_call);
+    if (!dies || op != SYNC) record(op, path, offset, length);
+    if (dies) kill(getpid(), SIGKILL);
 }
 
 __attribute__((constructor)) static void begin(void) {
@@ -66,7 +76,9 @@ __attribute__((constructor)) static void begin(void) {
     const char *die = getenv("PERSISTKV_RECORD_DIE");
     if (!directory || !log || !realpath(directory, root)) return;
     root_length = strlen(root);
+    const char *die_at = getenv("PERSISTKV_RECORD_DIE_AT");
     deadly = die ? atol(die) : 0;
+    deadly_call = die_at ? atol(die_at) : 0;
     log_fd = syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
 }
 
@@ -112,7 +124,7 @@ static const char *path_at(int directory, const char *name, char *buffer) {
 /* Writes */
 
 static void record_write(int fd, const char *path, uint64_t offset, const struct iovec *parts, int count, uint64_t length) {
-    int synced = fcntl(fd, F_GETFL) & O_DSYNC, dies = synced && deadly && !--deadly;
+    int synced = fcntl(fd, F_GETFL) & O_DSYNC, dies = is_last(&deadly_call) | (synced && is_last(&deadly));
     record(synced && !dies ? SYNCED_WRITE : WRITE, path, offset, length);
     for (int i = 0; i < count && length; i++) {
         size_t part = parts[i].iov_len < length ? parts[i].iov_len : length;
@@ -186,7 +198,7 @@ PWRITEV2(pwritev64v2, off64_t)
     if (!path) return call;                                                             \
     pthread_mutex_lock(&lock);                                                          \
     int result = call, error = errno;                                                   \
-    if (!result) record(op, path, offset, length);                                      \
+    if (!result) record_call(op, path, offset, length);                                      \
     pthread_mutex_unlock(&lock);                                                        \
     errno = error;                                                                      \
     return result
@@ -252,8 +264,8 @@ MMAP(mmap64, off64_t)
     struct stat status;                                                                 \
     int is_new = fstatat(directory, name, &status, AT_SYMLINK_NOFOLLOW) != 0;           \
     int fd = call, error = errno;                                                       \
-    if (fd >= 0 && is_new) record(CREATE, path, 0, 0);                                  \
-    else if (fd >= 0 && flags & O_TRUNC) record(RESIZE, path, 0, 0);                    \
+    if (fd >= 0 && is_new) record_call(CREATE, path, 0, 0);                                  \
+    else if (fd >= 0 && flags & O_TRUNC) record_call(RESIZE, path, 0, 0);                    \
     pthread_mutex_unlock(&lock);                                                        \
     errno = error;                                                                      \
     return fd
@@ -291,7 +303,7 @@ OPENAT(openat64)
     if (!path) return call;                                                             \
     pthread_mutex_lock(&lock);                                                          \
     int result = call, error = errno;                                                   \
-    if (!result) record(op, path, 0, 0);                                                \
+    if (!result) record_call(op, path, 0, 0);                                                \
     pthread_mutex_unlock(&lock);                                                        \
     errno = error;                                                                      \
     return result

@@ -1,6 +1,7 @@
 """The process that is killed: commits random requests to a full LMDB store, and says what it is about to do and did.
 
-One JSON line before each commit (``intent``) and one when it has returned (``done``), on standard output.
+One JSON line before each commit (``intent``) and one when it has returned (``done``), on standard output. With ``wait``
+behind the other arguments it opens the store, says so on standard error, and begins once it gets a line.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ import os
 import random
 import sys
 
+from persistkv.config import StoreUrl
 from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
 from persistkv.storage.codec import RawCodec
 from persistkv.storage.identity import Identity
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.manifest import RequestManifest
-from persistkv.storage.pack import PackWriter
-from persistkv.storage.registry import open_backend
+from persistkv.storage.pack_writer import PackWriter
 from persistkv.testing.samples import sample_segment
+from persistkv_lmdb import LmdbBackend
 
 IDENTITY = Identity.of({"test": "crash"})
 BLOCK_BYTES = 16 << 10  # 16 KiB
@@ -73,6 +75,15 @@ def work(backend: Backend, first: int, seed: int, commits: int | None = None) ->
 
 
 if __name__ == "__main__":
-    opened = open_backend(sys.argv[1])
-    work(opened, *map(int, sys.argv[2:]))
+    *numbers, last = sys.argv[2:]
+    opened = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
+    if last == "wait":
+        opened.open_namespace(IDENTITY)
+        os.write(2, b"open\n")
+        sys.stdin.readline()
+        with opened._environment.transaction(write=True):
+            """From here on it sees what a killed writer left."""
+    else:
+        numbers.append(last)
+    work(opened, *map(int, numbers))
     opened.close()

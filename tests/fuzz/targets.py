@@ -29,7 +29,8 @@ from persistkv.storage.manifest import (
     encode_manifest,
     encode_manifest_keys,
 )
-from persistkv.storage.pack import FRAME_BYTES, PackTable, PackWriter, Segment, align, frame_seed
+from persistkv.storage.pack import FRAME_BYTES, PackTable, align, frame_seed
+from persistkv.storage.pack_writer import PackWriter, Segment
 from persistkv.storage.records import StoreOptions
 from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store

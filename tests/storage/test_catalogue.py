@@ -9,22 +9,57 @@ import pytest
 
 from persistkv.errors import StoreError
 from persistkv.storage.backend import Changes, CommitBatch, CommitResult
+from persistkv.storage.records import RequestEnd
 from persistkv.storage.store import Store
 
 Keys = Callable[..., list[bytes]]
 OpenStore = Callable[..., Store]
 
 
-def flip_what_is_read(store: Store, patch: pytest.MonkeyPatch) -> None:
-    """The medium hands over a wrong byte."""
+def flip_what_is_read(store: Store, patch: pytest.MonkeyPatch, pack_id: bytes | None = None) -> None:
+    """The medium hands over a wrong byte, of this pack if one is named."""
     read = store.medium.backend.read
 
     def flipped(namespace: bytes, spans: Any) -> list[bool]:
         filled = read(namespace, spans)
-        spans[0].buffers[0][11] ^= 1
+        for span in [span for span in spans if pack_id in (None, span.pack_id)][:1]:
+            span.buffers[0][11] ^= 1
         return filled
 
     patch.setattr(store.medium.backend, "read", flipped)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_bad_pack_shortens_its_request_and_costs_no_other(
+    open_store: OpenStore, store_url: str, keys: Keys, monkeypatch: pytest.MonkeyPatch, bad: int
+) -> None:
+    store = open_store(store_url)
+    names, rows = keys(12), range(12)
+    for part in (slice(0, 4), slice(4, 8), slice(8, 12)):
+        store.put("r", names[part], rows[part], rows[part])
+        store.flush()
+    store.end_request(RequestEnd("r", "m", (names,), 12 * 16, 16))
+    store.flush()
+    backend = store.medium.backend
+    backend.commit(store.namespace, CommitBatch(pins=[("m", True)]))
+    (before,) = backend.manifests(store.namespace)
+    lost = names[4 * bad : 4 * bad + 4]
+    where = store.index.pack_of(lost[0])
+    assert where is not None
+    with monkeypatch.context() as patch:
+        flip_what_is_read(store, patch, where.pack_id)
+        assert store.read(names, rows) == lost
+    good = [key for key in names if key not in lost]
+    assert store.read(good, rows[:8]) == []
+    found = list(backend.manifests(store.namespace))
+    if bad:
+        assert [(head.group_blocks, head.tokens, head.created) for head in found] == [((4,), 64, before.created)]
+        assert [use is None or use.pinned for use in backend.uses(store.namespace, ["m"])] == [True]
+    else:
+        assert found == [], "nothing of its context can be restored"
+    store.put("r", lost, rows[:4], None)
+    store.flush()
+    assert store.read(names, rows) == []
 
 
 def replace(store: Store, names: list[bytes]) -> None:
@@ -70,7 +105,7 @@ def test_what_was_replaced_between_look_and_deletion_is_not_deleted(
     left = [True]
 
     def beaten(namespace: bytes, batch: CommitBatch) -> CommitResult:
-        if batch.deletions and left:
+        if batch.bad and left:
             left.clear()
             replace(theirs, names)
         return commit(namespace, batch)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from persistkv.storage.codec import RawCodec
 from persistkv.storage.index import Index
-from persistkv.storage.pack import PackTable, PackWriter, Segment
+from persistkv.storage.pack import PackTable
+from persistkv.storage.pack_writer import PackWriter, Segment
 from persistkv.storage.rows import StagedBlocks
 
 NAMESPACE = b"n" * 16

@@ -16,16 +16,14 @@ from persistkv.storage.executor import ThreadExecutor
 from persistkv.storage.pack import (
     FRAME_BYTES,
     UNKNOWN_DEPTH,
-    ByteArray,
     Frame,
     PackTable,
-    PackWriter,
-    Segment,
     align,
     decode_frame,
     frame_seed,
     verify_frame,
 )
+from persistkv.storage.pack_writer import ByteArray, PackWriter, Segment
 from persistkv.storage.rows import StagedBlocks
 from persistkv.testing.samples import ArraySource, sample_blocks, sample_keys, sample_pack, sample_segment
 

@@ -113,7 +113,7 @@ def test_the_host_killed_in_a_cascade_and_in_a_promotion(
     assert tier.wait_persisted("a", 90)
     stack.step()
     stack.forget_primary()
-    pid = tier._client._host.pid
+    pid = tier._client.host.pid
     os.kill(pid, signal.SIGSTOP)
     warm, other = described("b", names), described("c", lost)
     for context in (warm, other):

@@ -14,7 +14,7 @@ from persistkv.storage.codec import Codec, RawCodec
 from persistkv.storage.identity import Identity
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.manifest import RequestManifest
-from persistkv.storage.pack import PackWriter, Segment
+from persistkv.storage.pack_writer import PackWriter, Segment
 from persistkv.testing.samples import ArraySource
 
 BLOCK_BYTES = 4096

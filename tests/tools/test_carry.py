@@ -13,7 +13,7 @@ from persistkv.errors import ConfigurationError
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.codec import PlanesCodec, RawCodec, ZstdCodec
 from persistkv.storage.identity import Identity
-from persistkv.storage.pack import PackWriter
+from persistkv.storage.pack_writer import PackWriter
 from persistkv.storage.registry import open_backend
 from persistkv.testing.memory import MemoryBackend
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack, sample_segment

@@ -6,6 +6,7 @@ import os
 import resource
 import time
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +47,23 @@ def test_a_good_store(store):
 def test_whatever_is_not_right_says_what_to_do(store):
     for finding in examined(store).values():
         assert bool(finding.todo) == (finding.level is not Level.OK) or "could not be tried" in finding.found
+
+
+def test_damaged_files_are_shown_until_they_are_deleted(store, run):
+    location = Path(store.removeprefix("lmdb://").partition("?")[0])
+    aside = location / "damaged-20260101T000000Z"
+    aside.mkdir()
+    (aside / "data.mdb").write_bytes(bytes(1 << 20))
+    (finding,) = [found for found in examine(store, {}) if found.check == "damaged files"]
+    assert finding.level is Level.WARNING
+    assert str(aside) in finding.found
+    found = json.loads(run("stat", store, "--json").stdout)
+    assert found["aside"] == [str(aside)]
+    assert 1 << 20 <= found["aside_bytes"] < 2 << 20
+    assert "damaged-20260101" in "".join(run("stat", store).stdout.split())
+    (aside / "data.mdb").unlink()
+    aside.rmdir()
+    assert not [found for found in examine(store, {}) if found.check == "damaged files"]
 
 
 def test_without_a_store(run):

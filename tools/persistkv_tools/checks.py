@@ -174,6 +174,10 @@ def _store(url: str) -> Iterator[Finding]:
         return
     held = f"{count(stats.requests, 'request')}, {count(stats.packs, 'pack')}, {format_size(stats.disk_bytes)} on disk"
     yield Finding("store", Level.OK, f"opens: {held}")
+    if stats.aside:
+        found = f"{format_size(stats.aside_bytes)} beside the store's capacity: {' '.join(stats.aside)}"
+        todo = "look at them if you want to know why, then rm -r"
+        yield Finding("damaged files", Level.WARNING, found, todo)
     yield _future(created)
     if location.is_dir():
         yield _space(location, stats.disk_bytes, stats.capacity)

@@ -12,7 +12,8 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptPackError, StoreFullError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.manifest import encode_manifest, encode_manifest_keys
-from persistkv.storage.pack import UNKNOWN_DEPTH, PackTable, PackWriter
+from persistkv.storage.pack import UNKNOWN_DEPTH, PackTable
+from persistkv.storage.pack_writer import PackWriter
 from persistkv_sqlite.schema import PIECE_BYTES
 
 CHANGES_KEPT = 1024
@@ -68,6 +69,7 @@ class Commit:
         batch = self._batch
         for pack_id in batch.deletions:
             self._delete(self._numbers([pack_id]))
+        self._delete(self._numbers(batch.bad), alone=True)
         self._touch({*batch.touches, *self._keep})
         if ttl_s is not None:
             for victim in self._oldest(self._now - ttl_s):
@@ -112,8 +114,8 @@ class Commit:
         else:
             self._db.execute("DELETE FROM manifests WHERE number = ?", (victim.number,))
 
-    def _delete(self, doomed: list[int]) -> None:
-        """Packs, with the manifests that name them, and what only those made reachable behind them."""
+    def _delete(self, doomed: list[int], *, alone: bool = False) -> None:
+        """Packs, with the manifests that name them, and, but ``alone``, what only those made reachable behind them."""
         while doomed:
             number = doomed.pop()
             naming = self._db.execute(
@@ -124,7 +126,7 @@ class Commit:
                 later = "SELECT pack FROM links WHERE manifest = ? AND position > ? AND ?"
                 behind = [pack for (pack,) in self._db.execute(later, (manifest, position, ordered))]
                 self._db.execute("DELETE FROM manifests WHERE number = ?", (manifest,))
-                doomed += filter(self._is_loose, behind)
+                doomed += () if alone else filter(self._is_loose, behind)
             self._drop(number)
 
     def _is_loose(self, number: int) -> bool:

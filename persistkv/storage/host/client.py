@@ -6,14 +6,12 @@ Invariants of this file:
 2. Every job that was submitted is answered exactly once by ``poll``, whatever happens to the store's side.
 3. A job is answered as failed only when its rows are certainly not used: refused before it was sent, answered by the
    store's side, or that side is known dead.
-4. A store's side that owes an answer and is silent is killed, unless its loop answers that it waits for its medium.
 
 Used from one thread, the scheduler's. Refused after a fork.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 import os
 import time
@@ -24,55 +22,45 @@ from typing import Any
 from persistkv.errors import CorruptStoreError, HostError, PersistKVError
 from persistkv.storage.host import protocol
 from persistkv.storage.host.answers import ClientCounters, Glance, JobOutcome, StoreStats, open_error
-from persistkv.storage.host.connection import Connection
 from persistkv.storage.host.flights import Flights
 from persistkv.storage.host.launch import Host
 from persistkv.storage.host.replica import Replica
-from persistkv.storage.host.watching import Backoff, Look, Watchdog
+from persistkv.storage.host.side import KILL_S, Side, State
 from persistkv.storage.keys import PackedKeys
 
 logger = logging.getLogger(__name__)
 
 _OPEN_ATTEMPTS = 4  # a driver may need three deaths to see that the store itself is what processes die of
 _END_BYTES = 512  # of the end of a request, beside its keys
-_KILL_S = 5.0  # seconds to wait for the end of what was killed
 _NAP_S = 0.0005  # between polls of the calls that wait
-
-
-class State(enum.Enum):
-    """Where the store's side stands."""
-
-    OPENING = "opening"
-    """Started, and reading its catalogue: nothing is held yet, jobs are refused."""
-    OPEN = "open"
-    DYING = "dying"
-    """Its connection ended, its process may still run: jobs in flight are not answered yet."""
-    DOWN = "down"
-    """Dead; started again once its backoff is over."""
-    CLOSED = "closed"
 
 
 class StoreClient:
     """See the top of this file."""
 
-    def __init__(self, host: Host, hello: protocol.Hello, *, max_queue_bytes: int, watchdog_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        host: Host,
+        hello: protocol.Hello,
+        *,
+        max_queue_bytes: int,
+        watchdog_s: float = 60.0,
+        least_start_s: float = 60.0,
+    ) -> None:
         """Nothing is started yet.
 
         :param max_queue_bytes: bound on the raw bytes of store jobs in flight; a job past it is refused, unless it is
             the only one.
         :param watchdog_s: a store's side that owes an answer and whose loop is silent for so long is killed and started
             again; and one whose medium does not end a call within ten times as long.
+        :param least_start_s: what one that was started has at least before it is silent in that sense: a process takes
+            seconds until it can answer anything.
         """
         self.counters = ClientCounters()
         self.notices: list[str] = []
         """Lines for a person that opening gave, such as what differs from the nearest namespace."""
-        self._host = host
-        self._hello = hello
-        self._watchdog = Watchdog(watchdog_s)
+        self._side = Side(host, hello, self.counters, watchdog_s=watchdog_s, least_start_s=least_start_s)
         self._pid = os.getpid()
-        self._connection: Connection | None = None
-        self._state = State.DOWN
-        self._backoff = Backoff()
         self._replica = Replica()
         self.contains: Callable[[bytes], bool] = self._replica.held.__contains__
         """Whether a key is durable and can be asked for: one probe of a set, and nothing around it."""
@@ -97,60 +85,47 @@ class StoreClient:
         """
         self._check_process()
         deadline = time.monotonic() + timeout_s
+        side = self._side
         try:
             for attempt in range(_OPEN_ATTEMPTS):
                 self._open_error = None
-                self._start()
+                side.start()
                 self._await_open(deadline)
-                if self._state is State.OPEN:
+                if side.state is State.OPEN:
                     return
-                if self._state is State.OPENING and self._host.restartable:
+                if side.state is State.OPENING and side.host.restartable:
                     logger.warning("the store did not open within %s s; lookups miss until it has", timeout_s)
                     return
                 if not self._may_be_mended(attempt):
                     break
                 logger.warning("the store did not open: its side is started once more")
-                self._host.wait(_KILL_S)
-            reason = f"did not open within {timeout_s} s" if self._state is State.OPENING else "died while it opened"
+                side.host.wait(KILL_S)
+            reason = f"did not open within {timeout_s} s" if side.state is State.OPENING else "died while it opened"
             raise self._open_error or HostError(f"the store's side {reason}")
         except BaseException:
-            self._abandon()
+            side.abandon()
             raise
 
     def _may_be_mended(self, attempt: int) -> bool:
         """Whether the next one may open what this one died of, or did not read: it looks first, and may begin anew."""
-        if not self._host.restartable:
+        if not self._side.host.restartable:
             return False
         return self._open_error is None or (attempt == 0 and isinstance(self._open_error, CorruptStoreError))
 
     def _await_open(self, deadline: float) -> None:
-        while self._state is State.OPENING and time.monotonic() < deadline:
+        while self.state is State.OPENING and time.monotonic() < deadline:
             if not self._receive():
                 time.sleep(_NAP_S)
-
-    def _start(self) -> None:
-        self._connection = self._host.start()
-        self._connection.send(self._hello)
-        self._state = State.OPENING
-
-    def _abandon(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-        self._host.kill()
-        self._host.wait(_KILL_S)
-        self._connection = None
-        self._host.release()
-        self._state = State.CLOSED
 
     @property
     def host(self) -> Host:
         """What runs the store's side."""
-        return self._host
+        return self._side.host
 
     @property
     def state(self) -> State:
         """Where the store's side stands, as of the last ``poll``."""
-        return self._state
+        return self._side.state
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -179,14 +154,14 @@ class StoreClient:
         """
         self._check_process()
         self.counters.store_jobs += 1
-        if self._state is not State.OPEN or not self._flights.fits(num_bytes):
+        if self.state is not State.OPEN or not self._flights.fits(num_bytes):
             self._flights.refuse(job_id, keys, num_bytes)
             return
         depth_bytes = b"" if depths is None else _joined(depths)
         message = protocol.StoreJob(job_id, request, PackedKeys.of(keys), _joined(block_ids), depth_bytes)
         self._owe()
         self._flights.begin(job_id, keys, num_bytes, is_store=True)
-        self._send(message)
+        self._side.send(message)
 
     def submit_load(self, job_id: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Have rows filled; they are written until the job is answered.
@@ -195,13 +170,13 @@ class StoreClient:
         """
         self._check_process()
         self.counters.load_jobs += 1
-        if self._state is not State.OPEN:
+        if self.state is not State.OPEN:
             self._flights.refuse(job_id, keys, 0)
             return
         message = protocol.LoadJob(job_id, PackedKeys.of(keys), _joined(block_ids))
         self._owe()
         self._flights.begin(job_id, keys, 0, is_store=False)
-        self._send(message)
+        self._side.send(message)
 
     def touch(self, keys: Collection[bytes]) -> None:
         """Blocks were used: what was used last is evicted last. The next calls of ``poll`` say so; where too many wait,
@@ -210,7 +185,7 @@ class StoreClient:
         :raises HostError: after a fork.
         """
         self._check_process()
-        if self._state is State.OPEN:
+        if self.state is State.OPEN:
             self._replica.touch(keys)
 
     def end_request(self, end: protocol.EndRequest) -> None:
@@ -220,19 +195,15 @@ class StoreClient:
         """
         self._check_process()
         self._owe()
-        if self._state is not State.OPEN:
+        if self.state is not State.OPEN:
             self._flights.refuse_end(end.request)
         elif self._flights.begin_end(end.request, _end_bytes(end)):
-            self._send(end)
+            self._side.send(end)
 
     def _owe(self) -> None:
         """An answer is owed from now on, where none was."""
         if not self._flights.owed:
-            self._watchdog.hear()
-
-    def _send(self, message: protocol.ToStore) -> None:
-        if self._connection is not None:
-            self._connection.send(message)
+            self._side.owe()
 
     # The step
 
@@ -242,22 +213,21 @@ class StoreClient:
         :raises HostError: after a fork.
         """
         self._check_process()
-        if self._state in (State.OPENING, State.OPEN):
+        if self.state in (State.OPENING, State.OPEN):
             self._receive()
         self._tell_touched()
-        if self._state is State.DYING and self._host.dead():
-            self._mourn()
-        elif self._state is State.DOWN and self._host.restartable and self._backoff.over:
-            self._restart()
+        if self._side.is_buried():
+            self._flights.lose_all()
+        else:
+            self._side.come_back()
         return self._flights.take_outcomes()
 
     def _tell_touched(self) -> None:
         """Not while the store's side takes nothing: a queue of these would have no bound."""
-        connection = self._connection
-        if self._state is State.OPEN and connection is not None and not connection.congested:
+        if self.state is State.OPEN and not self._side.congested:
             touched = self._replica.take_touched()
             if touched:
-                self._send(protocol.Touch(PackedKeys.of(touched)))
+                self._side.send(protocol.Touch(PackedKeys.of(touched)))
 
     @property
     def num_jobs(self) -> int:
@@ -286,9 +256,9 @@ class StoreClient:
 
         :returns: False where the store is not open, and was not asked.
         """
-        if self._state is State.OPEN:
-            self._send(protocol.AskRecent(max_blocks))
-        return self._state is State.OPEN
+        if self.state is State.OPEN:
+            self._side.send(protocol.AskRecent(max_blocks))
+        return self.state is State.OPEN
 
     def take_recent(self) -> list[list[bytes]] | None:
         """See ``persistkv.storage.recent``; None while they are not known, and after they were taken."""
@@ -299,32 +269,24 @@ class StoreClient:
 
     def _receive(self) -> bool:
         """Take what has arrived; tells whether there was anything."""
-        connection = self._connection
-        if connection is None:
-            return False
-        messages: list[Any] = []
-        try:
-            messages = connection.receive()
-        except HostError as error:
-            logger.error("the store's side sent garbage: %s", error)
-        self._take_all(connection, messages)
-        self._check_health(connection)
+        messages = self._side.receive()
+        self._take_all(messages)
+        if self._side.is_lost(owes=self._flights.owed):
+            self._lose()
         return bool(messages)
 
-    def _take_all(self, connection: Connection, messages: list[Any]) -> None:
-        if messages:
-            self._watchdog.hear()
+    def _take_all(self, messages: list[Any]) -> None:
         try:
             for message in messages:
                 self._take(message)
         except (ValueError, TypeError, PersistKVError) as error:
             logger.error("the store's side sent what makes no sense: %s", error)
-            connection.close()
+            self._lose()
 
     def _take(self, message: Any) -> None:
         match message:
             case protocol.JobDone():
-                self._backoff.reset()
+                self._side.works()
                 self._flights.end(message.job_id, message.failed.unpack(), message.num_bytes)
             case protocol.Stored():
                 self._replica.add(message.keys.unpack())
@@ -349,55 +311,21 @@ class StoreClient:
                 logger.warning("the store does not open: %s", self._open_error)
                 self._lose()
             case protocol.Pong():
-                if self._watchdog.call_hangs(message.longest_s):
+                if self._side.hangs(message.longest_s):
                     self._lose()
             case protocol.Notice():
                 logger.log(message.level, "%s", message.text)
 
     def _opened(self, opened: protocol.Opened) -> None:
-        self._state = State.OPEN
+        self._side.opened()
         self._replica.end_listing(news=self.counters.restarts > 0)  # ``_lose`` told that what is back had gone
-        self._hello = self._hello.again()
         if opened.notice and opened.notice not in self.notices:
             self.notices.append(opened.notice)
             logger.warning("%s", opened.notice)
 
-    # Health, death and return
-
-    def _check_health(self, connection: Connection) -> None:
-        if self._state not in (State.OPENING, State.OPEN):
-            return
-        if connection.ended:
-            self._lose()
-        elif self._flights.owed and self._host.restartable:
-            look = self._watchdog.look()
-            if look is Look.ASK:
-                self._send(protocol.Ping())
-            elif look is Look.SILENT:
-                self._lose()
-
     def _lose(self) -> None:
-        """The connection is of no use any more; its process may still touch rows until it is dead."""
-        if self._connection is not None:
-            self._connection.close()
-        self._host.kill()
-        self._state = State.DYING
+        self._side.lose()
         self._replica.clear()
-
-    def _mourn(self) -> None:
-        self._flights.lose_all()
-        self._state = State.DOWN
-        seconds = self._backoff.fail()
-        if self._host.restartable:
-            logger.warning("the store's side died; lookups miss until it is back, in %.1f s", seconds)
-
-    def _restart(self) -> None:
-        self.counters.restarts += 1
-        try:
-            self._start()
-        except HostError as error:
-            logger.error("%s", error)
-            self._backoff.fail()
 
     # Calls that wait, for the end of a program, tests and tools
 
@@ -407,22 +335,22 @@ class StoreClient:
         Jobs that end meanwhile are handed over by the next ``poll``.
         """
         token = self._token()
-        self._send(protocol.Flush(token))
+        self._side.send(protocol.Flush(token))
         return self._await(timeout_s) is not None
 
     def stats(self, timeout_s: float = 5.0) -> StoreStats:
         """Totals of both sides."""
         token = self._token()
-        if self._state is State.OPEN:
-            self._send(protocol.AskStats(token))
-            return StoreStats(self._state.value, self.counters, self._await(timeout_s))
-        return StoreStats(self._state.value, self.counters, None)
+        if self.state is State.OPEN:
+            self._side.send(protocol.AskStats(token))
+            return StoreStats(self.state.value, self.counters, self._await(timeout_s))
+        return StoreStats(self.state.value, self.counters, None)
 
     def glance(self) -> StoreStats:
         """Totals of both sides, without waiting: those of the store's side are some seconds old, or missing."""
-        if self._state is State.OPEN and self._glance.is_due():
-            self._send(protocol.AskStats(Glance.TOKEN))
-        return StoreStats(self._state.value, self.counters, self._glance.totals, self._flights.queued_bytes)
+        if self.state is State.OPEN and self._glance.is_due():
+            self._side.send(protocol.AskStats(Glance.TOKEN))
+        return StoreStats(self.state.value, self.counters, self._glance.totals, self._flights.queued_bytes)
 
     def _token(self) -> int:
         self._check_process()
@@ -432,7 +360,7 @@ class StoreClient:
 
     def _await(self, timeout_s: float) -> Any:
         deadline = time.monotonic() + timeout_s
-        while self._state is State.OPEN:
+        while self.state is State.OPEN:
             self._receive()
             if self._answer is not None:
                 answer, self._answer = self._answer, None
@@ -447,22 +375,13 @@ class StoreClient:
 
         :returns: whether it ended by itself in time; it is killed otherwise, and what it had not committed is lost.
         """
-        if self._state is State.CLOSED or os.getpid() != self._pid:
+        if self.state is State.CLOSED or os.getpid() != self._pid:
             return True
         deadline = time.monotonic() + timeout_s
-        if self._state is State.OPEN:
+        if self.state is State.OPEN:
             self.flush(timeout_s)
-        if self._connection is not None:
-            self._connection.close()
-        self._state = State.CLOSED
         self._replica.held.clear()
-        ended = self._host.wait(max(1.0, deadline - time.monotonic()))
-        if not ended:
-            self._host.kill()
-            self._host.wait(_KILL_S)
-        self._connection = None
-        self._host.release()
-        return ended
+        return self._side.close(max(1.0, deadline - time.monotonic()))
 
 
 def _end_bytes(end: protocol.EndRequest) -> int:

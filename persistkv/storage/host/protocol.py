@@ -175,6 +175,8 @@ class HostStats(_Message):
     """User and system time of the process that the store runs in."""
     rss_bytes: int
     """Peak resident memory of that process, shared rows included."""
+    requests: dict[str, int] = {}
+    """As ``Backend.requests``."""
     breaker: str | None = None
     """See ``Backend.breaker_state``."""
 

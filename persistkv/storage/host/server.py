@@ -6,6 +6,9 @@ share one transaction.
 
 A job is answered once nobody reads or writes its rows any more: a load when all its parts have ended, a store when none
 of its keys is in flight.
+
+The store is opened as one call of the executor, too: where that has threads, this side answers meanwhile, and tells how
+long it has been at it.
 """
 
 from __future__ import annotations
@@ -61,18 +64,22 @@ class StoreServer:
         send: Callable[[protocol.ToEngine], None],
         make_executor: Callable[[int], Executor],
         congested: Callable[[], bool] = lambda: False,
+        when_open: Callable[[], None] = lambda: None,
     ) -> None:
         """Nothing is open yet.
 
         :param rows_buffer: the primary tier's rows, writable; used from the first job to ``close``.
         :param make_executor: of a number of threads; it is closed with this object.
         :param congested: whether the engine's side has much to take.
+        :param when_open: called once the store is open.
         """
         self._buffer: memoryview | None = rows_buffer
         self._send = send
         self._make_executor = make_executor
         self._congested = congested
+        self._when_open = when_open
         self._executor: Executor = InPlaceExecutor()
+        self._opening = False
         self._store: Store | None = None
         self._news: NewsTeller | None = None
         self._status: StatusPublisher | None = None
@@ -90,7 +97,7 @@ class StoreServer:
         """Take one message; work that takes long is queued for ``step``."""
         match message:
             case protocol.Hello():
-                self._open(message)
+                self._begin_opening(message)
             case protocol.LoadJob():
                 self._loads.append(message)
             case protocol.Touch():
@@ -107,28 +114,46 @@ class StoreServer:
             case _:
                 self._queue.append(message)
 
-    def _open(self, hello: protocol.Hello) -> None:
+    def _begin_opening(self, hello: protocol.Hello) -> None:
+        if self._store is not None or self._opening:
+            self._send(_open_failed(HostError("a store is opened once, before it is closed")))
+            return
+        self._opening = True
+        self._executor = self._make_executor(1)
+        self._executor.begin_write(self._open(hello))
+
+    async def _open(self, hello: protocol.Hello) -> None:
+        opener = self._executor
         try:
-            self._store = self._make_store(hello)
+            store = await opener.write(partial(self._make_store, hello))
         except (PersistKVError, ValueError) as error:
             traceback.clear_frames(error.__traceback__)  # they hold the rows, which could not be unmapped then
             self._send(_open_failed(error))
-            return
-        self._news = NewsTeller(self._store, self._send, self._congested)
-        self._status = StatusPublisher(self._store, self._executor)
+        else:
+            self._store, self._executor = store, store.medium.executor
+            opener.close()
+            self._news = NewsTeller(store, self._send, self._congested)
+            self._status = StatusPublisher(store, self._executor)
+            self._when_open()
+        finally:
+            self._opening = False
 
     def _make_store(self, hello: protocol.Hello) -> Store:
-        if self._buffer is None or self._store is not None:
-            raise HostError("a store is opened once, before it is closed")
+        """Runs where the opener's calls do; the owner waits for it before it touches the rows."""
+        if self._buffer is None:
+            raise HostError("the rows were let go of")
         rows = Rows(self._buffer, hello.layout)
         identity = Identity.decode(hello.identity)
         url = hello.url.partition("?")[0]
         backend = open_backend(hello.url)
+        executor: Executor | None = None
         try:
             threads = MAX_IO_THREADS if backend.capabilities.remote else hello.options.io_threads  # they mostly wait
-            self._executor = self._make_executor(threads)
-            return Store(backend, identity, rows, hello.options, url=url, executor=self._executor)
+            executor = self._make_executor(threads)
+            return Store(backend, identity, rows, hello.options, url=url, executor=executor)
         except BaseException:
+            if executor is not None:
+                executor.close()
             backend.close()
             raise
 
@@ -150,6 +175,7 @@ class StoreServer:
                 capacity,
                 usage.ru_utime + usage.ru_stime,
                 usage.ru_maxrss << 10,
+                dict(store.medium.backend.requests),
                 store.medium.backend.breaker_state,
             )
         )
@@ -183,7 +209,8 @@ class StoreServer:
         self._executor.run_ready()
         store = self._store
         if store is None:
-            self._refuse_all()
+            if not self._opening:
+                self._refuse_all()
             return
         while self._loads and self._loading <= self._executor.threads:
             self._load(store, self._loads.popleft())
@@ -306,6 +333,8 @@ class StoreServer:
 
         :param finish: do what was given before. Not after an error of this side's own: what it left may never end.
         """
+        if self._opening:
+            self._executor.run_until(lambda: not self._opening)
         store = self._store
         try:
             if store is not None:

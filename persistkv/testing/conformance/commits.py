@@ -10,7 +10,7 @@ import pytest
 from persistkv.errors import StoreFullError
 from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.codec import RawCodec, ZstdCodec
-from persistkv.storage.pack import PackWriter, Segment
+from persistkv.storage.pack_writer import PackWriter, Segment
 from persistkv.testing.conformance.suite import BackendSuite, check_totals, read_pack, sample_identity, tables
 from persistkv.testing.samples import (
     FailingSource,

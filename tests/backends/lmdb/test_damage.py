@@ -2,6 +2,7 @@
 
 import fcntl
 import logging
+import os
 import re
 import signal
 import struct
@@ -128,6 +129,34 @@ def test_damage_after_a_clean_end_is_moved_aside_where_opening_finds_it(open_sto
     assert list(open_store().namespaces()) == []
     assert [found.verdict for found in walks] == [Verdict.DAMAGED]
     assert len(moved_aside(path)) == 1
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_file_that_was_cut_after_a_clean_end_ends_nobody(open_store, path, filled, share):
+    """Its pages are missing: who maps them and reads there is ended by SIGBUS."""
+    size = (path / "data.mdb").stat().st_size
+    os.truncate(path / "data.mdb", int(share * size) // 4096 * 4096)
+    code = """
+import sys
+from persistkv.config import StoreUrl
+from persistkv.errors import CorruptStoreError
+from persistkv_lmdb import LmdbBackend
+for read_only in (True, False):
+    try:
+        backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]), read_only=read_only)
+        print(len(list(backend.namespaces())))
+    except CorruptStoreError as error:
+        print("refused")
+"""
+    done = subprocess.run([sys.executable, "-c", code, f"lmdb://{path}"], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["refused", "0"], done.stderr
+    assert done.returncode == 0
+    assert len(moved_aside(path)) == 1
+
+
+def test_a_store_whose_end_was_never_written_is_no_damage(open_store, path, filled, monkeypatch):
+    monkeypatch.setattr("persistkv_lmdb.environment.is_cut_short", lambda _: True)
+    assert len(list(open_store().namespaces())) == 1
 
 
 def test_damage_that_a_transaction_met_is_looked_at_by_the_next_to_open(open_store, path, filled, identity):

@@ -37,6 +37,36 @@ def unsealed(row):
     return msgspec.msgpack.decode(row[9:])
 
 
+def check_pieces(rows, name, payload):
+    """The payload of the only pack lies in LMDB."""
+    count = -(-len(payload) // (256 << 10))
+    pieces = [name + struct.pack(">I", index) for index in range(count)]
+    assert list(rows["pieces"]) == pieces
+    assert {len(rows["pieces"][piece]) for piece in pieces[:-1]} == {256 << 10}
+    assert b"".join(rows["pieces"].values()) == payload
+    assert rows["extents"] == rows["segments"] == {}
+
+
+def check_extents(rows, name, payload, file, totals):
+    """The payload of the only pack lies in the only segment."""
+    total, free, aging = totals
+    ((owner, extents),) = rows["extents"].items()
+    assert owner == name
+    ((segment, page, pages),) = struct.iter_unpack("<III", extents)
+    assert rows["segments"] == {struct.pack(">I", segment): struct.pack("<I", total)}
+    assert pages * 4096 == len(payload)
+    content = file.read_bytes()
+    assert content[page * 4096 : (page + pages) * 4096] == payload
+    assert len(content) == total * 4096
+    places = {struct.unpack(">II", key): struct.unpack("<I", row)[0] for key, row in rows["free"].items()}
+    assert sum(places.values()) == free
+    assert rows["sizes"] == {struct.pack(">III", count, *place): b"" for place, count in places.items()}
+    ages = {struct.unpack(">QII", key)[1:]: struct.unpack("<I", row)[0] for key, row in rows["aging"].items()}
+    assert sum(ages.values()) == aging
+    assert total == pages + free + aging
+    assert rows["pieces"] == {}
+
+
 def test_store_as_documented(open_store, identity, placement, path, dump):
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
@@ -79,28 +109,9 @@ def test_store_as_documented(open_store, identity, placement, path, dump):
 
     payload = payload_of(kept)
     if placement == "inline":
-        count = -(-len(payload) // (256 << 10))
-        pieces = [namespace + kept.pack_id + struct.pack(">I", index) for index in range(count)]
-        assert list(rows["pieces"]) == pieces
-        assert {len(rows["pieces"][piece]) for piece in pieces[:-1]} == {256 << 10}
-        assert b"".join(rows["pieces"].values()) == payload
-        assert rows["extents"] == rows["segments"] == {}
+        check_pieces(rows, namespace + kept.pack_id, payload)
     else:
-        ((name, extents),) = rows["extents"].items()
-        assert name == namespace + kept.pack_id
-        ((segment, page, pages),) = struct.iter_unpack("<III", extents)
-        assert rows["segments"] == {struct.pack(">I", segment): struct.pack("<I", total)}
-        assert pages * 4096 == len(payload)
-        file = (path / "segments" / "00000000.seg").read_bytes()
-        assert file[page * 4096 : (page + pages) * 4096] == payload
-        assert len(file) == total * 4096
-        places = {struct.unpack(">II", key): struct.unpack("<I", row)[0] for key, row in rows["free"].items()}
-        assert sum(places.values()) == free
-        assert rows["sizes"] == {struct.pack(">III", count, *place): b"" for place, count in places.items()}
-        ages = {struct.unpack(">QII", key)[1:]: struct.unpack("<I", row)[0] for key, row in rows["aging"].items()}
-        assert sum(ages.values()) == aging
-        assert total == pages + free + aging
-        assert rows["pieces"] == {}
+        check_extents(rows, namespace + kept.pack_id, payload, path / "segments" / "00000000.seg", (total, free, aging))
 
     log = {namespace + struct.pack(">Q", number): entry for number, entry in
            enumerate([b"+" + gone.pack_id, b"+" + kept.pack_id, b"-" + gone.pack_id], start=1)}  # fmt: skip

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -276,6 +276,46 @@ def test_threads_of_one_process(open_store, backend, namespace, impatient):
         assert tables(second, namespace) == {}
     commit(second, namespace, 2)
     assert len(tables(second, namespace)) == 2
+
+
+def test_a_store_that_opens_slowly_holds_up_no_other(open_store, tmp_path, backend, namespace, other, monkeypatch):
+    """A process is stopped inside a transaction, and a thread of ours waits to open that store: it does so alone."""
+    monkeypatch.setattr(guard, "OPENING_PATIENCE_S", 0.5)
+    location = tmp_path / "store"
+    backend.close()
+    other.stop_inside(2)
+    entered, go_on = threading.Event(), threading.Event()
+    errors = []
+
+    def slow(*_):
+        entered.set()
+        assert go_on.wait(PATIENCE_S)
+        raise StoreBusyError("it took too long")
+
+    def open_it():
+        with suppress(StoreBusyError):
+            open_store()
+            errors.append("it opened")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(guard.Guard, "open", slow)
+        thread = threading.Thread(target=open_it)
+        thread.start()
+        assert entered.wait(PATIENCE_S)
+    try:
+        elsewhere = open_store(location=tmp_path / "another")
+        commit(elsewhere, elsewhere.open_namespace(Identity.of({"another": "one"})).id, 1)
+        with pytest.raises(
+            StoreBusyError, match=r"another thread of this process has been opening it for more than 0\.5"
+        ):
+            open_store(location=location)
+    finally:
+        go_on.set()
+        thread.join()
+    assert errors == []
+    os.kill(other.pid, signal.SIGCONT)
+    assert other.hear() == "committed"
+    assert len(tables(open_store(), namespace)) == 1
 
 
 def test_lock_file_that_is_deleted(path, backend, namespace, other):

@@ -13,7 +13,8 @@ import pytest
 from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.errors import ConfigurationError, CorruptPackError
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.pack import PackTable, PackWriter
+from persistkv.storage.pack import PackTable
+from persistkv.storage.pack_writer import PackWriter
 from persistkv.storage.records import StoreOptions
 from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store

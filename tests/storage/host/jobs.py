@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from persistkv.storage.host.client import State, StoreClient
+from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.launch import ProcessHost
 from persistkv.storage.host.protocol import EndRequest
+from persistkv.storage.host.side import State
 from persistkv.storage.keys import PackedKeys
 
 KINDS = ["process", "thread", "inline"]

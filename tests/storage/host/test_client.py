@@ -15,10 +15,11 @@ import pytest
 
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import HostError
-from persistkv.storage.host.client import State, StoreClient
+from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.connection import SocketConnection
 from persistkv.storage.host.launch import InlineHost
 from persistkv.storage.host.protocol import Hello, JobDone, Opened, Ping, Pong, Stored, ToEngine, ToStore
+from persistkv.storage.host.side import State
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.records import StoreOptions
 from tests.storage.host.jobs import BLOCK, KINDS, end, names, pid_of, wait_for
@@ -173,7 +174,7 @@ def test_what_nobody_heard_of_before_it_went_only_went(hosted: Any, tmp_path: Pa
 def test_what_makes_no_sense_ends_the_host_not_the_engine(hosted: Any) -> None:
     client = hosted.connect("memory://x", "inline")
     client.open()
-    client._connection._answers.append(Stored(PackedKeys(b"abc", 2)))
+    client._side.connection._answers.append(Stored(PackedKeys(b"abc", 2)))
     client.poll()
     assert client.state is not State.OPEN
 

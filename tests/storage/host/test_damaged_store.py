@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from persistkv.storage.host.client import State, StoreClient
+from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.side import State
 
 COUNT = 32
 KEYS = [number.to_bytes(32, "little") + bytes(4) for number in range(COUNT)]

@@ -5,17 +5,35 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
+import threading
 from pathlib import Path
 from typing import Any
 
 import lmdb
 import pytest
 
+from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import ConfigurationError, HostError, IdentityMismatchError, StoreUnavailableError
-from persistkv.storage.host.client import State, StoreClient
-from persistkv.storage.host.connection import Connection
-from persistkv.storage.host.launch import ProcessHost
+from persistkv.storage.executor import ThreadExecutor
+from persistkv.storage.host import server
+from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.connection import Connection, SocketConnection
+from persistkv.storage.host.launch import InlineHost, ProcessHost
+from persistkv.storage.host.protocol import Hello, Opened, Ping, Pong, ToEngine, ToStore
+from persistkv.storage.host.server import StoreServer
+from persistkv.storage.host.side import State
+from persistkv.storage.host.watching import Watchdog
+from persistkv.storage.identity import Identity
+from persistkv.storage.records import StoreOptions
 from tests.storage.host.jobs import BLOCK, KINDS, names, wait_for
+
+HELLO = Hello(
+    "memory://x",
+    Identity.of({"weights": "w"}).encode(),
+    RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)),)),
+    StoreOptions(),
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,7 +84,7 @@ def test_a_host_that_dies_while_it_opens_is_started_again(hosted: Any, tmp_path:
     template = hosted.connect(f"lmdb://{tmp_path}/store")
     host = DyingHost(hosted.fd, len(hosted.memory))
     host.deaths = deaths
-    client = StoreClient(host, template._hello, max_queue_bytes=1 << 30)
+    client = StoreClient(host, template._side.hello, max_queue_bytes=1 << 30)
     hosted.clients.append(client)
     if deaths < 4:
         client.open()
@@ -108,7 +126,7 @@ def test_a_store_that_opens_slowly_is_missed_and_found_later(hosted: Any, tmp_pa
             return connection
 
     host = Stopped(hosted.fd, len(hosted.memory))
-    again = StoreClient(host, client._hello, max_queue_bytes=1 << 30)
+    again = StoreClient(host, client._side.hello, max_queue_bytes=1 << 30)
     hosted.clients.append(again)
     again.open(timeout_s=0.2)
     assert again.state is State.OPENING
@@ -121,3 +139,96 @@ def test_a_store_that_opens_slowly_is_missed_and_found_later(hosted: Any, tmp_pa
     assert all(map(again.contains, names(70)))
     again.submit_load(2, names(1), [0])
     assert hosted.finish(again, 2).failed == []
+
+
+def test_a_host_that_hangs_while_it_opens_is_started_again(
+    hosted: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class StoppedOnce(ProcessHost):
+        started = 0
+
+        def start(self) -> Connection:
+            connection = super().start()
+            self.started += 1
+            if self.started == 1:
+                assert self.pid is not None
+                os.kill(self.pid, signal.SIGSTOP)
+            return connection
+
+    host = StoppedOnce(hosted.fd, len(hosted.memory))
+    hello = hosted.connect(f"lmdb://{tmp_path}/store")._side.hello
+    client = StoreClient(host, hello, max_queue_bytes=1 << 30, watchdog_s=0.2, least_start_s=0.2)
+    hosted.clients.append(client)
+    client.open(timeout_s=0.0)
+    assert client.state is State.OPENING
+    wait_for(client, State.DOWN)
+    assert "has not answered for 0.2 s; killing it" in caplog.text
+    client._side._opening_watchdog = Watchdog(60.0)  # the second one may take as long as it takes
+    wait_for(client, State.OPEN)
+    assert (host.started, client.counters.restarts) == (2, 1)
+    assert client.flush(90)
+
+
+def test_a_host_that_answers_while_it_opens_has_ten_times_as_long() -> None:
+    ours, theirs = socket.socketpair()
+    host = SocketConnection(theirs, ToStore)
+
+    class Slow(InlineHost):
+        restartable = True
+
+        def start(self) -> SocketConnection:
+            return SocketConnection(ours, ToEngine)
+
+    client = StoreClient(Slow(memoryview(b"")), HELLO, max_queue_bytes=1 << 30, watchdog_s=0.2, least_start_s=0.2)
+    client.open(timeout_s=0.0)
+    for longest_s in (0.5, 1.9):
+        while Ping() not in host.receive():
+            client.poll()
+        assert client.state is State.OPENING
+        host.send(Pong(longest_s))
+        client.poll()
+        assert client.state is State.OPENING, "its loop is alive"
+    host.send(Pong(2.1))
+    client.poll()
+    assert client.state is not State.OPENING
+    host.close()
+    client.close()
+
+
+def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Stores do not open before this event."""
+    gate, opens = threading.Event(), server.open_backend
+
+    def late(url: str) -> Any:
+        assert gate.wait(90)
+        return opens(url)
+
+    monkeypatch.setattr(server, "open_backend", late)
+    return gate
+
+
+def test_the_stores_side_answers_while_it_opens(hosted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, woken = held_up(monkeypatch), threading.Event()
+    sent: list[Any] = []
+    side = StoreServer(memoryview(hosted.memory), sent.append, lambda threads: ThreadExecutor(threads, woken.set))
+    side.handle(HELLO)
+    side.handle(Ping())
+    side.step()
+    assert [type(message) for message in sent] == [Pong]
+    gate.set()
+    while not any(isinstance(message, Opened) for message in sent):
+        assert woken.wait(90)
+        woken.clear()
+        side.step()
+    side.close()
+
+
+def test_an_engine_that_leaves_while_a_store_opens_leaves_it_closed(
+    hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = held_up(monkeypatch)
+    side = StoreServer(memoryview(hosted.memory), lambda _: None, lambda threads: ThreadExecutor(threads, lambda: None))
+    side.handle(hosted.connect(f"lmdb://{tmp_path}/store")._side.hello)
+    threading.Timer(0.05, gate.set).start()
+    side.close()
+    assert (tmp_path / "store" / "guard").read_text().split()[0] == "clean"

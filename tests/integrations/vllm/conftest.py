@@ -12,6 +12,7 @@ import pytest
 
 from persistkv.errors import StoreError
 from persistkv.storage.registry import open_backend
+from persistkv.storage.status import read_statuses
 from tests.integrations.vllm.engines import ENVIRONMENT, Engine, spawn_engine
 from tests.integrations.vllm.programs import Zygote
 from tests.integrations.vllm.tiny_model import VOCABULARY, make_model
@@ -34,6 +35,10 @@ def prompt(number: int, length: int = 400) -> list[int]:
 
 SHORT = prompt(99, 10)
 """Fills no block. An engine in this mode takes steps only while it has requests; the store hears of them in steps."""
+
+
+PREWARM: dict[str, Any] = {"type": "persistkv-prewarm", "share": 0.9}
+"""An entry of ``secondary_tiers``, after those of ``tier``."""
 
 
 def tier(url: str, **options: Any) -> dict[str, Any]:
@@ -113,6 +118,18 @@ def wait_stored(url: str, count: int, timeout_s: float = 120.0) -> None:
     while (found := stored_contexts(url)) < count:
         assert time.monotonic() < deadline, f"{found} contexts are stored, not {count}"
         time.sleep(0.2)
+
+
+def wait_loaded(url: str, count: int, timeout_s: float = 120.0) -> None:
+    """Until an engine that runs has loaded so many blocks."""
+    backend = open_backend(url, read_only=True)
+    try:
+        deadline = time.monotonic() + timeout_s
+        while (found := max((row.counters.loaded_blocks for row in read_statuses(backend)), default=0)) < count:
+            assert time.monotonic() < deadline, f"{found} blocks are loaded, not {count}"
+            time.sleep(0.2)
+    finally:
+        backend.close()
 
 
 @pytest.fixture(scope="session")

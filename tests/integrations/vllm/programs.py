@@ -94,7 +94,9 @@ def new_process(command: Sequence[str], environment: dict[str, str]) -> Spawn:
 
     def spawn(stdin: int, stdout: int, stderr: int) -> int:
         places = [(os.POSIX_SPAWN_DUP2, source, number) for number, source in enumerate((stdin, stdout, stderr))]
-        return os.posix_spawnp(command[0], command, {**os.environ, **environment}, file_actions=places, setsid=True)
+        return os.posix_spawnp(
+            command[0], list(command), {**os.environ, **environment}, file_actions=places, setsid=True
+        )
 
     return spawn
 

@@ -30,6 +30,7 @@ def server_arguments(model: Path, sock: Path, connector: dict[str, Any]) -> list
         "seed": 0,
         "block-size": 32,
         "max-num-seqs": 4,
+        "shutdown-timeout": 120,  # by default it kills its processes, the store's among them, at once
         "kv-transfer-config": json.dumps(transfer),
     }
     flags = ["--skip-tokenizer-init", "--enforce-eager", "--enable-prompt-tokens-details"]

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.integrations.vllm.conftest import SHORT, prompt, tier, wait_stored
+from tests.integrations.vllm.conftest import PREWARM, SHORT, prompt, tier, wait_stored
 from tests.integrations.vllm.tiny_model import TOKEN_BYTES, make_model
 
 pytestmark = pytest.mark.vllm
@@ -71,7 +71,7 @@ def test_what_was_used_last_is_promoted_before_it_is_asked_for(start_engine, url
     filling.generate(*PROMPTS)
     filling.close()
     wait_stored(url, 3)
-    warm = start_engine(tier(url), {"type": "persistkv-prewarm", "share": 0.9})
+    warm = start_engine(tier(url), PREWARM)
     deadline = time.monotonic() + 120
     while warm.metrics().get(loaded, 0) < (384 + 384 + 224) * TOKEN_BYTES:
         assert time.monotonic() < deadline, warm.metrics()

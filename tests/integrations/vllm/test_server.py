@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.integrations.vllm import server as serving
-from tests.integrations.vllm.conftest import prompt, stored_contexts, tier, wait_stored
+from tests.integrations.vllm.conftest import PREWARM, prompt, stored_contexts, tier, wait_stored
 from tests.integrations.vllm.engines import ENVIRONMENT
 from tests.integrations.vllm.programs import new_process
 
@@ -64,5 +64,5 @@ def test_a_server_starts_warm(start_server, url, expected):
     assert first.wait(180), first.log[-6000:]
     wait_stored(url, 1)
     assert stored_contexts(url) == 1
-    second = start_server(tier(url), new=True)
+    second = start_server(tier(url), PREWARM, new=True)
     assert second.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 384]}

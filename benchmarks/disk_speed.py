@@ -5,9 +5,11 @@ to the end of a growing file, and over blocks of the disk that were allocated an
 target is against the growing file: until a store is full, what it writes is new to the file system, too. The ratio
 against overwriting is shown as well: it bounds what a full store that reuses its space could reach.
 
-A warm promotion is held against preadv of the same buffers out of the page cache and the xxh3 of each MiB, a cold one
-(all files dropped from the page cache, which is checked) against the faster of two raw cold reads: O_DIRECT, or through
-the page cache. Rows are shuffled, as an engine's are. What was loaded is compared with what was stored.
+A warm promotion (all files were read before: a store itself writes and reads past the page cache) is held against
+preadv of the same buffers out of the page cache and the xxh3 of each MiB, a cold one (all files dropped from the page
+cache, which is checked) against the faster of two raw cold reads: O_DIRECT, or through the page cache. Rows are
+shuffled, as an engine's are, and lie in huge pages, as the primary tier does. What was loaded is compared with what was
+stored.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from pathlib import Path
 
 from benchmarks.rig import show, touch_memory
 from persistkv.storage.host.client import StoreClient
-from persistkv_tools.raw_disk import RawDisk, drop_page_cache
+from persistkv_tools.raw_disk import RawDisk, drop_page_cache, fill_page_cache
 from persistkv_tools.rig import Job, fresh_keys
 
 JOB_BYTES = 32 << 20  # 32 MiB
@@ -85,7 +87,7 @@ def warm(
     stored = []
     for run in range(arguments.runs + WARM_UP):
         keys = fresh_keys(len(job.source))
-        taken = warm_round(job, raw, clients, run, keys, arguments)
+        taken = warm_round(job, raw, clients, {name: store[0] for name, store in stores.items()}, run, keys, arguments)
         if run >= WARM_UP:
             stored.append(keys)
             for name, values in taken.items():
@@ -99,6 +101,7 @@ def warm_round(
     job: Job,
     raw: RawDisk,
     clients: dict[str, StoreClient],
+    paths: dict[str, Path],
     run: int,
     keys: list[bytes],
     arguments: argparse.Namespace,
@@ -108,7 +111,7 @@ def warm_round(
 
     def use(name: str, client: StoreClient) -> None:
         taken[f"store, {name}"].append(job.store(client, run, keys))
-        job.load(client, run, keys)  # into the page cache
+        fill_page_cache([paths[name]])
         taken[f"warm, {name}"] += [job.load(client, run, keys) for _ in range(arguments.loads)]
 
     turns: list[Callable[[], None]] = [

@@ -60,6 +60,14 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
     Console(width=120).print(table)
 
 
+def show_markdown(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table as a page of documentation has it, and the machine that it was measured on."""
+    print(f"\n{title}:\n")
+    for row in (columns, ["---"] + ["---:"] * (len(columns) - 1), *rows):
+        print(f"| {' | '.join(row)} |")
+    print(f"\n{machine()}")
+
+
 def machine() -> str:
     """The machine in a line."""
     with open("/proc/cpuinfo") as info:

@@ -1,8 +1,9 @@
-"""What S3 costs: requests, as boto3 sends them, and what they are for 1,000 tokens beside one object a block.
+"""What S3 costs: requests, as a proxy counts them, and what they are for 1,000 tokens beside one object a block.
 
     python -m benchmarks.s3_cost [--endpoint http://127.0.0.1:7480] [--packs 10000]
 
 Without ``--endpoint`` moto serves, in a process of its own. Credentials come from the environment, or are ``test``.
+What is stored is noise with the exponents of bfloat16 values, so that codecs have some work.
 """
 
 from __future__ import annotations
@@ -11,23 +12,29 @@ import argparse
 import tempfile
 import time
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import numpy as np
 
 from benchmarks.rig import show
-from benchmarks.s3_rig import connect, make_bucket, pack_of, server
-from persistkv.config import GroupLayout, RowLayout
+from benchmarks.s3_proxy import CountingProxy
+from benchmarks.s3_rig import make_bucket, pack_of, server
+from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.testing.samples import sample_manifest
-from persistkv_tools.rig import fresh_keys
+from persistkv_s3 import S3Backend
+from persistkv_tools.rig import Rig, fresh_keys
 
 TOKENS_PER_BLOCK = 16
 MOST_BESIDE_PACKS = 2
 MOST_TO_OPEN = 50
+OPENED = Identity.of({"benchmark": "open"})
+IDLE_REFRESH_S = 1.0
+LEAST_PAUSE = 0.75  # of a refresh, between two looks: they have jitter
 
 
 class Model(NamedTuple):
@@ -40,35 +47,44 @@ class Model(NamedTuple):
 MODELS = (Model("demo: 8 layers of 512", 256 << 10), Model("8B: 32 layers, 8 KV heads of 128", 2 << 20))
 
 
-def count_request(url: str, model: Model, tokens: int) -> list[str]:
+CODECS = ("raw", "planes")
+
+
+def sample_memory(num_bytes: int) -> memoryview:
+    """So many bytes of bfloat16 values, the same 2 MiB again and again."""
+    values = np.random.default_rng(0).standard_normal(1 << 20, dtype=np.float32)
+    tile = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    return memoryview(np.tile(tile, -(-num_bytes // len(tile)))[:num_bytes].data)
+
+
+def count_request(url: str, proxy: CountingProxy, model: Model, codec: str, tokens: int) -> list[str]:
     """Store one request and promote it by another handle; a row of the table."""
     blocks = tokens // TOKENS_PER_BLOCK
-    memory = memoryview(np.random.default_rng(0).integers(0, 256, blocks * model.block_bytes, dtype=np.uint8).data)
-    rows = Rows(memory, RowLayout(model.block_bytes, (GroupLayout(((0, model.block_bytes),)),)))
-    identity = Identity.of({"benchmark": model.name})
-    backend, client = connect(url)
-    store = Store(backend, identity, rows, StoreOptions(), url=url)
+    layout = RowLayout(model.block_bytes, (GroupLayout(((0, model.block_bytes),)),))
+    rows = Rows(sample_memory(blocks * model.block_bytes), layout)
+    identity, options = Identity.of({"benchmark": model.name, "codec": codec}), StoreOptions(codec=codec)
+    store = Store(S3Backend.open(StoreUrl.parse(url)), identity, rows, options, url=url)
     keys = fresh_keys(blocks)
-    client.take()
+    proxy.take()
     store.put("r", keys, range(blocks), range(blocks))
     store.end_request(RequestEnd("r", "manifest", (keys,), tokens, TOKENS_PER_BLOCK))
     store.commit()
-    stored = client.take()
+    stored = proxy.take()
     assert store.counters.stored_blocks == blocks
     assert not any(store.contains(key) for key in fresh_keys(1000))
-    missing = client.take()
+    missing = proxy.take()
     store.close()
 
-    backend, client = connect(url)
-    store = Store(backend, identity, rows, StoreOptions(), url=url)
-    client.take()
+    backend = S3Backend.open(StoreUrl.parse(url))
+    store = Store(backend, identity, rows, options, url=url)
+    proxy.take()
     assert store.read(keys, range(blocks)) == []
-    promoted, num_packs = client.take(), len(backend.changes(store.namespace, None).added)
+    promoted, num_packs = proxy.take(), len(backend.changes(store.namespace, None).added)
     store.close()
     held = stored - num_packs <= MOST_BESIDE_PACKS and promoted == num_packs and not missing
     per_1000, each = 1000 / tokens, 1000 / TOKENS_PER_BLOCK
     return [
-        model.name,
+        f"{model.name}, {codec}",
         f"{num_packs} packs + {stored - num_packs}",
         f"{promoted}",
         f"{missing}",
@@ -78,41 +94,50 @@ def count_request(url: str, model: Model, tokens: int) -> list[str]:
     ]
 
 
-def count_open(url: str, packs: int, per_commit: int, directory: str) -> list[list[str]]:
-    """Fill a bucket, open it anew without and with what was kept on this machine, and idle."""
-    identity = Identity.of({"benchmark": "open"})
-    backend, client = connect(f"{url}&cache={directory}")
-    namespace = backend.open_namespace(identity).id
-    blocks = np.zeros((1, 4096), dtype=np.uint8)
+def fill(url: str, packs: int, per_commit: int, blocks: int) -> None:
+    """Packs of so many tiny blocks: what counts here is the index."""
+    backend = S3Backend.open(StoreUrl.parse(url))
+    namespace = backend.open_namespace(OPENED).id
+    content = np.zeros((blocks, 8), dtype=np.uint8)
     for first in range(0, packs, per_commit):
-        batch = [pack_of(namespace, blocks) for _ in range(min(per_commit, packs - first))]
+        batch = [pack_of(namespace, content) for _ in range(min(per_commit, packs - first))]
         backend.commit(namespace, CommitBatch(batch, [sample_manifest(f"r{first}")]))
-    filling = client.take()
     backend.close()
-    rows = []
-    for name, cache in (("", "no"), (", index kept on this machine", directory)):
-        backend, client = connect(f"{url}&refresh=100s&cache={cache}")
-        begin = time.perf_counter()
-        backend.open_namespace(identity)
-        changes = backend.changes(namespace, None)
-        seconds, opening = time.perf_counter() - begin, client.take()
-        assert len(changes.added) == packs
-        held = "yes" if opening <= MOST_TO_OPEN else "NO"
-        rows.append([f"open {packs:,} packs{name}", f"{opening}", f"<= {MOST_TO_OPEN}: {held}", f"{seconds:.2f} s"])
-        for _ in range(1000):
-            changes = backend.changes(namespace, changes.cursor)
-        between = client.take()
-        backend._space(namespace).follower.refresh()
-        idle = client.take()
-        backend.close()
-    commits = -(-packs // per_commit)
-    each = f"a commit, beside its packs: mean of {commits:,}, snapshots included"
-    return [
-        *rows,
-        ["1,000 looks between two refreshes", f"{between}", f"0: {'NO' if between else 'yes'}", ""],
-        ["a refresh where nothing happened", f"{idle}", f"<= 1: {'yes' if idle <= 1 else 'NO'}", ""],
-        [each, f"{(filling - packs) / commits:.2f}", "", ""],
-    ]
+
+
+def count_open(url: str, proxy: CountingProxy, packs: int, name: str) -> list[str]:
+    """Open a full bucket; a row of the table."""
+    proxy.take()
+    begin = time.perf_counter()
+    backend = S3Backend.open(StoreUrl.parse(url))
+    backend.open_namespace(OPENED)
+    found = len(backend.changes(OPENED.digest, None).added)
+    seconds, opening = time.perf_counter() - begin, proxy.take()
+    backend.close()
+    assert found == packs
+    held = "yes" if opening <= MOST_TO_OPEN else "NO"
+    return [f"open {packs:,} packs{name}", f"{opening}", f"<= {MOST_TO_OPEN}: {held}", f"{seconds:.2f} s"]
+
+
+def count_idle(url: str, proxy: CountingProxy, refreshes: int) -> list[str]:
+    """An engine's store, in its own process, that nobody gives anything to; a row of the table."""
+    rig = Rig(2, 4096)
+    client = rig.client(f"{url}&refresh={IDLE_REFRESH_S:g}s")
+    client.open()
+    finish_opening = time.monotonic() + 2 * IDLE_REFRESH_S
+    while time.monotonic() < finish_opening:
+        client.poll()
+        time.sleep(0.01)
+    proxy.take()
+    until = time.monotonic() + refreshes * IDLE_REFRESH_S
+    while time.monotonic() < until:
+        client.poll()
+        time.sleep(0.01)
+    idle = proxy.take()
+    client.close()
+    most = refreshes / LEAST_PAUSE + 1
+    name = f"an idle engine, {refreshes} times its refresh"
+    return [name, f"{idle}", f"<= 1 a refresh: {'yes' if idle <= most else 'NO'}", ""]
 
 
 def main() -> None:
@@ -121,19 +146,32 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of the request that is stored and promoted")
     parser.add_argument("--packs", type=int, default=10_000)
     parser.add_argument("--per-commit", type=int, default=5)
+    parser.add_argument("--blocks", type=int, default=128, help="of a pack of those")
+    parser.add_argument("--refreshes", type=int, default=20, help="how long an engine idles")
     arguments = parser.parse_args()
     with server(arguments.endpoint) as endpoint, tempfile.TemporaryDirectory() as directory:
-        bucket = make_bucket(endpoint)
+        bucket, proxy = make_bucket(endpoint), CountingProxy(urlsplit(endpoint).port or 80)
 
-        def url(prefix: str) -> str:
-            return f"s3://{bucket}/{prefix}?endpoint_url={endpoint}"
+        def url(prefix: str, cache: str = "no") -> str:
+            return f"s3://{bucket}/{prefix}?endpoint_url=http://127.0.0.1:{proxy.port}&cache={cache}"
 
-        rows = [count_request(f"{url('request')}&cache=no", model, arguments.tokens) for model in MODELS]
-        columns = ["model", "store", "promote", "1,000 misses", "packs + 2, ranges + 0, 0"]
+        pairs = [(model, codec) for model in MODELS for codec in CODECS]
+        rows = [count_request(url("request"), proxy, model, codec, arguments.tokens) for model, codec in pairs]
+        columns = ["model, codec", "store", "promote", "1,000 misses", "packs + 2, ranges + 0, 0"]
         columns += ["store, per 1,000 tokens / one object a block", "promote, the same"]
         show(f"Requests of one context of {arguments.tokens} tokens", columns, rows)
-        rows = count_open(url("open"), arguments.packs, arguments.per_commit, directory)
+        packs, per_commit = arguments.packs, arguments.per_commit
+        fill(url("open", directory), packs, per_commit, arguments.blocks)
+        commits = -(-packs // per_commit)
+        each = f"a commit, beside its packs: mean of {commits:,}, snapshots included"
+        rows = [
+            [each, f"{(proxy.take() - packs) / commits:.2f}", "", ""],
+            count_open(url("open"), proxy, packs, ""),
+            count_open(url("open", directory), proxy, packs, ", index kept on this machine"),
+            count_idle(url("open"), proxy, arguments.refreshes),
+        ]
         show("Requests of an engine", ["", "requests", "at most", ""], rows)
+        proxy.close()
 
 
 if __name__ == "__main__":

@@ -20,10 +20,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.rig import show
-from benchmarks.s3_rig import connect, make_bucket, pack_of, plain_client, server
+from benchmarks.s3_rig import make_bucket, pack_of, plain_client, server
+from persistkv.config import StoreUrl
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.identity import Identity
 from persistkv.storage.pack_writer import ByteArray
+from persistkv_s3 import S3Backend
 
 PACK_BYTES = 16 << 20  # 16 MiB
 BLOCK_BYTES = 256 << 10  # 256 KiB
@@ -40,7 +42,8 @@ def cpu_per_gb(work: Callable[[], object], num_bytes: int) -> float:
 
 def ours(url: str, blocks: ByteArray, num_bytes: int, key: bool) -> tuple[float, float]:
     """Packs through the driver: committed one by one, and read into memory that is there."""
-    backend, _ = connect(f"{url}&unsigned_payload=yes&refresh=1h" + "&key_env=PERSISTKV_BENCHMARK_KEY" * key)
+    options = "unsigned_payload=yes&refresh=1h" + "&key_env=PERSISTKV_BENCHMARK_KEY" * key
+    backend = S3Backend.open(StoreUrl.parse(f"{url}&{options}"))
     namespace = backend.open_namespace(Identity.of({"benchmark": "cpu"})).id
     packs = [pack_of(namespace, blocks) for _ in range(num_bytes // PACK_BYTES)]
     put = cpu_per_gb(lambda: [backend.commit(namespace, CommitBatch([pack])) for pack in packs], num_bytes)

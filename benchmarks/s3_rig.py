@@ -1,4 +1,4 @@
-"""What the measurements of S3 share: a server, and a client that counts its requests."""
+"""What the measurements of S3 share: a server, buckets, packs."""
 
 from __future__ import annotations
 
@@ -8,45 +8,16 @@ import subprocess
 import sys
 import time
 import uuid
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import boto3
 
-from persistkv.config import StoreUrl
 from persistkv.storage.codec import RawCodec
 from persistkv.storage.pack_writer import ByteArray, PackWriter, Segment
 from persistkv.testing.samples import ArraySource
-from persistkv_s3 import S3Backend
-from persistkv_s3.client import BotoClient
-from persistkv_s3.options import parse_url
 from persistkv_tools.rig import fresh_keys
-
-
-class CountingClient(BotoClient):
-    """Counts requests as they are sent."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(*parse_url(StoreUrl.parse(url)))
-        self._sent: Counter[str] = Counter()
-        self._client.meta.events.register("before-send.s3", self._count)
-
-    def _count(self, request: Any, **_: Any) -> None:
-        self._sent[request.method] += 1
-
-    def take(self) -> int:
-        """How many there were since the last call."""
-        total = sum(self._sent.values())
-        self._sent.clear()
-        return total
-
-
-def connect(url: str) -> tuple[S3Backend, CountingClient]:
-    """A handle whose requests are counted."""
-    client = CountingClient(url)
-    return S3Backend.connect(*parse_url(StoreUrl.parse(url)), client), client
 
 
 @contextmanager

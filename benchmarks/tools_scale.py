@@ -1,7 +1,9 @@
-"""The commands on a large store: 1,000,000 blocks in 20,000 requests, by default.
+"""The commands on large stores: 1,000,000 blocks of 4 KiB in 20,000 requests, and 65,536 of 64 KiB in 1,024.
 
-Each request shares the beginning of its context with others, as conversations do, and adds blocks of its own in a pack
-of its own. The commands run as a user runs them, in a process each; time and peak memory are those of that process, the
+The first has as many blocks and requests as a large store has, at a size that fits a small disk: its packs take 200
+KiB. The second has blocks and packs (4 MiB) of a size that engines make, and says what ``verify`` does there. Each
+request shares the beginning of its context with others, as conversations do, and adds blocks of its own in a pack of
+its own. The commands run as a user runs them, in a process each; time and peak memory are those of that process, the
 start of the interpreter included. ``verify`` reads a store that nobody writes, with an empty page cache, beside a plain
 read of the same files with 8 MiB a call: through the page cache, and past it; the faster of the two counts.
 """
@@ -52,21 +54,29 @@ print(time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN).
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--blocks", type=int, default=1_000_000)
+    parser.add_argument("--blocks", type=int, help="instead of both stores, one of so many blocks")
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--block-size", default="4KiB")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--options", default="", help="further options of the URL, e.g. placement=inline")
     parser.add_argument("--directory", help="on the disk to be measured; a temporary directory by default")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-        store = Path(directory) / "store"
-        url = f"lmdb://{store}?capacity=256GiB" + f"&{arguments.options}" * bool(arguments.options)
-        begin = time.perf_counter()
-        request = fill(url, arguments.requests, arguments.blocks, parse_size(arguments.block_size, name="--block-size"))
-        made = f"made in {time.perf_counter() - begin:.0f} s"
-        rows = [*commands(url, request, arguments.runs), verify(url, store, arguments.runs)]
-    title = f"{arguments.blocks:,} blocks of {arguments.block_size} in {arguments.requests:,} requests, {made}"
+    stores = [(1_000_000, 20_000, "4KiB"), (65_536, 1_024, "64KiB")]
+    if arguments.blocks is not None:
+        stores = [(arguments.blocks, arguments.requests, arguments.block_size)]
+    for blocks, requests, block_size in stores:
+        with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+            measure(Path(directory) / "store", arguments.options, blocks, requests, block_size, arguments.runs)
+
+
+def measure(store: Path, options: str, blocks: int, requests: int, block_size: str, runs: int) -> None:
+    """Make a store, and show what the commands take on it."""
+    url = f"lmdb://{store}?capacity=256GiB" + f"&{options}" * bool(options)
+    begin = time.perf_counter()
+    request = fill(url, requests, blocks, parse_size(block_size, name="--block-size"))
+    made = f"made in {time.perf_counter() - begin:.0f} s"
+    rows = [*commands(url, request, runs), verify(url, store, runs)]
+    title = f"{blocks:,} blocks of {block_size} in {requests:,} requests, {made}"
     show(title, ["command", "median", "target", "peak memory", "<= 500 MiB"], rows)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.scheduler_loop import Scheduler
+from tests.integrations.vllm.offloading import offloading_config
 
 
 class FsTier:
@@ -37,8 +38,9 @@ class FsTier:
         self._rows[:count] = np.random.default_rng(0).integers(-128, 128, (count, block_bytes), dtype=np.int8)
         order = np.random.default_rng(0).permutation(count)
         self._source, self._target = order, order + count
+        spec = SimpleNamespace(config=offloading_config(block_bytes), blocks_per_chunk=1)
         config = {"type": "fs", "root_dir": root, "n_read_threads": threads // 2, "n_write_threads": -(-threads // 2)}
-        self._tier = SecondaryTierFactory.create_secondary_tier(config, self._rows.data, _spec(block_bytes))
+        self._tier = SecondaryTierFactory.create_secondary_tier(config, self._rows.data, spec)
         self._root = os.open(root, os.O_RDONLY)
         self._request = ReqContext("benchmark")
         self._tier.on_new_request(self._request)
@@ -81,34 +83,6 @@ class FsTier:
     def close(self) -> None:
         """End its threads."""
         self._tier.shutdown()
-
-
-def _spec(block_bytes: int) -> SimpleNamespace:
-    """What a tier is told about the engine: one group of a model, blocks of 16 tokens."""
-    from vllm.v1.kv_offload import config as offload
-
-    config = offload.OffloadingConfig(
-        groups=(offload.OffloadingGroupConfig(tokens_per_block=16, layer_names=("layer",), group_id=0),),
-        worker_kv_bytes_per_block=block_bytes,
-        enable_kv_cache_events=False,
-        extra_config={},
-        engine_id="benchmark",
-        model=offload.OffloadingModelConfig(name="benchmark", dtype="bfloat16"),
-        cache=offload.OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
-        parallel=offload.OffloadingParallelConfig(
-            rank=0,
-            world_size=1,
-            tp_size=1,
-            pp_size=1,
-            pcp_size=1,
-            dcp_size=1,
-            data_parallel_index=0,
-            data_parallel_size=1,
-            data_parallel_rank_local=None,
-            is_parallelism_agnostic=False,
-        ),
-    )
-    return SimpleNamespace(config=config, blocks_per_chunk=1)
 
 
 def main() -> None:

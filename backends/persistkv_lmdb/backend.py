@@ -12,11 +12,13 @@ from __future__ import annotations
 import os
 import stat
 import time
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
-from persistkv.config import StoreUrl, convert_options
+from persistkv.config import PAGE_BYTES, StoreUrl, convert_options
 from persistkv.errors import (
     ConfigurationError,
     CorruptPackError,
@@ -31,6 +33,7 @@ from persistkv.storage.backend import (
     Changes,
     CommitBatch,
     CommitResult,
+    FreeSpace,
     MoveProgress,
     Namespace,
     ReadSpan,
@@ -38,16 +41,18 @@ from persistkv.storage.backend import (
 )
 from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import ManifestKeys, RequestManifest, decode_manifest, decode_manifest_keys
-from persistkv.storage.pack import ID_BYTES, PackTable
+from persistkv.storage.pack import ID_BYTES, PackTable, table_lengths
 from persistkv_lmdb import sharing
 from persistkv_lmdb.aside import found_aside
 from persistkv_lmdb.commit import manifests_of
 from persistkv_lmdb.committing import Committing
+from persistkv_lmdb.compacting import Compactor
 from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.errors import met_the_maps_end, translated_at_open
 from persistkv_lmdb.layout import (
     ADDED,
     LOG_KEY,
+    SEQUENCE,
     Chain,
     NamespaceState,
     Transaction,
@@ -58,14 +63,17 @@ from persistkv_lmdb.layout import (
     manifest_row,
     pack_table,
     rows,
+    used_bytes,
 )
 from persistkv_lmdb.moving import Mover
-from persistkv_lmdb.options import LmdbOptions, Placement
-from persistkv_lmdb.payload import read_payload
+from persistkv_lmdb.options import LmdbOptions, Placement, Reads
+from persistkv_lmdb.payload import read_payload, scan_payloads
+from persistkv_lmdb.space import Space, first_place
 from persistkv_lmdb.status_files import read_statuses, remove_status, write_status
 from persistkv_lmdb.syncs import sync_directory
 
 _MANIFESTS_AT_ONCE = 256
+_PLACES_AT_ONCE = 4096
 
 
 class LmdbBackend(Backend):
@@ -78,6 +86,7 @@ class LmdbBackend(Backend):
         self._shared: Environment | None = shared
         self._path = shared.path
         self._read_only = read_only
+        self.capabilities = replace(type(self).capabilities, writable=not read_only)
         self._ttl_s = ttl_s
 
     @classmethod
@@ -86,6 +95,7 @@ class LmdbBackend(Backend):
         path = _store_path(url.location)
         _prepare_directory(path, read_only)
         shared = sharing.acquire(path, options.capacity_bytes, options.placement, read_only=read_only)
+        shared.files.cached |= options.reads is Reads.CACHED
         return cls(shared, read_only=read_only, ttl_s=options.ttl_s)
 
     def namespaces(self) -> Iterator[Namespace]:
@@ -144,6 +154,20 @@ class LmdbBackend(Backend):
                 for name, span in zip(names, spans, strict=True)
             ]
 
+    def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+        shared = self._environment
+        with shared.transaction() as transaction:
+            names = [namespace + span.pack_id for span in spans]
+            return scan_payloads(transaction, shared.files, names, spans)
+
+    def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
+        places: list[tuple[int, int]] = []
+        for start in range(0, len(pack_ids), _PLACES_AT_ONCE):
+            with self._environment.transaction() as transaction:
+                some = pack_ids[start : start + _PLACES_AT_ONCE]
+                places += [first_place(transaction, namespace + pack_id) for pack_id in some]
+        return [pack_ids[number] for number in sorted(range(len(places)), key=places.__getitem__)]
+
     def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
         start = namespace
         while start:
@@ -175,10 +199,11 @@ class LmdbBackend(Backend):
 
     def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
         found: list[RequestUse | None] = []
+        moments: dict[bytes, list[int]] = {}
         for start in range(0, len(manifest_ids), _MANIFESTS_AT_ONCE):
             with self._environment.transaction() as transaction:
                 some = manifest_ids[start : start + _MANIFESTS_AT_ONCE]
-                found += [_request_use(transaction, manifest_row(namespace, manifest_id)) for manifest_id in some]
+                found += [_request_use(transaction, manifest_row(namespace, name), moments) for name in some]
         return found
 
     def stats(self) -> BackendStats:
@@ -197,12 +222,27 @@ class LmdbBackend(Backend):
             aside_bytes=aside_bytes,
         )
 
+    def free_space(self) -> FreeSpace:
+        with self._environment.transaction() as transaction:
+            space = Space(transaction)
+            return FreeSpace(
+                max(0, self._environment.file_bytes() - used_bytes(transaction)),
+                (space.free + space.aging) * PAGE_BYTES,
+                space.pieces(),
+                space.largest() * PAGE_BYTES,
+            )
+
     def move(self, placement: str) -> Iterator[MoveProgress]:
         if placement not in self.capabilities.placements:
             return super().move(placement)
         if self._read_only:
             raise StoreError(f"{self._path} is open read-only")
         return Mover(self._environment, Placement(placement)).run()
+
+    def compact(self) -> Iterator[MoveProgress]:
+        if self._read_only:
+            raise StoreError(f"{self._path} is open read-only")
+        return Compactor(self._environment).run()
 
     def publish_status(self, engine: str, row: bytes | None) -> None:
         path = self._environment.path
@@ -293,7 +333,8 @@ def _manifest_keys(transaction: Transaction, namespace: bytes, manifest_id: str)
         return None
 
 
-def _request_use(transaction: Transaction, name: bytes) -> RequestUse | None:
+def _request_use(transaction: Transaction, name: bytes, moments: dict[bytes, list[int]]) -> RequestUse | None:
+    """:param moments: of the manifests that name a pack; is filled."""
     txn, db = transaction
     chain = Chain.decode(txn.get(name, db=db.chains))
     if chain is None:
@@ -304,8 +345,28 @@ def _request_use(transaction: Transaction, name: bytes) -> RequestUse | None:
     use = Use.decode(txn.get(last, db=db.uses))
     if use is None:
         return None
-    others = sum(1 for _ in rows(transaction, db.links, last)) - 1
-    return RequestUse(use.time, use.moment > chain.moment, max(0, others), chain.pinned)
+    if last not in moments:
+        moments[last] = _moments(transaction, last)
+    naming = moments[last]
+    later = len(naming) - bisect_right(naming, chain.moment)
+    lengths = [_pack_lengths(transaction, name[:ID_BYTES] + pack_id) for pack_id in chain.packs]
+    raw, stored = (sum(length) for length in zip(*lengths, strict=True))
+    reused = use.moment > chain.moment
+    return RequestUse(use.time, reused, max(0, len(naming) - 1), chain.pinned, later, raw, stored)
+
+
+def _moments(transaction: Transaction, pack: bytes) -> list[int]:
+    """When the manifests that name a pack were written, sorted."""
+    txn, db = transaction
+    names = [pack[:ID_BYTES] + bytes(key[len(pack) :]) for key, _ in rows(transaction, db.links, pack)]
+    chains = [Chain.decode(txn.get(name, db=db.chains)) for name in names]
+    return sorted(chain.moment for chain in chains if chain is not None)
+
+
+def _pack_lengths(transaction: Transaction, name: bytes) -> tuple[int, int]:
+    """Raw and payload bytes of a pack."""
+    row = transaction.txn.get(name, db=transaction.db.packs)
+    return (0, 0) if row is None else table_lengths(row[SEQUENCE.size :])
 
 
 def _some_manifests(transaction: Transaction, namespace: bytes, start: bytes) -> tuple[bytes, list[RequestManifest]]:

@@ -52,28 +52,47 @@ def behind(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
     return []
 
 
-def write_all(fd: int, buffers: Sequence[memoryview], offset: int, *, aligned: bool) -> None:
+def is_aligned(buffers: Sequence[memoryview]) -> bool:
+    """Whether all of them may be transferred past the page cache."""
+    return all(not len(buffer) % PAGE_BYTES and starts_aligned(buffer) for buffer in buffers)
+
+
+def write_all(fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1) -> None:
     """Write all bytes.
 
-    :param aligned: a short write is taken up again at a multiple of 4 KiB.
+    :param unit: a short write is taken up again at a multiple of it.
     :raises OSError: some of them may have been written.
     """
     rest = list(buffers)
     while rest:
         done = os.pwritev(fd, rest[:_MOST_BUFFERS], offset)
-        done -= done % PAGE_BYTES if aligned else 0
+        done -= done % unit
         if not done:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         rest = behind(rest, done)
         offset += done
 
 
-def read_all(fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
-    """Fill the buffers; False: the file ends before."""
+def write_direct(fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
+    """Write all bytes of aligned buffers past the page cache; always True.
+
+    :raises OSError: some of them may have been written.
+    """
+    write_all(fd, buffers, offset, PAGE_BYTES)
+    return True
+
+
+def read_direct(fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
+    """Fill aligned buffers past the page cache; False: a file that ends within them may hold more than was read."""
+    return read_all(fd, buffers, offset, PAGE_BYTES)
+
+
+def read_all(fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1) -> bool:
+    """Fill the buffers; False: the file ends before, or something ends a call within a ``unit``."""
     rest = list(buffers)
     while rest:
         done = os.preadv(fd, rest[:_MOST_BUFFERS], offset)
-        if not done:
+        if not done or done % unit:
             return False
         if len(rest) <= _MOST_BUFFERS and done == sum(map(len, rest)):
             return True

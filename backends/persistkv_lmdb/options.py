@@ -26,6 +26,15 @@ class Placement(enum.Enum):
 DEFAULT_PLACEMENT = Placement.EXTENTS
 
 
+class Reads(enum.Enum):
+    """How payloads in extents are read that the page cache does not hold already."""
+
+    DIRECT = "direct"
+    """Past it, straight into rows: at the disk's speed, and nothing else is driven out of memory."""
+    CACHED = "cached"
+    """Through it: what several engines of a machine promote, or one again and again, is read from a slow disk once."""
+
+
 class LmdbOptions(msgspec.Struct, frozen=True):
     """Options of one open."""
 
@@ -38,6 +47,9 @@ class LmdbOptions(msgspec.Struct, frozen=True):
 
     placement: Placement | None = None
     """Where the payloads of a new store lie. None: as recorded, or the default for a new one."""
+
+    reads: Reads = Reads.DIRECT
+    """How payloads are read."""
 
     def __post_init__(self) -> None:
         size = self.capacity_bytes

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreFullError
+from persistkv.storage.backend import ReadSpan
 from persistkv.storage.codec import Buffer
 from persistkv.storage.pack import FRAME_BYTES, align
 from persistkv.storage.pack_writer import PackWriter
@@ -133,6 +134,23 @@ class Payloads:
             delete_pieces(self._transaction, name)
             self.freed += length
 
+    def lower(self, name: bytes, length: int) -> bool:
+        """Move a payload to free pages that lie before it; False: there are not as many, or it does not read. Nothing
+        changed then.
+        """
+        extents = read_extents(self._transaction, name)
+        taken = self.space.take_before(pages_of(length), max(extents)) if extents else []
+        if not extents or not taken:
+            return False
+        payload = memoryview(bytearray(length))
+        if not self._files.read(extents, 0, [payload]):
+            self.space.untake(taken)
+            return False
+        self._files.write(taken, iter([payload]))
+        self.space.retire(name)
+        self.space.publish(name, taken)
+        return True
+
     def shrink(self, limit: int) -> None:
         """Give back free pages at the ends of segments, as far as these have more than the limit.
 
@@ -171,3 +189,15 @@ def read_payload(
     if extents is None:
         return read_pieces(transaction, name, offset, buffers)
     return files.read(extents, offset, buffers)
+
+
+def scan_payloads(
+    transaction: Transaction, files: SegmentFiles, names: Sequence[bytes], spans: Sequence[ReadSpan]
+) -> list[bool]:
+    """The same for many, each at its ``offset`` into its ``buffers``, past the page cache where it lies in segments."""
+    places = [read_extents(transaction, name) for name in names]
+    scanned = iter(files.scan([(at, span.offset, span.buffers) for at, span in zip(places, spans, strict=True) if at]))
+    return [
+        next(scanned) if at else at is None and read_pieces(transaction, name, span.offset, span.buffers)
+        for at, name, span in zip(places, names, spans, strict=True)
+    ]

@@ -13,7 +13,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +22,17 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreError
 from persistkv.storage.codec import Buffer
 from persistkv_lmdb.errors import translated_io
-from persistkv_lmdb.gathering import Bounce, behind, front, read_all, write_all
+from persistkv_lmdb.gathering import (
+    Bounce,
+    behind,
+    front,
+    is_aligned,
+    read_all,
+    read_direct,
+    write_all,
+    write_direct,
+)
+from persistkv_lmdb.page_cache import is_cached
 from persistkv_lmdb.space import Extent
 
 logger = logging.getLogger(__name__)
@@ -44,8 +54,15 @@ class _Run(NamedTuple):
     length: int
 
 
+class _Piece(NamedTuple):
+    number: int
+    """Of the payload that it is of."""
+    run: _Run
+    buffers: Sequence[memoryview]
+
+
 class SegmentFiles:
-    """The segment files of one store. ``read`` is thread-safe; the rest is for the holder of LMDB's write lock."""
+    """The segment files of one store. ``read`` and ``scan`` are thread-safe; the rest needs the write lock."""
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
         """:raises OSError: the store's directory cannot be opened."""
@@ -59,6 +76,8 @@ class SegmentFiles:
         """Whether a file may be missing after a power loss: its directory was not synced since it was made."""
         self._bounce = Bounce()
         self._direct = True
+        self.cached = False
+        """Whether all is read through the page cache."""
 
     def grow(self, segment: int, before: int, pages: int) -> None:
         """Make a file so many pages long, with space for all of them.
@@ -139,6 +158,34 @@ class SegmentFiles:
                 rest = behind(rest, run.length)
         return not rest
 
+    def scan(self, wanted: Sequence[tuple[Sequence[Extent], int, Sequence[memoryview]]]) -> list[bool]:
+        """As ``read`` for many payloads, each with its extents, offset and buffers: what lies side by side is read with
+        one call, past the page cache where buffers and file system allow that.
+
+        :raises StoreError: the disk failed.
+        """
+        pieces = [piece for number, one in enumerate(wanted) for piece in _pieces(number, *one)]
+        filled = [0] * len(wanted)
+        with translated_io(self._path):
+            for neighbours in _neighbours(pieces):
+                whole = self._scan(neighbours)
+                for piece in neighbours:
+                    if whole or self._read(piece.run, piece.buffers):
+                        filled[piece.number] += piece.run.length
+        return [count == sum(map(len, buffers)) for count, (_, _, buffers) in zip(filled, wanted, strict=True)]
+
+    def _scan(self, neighbours: Sequence[_Piece]) -> bool:
+        """Past the page cache; False: it is to be tried through it, one after the other."""
+        first = neighbours[0].run
+        buffers = [buffer for piece in neighbours for buffer in piece.buffers]
+        if not is_aligned(buffers):
+            return False
+        try:
+            descriptors = self._descriptors(first.segment)
+        except FileNotFoundError:
+            return False
+        return self._try_direct(read_direct, descriptors, buffers, first.offset)
+
     def lengths(self) -> dict[int, int]:
         """Bytes of each file that the file system gives: holes left out, and what it reserves behind the end."""
         with translated_io(self._path):
@@ -169,26 +216,42 @@ class SegmentFiles:
     def _write(self, run: _Run, buffers: Sequence[memoryview]) -> None:
         self._touched.add(run.segment)
         descriptors = self._descriptors(run.segment)
-        if descriptors.direct is not None and self._direct:
-            try:
-                return write_all(descriptors.direct, buffers, run.offset, aligned=True)
-            except OSError as error:
-                if error.errno not in _NO_DIRECT:
-                    raise
-                self._refuse_direct(error)
-        return write_all(descriptors.buffered, buffers, run.offset, aligned=False)
+        if not self._try_direct(write_direct, descriptors, buffers, run.offset):
+            write_all(descriptors.buffered, buffers, run.offset)
 
     def _read(self, run: _Run, buffers: Sequence[memoryview]) -> bool:
-        """Through the page cache: what several engines promote comes from memory, and the kernel reads ahead."""
+        """Past the page cache, straight into rows, unless it holds all of it already."""
         try:
-            fd = self._descriptors(run.segment).buffered
+            descriptors = self._descriptors(run.segment)
         except FileNotFoundError:
             return False
-        return read_all(fd, buffers, run.offset)
+        if self._reads_direct(descriptors, run) and self._try_direct(read_direct, descriptors, buffers, run.offset):
+            return True
+        return read_all(descriptors.buffered, buffers, run.offset)
 
-    def _refuse_direct(self, error: OSError) -> None:
-        self._direct = False
-        logger.info("%s: the file system refuses O_DIRECT (%s); payloads go through the page cache", self._path, error)
+    def _reads_direct(self, descriptors: _Descriptors, run: _Run) -> bool:
+        in_pages = not run.length % PAGE_BYTES
+        return in_pages and not self.cached and not is_cached(descriptors.buffered, run.offset, run.length)
+
+    def _try_direct(
+        self,
+        transfer: Callable[[int, Sequence[memoryview], int], bool],
+        descriptors: _Descriptors,
+        buffers: Sequence[memoryview],
+        offset: int,
+    ) -> bool:
+        """Past the page cache; False: it cannot be, with these buffers or at all, or not to the end."""
+        if descriptors.direct is None or not self._direct:
+            return False
+        try:
+            return transfer(descriptors.direct, buffers, offset)
+        except OSError as error:
+            if error.errno not in _NO_DIRECT:
+                raise
+            if is_aligned(buffers):  # else it is no wonder; to ask before would take longer
+                self._direct = False
+                logger.info("%s: O_DIRECT is refused (%s); payloads go through the page cache", self._path, error)
+            return False
 
     def _descriptors(self, segment: int, *, create: bool = False) -> _Descriptors:
         with self._lock:
@@ -251,3 +314,24 @@ def _runs(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_Run]
             length -= count
             offset = size
         offset -= size
+
+
+def _pieces(number: int, extents: Sequence[Extent], offset: int, buffers: Sequence[memoryview]) -> Iterator[_Piece]:
+    rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
+    for run in _runs(extents, offset, sum(map(len, rest))):
+        yield _Piece(number, run, front(rest, run.length))
+        rest = behind(rest, run.length)
+
+
+def _neighbours(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
+    """Those that lie side by side, as far as they stand in that order."""
+    together: list[_Piece] = []
+    end = (-1, 0)
+    for piece in pieces:
+        if together and (piece.run.segment, piece.run.offset) != end:
+            yield together
+            together = []
+        together.append(piece)
+        end = (piece.run.segment, piece.run.offset + piece.run.length)
+    if together:
+        yield together

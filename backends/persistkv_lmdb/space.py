@@ -61,6 +61,12 @@ def read_extents(transaction: Transaction, name: bytes) -> list[Extent] | None:
     return None if row is None else decode_extents(row)
 
 
+def first_place(transaction: Transaction, name: bytes) -> tuple[int, int]:
+    """Segment and page of a payload's begin; before all others where it lies in no extents."""
+    extents = read_extents(transaction, name)
+    return (extents[0].segment, extents[0].page) if extents else (-1, 0)
+
+
 class Space:
     """The state of the allocator, within one transaction."""
 
@@ -94,6 +100,10 @@ class Space:
             pages: int = _unpack(_SIZE, cursor.key())[0] if cursor.last() else 0
         return pages
 
+    def pieces(self) -> int:
+        """Free extents, and those that will be."""
+        return sum(int(self._txn.stat(db)["entries"]) for db in (self._db.free, self._db.aging))
+
     def take(self, pages: int) -> list[Extent]:
         """Take free pages: one extent, the smallest that is large enough; several where there is none.
 
@@ -106,6 +116,27 @@ class Space:
             pages -= taken[-1].pages
             self._replace([found], Extent(found.segment, taken[-1].end, found.end - taken[-1].end))
         self.free -= sum(extent.pages for extent in taken)
+        return taken
+
+    def take_before(self, pages: int, place: Extent) -> list[Extent]:
+        """Take free pages that lie before ``place``: the first extent that is large enough, or the first ones together.
+
+        :returns: none where there are not as many; nothing changed then.
+        """
+        before = [extent for extent in self.free_extents() if extent < place]
+        whole = next((extent for extent in before if extent.pages >= pages), None)
+        candidates = before if whole is None else [whole]
+        if sum(extent.pages for extent in candidates) < pages:
+            return []
+        taken: list[Extent] = []
+        left = pages
+        for extent in candidates:
+            taken.append(extent._replace(pages=min(left, extent.pages)))
+            left -= taken[-1].pages
+            self._replace([extent], Extent(extent.segment, taken[-1].end, extent.end - taken[-1].end))
+            if not left:
+                break
+        self.free -= pages
         return taken
 
     def untake(self, extents: Iterable[Extent]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hmac
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha256
 
 from persistkv.errors import CorruptPackError
@@ -96,16 +96,26 @@ class Authenticator:
         """
         if not self._key:
             return []
-        digest = _digest(table)
+        is_ours = self.frame_check(table, tags)
         frames = [table.frames[number] for number in numbers]
         pieces = _slices(buffers, [(frame.offset - start, frame.stored_length) for frame in frames])
         return [
-            frame
-            for number, frame, stored in zip(numbers, frames, pieces, strict=True)
-            if not hmac.compare_digest(
-                tags[TAG_BYTES * number : TAG_BYTES * (number + 1)], self._frame_tag(digest, number, stored)
-            )
+            frame for number, frame, stored in zip(numbers, frames, pieces, strict=True) if not is_ours(number, stored)
         ]
+
+    def frame_check(self, table: PackTable, tags: bytes) -> Callable[[int, Iterable[Buffer]], bool]:
+        """What tells whether the bytes of a pack's frame, by its number, are of somebody who has the key; without one
+        all are.
+        """
+        if not self._key:
+            return lambda number, stored: True
+        digest = _digest(table)
+
+        def is_ours(number: int, stored: Iterable[Buffer]) -> bool:
+            found = tags[TAG_BYTES * number : TAG_BYTES * (number + 1)]
+            return hmac.compare_digest(found, self._frame_tag(digest, number, stored))
+
+        return is_ours
 
     def _frame_tag(self, digest: bytes, number: int, stored: Iterable[Buffer]) -> bytes:
         return self._tag(b"frame", [digest, _NUMBER.pack(number), *stored])

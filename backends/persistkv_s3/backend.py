@@ -1,9 +1,17 @@
-"""The S3 driver: one handle on the namespaces of one store."""
+"""The S3 driver: one handle on the namespaces of one store.
+
+A server that does not answer keeps no engine from starting: the handle is then *dark*. It knows nothing, promises
+nothing and commits nothing until the server has answered once and what lies there has been looked at. A handle for
+looking (``read_only`` of ``open``) is never dark, and a server that refuses is an error.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 from persistkv.config import StoreUrl
 from persistkv.errors import CorruptPackError, CorruptStoreError, StoreError, StoreUnavailableError
@@ -20,22 +28,26 @@ from persistkv.storage.backend import (
 )
 from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import ManifestKeys, RequestManifest, decode_manifest
+from persistkv.storage.pack import Frame
 from persistkv_s3 import names
 from persistkv_s3.authentication import Authenticator
 from persistkv_s3.breaker import Breaker
 from persistkv_s3.bucket import Bucket
 from persistkv_s3.cache import IndexCache
 from persistkv_s3.client import BotoClient
-from persistkv_s3.errors import ObjectExistsError, ObjectMissingError
+from persistkv_s3.errors import PASSING, ObjectExistsError, ObjectMissingError
 from persistkv_s3.follower import log_failure
 from persistkv_s3.layout import check_format, encode_format, encode_namespace, parse_namespace
 from persistkv_s3.names import Names
 from persistkv_s3.options import Place, S3Options, parse_url
+from persistkv_s3.plain import PlainBucket
 from persistkv_s3.reliable import Reliable
 from persistkv_s3.retention import Policy, Retention, Round
 from persistkv_s3.signed import SignedObjects
 from persistkv_s3.space import Space
 from persistkv_s3.transport import Transport
+
+logger = logging.getLogger(__name__)
 
 _STATUS_KEPT_S = 86_400.0  # a day
 
@@ -54,8 +66,9 @@ class S3Backend(Backend):
         """Whether the bucket is asked at all just now."""
         self._place = place
         self._options = options
-        self._read_only = read_only
-        self.status_interval_s = options.status_s
+        self._read_only = read_only or options.read_only
+        self.capabilities = replace(type(self).capabilities, writable=not self._read_only)
+        self.status_interval_s = None if self._read_only else options.status_s
         self._authenticator = Authenticator(options.secret())
         self._cache_directory = options.cache_directory()
         self._bucket = Bucket(place, Reliable(transport, self.breaker), options.deadline_s, options.connections)
@@ -64,6 +77,7 @@ class S3Backend(Backend):
         self._namespaces: dict[bytes, Namespace] = {}
         self._spaces: dict[bytes, Space] = {}
         self._status_shown = False
+        self._dark = False
         self._closed = False
 
     @classmethod
@@ -72,11 +86,21 @@ class S3Backend(Backend):
         return cls.connect(place, options, BotoClient(place, options), read_only=read_only)
 
     @classmethod
+    def plain_medium(cls, url: StoreUrl) -> PlainBucket:
+        return PlainBucket(*parse_url(url))
+
+    @classmethod
     def connect(cls, place: Place, options: S3Options, transport: Transport, *, read_only: bool = False) -> S3Backend:
         """As ``open``, over a client of the caller's, which the handle then owns."""
         backend = cls(place, options, transport, read_only=read_only)
         try:
             backend._check_format()
+        except PASSING as error:
+            if read_only:
+                backend.close()
+                raise
+            logger.warning("%s does not answer (%s); lookups miss until it does", place, error)
+            backend._dark = True
         except BaseException:
             backend.close()
             raise
@@ -97,8 +121,26 @@ class S3Backend(Backend):
         except ObjectExistsError:  # another process was faster
             check_format(self._bucket.get(key), str(self._place))
 
+    def _is_dark(self) -> bool:
+        """Whether nothing is known yet; where the server answers by now, opening is made up for."""
+        if self._dark:
+            try:
+                self._check_format()
+                for namespace in () if self._read_only else self._namespaces.values():
+                    self._put_identity(namespace)
+            except PASSING:
+                return True
+            self._dark = False
+        return False
+
+    def _put_identity(self, namespace: Namespace) -> None:
+        with suppress(ObjectExistsError):
+            self._bucket.put(self._identity_key(namespace.id), [encode_namespace(namespace)])
+
     def namespaces(self) -> Iterator[Namespace]:
         self._check_open()
+        if self._is_dark():
+            return iter([])
         found = self._bucket.list(self._place.prefix + names.IDENTITIES)
         known = [name for info in found if (name := names.parse_identity(info.key)) is not None]
         self._bucket.all(self._namespace, [name for name in known if name not in self._namespaces])
@@ -106,6 +148,8 @@ class S3Backend(Backend):
 
     def open_namespace(self, identity: Identity) -> Namespace:
         self._check_open()
+        if self._is_dark():
+            return self._namespaces.setdefault(identity.digest, Namespace(identity, time.time()))
         found = self._namespace(identity.digest)
         if found is not None:
             return found
@@ -160,6 +204,10 @@ class S3Backend(Backend):
         if any(pack.namespace != namespace for pack in batch.packs):
             raise StoreError(f"a pack of another namespace than {namespace.hex()}")
         space = self._space(namespace)
+        if self._is_dark():
+            raise StoreUnavailableError(f"{self._place} has not answered yet")
+        if space.follower.emptied:
+            self._say_again(space)
         result = space.commit(batch, 1 + max(other.catalogue.moment for other in self._spaces.values()))
         if self._retention.is_due():
             try:
@@ -167,6 +215,12 @@ class S3Backend(Backend):
             except StoreError as error:
                 log_failure(f"retention in {self._place}", error)
         return result
+
+    def _say_again(self, space: Space) -> None:
+        """What lies here, after somebody emptied the bucket."""
+        self._check_format()
+        self._put_identity(self._namespaces[space.namespace])
+        space.begin_anew()
 
     def retain(self) -> Round | None:
         """Evict what the ttl and the capacity ask for and remove orphans, unless an engine has done so in this period.
@@ -182,6 +236,8 @@ class S3Backend(Backend):
 
     def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
         space = self._space(namespace)
+        if self._is_dark():
+            return space.catalogue.changes(cursor)
         if cursor is None:
             space.follower.load()
         else:
@@ -189,8 +245,17 @@ class S3Backend(Backend):
         return space.catalogue.changes(cursor)
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        space = self._space(namespace)
-        return space.read(spans)
+        return self._space(namespace).read(spans)
+
+    def read_frames(
+        self,
+        namespace: bytes,
+        pack_id: bytes,
+        frames: Sequence[Frame],
+        buffer: memoryview,
+        take: Callable[[int, memoryview], None],
+    ) -> None:
+        self._space(namespace).read_frames(pack_id, frames, buffer, take)
 
     def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
         space = self._space(namespace)
@@ -231,6 +296,10 @@ class S3Backend(Backend):
     @property
     def breaker_state(self) -> str:
         return self.breaker.state.value
+
+    @property
+    def requests(self) -> dict[str, int]:
+        return self._bucket.requests
 
     def publish_status(self, engine: str, row: bytes | None) -> None:
         self._check_open()

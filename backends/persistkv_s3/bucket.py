@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from persistkv.storage.codec import Buffer
 from persistkv_s3.options import Place
-from persistkv_s3.sinks import RowSink, WholeSink
-from persistkv_s3.transport import Body, Deadline, ObjectInfo, Transport
+from persistkv_s3.sinks import FrameSink, RowSink, WholeSink
+from persistkv_s3.transport import MOST_DELETED, Body, Deadline, ObjectInfo, Transport
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -30,6 +30,11 @@ class Bucket:
         self._deadline_s = deadline_s
         self._readers = ThreadPoolExecutor(connections, thread_name_prefix="persistkv-s3-read")
         self._writers = ThreadPoolExecutor(connections, thread_name_prefix="persistkv-s3-write")
+
+    @property
+    def requests(self) -> dict[str, int]:
+        """As ``Transport.requests``."""
+        return self._transport.requests
 
     def all(self, what: Callable[[A], R], things: Iterable[A]) -> list[R]:
         """``what`` of each thing, side by side; all have ended on return, whatever came of them.
@@ -77,17 +82,30 @@ class Bucket:
         total = sum(buffer.nbytes for buffer in buffers)
         self._transport.get(key, start, start + total, RowSink(buffers), Deadline(self._deadline_s))
 
+    def pour(self, key: str, sink: FrameSink) -> None:
+        """Bring ranges of an object through a sink, with one request; errors as in ``fill``."""
+        self._transport.get(key, sink.start, sink.stop, sink, Deadline(self._deadline_s))
+
     def head(self, key: str) -> ObjectInfo:
         """As ``Transport.head``."""
         return self._transport.head(key, Deadline(self._deadline_s))
 
     def list(self, prefix: str) -> list[ObjectInfo]:
-        """As ``Transport.list``."""
-        return self._transport.list(prefix, Deadline(self._deadline_s))
+        """All objects whose keys begin so, by key."""
+        return list(self.pages(prefix))
+
+    def pages(self, prefix: str) -> Iterator[ObjectInfo]:
+        """The same, page by page, each within the deadline: there may be a million."""
+        page = self._transport.list(prefix, None, Deadline(self._deadline_s))
+        yield from page.objects
+        while page.next is not None:
+            page = self._transport.list(prefix, page.next, Deadline(self._deadline_s))
+            yield from page.objects
 
     def delete(self, keys: Sequence[str]) -> None:
-        """As ``Transport.delete``."""
-        self._transport.delete(keys, Deadline(self._deadline_s))
+        """Delete objects; those that are not there are passed over."""
+        for start in range(0, len(keys), MOST_DELETED):
+            self._transport.delete(keys[start : start + MOST_DELETED], Deadline(self._deadline_s))
 
     def close(self) -> None:
         """Wait for what is on its way, then release connections; idempotent."""

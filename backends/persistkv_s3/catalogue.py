@@ -137,8 +137,20 @@ class Catalogue:
             last = self.packs.get(held.packs[-1])
             if last is None:
                 return None
-            others = len(self.naming.get(held.packs[-1], ())) - 1
-            return RequestUse(last.used.time, last.used.moment > held.used.moment, max(0, others), pinned)
+            naming = self.naming.get(held.packs[-1], ())
+            later = sum(
+                self.manifests[name].used.moment > held.used.moment for name in naming if name in self.manifests
+            )
+            tables = [self.packs[pack_id].table for pack_id in held.packs if pack_id in self.packs]
+            return RequestUse(
+                last.used.time,
+                last.used.moment > held.used.moment,
+                max(0, len(naming) - 1),
+                pinned,
+                later,
+                sum(table.raw_length for table in tables),
+                sum(table.payload_length for table in tables),
+            )
 
     @property
     def stored_bytes(self) -> int:

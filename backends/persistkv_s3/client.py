@@ -10,6 +10,7 @@ else.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from typing import Any
@@ -25,12 +26,12 @@ from persistkv_s3.errors import (
     ThrottledError,
 )
 from persistkv_s3.options import Place, S3Options
-from persistkv_s3.transport import Body, Deadline, ObjectInfo, Sink, Transport
+from persistkv_s3.transport import Body, Deadline, ObjectInfo, Page, Sink, Transport
 
 _PUT_BYTES = 72 << 20  # 72 MiB: the largest pack of many blocks with padding and table. Larger bodies go up in parts
 _PART_BYTES = 32 << 20  # 32 MiB
-_DELETED_AT_ONCE = 1000
 _READ_BYTES = 256 << 10  # 256 KiB: more at a time costs page faults, less costs calls
+_BESIDE = 16  # threads of the caller's, who make a request themselves where it is only one
 _CONNECT_S = 5.0
 _MOST_S = 30.0
 _THROTTLES = frozenset(
@@ -47,6 +48,19 @@ class BotoClient(Transport):
         self._place = place
         self._extra = _encryption(options)
         self._client = _make_client(options)
+        self._count_lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._client.meta.events.register("before-send.s3", self._count_one)
+
+    @property
+    def requests(self) -> dict[str, int]:
+        """See ``Transport``; by their method."""
+        with self._count_lock:
+            return dict(self._counts)
+
+    def _count_one(self, request: Any, **_: Any) -> None:
+        with self._count_lock:
+            self._counts[request.method] += 1
 
     def put(self, key: str, body: Body, deadline: Deadline, *, only_if_absent: bool = True) -> None:
         condition = {"IfNoneMatch": "*"} if only_if_absent else {}
@@ -104,30 +118,30 @@ class BotoClient(Transport):
             found = self._client.head_object(Bucket=self._place.bucket, Key=key)
         return ObjectInfo(key, found["ContentLength"], found["LastModified"].timestamp())
 
-    def list(self, prefix: str, deadline: Deadline) -> list[ObjectInfo]:
-        found: list[ObjectInfo] = []
-        more: dict[str, str] = {}
-        while True:
-            with self._translated("LIST", prefix, deadline):
-                page = self._client.list_objects_v2(Bucket=self._place.bucket, Prefix=prefix, **more)
-            found += [
-                ObjectInfo(entry["Key"], entry["Size"], entry["LastModified"].timestamp())
-                for entry in page.get("Contents", ())
-            ]
-            if not page.get("IsTruncated"):
-                return found
-            more = {"ContinuationToken": page["NextContinuationToken"]}
+    def list(self, prefix: str, page: str | None, deadline: Deadline) -> Page:
+        more = {} if page is None else {"ContinuationToken": page}
+        with self._translated("LIST", prefix, deadline):
+            answer = self._client.list_objects_v2(Bucket=self._place.bucket, Prefix=prefix, **more)
+        found = [
+            ObjectInfo(entry["Key"], entry["Size"], entry["LastModified"].timestamp())
+            for entry in answer.get("Contents", ())
+        ]
+        return Page(found, answer["NextContinuationToken"] if answer.get("IsTruncated") else None)
 
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
-        for start in range(0, len(keys), _DELETED_AT_ONCE):
-            some = keys[start : start + _DELETED_AT_ONCE]
-            what = f"{some[0]} and {len(some) - 1} more"
-            with self._translated("DELETE", what, deadline):
-                answer = self._client.delete_objects(
-                    Bucket=self._place.bucket, Delete={"Objects": [{"Key": key} for key in some], "Quiet": True}
-                )
-            for error in answer.get("Errors", ()):
-                raise _of_answer({"Error": error}, f"{self._place}: DELETE {error.get('Key')}")
+        try:
+            self._delete_many(keys, deadline)
+        except RefusedError:  # Ceph asks for leave to delete the whole bucket for this
+            for key in keys:
+                with self._translated("DELETE", key, deadline):
+                    self._client.delete_object(Bucket=self._place.bucket, Key=key)
+
+    def _delete_many(self, keys: Sequence[str], deadline: Deadline) -> None:
+        wanted = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
+        with self._translated("DELETE", f"{keys[0]} and {len(keys) - 1} more", deadline):
+            answer = self._client.delete_objects(Bucket=self._place.bucket, Delete=wanted)
+        for error in answer.get("Errors", ()):
+            raise _of_answer({"Error": error}, f"{self._place}: DELETE {error.get('Key')}")
 
     def close(self) -> None:
         self._client.close()
@@ -241,7 +255,7 @@ def _make_client(options: S3Options) -> Any:
             connect_timeout=min(_CONNECT_S, options.deadline_s),
             read_timeout=max(1.0, options.deadline_s / 3),  # a hang costs one attempt of three, not all the time
             retries={"total_max_attempts": 1},
-            max_pool_connections=2 * options.connections,  # reads go beside a commit
+            max_pool_connections=2 * options.connections + _BESIDE,  # reads go beside a commit
             request_checksum_calculation="when_supported" if options.checksum == "crc32" else "when_required",
             response_checksum_validation="when_required",
             s3={"payload_signing_enabled": not unsigned, "addressing_style": "path" if path_style else "auto"},

@@ -58,3 +58,7 @@ class BreakerOpenError(S3Error):
     """No request was made: the last ones failed or were slow."""
 
     healthy = True
+
+
+PASSING = (BrokenError, ThrottledError, LateError, BreakerOpenError)
+"""What says nothing of the bucket but that it does not answer now."""

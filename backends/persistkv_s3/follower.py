@@ -5,7 +5,9 @@
    lists sees each entry: as an index object, or in the segments of the newest root.
 3. Where a root covers something that this handle never merged (it slept while that was deleted), all is fetched anew.
 4. Looks are spaced by ``refresh_s``, with jitter; in between the answer is what is known already.
-5. What a file on this machine says of the index (``cache``) spares a start what that file stands for. Nothing is
+5. Where something that this handle merged lies there no more and no newer root covers it, somebody emptied the log, or
+   made the bucket anew: what lies there now is all that is known (``emptied``).
+6. What a file on this machine says of the index (``cache``) spares a start what that file stands for. Nothing is
    written or deleted on its word alone: ``refresh_from_bucket``.
 """
 
@@ -56,6 +58,8 @@ class Follower:
         """Packs whose objects were not there, until a commit says so to all."""
         self.touched: dict[bytes, Use] = {}
         """Uses that wait for a commit."""
+        self.emptied = False
+        """Somebody took the log away: format and identity may be gone too."""
         self._objects = objects
         self._cache = cache
         self._from_cache = False
@@ -91,8 +95,15 @@ class Follower:
         if not self._loaded:
             self.ensure()
             return
+        listing = self._list()
+        if self._is_emptied(listing):
+            logger.warning("%s was emptied: what lies there now is all that is known", self.names.log_prefix)
+            self.emptied = True
+            self.lost.clear()
+            self.load()
+            return
         try:
-            gap = self._follow(self._list())
+            gap = self._follow(listing)
         except ObjectMissingError:  # trimmed between listing and fetching
             gap = True
         if gap:
@@ -162,6 +173,13 @@ class Follower:
                 catalogue.damaged = True
                 logger.warning("%s does not read (%s)", self.names.root(number), error)
         return None
+
+    def _is_emptied(self, listing: Listing) -> bool:
+        held = 0 if self.root is None else self.root.number
+        newest = listing.roots[-1] if listing.roots else 0
+        if newest > held:
+            return False  # it may cover what is not listed any more
+        return newest < held or any(name not in listing.objects for name in self.recent)
 
     def _follow(self, listing: Listing) -> bool:
         """Merge what is new; whether something is missing that cannot be had this way."""

@@ -17,6 +17,7 @@ from persistkv_s3.cache import default_directory
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[A-Za-z0-9!_.*'()\-/]*")
 _MAX_PREFIX = 256
+_CREDENTIAL = re.compile("key|secret|token|password|credential|signature", re.IGNORECASE)
 _SECRET_BYTES = 32
 
 
@@ -37,6 +38,8 @@ class S3Options(msgspec.Struct, frozen=True):
     """Server-side encryption to ask for. None: what the bucket does by default."""
     sse_kms_key_id: str | None = None
     """The key, where ``sse`` is ``aws:kms``. None: the account's default key."""
+    read_only: bool = False
+    """Look and promote only: nothing is ever written, and leave to list and get is all that is needed."""
     deadline: str = "30s"
     """Time for one operation, its retries included."""
     slow: str = "10s"
@@ -182,6 +185,9 @@ def parse_url(url: StoreUrl) -> tuple[Place, S3Options]:
 
     :raises ConfigurationError: naming what is wrong.
     """
+    for name in url.options:
+        if _CREDENTIAL.search(name) and name not in S3Options.__struct_fields__:
+            raise ConfigurationError(f"s3 option {name}", "…", "no credentials in URLs: see docs/s3.md, Credentials")
     options = convert_options(S3Options, url.options, where="s3")
     bucket, _, prefix = url.location.partition("/")
     prefix = prefix.strip("/")

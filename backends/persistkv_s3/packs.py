@@ -8,8 +8,9 @@ and an object that is damaged is never taken for a good one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from persistkv.errors import CorruptPackError
@@ -26,16 +27,27 @@ _GENERATIONS = 4
 """Names that are tried for one pack: each that is taken by something unreadable costs one."""
 
 
-@dataclass(frozen=True)
-class Upload:
-    """A pack on its way."""
+class Room:
+    """Memory that encoded packs share on their way up; one is always let in. What is raw is sent from where it lies."""
 
-    writer: PackWriter
-    pieces: Sequence[Buffer]
-    """The whole object, where its bytes lie."""
-    tags: bytes
-    """See ``authentication``."""
-    generation: int
+    def __init__(self, num_bytes: int) -> None:
+        self._free = self._all = num_bytes
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, writer: PackWriter) -> Iterator[None]:
+        """Wait until there is enough for a pack, and keep it for the length of the block."""
+        raw = all(codec.identity for codec in writer.codecs)
+        length = 0 if raw else min(writer.raw_length, self._all)
+        with self._changed:
+            self._changed.wait_for(lambda: length <= self._free)
+            self._free -= length
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += length
+                self._changed.notify_all()
 
 
 class Uploaded(NamedTuple):
@@ -59,28 +71,33 @@ class PackObjects:
         self._names = names
         self._authenticator = authenticator
 
-    def prepare(self, writer: PackWriter, generation: int) -> Upload:
-        """Run the pack's stream; what that raises comes through."""
-        payload: list[Buffer] = list(writer.stream())
-        tags = self._authenticator.pack_tags(writer.table, payload)
-        return Upload(writer, [*payload, tags, writer.table.encode()], tags, generation)
-
-    def upload(self, upload: Upload) -> Uploaded:
-        """Put the pack where it belongs, or find that it lies there.
+    def upload(self, writer: PackWriter, first_generation: int) -> Uploaded:
+        """Put a pack where it belongs, or find that it lies there. What its stream raises comes through.
 
         :raises S3Error: it may lie there or not; nothing names it.
         """
-        writer = upload.writer
-        for generation in range(upload.generation, upload.generation + _GENERATIONS):
+        pieces, tags = self._pieces(writer)
+        for generation in range(first_generation, first_generation + _GENERATIONS):
             try:
-                self._bucket.put(self._names.pack(writer.pack_id, generation), upload.pieces)
+                self._bucket.put(self._names.pack(writer.pack_id, generation), pieces)
             except ObjectExistsError:
                 held = self._held(writer.table, generation)
                 if held is not None:
                     return Uploaded(writer, *held, generation, reused=True)
             else:
-                return Uploaded(writer, writer.table, upload.tags, generation, reused=False)
+                return Uploaded(writer, writer.table, tags, generation, reused=False)
         raise S3Error(f"{self._names.pack(writer.pack_id, generation)}: what lies there does not read as the pack")
+
+    def upload_again(self, pack: Uploaded) -> None:
+        """Put a pack that went away where it was; nothing where somebody was faster."""
+        with suppress(ObjectExistsError):
+            self._bucket.put(self._names.pack(pack.writer.pack_id, pack.generation), self._pieces(pack.writer)[0])
+
+    def _pieces(self, writer: PackWriter) -> tuple[list[Buffer], bytes]:
+        """The whole object, where its bytes lie, and its tags (see ``authentication``)."""
+        payload: list[Buffer] = list(writer.stream())
+        tags = self._authenticator.pack_tags(writer.table, payload)
+        return [*payload, tags, writer.table.encode()], tags
 
     def _held(self, ours: PackTable, generation: int) -> tuple[PackTable, bytes] | None:
         """Table and tags of the object that lies there; None where it is not this pack, damaged, or of a stranger."""

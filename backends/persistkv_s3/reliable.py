@@ -16,7 +16,7 @@ from typing import TypeVar
 from persistkv.errors import StoreError
 from persistkv_s3.breaker import Breaker
 from persistkv_s3.errors import BreakerOpenError, ObjectExistsError, S3Error
-from persistkv_s3.transport import Body, Deadline, ObjectInfo, Sink, Transport
+from persistkv_s3.transport import Body, Deadline, ObjectInfo, Page, Sink, Transport
 
 T = TypeVar("T")
 
@@ -33,6 +33,10 @@ class Reliable(Transport):
         self.breaker = breaker
         self.retries = 0
         """Attempts beyond the first."""
+
+    @property
+    def requests(self) -> dict[str, int]:
+        return self._client.requests
 
     def put(self, key: str, body: Body, deadline: Deadline, *, only_if_absent: bool = True) -> None:
         uncertain: list[bool] = []
@@ -66,8 +70,8 @@ class Reliable(Transport):
     def head(self, key: str, deadline: Deadline) -> ObjectInfo:
         return self._run(lambda: self._client.head(key, deadline), deadline)
 
-    def list(self, prefix: str, deadline: Deadline) -> list[ObjectInfo]:
-        return self._run(lambda: self._client.list(prefix, deadline), deadline)
+    def list(self, prefix: str, page: str | None, deadline: Deadline) -> Page:
+        return self._run(lambda: self._client.list(prefix, page, deadline), deadline)
 
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
         self._run(lambda: self._client.delete(keys, deadline), deadline)

@@ -96,16 +96,16 @@ class Retention:
         """
         for space in spaces.values():
             space.follower.refresh()
-        evicted = self._evict(spaces)
+        evicted = self._evict(spaces, now)
         orphans = sum(self._remove_orphans(space, now) for space in spaces.values())
         if evicted or orphans:
             logger.info("%d packs were evicted, %d orphans removed", evicted, orphans)
         return Round(evicted, orphans)
 
-    def _evict(self, spaces: Mapping[bytes, Space]) -> int:
+    def _evict(self, spaces: Mapping[bytes, Space], now: float) -> int:
         packs: dict[bytes, list[bytes]] = {}
         manifests: dict[bytes, list[str]] = {}
-        for victim in self._victims({name: space.catalogue for name, space in spaces.items()}):
+        for victim in self._victims({name: space.catalogue for name, space in spaces.items()}, now):
             if victim.is_manifest:
                 manifests.setdefault(victim.namespace, []).append(victim.name.decode())
             else:
@@ -116,9 +116,9 @@ class Retention:
             evicted += len(spaces[name].commit(batch, 0, dropped=manifests.get(name, ())).evicted)
         return evicted
 
-    def _victims(self, catalogues: Mapping[bytes, Catalogue]) -> Iterator[_Candidate]:
+    def _victims(self, catalogues: Mapping[bytes, Catalogue], now: float) -> Iterator[_Candidate]:
         policy = self._policy
-        expired = -1.0 if policy.ttl_s is None else time.time() - policy.ttl_s
+        expired = -1.0 if policy.ttl_s is None else now - policy.ttl_s
         total = sum(catalogue.stored_bytes for catalogue in catalogues.values())
         for candidate in sorted(c for name, catalogue in catalogues.items() for c in _candidates(name, catalogue)):
             over = policy.capacity is not None and total > policy.capacity
@@ -130,17 +130,15 @@ class Retention:
     def _remove_orphans(self, space: Space, now: float) -> int:
         """How many objects of one namespace were deleted."""
         names = space.names
-        found = [
-            info
-            for prefix in (names.packs_prefix, names.keys_prefix, names.segments_prefix)
-            for info in self._bucket.list(prefix)
-            if info.modified <= now - self._policy.grace_s
-        ]
+        prefixes = (names.packs_prefix, names.keys_prefix, names.segments_prefix)
+        lying = (info for prefix in prefixes for info in self._bucket.pages(prefix))
+        old = (info for info in lying if info.modified <= now - self._policy.grace_s)
+        found = list(_unnamed(old, space))  # of a million objects these are few
         space.follower.refresh_from_bucket()
         if space.catalogue.damaged:
             logger.warning("%s: a part of the index does not read, so no orphans are removed", names.base)
             return 0
-        orphans = list(_unnamed(found, space))
+        orphans = [info.key for info in _unnamed(found, space)]
         if orphans:
             self._bucket.delete(orphans)
         return len(orphans)
@@ -160,7 +158,7 @@ def _candidates(namespace: bytes, catalogue: Catalogue) -> Iterator[_Candidate]:
             )
 
 
-def _unnamed(found: Iterable[ObjectInfo], space: Space) -> Iterator[str]:
+def _unnamed(found: Iterable[ObjectInfo], space: Space) -> Iterator[ObjectInfo]:
     root, names = space.follower.root, space.names
     named = {names.segment(name) for name in (() if root is None else root.segments)}
     named |= {names.manifest_keys(manifest.keys) for manifest in space.catalogue.manifests.values()}
@@ -168,8 +166,8 @@ def _unnamed(found: Iterable[ObjectInfo], space: Space) -> Iterator[str]:
         pack = parse_pack(info.key)
         if pack is None:
             if info.key not in named:
-                yield info.key
+                yield info
             continue
         held = space.catalogue.packs.get(pack[0])
         if held is None or held.generation != pack[1]:
-            yield info.key
+            yield info

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from persistkv.storage.backend import ReadSpan
@@ -17,6 +17,22 @@ _GAP_BYTES = 128 << 10  # 128 KiB: less than what a request's latency would have
 def span_bytes(span: ReadSpan) -> int:
     """How much a span asks for."""
     return sum(buffer.nbytes for buffer in span.buffers)
+
+
+def neighbours(frames: Sequence[Frame], payload_length: int) -> Iterator[list[int]]:
+    """The numbers of frames that are fetched with one request; those that do not lie in the payload are left out."""
+    run: list[int] = []
+    end = 0
+    for number, frame in enumerate(frames):
+        if not frame.stored_length or frame.offset + frame.stored_length > payload_length:
+            continue
+        if run and frame.offset - end > _GAP_BYTES:
+            yield run
+            run = []
+        run.append(number)
+        end = frame.offset + frame.stored_length
+    if run:
+        yield run
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from persistkv.errors import CorruptPackError
 from persistkv_s3.errors import BrokenError
@@ -31,6 +31,44 @@ class RowSink:
         if self._filled == len(self._parts[self._part]):
             self._part += 1
             self._filled = 0
+
+
+class FrameSink:
+    """Ranges of an object through one buffer; each is handed over once it is whole, and what lies between goes nowhere.
+
+    :param ranges: (offset, length), ascending; the lengths are not 0.
+    :param take: gets the number of a range, and its bytes, which lie there until it returns.
+    """
+
+    def __init__(
+        self, ranges: Sequence[tuple[int, int]], buffer: memoryview, take: Callable[[int, memoryview], None]
+    ) -> None:
+        self.start = ranges[0][0]
+        self.stop = sum(ranges[-1])
+        self.position = 0
+        self._ranges = ranges
+        self._buffer = buffer
+        self._take = take
+        self._number = 0
+
+    def expect(self, length: int) -> None:
+        left = self.stop - self.start - self.position
+        if length != left:
+            raise BrokenError(f"the server sends {length} bytes instead of {left}")
+
+    def room(self) -> memoryview:
+        if self._number == len(self._ranges):
+            return memoryview(b"")
+        offset, length = self._ranges[self._number]
+        inside = self.start + self.position - offset
+        return self._buffer[inside:length] if inside >= 0 else self._buffer[:-inside]
+
+    def advance(self, count: int) -> None:
+        self.position += count
+        offset, length = self._ranges[self._number]
+        if self.start + self.position == offset + length:
+            self._number += 1
+            self._take(self._number - 1, self._buffer[:length])
 
 
 class WholeSink:

@@ -14,14 +14,17 @@ what was done after all is learnt like a stranger's commit.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 
 from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.backend import CommitBatch, CommitResult, ReadSpan
 from persistkv.storage.manifest import ManifestKeys, decode_manifest_keys
+from persistkv.storage.pack import Frame
+from persistkv.storage.pack_writer import PackWriter
 from persistkv_s3.cache import IndexCache
 from persistkv_s3.catalogue import Use
 from persistkv_s3.errors import ObjectExistsError, ObjectMissingError
@@ -29,11 +32,14 @@ from persistkv_s3.follower import Follower, log_failure
 from persistkv_s3.layout import Entry, Head, Stamp, encode_entries
 from persistkv_s3.names import LogName
 from persistkv_s3.options import S3Options
-from persistkv_s3.packs import PackObjects, Upload, Uploaded
+from persistkv_s3.packs import PackObjects, Room, Uploaded
 from persistkv_s3.plan import Plan, keys_name
-from persistkv_s3.runs import Run, span_bytes
+from persistkv_s3.runs import Run, neighbours, span_bytes
 from persistkv_s3.signed import SignedObjects
+from persistkv_s3.sinks import FrameSink
 from persistkv_s3.snapshots import Snapshots
+
+logger = logging.getLogger(__name__)
 
 
 class Space:
@@ -73,32 +79,34 @@ class Space:
         if not plan.says_something:
             self._touch(plan.uses, Use(moment, now))
             return CommitResult(catalogue.cursor)
-        uploads = [self._packs.prepare(writer, generation) for writer, generation in plan.missing]
         keys = plan.manifest_keys(self.namespace, self._authenticator)
-        uploaded = self._upload(uploads, LogName(self._writer, self._number + 1), b"".join(keys))
+        uploaded = self._upload(plan.missing, Room(batch.memory), b"".join(keys))
         entry = plan.entry(self.namespace, Stamp(moment, self._writer), now, self._number + 1, uploaded, keys)
         self._publish([*self._pending(), entry])
         cursor = catalogue.cursor
         catalogue.relearn(pack.table.pack_id for pack in uploaded if pack.reused and pack.table != pack.writer.table)
-        self._maintain([both for both in zip(uploads, uploaded, strict=True) if both[1].reused])
+        self._maintain([pack for pack in uploaded if pack.reused])
         return CommitResult(cursor, plan.evicted)
 
-    def _upload(self, uploads: list[Upload], name: LogName, keys: bytes) -> list[Uploaded]:
-        """All packs, and the object with the manifests' keys beside them."""
+    def _upload(self, packs: Sequence[tuple[PackWriter, int]], room: Room, keys: bytes) -> list[Uploaded]:
+        """All packs, each under its generation, and an object with the manifests' keys beside them."""
         found: dict[int, Uploaded] = {}
+        name = LogName(self._writer, self._number + 1)
 
         def put(number: int | None) -> None:
             if number is None:
                 self._bucket.put(self.names.manifest_keys(name), [keys], only_if_absent=False)
-            else:
-                found[number] = self._packs.upload(uploads[number])
+                return
+            writer, generation = packs[number]
+            with room.taken(writer):
+                found[number] = self._packs.upload(writer, generation)
 
         try:
-            self._bucket.all_writes(put, [*range(len(uploads)), *([None] if keys else [])])
-        except StoreError:
+            self._bucket.all_writes(put, [*range(len(packs)), *([None] if keys else [])])
+        except BaseException:
             self._become_another()  # an object with keys may still arrive: its name is not used again
             raise
-        return [found[number] for number in range(len(uploads))]
+        return [found[number] for number in range(len(packs))]
 
     def _publish(self, entries: list[Entry]) -> None:
         """Tell all, in one object; uses that waited are told with it."""
@@ -121,27 +129,32 @@ class Space:
         for pack_id in told:
             self.follower.lost.pop(pack_id, None)
 
+    def begin_anew(self) -> None:
+        """The bucket was emptied: go on as somebody whom nobody has heard of."""
+        self._become_another()
+        self.follower.emptied = False
+
     def _become_another(self) -> None:
         self._writer = os.urandom(16)
         self._number = 0
 
-    def _maintain(self, reused: list[tuple[Upload, Uploaded]]) -> None:
+    def _maintain(self, reused: list[Uploaded]) -> None:
         """What follows a commit, which is done whatever comes of this."""
         try:
-            self._bucket.all_writes(lambda both: self._restore(*both), reused)
+            self._bucket.all_writes(self._restore, reused)
             self._snapshots.take_if_due(self._writer)
         except StoreError as error:
             log_failure(f"what follows a commit to {self.names.base}", error)
 
-    def _restore(self, upload: Upload, pack: Uploaded) -> None:
+    def _restore(self, pack: Uploaded) -> None:
         """Write a pack again that was found and is gone."""
         name = pack.table.pack_id
         if self._packs.exists(name, pack.generation):
             return
         held = self.catalogue.packs.get(name)
+        logger.warning("%s was removed while a commit reused it; it is written again", name.hex())
         if pack.table == pack.writer.table:
-            with suppress(ObjectExistsError):
-                self._bucket.put(self.names.pack(name, pack.generation), upload.pieces)
+            self._packs.upload_again(pack)
         elif held is not None:  # the index tells of the other's bytes, which nobody has any more
             self.follower.miss(name, held)
 
@@ -201,6 +214,30 @@ class Space:
         if runs:
             self._bucket.all(fetch, runs)
         return [done or self._is_empty(span) for done, span in zip(filled, spans, strict=True)]
+
+    def read_frames(
+        self, pack_id: bytes, frames: Sequence[Frame], buffer: memoryview, take: Callable[[int, memoryview], None]
+    ) -> None:
+        """See ``Backend.read_frames``: neighbours are one request."""
+        self.follower.ensure()
+        held = self.catalogue.packs.get(pack_id)
+        if held is None:
+            return
+        offsets = [frame.offset for frame in held.table.frames]
+        is_ours = self._authenticator.frame_check(held.table, held.tags)
+        for run in neighbours(frames, held.table.payload_length):
+
+            def check(number: int, stored: memoryview, run: Sequence[int] = run) -> None:
+                frame = frames[run[number]]
+                if is_ours(bisect_left(offsets, frame.offset), [stored]):
+                    take(run[number], stored)
+
+            ranges = [(frames[number].offset, frames[number].stored_length) for number in run]
+            try:
+                self._bucket.pour(self.names.pack(pack_id, held.generation), FrameSink(ranges, buffer, check))
+            except ObjectMissingError:
+                self.follower.miss(pack_id, held)
+                return
 
     def manifest_keys(self, manifest_id: str) -> ManifestKeys | None:
         """See ``Backend.manifest_keys``."""

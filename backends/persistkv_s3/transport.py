@@ -16,6 +16,8 @@ from persistkv_s3.errors import LateError
 
 _PIECE_BYTES = 1 << 20  # 1 MiB: what one write to a socket takes at most, so that a stalled one is noticed
 
+MOST_DELETED = 1000
+
 
 class Deadline:
     """A moment by which an operation has to end."""
@@ -132,8 +134,21 @@ class ObjectInfo(NamedTuple):
     """Seconds since the epoch, by the server's clock."""
 
 
+class Page(NamedTuple):
+    """A part of a listing."""
+
+    objects: Sequence[ObjectInfo]
+    next: str | None
+    """Names the next one; None: this is the last."""
+
+
 class Transport(ABC):
     """See the top of this file. Keys are whole: prefix included. All methods raise ``S3Error``s only."""
+
+    @property
+    def requests(self) -> dict[str, int]:
+        """How many were sent so far, by kind; empty where nobody counts."""
+        return {}
 
     @abstractmethod
     def put(self, key: str, body: Body, deadline: Deadline, *, only_if_absent: bool = True) -> None:
@@ -156,12 +171,15 @@ class Transport(ABC):
         """:raises ObjectMissingError: there is no such object."""
 
     @abstractmethod
-    def list(self, prefix: str, deadline: Deadline) -> list[ObjectInfo]:
-        """All objects whose keys begin so, by key."""
+    def list(self, prefix: str, page: str | None, deadline: Deadline) -> Page:
+        """Some objects whose keys begin so, by key.
+
+        :param page: which, as the one before names it; None: the first.
+        """
 
     @abstractmethod
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
-        """Delete objects; those that are not there are passed over."""
+        """Delete objects, at most ``MOST_DELETED``; those that are not there are passed over."""
 
     @abstractmethod
     def close(self) -> None:

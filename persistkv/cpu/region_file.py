@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from persistkv.errors import ConfigurationError, RegionError
+from persistkv.huge_pages import use_huge_pages
 
 SHARED_MEMORY_DIRECTORY = "/dev/shm"
 
@@ -146,6 +147,8 @@ def _allocate(fd: int, path: str, size: int) -> None:
         raise ConfigurationError(
             "total_size_bytes", size, f"at most the {available} bytes free in {directory} ({error.strerror})"
         ) from error
+    if not use_huge_pages(fd, size):
+        logger.info("%s lies in small pages, at least in part: disks transfer them more slowly", path)
 
 
 def _remove_leftover(path: str) -> bool:

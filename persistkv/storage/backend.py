@@ -1,8 +1,8 @@
 """The driver of one storage medium: what a backend is asked, and nothing else.
 
 Contract shared by all methods: vendor exceptions come out as ``StoreError``s, and after ``close`` every other call
-raises one. What a method hands out is the caller's to keep. ``read`` may be called from any thread, by several at once
-and beside any other call; the other methods by one thread at a time.
+raises one. What a method hands out is the caller's to keep. ``read``, ``read_frames`` and ``scan`` may be called from
+any thread, by several at once and beside any other call; the other methods by one thread at a time.
 
 **Eviction.** A store with a capacity makes room by itself, in ``commit``, over all its namespaces:
 
@@ -22,14 +22,14 @@ and beside any other call; the other methods by one thread at a time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError
 from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import ManifestKeys, RequestManifest
-from persistkv.storage.pack import PackTable
+from persistkv.storage.pack import MAX_PACK_BYTES, Frame, PackTable
 from persistkv.storage.pack_writer import PackWriter
 
 
@@ -43,7 +43,10 @@ class Capabilities:
     """Several processes may have the store open and write to it."""
     remote: bool = False
     """Calls go over a network: they take long, however little they move, and many go side by side. Nobody should lend
-    them rows that he wants back soon. A commit takes no memory for what is stored raw."""
+    them rows that he wants back soon. A commit takes no memory for what is stored raw, and ``CommitBatch.memory`` for
+    the rest."""
+    writable: bool = True
+    """``commit`` writes. Else the handle was opened for looking and reading only: nobody should offer it anything."""
     placements: tuple[str, ...] = ()
     """Where a store's payloads may lie: what ``Backend.move`` takes."""
     shows_status: bool = False
@@ -81,8 +84,8 @@ class CommitBatch:
     """What one transaction does."""
 
     packs: Sequence[PackWriter] = ()
-    """Each is streamed at most once per attempt. A pack whose id is held already is left as it is: the first wins. One
-    whose catalogue row does not read is not held."""
+    """Each is streamed at most once per attempt, and again where what was found in its stead went away. A pack whose id
+    is held already is left as it is: the first wins. One whose catalogue row does not read is not held."""
     manifests: Sequence[ManifestWrite] = ()
     """A manifest whose id is held already is replaced; where that one was pinned, the new one is."""
     deletions: Sequence[bytes] = ()
@@ -99,6 +102,8 @@ class CommitBatch:
     seen: bytes | None = None
     """The cursor up to which the caller has applied changes: the commit is refused as stale where there are newer ones.
     None: commit whatever happened meanwhile."""
+    memory: int = MAX_PACK_BYTES
+    """Bytes of encoded packs that a ``remote`` driver holds at once; one pack is always allowed."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,12 @@ class RequestUse:
     shared_by: int
     """Other requests that name the last of its packs: as far as anybody can tell, their contexts hold all of it."""
     pinned: bool
+    hits: int = 0
+    """Of those, the ones that were written after it. Those that are not held any more are not counted."""
+    packs_raw_bytes: int = 0
+    """Of the packs that it names, whole, before the codec."""
+    packs_stored_bytes: int = 0
+    """The same at rest."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +187,19 @@ class BackendStats:
 
 
 @dataclass(frozen=True)
+class FreeSpace:
+    """What of ``disk_bytes`` holds nothing, and is written to again."""
+
+    catalogue_bytes: int
+    """Beside payloads: of the index; of all there is, where payloads lie in it."""
+    payload_bytes: int
+    pieces: int
+    """That the latter lies in."""
+    largest_bytes: int
+    """Of these pieces. A payload that finds none as large is cut up."""
+
+
+@dataclass(frozen=True)
 class MoveProgress:
     """How far a move is."""
 
@@ -183,6 +207,28 @@ class MoveProgress:
     """Of payload."""
     total_bytes: int
     """What there was to move when it began."""
+
+
+class PlainMedium(ABC):
+    """A medium without its driver, as the vendor's plain client uses it: what ``persistkv bench`` compares with."""
+
+    @abstractmethod
+    def write(self, buffers: Sequence[memoryview]) -> None:
+        """Write these bytes, one after the other, durably, to a place of their own.
+
+        :raises StoreError: the medium failed.
+        """
+
+    @abstractmethod
+    def read(self, buffers: Sequence[memoryview]) -> None:
+        """Read what was written last into buffers of the same lengths.
+
+        :raises StoreError: the medium failed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Remove what was written, and let go of the medium; idempotent."""
 
 
 class Backend(ABC):
@@ -201,6 +247,14 @@ class Backend(ABC):
         :raises StoreUnavailableError: it cannot be opened (permission, a file in the way, absent and ``read_only``).
         :raises CorruptStoreError: something else lies there, or a newer format; it was not changed.
         """
+
+    @classmethod
+    def plain_medium(cls, url: StoreUrl) -> PlainMedium | None:
+        """The medium of this URL for plain reads and writes beside the store; None where there is no such thing.
+
+        :raises ConfigurationError: an option is wrong.
+        """
+        return None
 
     @abstractmethod
     def namespaces(self) -> Iterator[Namespace]:
@@ -248,6 +302,41 @@ class Backend(ABC):
         :raises StoreError: the medium failed; no span may be used then.
         """
 
+    def read_frames(
+        self,
+        namespace: bytes,
+        pack_id: bytes,
+        frames: Sequence[Frame],
+        buffer: memoryview,
+        take: Callable[[int, memoryview], None],
+    ) -> None:
+        """Bring frames of a pack through one buffer, one after the other, as they lie there, unverified.
+
+        A driver for which each call takes long makes one of neighbours. For any thread, as ``read``.
+
+        :param frames: as the pack's table has them, ascending.
+        :param buffer: with room for the largest.
+        :param take: called with the number of a frame among ``frames`` and its stored bytes, which lie in the buffer
+            until it returns. Never called for one that is not there: a miss. It raises nothing.
+        :raises StoreError: the medium failed; what was taken before is right.
+        """
+        for number, frame in enumerate(frames):
+            stored = buffer[: frame.stored_length]
+            if self.read(namespace, [ReadSpan(pack_id, frame.offset, [stored])]) == [True]:
+                take(number, stored)
+
+    def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+        """As ``read``, for who reads much, and once: what others' reads find in caches stays there, and spans in the
+        order of ``scan_order`` are read together, where the medium is faster so.
+
+        Whole pages of 4 KiB, from multiples of that on, into buffers that begin at such, are read best.
+        """
+        return self.read(namespace, spans)
+
+    def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
+        """The same packs in the order in which ``scan`` is fastest; as they are given where there is no difference."""
+        return list(pack_ids)
+
     @abstractmethod
     def manifests(self, namespace: bytes) -> Iterable[RequestManifest]:
         """The heads of all manifests, in any order; damaged ones are left out. Holds no snapshot between items: what
@@ -277,6 +366,13 @@ class Backend(ABC):
         :raises StoreError: they do not read.
         """
 
+    def free_space(self) -> FreeSpace | None:
+        """What is free within the store; None where the medium has no such thing, as a bucket has not.
+
+        :raises StoreError: it does not read.
+        """
+        return None
+
     def move(self, placement: str) -> Iterator[MoveProgress]:
         """Move all payloads to another of ``capabilities.placements``, step by step while this is iterated.
 
@@ -287,6 +383,20 @@ class Backend(ABC):
         :raises StoreFullError: there is no room for it. Raised before anything moved, unless others took the room.
         """
         raise ConfigurationError("placement", placement, f"one of {', '.join(self.capabilities.placements) or 'none'}")
+
+    def compact(self) -> Iterator[MoveProgress]:
+        """Give free space within the store back to the medium, as far as it can, step by step while this is iterated.
+
+        Others may use the store meanwhile. Its content does not change. One that ended early leaves part of it done.
+
+        :raises StoreFullError: there is no room to move anything.
+        """
+        return iter(())
+
+    @property
+    def requests(self) -> Mapping[str, int]:
+        """What was sent to a remote medium so far, by kind of request; empty where nobody counts."""
+        return {}
 
     @property
     def breaker_state(self) -> str | None:

@@ -127,7 +127,9 @@ class Catalogue:
                 self._distrusted.clear()
                 return
             bad = list(self._distrusted)
-            if not bad or await self._delete(bad):
+            if not bad or not self._medium.backend.capabilities.writable:
+                return
+            if await self._delete(bad):
                 return
 
     async def _delete(self, bad: Sequence[bytes]) -> bool:

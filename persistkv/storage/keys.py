@@ -40,6 +40,15 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
     def __len__(self) -> int:
         return len(self.data) // self.key_length if self.key_length else len(self.lengths) // 2
 
+    def joined(self, start: int, stop: int) -> bytes:
+        """Keys ``start`` to ``stop``, one behind the other.
+
+        :raises CorruptPackError: where the parts do not agree.
+        """
+        if self.key_length:
+            return self.data[start * self.key_length : stop * self.key_length]
+        return b"".join(self.unpack()[start:stop])
+
     def unpack(self) -> list[bytes]:
         """The keys, in order.
 

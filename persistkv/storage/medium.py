@@ -12,6 +12,7 @@ from persistkv.errors import StoreError, StoreFullError
 from persistkv.storage.backend import Backend, BackendStats, Changes, CommitBatch, CommitResult
 from persistkv.storage.executor import Executor
 from persistkv.storage.manifest import ManifestKeys, RequestManifest
+from persistkv.storage.recent import recent_contexts
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,10 @@ class Medium:
     async def stats(self) -> BackendStats:
         """As ``Backend.stats``."""
         return await self._write(self.backend.stats)
+
+    async def recent(self, holds: Callable[[bytes], bool], max_blocks: int) -> list[list[bytes]]:
+        """See ``recent_contexts``."""
+        return await self._write(partial(recent_contexts, self.backend, self.namespace, holds, max_blocks))
 
     async def _write(self, call: Callable[[], T]) -> T:
         """What is no ``StoreError`` (no memory to encode a frame, a fault of a driver) costs what the call was for,

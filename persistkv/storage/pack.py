@@ -96,6 +96,17 @@ def pack_id(namespace: bytes, keys: PackedKeys, codecs: str) -> bytes:
     return digest.digest()
 
 
+def table_lengths(data: Buffer) -> tuple[int, int]:
+    """Raw and payload bytes of the pack whose table is ``data``, as they stand there; 0 where it is too short for one.
+
+    Nothing is verified: for lists that are to be quick.
+    """
+    if len(data) < _HEADER.size:
+        return 0, 0
+    _, _, _, _, _, payload, raw, _, _ = _HEADER.unpack_from(data)
+    return raw, payload
+
+
 class PackTable(msgspec.Struct, frozen=True):
     """All of a pack but its payload; what a catalogue keeps."""
 

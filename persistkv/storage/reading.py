@@ -4,15 +4,18 @@ A job is cut into parts of some MiB, which are read beside each other. Frames th
 span. Nothing is copied where the medium or the codec can write into the rows: blocks of raw frames are read straight
 into them, wanted or not for the whole frame; encoded frames are decoded straight into rows that lie side by side. What
 is not wanted, and what is still encoded, goes to scratch memory.
+
+Over a network each call takes long, so encoded frames that lie side by side are one call there: they come through the
+memory of one frame, and are decoded as they arrive.
 """
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import numpy as np
 
@@ -25,7 +28,20 @@ from persistkv.storage.scratch import Lease, Scratch
 
 logger = logging.getLogger(__name__)
 
-REMOTE_PART_BYTES = 36 << 20  # 36 MiB: a pack that is cut at fixed depths, padding included, in one request
+_REMOTE_PART_BYTES = 36 << 20  # 36 MiB: a pack that is cut at fixed depths, padding included, in one request
+_PART_BYTES = (1 << 20, 16 << 20)
+"""1 to 16 MiB, an equal share for each thread: 32 MiB in two parts took 15 to 16 ms, in four 17 to 20, in sixteen 17 to
+22. Disks like long transfers, and threads that share an interpreter do not like to take turns."""
+
+
+def part_bytes(num_bytes: int, threads: int, *, remote: bool) -> int:
+    """Stored bytes of a part of a job.
+
+    :param num_bytes: of the whole job, at most.
+    :param threads: that read beside each other.
+    """
+    least, most = _PART_BYTES
+    return _REMOTE_PART_BYTES if remote else min(max(least, -(-num_bytes // max(1, threads))), most)
 
 
 @dataclass
@@ -66,29 +82,72 @@ class FrameRead:
 
 
 def plan_reads(
-    index: Index, rows: Rows, wanted: Iterable[tuple[bytes, int]], part_bytes: int, scratch_bytes: int
+    index: Index,
+    rows: Rows,
+    wanted: Collection[tuple[bytes, int]],
+    part_bytes: int,
+    scratch_bytes: int,
+    *,
+    remote: bool = False,
 ) -> tuple[list[list[FrameRead]], list[bytes]]:
     """The frames that hold the keys of ``wanted``, (key, row), in parts; and the missing.
 
     :param part_bytes: stored bytes of a part. A new one begins with each pack, unless what is there is small.
     :param scratch_bytes: of those, what cannot be read straight into rows.
+    :param remote: encoded frames that lie side by side are a part of their own, which takes no more than one of them.
     """
-    packs: dict[HeldPack, list[tuple[bytes, int]]] = {}
-    missing: list[bytes] = []
-    for key, row in wanted:
-        pack = index.pack_of(key)
-        if pack is None:
-            missing.append(key)
-        else:
-            packs.setdefault(pack, []).append((key, row))
     fitting: list[FrameRead] = []
-    for pack, wants in packs.items():
-        for read in _frames(pack, wants):
-            if _fits(read.frame, rows):
-                fitting.append(read)
+    streamed: list[list[FrameRead]] = []
+    missing: list[bytes] = []
+    for pack, wants in _by_pack(index, wanted):
+        if pack is None:
+            missing += [key for key, _ in wants]
+            continue
+        reads = _frames(pack, wants)
+        missing += [key for read in reads if not _fits(read.frame, rows) for key in read.wanted]
+        for run in _neighbours([read for read in reads if _fits(read.frame, rows)]):
+            if remote and _is_streamed(run):
+                streamed += _cut(run, part_bytes)
             else:
-                missing += read.wanted
-    return list(_parts(fitting, part_bytes, scratch_bytes)), missing
+                fitting += run
+    return [*streamed, *_parts(fitting, part_bytes, scratch_bytes)], missing
+
+
+def _by_pack(
+    index: Index, wanted: Collection[tuple[bytes, int]]
+) -> Iterable[tuple[HeldPack | None, Sequence[tuple[bytes, int]]]]:
+    """Packs, and what is wanted of each; None has what no pack holds."""
+    holders = [index.pack_of(key) for key, _ in wanted]
+    if holders.count(holders[0] if holders else None) == len(
+        wanted
+    ):  # the usual case: a context that was stored as one
+        return [(holders[0], list(wanted))] if holders else []
+    found: dict[HeldPack | None, list[tuple[bytes, int]]] = {}
+    for pack, want in zip(holders, wanted, strict=True):
+        found.setdefault(pack, []).append(want)
+    return found.items()
+
+
+def _neighbours(reads: Iterable[FrameRead]) -> Iterator[list[FrameRead]]:
+    """Frames of one pack, in order, as runs of those that lie side by side."""
+    run: list[FrameRead] = []
+    for read in reads:
+        if run and read.frame.offset != align(run[-1].frame.offset + run[-1].frame.stored_length):
+            yield run
+            run = []
+        run.append(read)
+    if run:
+        yield run
+
+
+def _is_streamed(run: Iterable[FrameRead]) -> bool:
+    return any(read.frame.encoded for read in run)
+
+
+def _cut(run: Sequence[FrameRead], part_bytes: int) -> Iterator[list[FrameRead]]:
+    first = run[0].frame.offset
+    for _, part in groupby(run, key=lambda read: (read.frame.offset - first) // part_bytes):
+        yield list(part)
 
 
 def _frames(pack: HeldPack, wanted: Sequence[tuple[bytes, int]]) -> list[FrameRead]:
@@ -176,11 +235,40 @@ def read_part(
     """Fill rows. May run in any thread, beside others. Raises nothing: a read that fails, by whatever, is a miss."""
     try:
         with scratch.lend() as lease:
+            if backend.capabilities.remote and _is_streamed(part):
+                return _read_streamed(backend, namespace, rows, lease, part)
             return _read_placed(backend, namespace, rows, lease, [_place(read, rows, lease) for read in part])
     except Exception as error:
-        why = str(error) if isinstance(error, StoreError) else repr(error)  # the error itself holds the rows
-        logger.warning("reading %d frames failed (%s): their blocks are misses", len(part), why)
-        return ReadOutcome([key for read in part for key in read.wanted])
+        return _give_up(part, error)
+
+
+def _give_up(reads: Collection[FrameRead], error: Exception) -> ReadOutcome:
+    why = str(error) if isinstance(error, StoreError) else repr(error)  # the error itself holds the rows
+    logger.warning("reading %d frames failed (%s): their blocks are misses", len(reads), why)
+    return ReadOutcome([key for read in reads for key in read.wanted])
+
+
+def _read_streamed(
+    backend: Backend, namespace: bytes, rows: Rows, lease: Lease, part: Sequence[FrameRead]
+) -> ReadOutcome:
+    """Frames of one pack that lie side by side, through the memory of the largest. What came before a failure stays."""
+    outcome, left = ReadOutcome(), dict(enumerate(part))
+    frames = [read.frame for read in part]
+    buffer = lease.take(max(frame.stored_length for frame in frames))
+    raw = lease.take(max(frame.raw_length for frame in frames))
+
+    def take(number: int, stored: memoryview) -> None:
+        _finish(_Placed(left[number], [stored], False), namespace, rows, raw, outcome, True)
+        del left[number]
+
+    try:
+        backend.read_frames(namespace, part[0].pack.pack_id, frames, buffer, take)
+    except Exception as error:
+        outcome.add(_give_up(left.values(), error))
+    else:
+        for read in left.values():
+            _finish(_Placed(read, [], False), namespace, rows, raw, outcome, False)
+    return outcome
 
 
 def _read_placed(
@@ -199,10 +287,12 @@ def _read_placed(
 def _place(read: FrameRead, rows: Rows, lease: Lease) -> _Placed:
     """Decide where the frame's stored bytes go."""
     frame = read.frame
-    if frame.encoded:
-        return _Placed(read, [lease.take(frame.stored_length)], False)
-    size = frame.block_bytes
-    aside = lease.take(frame.stored_length) if len(read.rows) < frame.block_count else memoryview(b"")
+    if frame.encoded:  # with its padding: whole pages are what is read past the page cache
+        return _Placed(read, [lease.take(align(frame.stored_length))], False)
+    if len(read.rows) == frame.block_count:
+        first_rows = [read.rows[position][0] for position in range(frame.block_count)]
+        return _Placed(read, rows.pieces(frame.group, first_rows), True)
+    size, aside = frame.block_bytes, lease.take(frame.stored_length)
     buffers: list[memoryview] = []
     begin = 0
     for first, end in runs(sorted(read.rows)):
@@ -228,7 +318,7 @@ def _spans(placed: Sequence[_Placed], lease: Lease) -> Iterator[tuple[ReadSpan, 
             buffers.append(padding[: frame.offset - end])
         frames.append(one)
         buffers += one.buffers
-        end = frame.offset + frame.stored_length
+        end = frame.offset + sum(map(len, one.buffers))
     if frames:
         yield ReadSpan(frames[0].read.pack.pack_id, frames[0].read.frame.offset, buffers), frames
 
@@ -246,8 +336,9 @@ def _finish(placed: _Placed, namespace: bytes, rows: Rows, raw: memoryview, outc
             _verify_pieces(read.frame, placed.buffers, seed)
             _copy_repeated(read, rows)
         else:
-            verify_frame(read.frame, placed.buffers[0], seed)
-            _decode(read, placed.buffers[0], rows, raw)
+            stored = placed.buffers[0][: read.frame.stored_length]
+            verify_frame(read.frame, stored, seed)
+            _decode(read, stored, rows, raw)
     except CorruptPackError as error:
         outcome.failed += read.wanted
         if error.field != "codec":  # a codec of another release's is no damage: its pack is that release's to read

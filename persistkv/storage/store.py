@@ -16,6 +16,7 @@ it is evicted last. All state belongs to one thread; what may block runs where i
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -35,7 +36,7 @@ from persistkv.storage.memory import MemoryShares
 from persistkv.storage.pack import UNKNOWN_DEPTH
 from persistkv.storage.pack_writer import PackWriter, Segment
 from persistkv.storage.planning import DIRECT_BYTES, Block, PlannedPack, plan_packs
-from persistkv.storage.reading import REMOTE_PART_BYTES, ReadOutcome, make_scratch, plan_reads, read_part
+from persistkv.storage.reading import ReadOutcome, make_scratch, part_bytes, plan_reads, read_part
 from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions, parse_durability
 from persistkv.storage.resuming import Resumption
 from persistkv.storage.rows import Rows
@@ -77,12 +78,12 @@ class Store:
         self.namespace = backend.open_namespace(identity).id
         self.medium = Medium(backend, self.namespace, executor or InPlaceExecutor())
         self._catalogue = Catalogue(self.medium, self.counters, rows.layout)
-        self._resumption = (
-            Resumption(self.medium, self._catalogue, options.resume_from) if options.resume_from else None
-        )
+        self._writable = backend.capabilities.writable
+        resumes = self._writable and options.resume_from
+        self._resumption = Resumption(self.medium, self._catalogue, options.resume_from) if resumes else None
         self._shares = MemoryShares.of(options.staging_bytes)
-        self._copies_all = self._interval_s is not None or backend.capabilities.remote
-        self._part_bytes = REMOTE_PART_BYTES if backend.capabilities.remote else self._shares.part
+        self._remote = backend.capabilities.remote
+        self._copies_all = self._interval_s is not None or self._remote
         self._scratch = make_scratch(self._shares.part)
         waits_s = options.max_age_s if self._interval_s is None else self._interval_s
         self._staging = Staging(self._shares.staged, waits_s, gather_all=self._interval_s is not None)
@@ -128,6 +129,8 @@ class Store:
         :raises ValueError: a row or a group that does not exist; nothing was taken.
         """
         self.rows.check(block_ids)
+        if not self._writable:
+            return True
         blocks = self._absent(request, keys, block_ids, depths)
         self.counters.held_blocks += len(keys) - len(blocks)
         if len(blocks) < len(keys):
@@ -182,6 +185,8 @@ class Store:
         self._touch({pack.pack_id: None for key in keys if (pack := pack_of(key)) is not None})
 
     def _touch(self, pack_ids: Mapping[bytes, None]) -> None:
+        if not self._writable:
+            return
         self._touched.update(dict.fromkeys(islice(pack_ids, _MAX_TOUCHED - len(self._touched))))
 
     def end_request(self, end: RequestEnd) -> None:
@@ -191,6 +196,9 @@ class Store:
         """
         if len(end.group_keys) != len(self.rows.layout.groups):
             raise ValueError(f"keys of {len(end.group_keys)} groups; there are {len(self.rows.layout.groups)}")
+        if not self._writable:
+            self._catalogue.news.persisted.append((end.request, False))
+            return
         if not self._ends:
             self._ends_since = time.monotonic()
         self._ends.append(end)
@@ -228,6 +236,8 @@ class Store:
 
     def _seconds_to_upkeep(self) -> float:
         """How long until uses are to be written, or the backend is to be given a chance to expire what is old."""
+        if not self._writable:
+            return math.inf
         touch_s = max(_TOUCH_S, self._interval_s or 0.0)
         return max(0.0, self._committed_at + (touch_s if self._touched else _EXPIRE_S) - time.monotonic())
 
@@ -251,7 +261,8 @@ class Store:
         slices, ends = self._take_out(everything)
         if slices or ends or self._touched or not self._seconds_to_upkeep():
             uses, self._touched = list(self._touched), {}
-            writing = Writing(self.medium, self._catalogue, self.rows.layout, uses, self._ended)
+            memory = self._shares.transaction
+            writing = Writing(self.medium, self._catalogue, self.rows.layout, uses, memory, self._ended)
             await writing.run(slices, ends)
             self._committed_at = time.monotonic()
         for call in then:
@@ -267,8 +278,7 @@ class Store:
                 due.update(dict.fromkeys(staging.owners(keys)))
         outgoing, self._direct = self._direct, []
         outgoing += [Outgoing(self._writer(staging.take(pack)), pack) for pack in due]
-        lends = self.medium.backend.capabilities.remote
-        return slices_of(outgoing, self._shares.transaction, lends=lends), ends
+        return slices_of(outgoing, self._shares.transaction, lends=self._remote), ends
 
     def _ended(self, outgoing: Outgoing, written: bool) -> None:
         self.ended_packs += 1
@@ -297,8 +307,9 @@ class Store:
 
     async def _read(self, wanted: Collection[tuple[bytes, int]], then: Callable[[ReadOutcome], None]) -> None:
         medium = self.medium
-        bounds = (self._part_bytes, self._shares.part)
-        parts, missing = plan_reads(self._catalogue.index, self.rows, wanted, *bounds)
+        size = part_bytes(len(wanted) * self.rows.layout.row_stride, medium.executor.threads, remote=self._remote)
+        bounds = (size, self._shares.part)
+        parts, missing = plan_reads(self._catalogue.index, self.rows, wanted, *bounds, remote=self._remote)
         self._touch({read.pack.pack_id: None for part in parts for read in part})
         outcome = ReadOutcome(missing)
         calls = [partial(read_part, medium.backend, self.namespace, self.rows, self._scratch, part) for part in parts]
@@ -336,6 +347,10 @@ class Store:
     async def stats(self) -> BackendStats:
         """Totals of the whole store, once what is being written has ended; as ``Backend.stats``."""
         return await self.medium.stats()
+
+    async def recent(self, max_blocks: int) -> list[list[bytes]]:
+        """The contexts that were used last; see ``recent_contexts``."""
+        return await self.medium.recent(self.contains, max_blocks)
 
     @property
     def news(self) -> News:

@@ -41,17 +41,20 @@ class Writing:
         catalogue: Catalogue,
         layout: RowLayout,
         uses: list[bytes],
+        memory: int,
         ended: Callable[[Outgoing, bool], None],
     ) -> None:
         """Nothing is written yet.
 
         :param uses: packs that were used; told with the first transaction.
+        :param memory: as in ``CommitBatch``.
         :param ended: called with each pack, and whether it is durable, as soon as that is known.
         """
         self._medium = medium
         self._catalogue = catalogue
         self._layout = layout
         self._uses = uses
+        self._memory = memory
         self._ended = ended
 
     async def run(self, slices: deque[list[Outgoing]], ends: Sequence[RequestEnd]) -> None:
@@ -84,7 +87,7 @@ class Writing:
                 manifests = [maker.make(end) for end in ends]
                 seen = catalogue.cursor if retries_left else None
                 written = [manifest for manifest, _ in manifests if manifest is not None]
-                batch = CommitBatch(writers, written, touches=self._uses, seen=seen)
+                batch = CommitBatch(writers, written, touches=self._uses, seen=seen, memory=self._memory)
                 result = await self._medium.commit(batch)
                 if not result.stale:
                     break
@@ -109,16 +112,15 @@ def slices_of(outgoing: Iterable[Outgoing], max_bytes: int, *, lends: bool = Fal
     """Packs that are written in one transaction each, as few as its bound allows.
 
     :param max_bytes: raw bytes of one transaction: what it writes may be in memory until it ends.
-    :param lends: what is stored raw is written from where it lies and takes no memory: more of it fits.
+    :param lends: no more is in memory at once than its driver is allowed (``CommitBatch.memory``): more of it fits.
     """
     slices: deque[list[Outgoing]] = deque()
+    most = max_bytes * (_LENT_SHARE if lends else 1)
     size = 0
     for one in outgoing:
-        raw = all(codec.identity for codec in one.writer.codecs)
-        length = one.writer.raw_length // (_LENT_SHARE if lends and raw else 1)
-        if not slices or size + length > max_bytes:
+        if not slices or size + one.writer.raw_length > most:
             slices.append([])
             size = 0
         slices[-1].append(one)
-        size += length
+        size += one.writer.raw_length
     return slices

@@ -107,8 +107,12 @@ class Space:
         use = self.uses.get(held.packs[-1])
         if use is None:
             return None
-        others = len(self.naming(held.packs[-1])) - 1
-        return RequestUse(use.time, use.moment > held.moment, others, held.pinned)
+        naming = self.naming(held.packs[-1])
+        later = sum(self.chains[name].moment > held.moment for name in naming)
+        packs = [self.packs[pack_id] for pack_id in held.packs if pack_id in self.packs]
+        raw = sum(table.raw_length for pack in packs for table in pack.readable())
+        stored = sum(len(pack.payload) for pack in packs)
+        return RequestUse(use.time, use.moment > held.moment, len(naming) - 1, held.pinned, later, raw, stored)
 
     def naming(self, pack_id: bytes) -> list[str]:
         """The manifests that name a pack."""

@@ -5,7 +5,8 @@
    groups together, submitted at the end of the step (``take_events``).
 3. A row is readable only after its promotion was verified; a failed one frees it, and is a miss for who asked.
 4. Promoted rows stay referenced for the requests that wanted them until they load them, end, or a deadline passes.
-5. Nothing here waits, but ``shutdown``.
+5. What was used last may be promoted before anyone asks: one context at a time, and whoever asks for it waits for it.
+6. Nothing here waits, but ``shutdown``.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ from persistkv.base import (
 from persistkv.cpu.primary import CPUPrimaryTierOffloadingManager
 from persistkv.errors import ConfigurationError
 from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+from persistkv.tiering.prewarming import Prewarming, RecentContexts
 from persistkv.tiering.promotion import PendingPromotion, TieringRequest, TieringStats, TierJob
 
 logger = logging.getLogger(__name__)
 
 _DRAIN_S = 60.0
+_PREWARM = ReqContext("prewarm")
+"""Whom promotions are for that no request asked for."""
 
 
 class TieringOffloadingManager(OffloadingManager):
@@ -45,6 +49,8 @@ class TieringOffloadingManager(OffloadingManager):
     :param cascade_share: part of the primary tier's rows that cascades may keep from eviction, shared by the tiers
         evenly. A single job may be larger where its tier has no other.
     :param hold_s: seconds that promoted rows wait for their request, and a promotion for room.
+    :param prewarm_share: part of the primary tier's rows to fill, in the first steps, with the contexts used last, as
+        the first tier that knows them tells.
     :raises ConfigurationError: where a number is out of range.
     """
 
@@ -56,11 +62,14 @@ class TieringOffloadingManager(OffloadingManager):
         *,
         cascade_share: float = 0.5,
         hold_s: float = 30.0,
+        prewarm_share: float = 0.0,
     ) -> None:
         if not 0 < cascade_share <= 1:
             raise ConfigurationError("cascade_share", cascade_share, "a share above 0 and at most 1")
         if hold_s <= 0:
             raise ConfigurationError("hold_s", hold_s, "a positive number of seconds")
+        if not 0 <= prewarm_share <= 1:
+            raise ConfigurationError("prewarm_share", prewarm_share, "a share from 0 to 1")
         self.primary_tier = primary_tier
         self.secondary_tiers = list(secondary_tiers)
         self.stats = TieringStats()
@@ -75,6 +84,10 @@ class TieringOffloadingManager(OffloadingManager):
         self._pending: dict[tuple[int, str], PendingPromotion] = {}
         self._waiters: dict[OffloadKey, set[str]] = {}
         self._awaited: dict[OffloadKey, set[str]] = {}
+        knowing = next((tier for tier in self.secondary_tiers if isinstance(tier, RecentContexts)), None)
+        self._prewarming: Prewarming | None = None
+        if knowing is not None and prewarm_share:
+            self._prewarming = Prewarming(knowing, int(primary_tier.num_blocks * prewarm_share))
 
     # Lookup and promotion
 
@@ -123,6 +136,28 @@ class TieringOffloadingManager(OffloadingManager):
             self._decline(keys[room:])
             if room:
                 self._submit_promotion(promotion, keys[:room], resident)
+
+    def _prewarm(self, prewarming: Prewarming) -> None:
+        """Queue the next of the contexts that were used last, once nothing of the one before is on its way."""
+        if self._prewarm_waits():
+            return
+        keys = prewarming.next_context()
+        if prewarming.ended:
+            self._prewarming = None
+        new = [
+            key for key in keys or () if self.primary_tier.lookup(key, _PREWARM) is False and key not in self._waiters
+        ]
+        for number, tier in enumerate(self.secondary_tiers):
+            held = [key for key in new if key not in self._waiters and tier.lookup(key, _PREWARM)]
+            if held:
+                since = time.monotonic()
+                self._pending[number, _PREWARM.req_id] = PendingPromotion(tier, _PREWARM, dict.fromkeys(held), since)
+                self._waiters.update((key, set()) for key in held)
+
+    def _prewarm_waits(self) -> bool:
+        if any(place[1] == _PREWARM.req_id for place in self._pending):
+            return True
+        return any(job.req_context is _PREWARM for job in self._jobs.values())
 
     def _resident(self, req_context: ReqContext) -> list[OffloadKey]:
         """What the request finds in the primary tier already: its promotion must not evict its own prefix."""
@@ -282,6 +317,8 @@ class TieringOffloadingManager(OffloadingManager):
             for result in tier.get_finished_jobs():
                 self._finish(result)
         self._expire_holds()
+        if self._prewarming is not None:
+            self._prewarm(self._prewarming)
         if self._pending:
             self._submit_promotions()
         events = list(self.primary_tier.take_events())
@@ -342,7 +379,9 @@ class TieringOffloadingManager(OffloadingManager):
 
     def has_pending_work(self) -> bool:
         """Whether the engine should go on taking steps although no request runs."""
-        return bool(self._jobs or self._pending) or any(tier.has_pending_work() for tier in self.secondary_tiers)
+        if self._jobs or self._pending or self._prewarming is not None:
+            return True
+        return any(tier.has_pending_work() for tier in self.secondary_tiers)
 
     def reset_cache(self, weights_changed: bool = True) -> None:
         for request in self._requests.values():
@@ -350,6 +389,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._epoch += 1
         self._pending.clear()
         self._waiters.clear()
+        self._prewarming = None
         self.primary_tier.reset_cache(weights_changed)
         for tier in self.secondary_tiers:
             tier.reset_cache(weights_changed)

@@ -236,6 +236,20 @@ class PersistentTier(SecondaryTierManager):
         if len(self._ended) > _REMEMBERED_ENDS:
             del self._ended[next(iter(self._ended))]
 
+    # What was used last
+
+    def ask_recent(self, max_blocks: int) -> bool:
+        """Ask for the contexts that were used last, to be promoted before a request wants them.
+
+        :returns: False where the store is not open yet: ask again.
+        """
+        return not self._detached and self._client.ask_recent(max_blocks)
+
+    def take_recent(self) -> list[list[OffloadKey]] | None:
+        """Their keys, the last one first; None while nothing is known. A step's ``get_finished_jobs`` learns them."""
+        recent = self._client.take_recent()
+        return None if recent is None else [[OffloadKey(key) for key in keys] for keys in recent]
+
     # The rest
 
     def take_events(self) -> Iterable[OffloadingEvent]:

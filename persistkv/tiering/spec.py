@@ -26,6 +26,8 @@ class TieringOffloadingOptions(CPUOffloadingOptions, frozen=True, kw_only=True):
     """Part of the primary tier's rows that cascades may keep from eviction."""
     hold_s: float = 30.0
     """Seconds that promoted rows wait for their request."""
+    prewarm_share: float = 0.0
+    """Part of the primary tier's rows to fill, in the first steps, with the contexts that were used last."""
 
 
 @dataclass(kw_only=True)
@@ -60,7 +62,12 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
                 tiers.append(create_secondary_tier(tier_config, primary.get_kv_memoryview(), self._tier_config()))
                 undo.callback(tiers[-1].shutdown)
             manager = TieringOffloadingManager(
-                primary, tiers, options.enable_events, cascade_share=options.cascade_share, hold_s=options.hold_s
+                primary,
+                tiers,
+                options.enable_events,
+                cascade_share=options.cascade_share,
+                hold_s=options.hold_s,
+                prewarm_share=options.prewarm_share,
             )
             undo.pop_all()
         return manager

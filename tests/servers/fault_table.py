@@ -1,47 +1,54 @@
 """What an engine and its store go through when the object store fails: python -m tests.servers.fault_table
 
 An engine ticks each millisecond and hands over small stores and loads, over a connection that a proxy breaks; the
-store is in its own process. Each fault lasts ``--seconds``; the time before it, with the same load, is what its ticks
-are compared with. After it, what was lost is handed over once more, and a fresh handle that goes past the proxy looks
-at everything.
+store is in its own process. Each fault lasts ``--seconds``; the time before it, with the same load on the same server,
+is what its ticks are compared with. After it, what was lost is handed over once more; a fresh handle that goes past the
+proxy looks at everything, and retention runs.
 
-Without ``--endpoint`` moto serves, which cannot be killed: it keeps nothing. ``make test-faults`` runs it against Ceph.
+Wrong, missing or doubled blocks, objects that retention leaves behind, and a breaker that does not open or close make
+it fail. Times are shown and never do. Without ``--endpoint`` moto serves, which cannot be killed: it keeps nothing.
+``make test-faults`` runs it against Ceph and puts the table into docs/reliability.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import logging
 import os
-import random
 import subprocess
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
+from botocore.exceptions import BotoCoreError, ClientError
 
-from benchmarks.rig import Rig, fresh_keys, percentile, show
+from benchmarks.rig import machine, percentile
 from benchmarks.s3_rig import make_bucket, plain_client, server
 from persistkv.config import StoreUrl
 from persistkv.storage.backend import ReadSpan
 from persistkv.storage.host.client import StoreClient
+from persistkv.storage.identity import Identity
 from persistkv_s3 import S3Backend
+from persistkv_s3.names import Names, parse_pack
+from persistkv_tools.rig import Rig
 from tests.backends.s3.faults import SERVERS, FaultProxy, wait_for_port
+from tests.servers.fault_load import BLOCK, PATIENCE_S, ROWS, Load
+from tests.servers.orphans import Orphans
+from tests.servers.writers import prune, stored_objects
 
-TICK_S = 0.001
-JOB_TICKS = 20  # between two jobs
-BLOCK = 64 << 10
-JOB_BLOCKS = 8
-SLOTS = 32  # jobs in flight, at most, of either kind
-CONTENTS = 251
-MAX_LATE_S = 0.002
-OPTIONS = "deadline=3s&slow=2s&refresh=1s&cache=no"
-PATIENCE_S = 90.0
+PROMPT = "deadline=3s&slow=2s"
+PATIENT = "deadline=30s&slow=20s"
+COMMON = "refresh=1s&cache=no"
+MOST_LATE_S = 0.002
+MARKS = ("<!-- fault table: begin -->", "<!-- fault table: end -->")
+IDENTITY = Identity.of({"benchmark": BLOCK})  # what a rig's client uses
+ORPHANS = 24
 
 
 class World(NamedTuple):
@@ -54,6 +61,11 @@ class World(NamedTuple):
     ceph: str | None
     """Directory of a Ceph that may be killed."""
 
+    @property
+    def url(self) -> str:
+        """The store, past the proxy."""
+        return f"s3://{self.bucket}/store?endpoint_url={self.endpoint}&cache=no"
+
 
 class Fault(NamedTuple):
     """Something that goes wrong, and its end."""
@@ -63,8 +75,6 @@ class Fault(NamedTuple):
     end: Callable[[World], None]
     trips: bool = True
     """Whether the breaker has to open."""
-    keeps: bool = True
-    """Whether what was durable before is there afterwards."""
     needs_ceph: bool = False
 
 
@@ -93,32 +103,42 @@ def allow(world: World) -> None:
 def _user(world: World, action: str) -> None:
     environment = {**os.environ, "CEPH_CONF": f"{world.ceph}/ceph.conf"}
     command = ["radosgw-admin", "user", action, "--uid=test"]
-    subprocess.run(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True, timeout=60
-    )
+    log = subprocess.DEVNULL
+    subprocess.run(command, env=environment, stdout=log, stderr=log, check=True, timeout=120)
 
 
 def delete_bucket(world: World) -> None:
-    """The engine goes on writing to it meanwhile."""
-    until = time.monotonic() + PATIENCE_S
-    while time.monotonic() < until:
-        pages = world.client.get_paginator("list_objects_v2").paginate(Bucket=world.bucket)
-        for page in pages:
-            if objects := [{"Key": entry["Key"]} for entry in page.get("Contents", ())]:
-                world.client.delete_objects(Bucket=world.bucket, Delete={"Objects": objects, "Quiet": True})
-        try:
-            world.client.delete_bucket(Bucket=world.bucket)
-            return
-        except world.client.exceptions.ClientError as error:
-            if error.response["Error"]["Code"] != "BucketNotEmpty":
-                raise
-    raise TimeoutError(f"{world.bucket} is never empty")
+    """The engine is cut off until the bucket is gone: what it writes meanwhile would keep it from being empty."""
+    world.proxy.set("rst")
+    patiently(lambda: _empty_and_delete(world))
+    world.proxy.set("ok")
+
+
+def _empty_and_delete(world: World) -> None:
+    for page in world.client.get_paginator("list_objects_v2").paginate(Bucket=world.bucket):
+        if objects := [{"Key": entry["Key"]} for entry in page.get("Contents", ())]:
+            world.client.delete_objects(Bucket=world.bucket, Delete={"Objects": objects, "Quiet": True})
+    world.client.delete_bucket(Bucket=world.bucket)
 
 
 def create_bucket(world: World) -> None:
-    world.client.create_bucket(Bucket=world.bucket)
+    patiently(lambda: world.client.create_bucket(Bucket=world.bucket))
 
 
+def patiently(what: Callable[[], object]) -> None:
+    """Try until it succeeds, or for so long."""
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            what()
+            return
+        except (BotoCoreError, ClientError):
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.2)
+
+
+PRUNED = Fault("orphan pruned while it is being reused", lambda world: None, lambda world: None, trips=False)
 FAULTS = [
     through_proxy("hang", "hang"),
     through_proxy("hang after the commit", "hang_reply"),
@@ -129,181 +149,175 @@ FAULTS = [
     through_proxy("slow body", "rate 20000"),
     Fault("server killed with -9 during uploads", lambda world: ceph(world, "kill9"), start_server, needs_ceph=True),
     Fault("credentials revoked", revoke, allow),
-    Fault("bucket deleted", delete_bucket, create_bucket, keeps=False),
+    Fault("bucket deleted, made anew", delete_bucket, create_bucket),
+    PRUNED,
 ]
 
 
-class Breakers(logging.Handler):
-    """What the store's process told of its breaker."""
+class Said(logging.Handler):
+    """What the store's process told."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.opened = self.closed = 0
+        self.opened = self.closed = self.rescued = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         self.opened += "requests are held back" in text
         self.closed += text.endswith("/store answers again")
+        self.rescued += "was removed while a commit reused it" in text
 
 
-class Load:
-    """A steady load of small jobs, whose bytes are looked at."""
+class Outcome(NamedTuple):
+    """A row of the table."""
 
-    def __init__(self, client: StoreClient, rig: Rig) -> None:
-        self.client = client
-        self.rig = rig
-        self.durable: set[bytes] = set()
-        self.offered: list[list[bytes]] = []
-        self.wrong = self.missed = self.loaded = 0
-        self._contents = np.random.default_rng(1).integers(0, 256, (CONTENTS, BLOCK), dtype=np.uint8)
-        self._numbers = itertools.count()
-        self._flying: dict[int, tuple[int, list[bytes], bool]] = {}
-        self._free = {True: list(range(SLOTS)), False: list(range(SLOTS, 2 * SLOTS))}
-        self._draw = random.Random(1)
+    fault: str
+    misses: int
+    """Blocks that were asked for and did not come, while the fault lasted."""
+    wrong: int
+    missing: int
+    twice: int
+    left: int
+    """Objects with packs that no index names, after retention."""
+    opened: int
+    closed: int
+    rescued: int
+    """Packs that were removed while they were being reused, and were written again."""
+    p99_s: tuple[float, float]
+    """Without the fault and with it."""
+    problem: str
+    """Empty: all is as it should be."""
 
-    def content(self, key: bytes) -> Any:
-        """The bytes of a block: they follow from its key."""
-        return self._contents[int.from_bytes(key[:8], "little") % CONTENTS]
-
-    def run(self, seconds: float, *, until: Callable[[], bool] = lambda: False) -> list[float]:
-        """Tick for a while; how late each tick began."""
-        late = []
-        due = time.perf_counter() + TICK_S
-        end = due + seconds
-        for number in itertools.count():
-            time.sleep(max(0.0, due - time.perf_counter()))
-            now = time.perf_counter()
-            late.append(now - due)
-            self.poll()
-            if number % JOB_TICKS == 0:
-                self.store(fresh_keys(JOB_BLOCKS))
-                self.load()
-            if now >= end or (number % JOB_TICKS == 0 and until()):
-                return late
-            due = now + TICK_S
-        raise AssertionError("a count has no end")
-
-    def poll(self) -> None:
-        """Take what has ended, and look at what was loaded."""
-        for outcome in self.client.poll():
-            slot, keys, is_store = self._flying.pop(outcome.job_id)
-            self._free[is_store].append(slot)
-            if not is_store:
-                self._look_at(slot, keys, set(outcome.failed) if not outcome.refused else set(keys))
-        self.durable.update(self.client.take_stored())
-        self.durable.difference_update(self.client.take_removed())
-        self.client.take_persisted()
-
-    def _look_at(self, slot: int, keys: list[bytes], failed: set[bytes]) -> None:
-        for row, key in enumerate(keys, start=slot * JOB_BLOCKS):
-            if key in failed:
-                self.missed += 1
-            else:
-                self.loaded += 1
-                self.wrong += not np.array_equal(self.rig.rows[row], self.content(key))
-
-    def store(self, keys: list[bytes], *, again: bool = False) -> bool:
-        """Hand a job over, where there is a slot."""
-        if not self._free[True]:
-            return False
-        slot, number = self._free[True].pop(), next(self._numbers)
-        rows = range(slot * JOB_BLOCKS, (slot + 1) * JOB_BLOCKS)
-        for row, key in zip(rows, keys, strict=True):
-            self.rig.rows[row] = self.content(key)
-        if not again:
-            self.offered.append(keys)
-        self._flying[number] = (slot, keys, True)
-        self.client.submit_store(number, f"r{number}", keys, rows, range(JOB_BLOCKS), JOB_BLOCKS * BLOCK)
-        return True
-
-    def load(self) -> None:
-        """Ask for a job's blocks that are durable."""
-        if not self._free[False] or not self.offered:
-            return
-        keys = self.offered[self._draw.randrange(len(self.offered))]
-        if self.durable.issuperset(keys):
-            slot, number = self._free[False].pop(), next(self._numbers)
-            self._flying[number] = (slot, keys, False)
-            self.client.submit_load(number, keys, range(slot * JOB_BLOCKS, (slot + 1) * JOB_BLOCKS))
-
-    def hand_over_again(self) -> None:
-        """Until all that was ever offered is durable, or for so long."""
-        until = time.monotonic() + PATIENCE_S
-        while time.monotonic() < until:
-            lacking = [keys for keys in self.offered if not self.durable.issuperset(keys)]
-            if not lacking:
-                return
-            for keys in lacking[:SLOTS]:
-                self.store(keys, again=True)
-            self.settle()
-
-    def settle(self) -> None:
-        """Wait for what is in flight, and for news."""
-        self.client.flush(PATIENCE_S)
-        until = time.monotonic() + 3.0
-        while self._flying or time.monotonic() < until:
-            self.poll()
-            time.sleep(TICK_S)
+    @property
+    def cells(self) -> list[str]:
+        before, beside = (value * 1e3 for value in self.p99_s)
+        held = "yes" if beside - before <= MOST_LATE_S * 1e3 else "no"
+        told = f"{self.opened} / {self.closed}" + f", {self.rescued} written again" * bool(self.rescued)
+        counts = [self.misses, self.wrong, self.missing, self.twice, self.left]
+        late = f"{before:.2f} / {beside:.2f} ms: {held}"
+        return [self.fault, *map(str, counts), told, late, self.problem or "yes"]
 
 
-def open_client(world: World, rig: Rig) -> StoreClient:
-    url = f"s3://{world.bucket}/store?endpoint_url=http://127.0.0.1:{world.proxy.port}&{OPTIONS}"
-    client = rig.client(url, max_age_s=0.2)
-    client.open()
-    return client
+COLUMNS = [
+    "fault",
+    "misses meanwhile",
+    "wrong",
+    "missing after",
+    "twice",
+    "left after `prune`",
+    "breaker opened / closed",
+    f"p99 of the ticker without / with: + {MOST_LATE_S * 1e3:.0f} ms at most",
+    "as it should be",
+]
 
 
-def check(world: World, load: Load) -> tuple[int, int, int]:
-    """By a fresh handle that goes past the proxy: durable blocks that are missing, wrong, or stored twice."""
-    backend = S3Backend.open(StoreUrl.parse(f"s3://{world.bucket}/store?endpoint_url={world.endpoint}&cache=no"))
+def check(world: World, load: Load) -> tuple[int, int, int, int]:
+    """By a fresh handle that goes past the proxy: blocks that are missing, wrong, or stored twice, and packs that lie
+    there for nothing after retention.
+    """
+    backend = S3Backend.open(StoreUrl.parse(world.url))
     (namespace,) = [found.id for found in backend.namespaces()]
     holders: Counter[bytes] = Counter()
     wrong = 0
-    for table in backend.changes(namespace, None).added:
+    tables = backend.changes(namespace, None).added
+    for table in tables:
         keys = table.keys.unpack()
         holders.update(keys)
         payload = np.zeros((len(keys), BLOCK), np.uint8)
         if backend.read(namespace, [ReadSpan(table.pack_id, 0, [payload.data.cast("B")])]) != [True]:
             holders.subtract(keys)
             continue
-        wrong += sum(not np.array_equal(block, load.content(key)) for block, key in zip(payload, keys, strict=True))
-    backend.close()
+        blocks = zip(payload, keys, strict=True)
+        wrong += sum(not np.array_equal(block, load.contents.of(key)) for block, key in blocks)
     missing = sum(holders[key] < 1 for keys in load.offered for key in keys)
-    return missing, wrong, sum(count > 1 for count in holders.values())
+    twice = sum(count > 1 for count in holders.values())
+    prune(backend)
+    names = stored_objects(world.client, world.bucket, Names("store/", namespace).packs_prefix)
+    left = sum(parse_pack(name) is not None for name in names) - len(tables)
+    backend.close()
+    return missing, wrong, twice, left
 
 
-def try_fault(world: World, fault: Fault, seconds: float) -> tuple[list[str], bool]:
-    """A row of the table, and whether all in it is as it should be."""
-    breakers = Breakers()
+def open_client(world: World, rig: Rig, options: str) -> StoreClient:
+    where = f"s3://{world.bucket}/store?endpoint_url=http://127.0.0.1:{world.proxy.port}"
+    client = rig.client(f"{where}&{COMMON}&{options}", max_age_s=0.2)
+    client.open()
+    return client
+
+
+def try_fault(world: World, fault: Fault, seconds: float) -> Outcome:
+    """A row of the table."""
+    said = Said()
     log = logging.getLogger("persistkv")
-    log.addHandler(breakers)
-    rig = Rig(2 * SLOTS * JOB_BLOCKS, BLOCK)
-    load = Load(open_client(world, rig), rig)
-    load.run(1.0)
-    before = load.run(seconds)
-    fault.begin(world)
-    beside = load.run(seconds)
-    missed = load.missed
-    fault.end(world)
-    if not fault.keeps:
-        load.client.close(5.0)
-        wrong = load.wrong
-        load = Load(open_client(world, rig), rig)
-        load.wrong = wrong
-    durable = len(load.durable)
-    load.run(PATIENCE_S, until=lambda: len(load.durable) > durable)
-    load.settle()
-    load.hand_over_again()
-    load.client.close()
-    log.removeHandler(breakers)
-    missing, wrong, twice = check(world, load)
-    wrong += load.wrong
-    p99 = [percentile(late, 0.99) for late in (before, beside)]
-    breaker = breakers.opened == breakers.closed > 0 if fault.keeps else breakers.opened > 0
-    good = not (missing or wrong or twice) and (breaker or not fault.trips) and p99[1] - p99[0] <= MAX_LATE_S
-    told = f"{breakers.opened} / {breakers.closed}"
-    row = [fault.name, str(missed), str(wrong), str(missing), str(twice), told]
-    return [*row, *(f"{value * 1e3:.2f} ms" for value in p99), "yes" if good else "NO"], good
+    log.addHandler(said)
+    orphans = Orphans(world.url, IDENTITY, ORPHANS) if fault is PRUNED else None
+    rig = Rig(ROWS, BLOCK)
+    load = Load(open_client(world, rig, PATIENT if orphans else PROMPT), rig)
+    try:
+        load.run(1.0)
+        before = load.run(seconds)
+        if orphans is not None:
+            orphans.wait_until_old()
+            world.proxy.set(f"ask {orphans.port}")
+            load.planned.extend(orphans.jobs)
+        fault.begin(world)
+        beside = load.run(seconds)
+        misses = load.missed
+        fault.end(world)
+        load.recover()
+    finally:
+        load.client.close()
+        log.removeHandler(said)
+        if orphans is not None:
+            orphans.close()
+    missing, wrong, twice, left = check(world, load)
+    p99 = (percentile(before, 0.99), percentile(beside, 0.99))
+    counts = (misses, wrong + load.wrong, missing, twice, left, said.opened, said.closed, said.rescued)
+    found = Outcome(fault.name, *counts, p99, "")
+    return found._replace(problem=problem_of(found, fault))
+
+
+def problem_of(found: Outcome, fault: Fault) -> str:
+    """What is not as it should be; empty: nothing."""
+    if found.wrong or found.missing or found.twice or found.left:
+        return "NO: blocks"
+    if found.opened != found.closed or (fault.trips and not found.opened):
+        return "NO: breaker"
+    return "NO: never reused" if fault is PRUNED and not found.rescued else ""
+
+
+def try_all(endpoint: str, seconds: float, only: str, ceph: str | None) -> list[Outcome]:
+    """All rows: a trial that cannot be carried out is one too."""
+    outcomes: list[Outcome] = []
+    client = plain_client(endpoint)
+    for fault in FAULTS:
+        if only not in fault.name or (fault.needs_ceph and not ceph):
+            continue
+        proxy = FaultProxy(urlsplit(endpoint).port or 80)
+        try:
+            outcomes.append(try_fault(World(endpoint, proxy, make_bucket(endpoint), client, ceph), fault, seconds))
+        except Exception as error:
+            traceback.print_exc()
+            outcomes.append(Outcome(fault.name, 0, 0, 0, 0, 0, 0, 0, 0, (0.0, 0.0), f"NO: {type(error).__name__}"))
+        finally:
+            proxy.close()
+        sys.stderr.write(" · ".join(outcomes[-1].cells) + "\n")
+    client.close()
+    return outcomes
+
+
+def table_of(outcomes: list[Outcome], seconds: float, where: str) -> str:
+    """As markdown."""
+    rows = [COLUMNS, ["---"] * len(COLUMNS), *(outcome.cells for outcome in outcomes)]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([*lines, "", f"{where}, each fault for {seconds:g} s. {machine()}."])
+
+
+def put_into(page: Path, table: str) -> None:
+    """Replace what stands between the marks of a page."""
+    text = page.read_text()
+    begin, end = text.index(MARKS[0]) + len(MARKS[0]), text.index(MARKS[1])
+    page.write_text(f"{text[:begin]}\n{table}\n{text[end:]}")
 
 
 def main() -> int:
@@ -311,30 +325,18 @@ def main() -> int:
     parser.add_argument("--endpoint")
     parser.add_argument("--seconds", type=float, default=10.0, help="of a fault, and of the time before it")
     parser.add_argument("--only", default="", help="faults whose name holds this")
+    parser.add_argument("--into", type=Path, help="a page with marks, between which the table is put")
     arguments = parser.parse_args()
     logging.getLogger("persistkv").propagate = False
-    found = os.environ.get("PERSISTKV_S3_CEPH")
-    rows, good = [], True
+    found = os.environ.get("PERSISTKV_S3_CEPH") if arguments.endpoint else None
     with server(arguments.endpoint) as endpoint:
-        for fault in FAULTS:
-            if arguments.only not in fault.name or (fault.needs_ceph and not found):
-                continue
-            proxy = FaultProxy(urlsplit(endpoint).port or 80)
-            client = plain_client(endpoint)
-            world = World(endpoint, proxy, make_bucket(endpoint), client, found if arguments.endpoint else None)
-            try:
-                row, well = try_fault(world, fault, arguments.seconds)
-            finally:
-                proxy.close()
-                client.close()
-            rows.append(row)
-            sys.stderr.write(" · ".join(row) + "\n")
-            good &= well
-    columns = ["fault", "misses meanwhile", "wrong", "missing after", "twice", "breaker opened / closed"]
-    columns += ["p99 before", "p99 beside", f"as it should be, + {MAX_LATE_S * 1e3:.0f} ms at most"]
+        outcomes = try_all(endpoint, arguments.seconds, arguments.only, found)
     where = "moto" if arguments.endpoint is None else "Ceph" if found else arguments.endpoint
-    show(f"Faults of the object store ({where}), and how late a ticker of 1 ms is beside them", columns, rows)
-    return 0 if good else 1
+    table = table_of(outcomes, arguments.seconds, where)
+    sys.stdout.write(f"{table}\n")
+    if arguments.into is not None:
+        put_into(arguments.into, table)
+    return 1 if any(outcome.problem for outcome in outcomes) else 0
 
 
 if __name__ == "__main__":

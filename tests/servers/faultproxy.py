@@ -15,6 +15,8 @@ Control: send one line to LISTEN_PORT + 1; the reply is the number of connection
     rate B           at most B bytes per second
     s503 N           answer the next N connections with 503 SlowDown
     deny             answer with 403 AccessDenied
+    readonly         answer what would change something with 403 AccessDenied
+    ask PORT         after a 412, hold the PUT of the next index object until who listens there hangs up
     conns            change nothing, count only
 """
 
@@ -45,7 +47,30 @@ class FaultProxy:
         self.mode: list[str] = ["ok"]
         self.slow_downs = 0
         self.connections = 0
+        self.exists_already = False
         self.live: set[asyncio.Task] = set()
+
+    async def refuse(self, data: bytes, writer: asyncio.StreamWriter) -> bool:
+        """Whether a request that begins so was answered here, with a refusal."""
+        if not data.startswith((b"PUT ", b"POST ", b"DELETE ")):
+            return False
+        writer.write(
+            b"HTTP/1.1 403 Forbidden\r\nContent-Type: application/xml\r\nConnection: close\r\n"
+            b"Content-Length: %d\r\n\r\n" % len(ACCESS_DENIED) + ACCESS_DENIED
+        )
+        await writer.drain()
+        writer.close()
+        return True
+
+    async def ask(self, data: bytes, is_request: bool, port: int) -> None:
+        """Have somebody do something between a PUT that found an object and the PUT that names it."""
+        if not is_request:
+            self.exists_already |= b"HTTP/1.1 412" in data[:200]
+        elif self.exists_already and data.startswith(b"PUT ") and b"/log/" in data.split(b"\r\n", 1)[0]:
+            self.exists_already = False
+            asked, asking = await asyncio.open_connection("127.0.0.1", port)
+            await asked.read()
+            asking.close()
 
     async def pump(self, reader, writer, is_request: bool, client_writer) -> None:
         sent = 0
@@ -56,6 +81,10 @@ class FaultProxy:
                 writer.write(data)
                 await writer.drain()
                 continue
+            if name == "readonly" and is_request and await self.refuse(data, client_writer):
+                return
+            if name == "ask":
+                await self.ask(data, is_request, int(args[0]))
             if name == "hang" or (name == "hang_reply" and not is_request):
                 await asyncio.sleep(3600)
             if name.startswith("lose_reply") and not is_request:

@@ -15,8 +15,9 @@ PACK_BYTES = 4 * 4096
     ("codec", "lends", "expected"),
     [
         (RawCodec(), False, [2, 2, 2, 2, 1]),
-        (ZstdCodec(), True, [2, 2, 2, 2, 1]),  # what is encoded is in memory until it is written
+        (ZstdCodec(), False, [2, 2, 2, 2, 1]),
         (RawCodec(), True, [9]),
+        (ZstdCodec(), True, [9]),
     ],
 )
 def test_transactions_are_bounded_by_the_memory_they_take(codec: Codec, lends: bool, expected: list[int]) -> None:

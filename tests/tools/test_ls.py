@@ -45,6 +45,8 @@ def test_json_is_exact(run, filled):
         "reused": False,
         "shared_by": 0,
         "pinned": False,
+        "hits": 0,
+        "stored_bytes": None,
     }
 
 
@@ -62,8 +64,29 @@ class TestUse:
         found = {request["id"]: request for request in json.loads(run("ls", used, "--json").stdout)["requests"]}
         told = {name: (view["reused"], view["shared_by"], view["pinned"]) for name, view in found.items()}
         assert told == {"short": (True, 1, False), "lone": (False, 0, True), "long": (False, 0, False)}
-        rows = {line.split()[0]: line.split()[-1] for line in run("ls", used).stdout.splitlines() if line.split()}
-        assert (rows["short"], rows["lone"]) == ("hit", "pinned")
+        assert {name: view["hits"] for name, view in found.items()} == {"short": 1, "lone": 0, "long": 0}
+        assert {name: view["stored_bytes"] for name, view in found.items()} == {
+            "short": 8192,
+            "lone": 8192,
+            "long": 12288,
+        }
+        rows = {line.split()[0]: line.split()[-2:] for line in run("ls", used).stdout.splitlines() if line.split()}
+        assert (rows["short"][-1], rows["lone"]) == ("1", ["0", "yes"])
+        by_hits = json.loads(run("ls", used, "--sort", "hits", "--json").stdout)["requests"]
+        assert by_hits[0]["id"] == "short"
+
+    def test_hits_are_those_of_later_requests_that_are_held(self, run, contexts):
+        url, writer = contexts
+        for name, text in (("short", "a b"), ("same", "a b"), ("long", "a b c"), ("longer", "a b c d")):
+            writer.add(name, text)
+        found = {request["id"]: request for request in json.loads(run("ls", url, "--json").stdout)["requests"]}
+        assert {name: view["hits"] for name, view in found.items()} == {"short": 3, "same": 2, "long": 1, "longer": 0}
+        assert {name: view["shared_by"] for name, view in found.items()} == {
+            "short": 3,
+            "same": 3,
+            "long": 1,
+            "longer": 0,
+        }
 
     def test_never_hit(self, run, used):
         found = json.loads(run("ls", used, "--never-hit", "--json").stdout)

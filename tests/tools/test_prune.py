@@ -162,7 +162,7 @@ class TestWhileOthersWrite:
         pruning.choose(Selection())
         assert pruning.plan().goes.packs == 4
         writer.add("new", "a2 b2 c")
-        done = pruning.run()
+        done = pruning.run(backend)
         assert done.goes.packs == 3
         assert done.staying == ["r2"]
         held = {table.pack_id for table in backend.changes(writer.namespace, None).added}
@@ -175,7 +175,7 @@ class TestWhileOthersWrite:
         pruning.choose(Selection())
         pruning.plan()
         backend.commit(writer.namespace, CommitBatch(deletions=[writer.packs["r1"]]))
-        done = pruning.run()
+        done = pruning.run(backend)
         assert (done.goes.packs, done.staying) == (3, [])
 
 
@@ -201,3 +201,23 @@ def test_a_pin_says_what_it_did(run, family):
     done = run("pin", family[0], "lone")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("pinned lone-1 ")
+
+
+def test_compact_gives_what_is_free_back_to_the_disk(run, tmp_path):
+    url = f"lmdb://{tmp_path}/extents?capacity=256MiB&placement=extents"
+    with closing(open_backend(url)) as backend:
+        writer = Contexts(backend, block_bytes=65_536)
+        for number in range(40):
+            labels = {"user": "anna"} if number % 4 else {}
+            writer.add(f"r{number}", " ".join(f"{number}-{word}" for word in range(16)), labels=labels)
+        done = run("prune", url, "--label", "user=anna", "--compact", "--yes", "--json")
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert found["done"]["requests"] == 30
+        assert found["freed_bytes"] > 10 << 20
+        writer.add("more", "x y z")
+    assert run("verify", url).returncode == 0
+    again = run("prune", url, "--compact", "--yes")
+    assert again.returncode == 0
+    assert "given back to the disk" in again.stdout
+    assert json.loads(run("prune", url, "--compact", "--dry-run", "--json").stdout)["freed_bytes"] is None

@@ -58,6 +58,9 @@ def test_each_share_has_a_store_of_its_own(run, trace, tmp_path):
     assert half["capacity"] < whole["capacity"]
     assert 0 < half["hits"] <= whole["hits"]
     for found in (half, whole):
+        assert found["policy_hit_rates"].keys() == {"fifo", "lfu", "arc"}
+        assert all(rate <= found["best_hit_rate"] for rate in found["policy_hit_rates"].values())
+        assert found["requests_sent"] == {}
         assert found["wrong_blocks"] == 0
         assert found["hit_rate"] <= found["best_hit_rate"]
         assert found["disk_bytes"] <= found["capacity"]
@@ -66,7 +69,7 @@ def test_each_share_has_a_store_of_its_own(run, trace, tmp_path):
 
 def test_a_person_reads_rates(run, trace, tmp_path):
     shown = run("replay", f"lmdb://{tmp_path}/new", str(trace[0]), "--requests", "5").stdout
-    for part in ("LRU", "best", "5 requests", "hits"):
+    for part in ("LRU", "ARC", "best", "5 requests", "hits"):
         assert part in shown
 
 

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 from persistkv.storage.registry import open_backend
+from persistkv.storage.warming import pending_warm
 from tests.storage.statuses import make_status
 from tests.tools.contexts import Contexts
 
@@ -91,7 +92,31 @@ def test_there_and_back(run, store, tmp_path):
     assert {(r["id"], r["blocks"], r["created"]) for r in one} == {(r["id"], r["blocks"], r["created"]) for r in other}
 
 
-def test_bench_has_figures_and_no_ratios(run, store):
+def test_replay_counts_requests(run, store, tmp_path):
+    (tmp_path / "trace.jsonl").write_text('{"hash_ids": [1, 2]}\n{"hash_ids": [1, 2, 3]}\n')
+    found = shown(run, "replay", store.replace("/kv?", "/replay?"), "trace.jsonl")
+    (replayed,) = found["runs"]
+    assert replayed["hits"] == 2
+    assert replayed["requests_sent"]["PUT"] >= 2
+    assert replayed["loaded_bytes"] == 2 * found["block_bytes"]
+
+
+def test_warm_asks_engines(run, store):
+    (asked,) = shown(run, "warm", store, "three", "--ttl", "10m")["requests"]
+    assert (asked["request"], asked["blocks"]) == ("three", 2)
+    with closing(open_backend(store)) as backend:
+        (pending,) = pending_warm(backend, bytes.fromhex(asked["namespace"]), "e1")
+    assert (pending.request, pending.ttl_s) == ("three", 600.0)
+    assert shown(run, "warm", store, "three", "--withdraw")["withdrawn"] == 1
+
+
+def test_bench_compares_with_a_plain_client(run, store, endpoint):
     found = shown(run, "bench", store, "--size", "4MiB", "--rounds", "1")
-    assert [(figure["name"], figure["ratio"]) for figure in found["figures"]] == [("store", None), ("load, warm", None)]
+    assert [figure["name"] for figure in found["figures"]] == ["store", "load, warm"]
+    for figure in found["figures"]:
+        assert figure["ratio"] == pytest.approx(figure["limit_seconds"] / figure["seconds"], rel=0.01, abs=0.001)
+    left = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1").list_objects_v2(
+        Bucket=store.partition("://")[2].partition("/")[0]
+    )
+    assert not [entry["Key"] for entry in left["Contents"] if "plain" in entry["Key"]]
     assert len(shown(run, "ls", store)["requests"]) == 3

@@ -5,6 +5,7 @@ from contextlib import closing
 
 import pytest
 
+from persistkv.storage.backend import CommitBatch
 from persistkv.storage.codec import ZstdCodec
 from persistkv.storage.identity import Identity
 from persistkv.storage.registry import open_backend
@@ -68,3 +69,23 @@ def test_an_empty_store(run, url):
     done = run("stat", url)
     assert done.returncode == 0, done.stderr
     assert "histogram" not in done.stdout
+
+
+def test_free_space_lies_where_packs_were(run, tmp_path):
+    url = f"lmdb://{tmp_path}/extents?capacity=64MiB&placement=extents"
+    with closing(open_backend(url)) as backend:
+        writer = Contexts(backend)
+        for number in range(20):
+            writer.add(f"r{number}", " ".join(f"{number}-{word}" for word in range(16)))
+        before = json.loads(run("stat", url, "--json").stdout)["free"]
+        for number in range(0, 20, 2):
+            backend.commit(writer.namespace, CommitBatch(deletions=[writer.packs[f"r{number}"]]))
+        after = json.loads(run("stat", url, "--json").stdout)["free"]
+    gone = 10 * 16 * 4096
+    assert after["payload_bytes"] - before["payload_bytes"] == gone
+    assert after["pieces"] > before["pieces"]
+    assert after["largest_bytes"] <= after["payload_bytes"]
+    assert after["fragmentation"] == round(1 - after["largest_bytes"] / after["payload_bytes"], 4) > 0
+    shown = run("stat", url).stdout
+    assert "fragmentation" in shown
+    assert f"{after['pieces']} pieces" in shown

@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import pty
 import re
-import select
-import struct
-import subprocess
-import sys
-import termios
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -21,9 +12,9 @@ import pytest
 from persistkv.storage.registry import open_backend
 from persistkv_tools.commands import COMMANDS
 from tests.tools.contexts import Contexts
+from tests.tools.terminals import ESCAPES, on_terminal
 
 DOCS = Path(__file__).parents[2] / "docs"
-ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
 LONG_ID = "0c4de6a0b1f24c7e8d9a0b1c2d3e4f50-000017"
 LONG_LABEL = "a value that is longer than most, so that it has to be broken somewhere on a narrow terminal"
 
@@ -32,28 +23,9 @@ LONG_LABEL = "a value that is longer than most, so that it has to be broken some
 def terminal(tmp_path):
     """Run the command on a terminal so many columns wide; what it shows, and its exit code."""
 
-    def run(width: int, *arguments: str) -> tuple[str, int]:
-        master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
-        environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "LANG": "C.UTF-8", "TERM": "xterm-256color"}
-        command = [sys.executable, "-m", "persistkv_tools", *arguments]
-        process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, cwd=tmp_path, env=environment)
-        os.close(slave)
-        shown = bytearray()
-        deadline = time.monotonic() + 100
-        while time.monotonic() < deadline:
-            if not select.select([master], [], [], 1)[0]:
-                continue
-            try:
-                data = os.read(master, 65_536)
-            except OSError:  # Linux's way to say that nobody holds the other end
-                break
-            if not data:
-                break
-            shown += data
-        code = process.wait(60)
-        os.close(master)
-        return ESCAPES.sub("", shown.decode()).replace("\r\n", "\n"), code
+    def run(width: int, *arguments: str, answer: str = "") -> tuple[str, int]:
+        shown, code = on_terminal(width, *arguments, cwd=tmp_path, answer=answer)
+        return ESCAPES.sub("", shown), code
 
     return run
 
@@ -72,12 +44,26 @@ SHOWN = [
     ("stat", "{url}"),
     ("show", "{url}", "0c4d", "--tree"),
     ("verify", "{url}"),
+    ("report", "{url}", "-o", "report.html"),
     ("prune", "{url}", "--older-than", "1s", "--dry-run"),
+    ("prune", "{url}", "--older-than", "1s"),  # asks; the answer is no
     ("label", "{url}", "short", "a=b"),
     ("pin", "{url}", "short"),
+    ("unpin", "{url}", "short"),
+    ("warm", "{url}", "short"),
+    ("why", "{url}", "--against", "{url}"),
     ("top", "{url}", "--count", "1", "--interval", "1s"),
     ("doctor", "{url}"),
+    ("export", "{url}", "--all", "-o", "all.pkv"),
+    ("import", "all.pkv", "lmdb://{tmp}/imported"),
+    ("push", "{url}", "lmdb://{tmp}/pushed"),
+    ("pull", "lmdb://{tmp}/pulled", "{url}"),
+    ("move", "lmdb://{tmp}/pulled", "--to", "inline"),
+    ("bench", "lmdb://{tmp}/bench", "--size", "4MiB", "--rounds", "1"),
+    ("replay", "lmdb://{tmp}/replay", "trace.jsonl"),
+    ("serve-metrics", "{url}", "--once"),
 ]
+"""Every command, in an order in which each finds what it needs."""
 
 
 def first_words(text: str) -> str:
@@ -87,14 +73,18 @@ def first_words(text: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 160])
-def test_what_is_shown_fits_the_terminal_and_ids_are_whole(terminal, store, width):
+def test_what_is_shown_fits_the_terminal_and_ids_are_whole(terminal, store, width, tmp_path):
+    (tmp_path / "trace.jsonl").write_text('{"hash_ids": [1, 2]}\n' * 10)
+    assert {command[0] for command in SHOWN} == {*COMMANDS}
     for command in SHOWN:
-        text, code = terminal(width, *(part.format(url=store) for part in command))
-        assert code in (0, 1), text
+        arguments = [part.format(url=store, tmp=tmp_path) for part in command]
+        text, code = terminal(width, *arguments, answer="n\n" if command[0] == "prune" else "")
+        assert code in (0, 1), (command, text)
         assert "Traceback" not in text
-        for line in text.split("\n"):
-            assert len(line.rpartition("\r")[2].rstrip()) <= width, (command, line)
-        if command[0] in ("ls", "show", "prune"):
+        if command[0] != "serve-metrics":  # Prometheus' format has lines as long as they come
+            for line in text.split("\n"):
+                assert len(line.rpartition("\r")[2].rstrip()) <= width, (command, line)
+        if command[0] in ("ls", "show"):
             assert LONG_ID in text or LONG_ID in first_words(text)
     assert "…" not in terminal(160, "ls", store)[0]
 
@@ -149,7 +139,7 @@ def paths(value, prefix="") -> set[str]:
     return set()
 
 
-FREE = ("labels", "identity", "by_problem", "children")
+FREE = ("labels", "identity", "by_problem", "policy_hit_rates", "requests_sent", "children")
 """Objects whose names are data, and the tree within the tree."""
 
 
@@ -169,6 +159,7 @@ def plain(found: set[str]) -> set[str]:
         ("prune", "{url}", "--older-than", "1s", "--yes"),
         ("pin", "{url}", "short"),
         ("unpin", "{url}", "short"),
+        ("warm", "{url}", "short"),
         ("label", "{url}", "short", "a=b"),
         ("why", "{url}", "--against", "{url}"),
         ("doctor", "{url}"),

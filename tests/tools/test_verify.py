@@ -18,7 +18,7 @@ from persistkv.testing.samples import sample_manifest, sample_pack
 from persistkv_tools.live import LivePacks
 from persistkv_tools.pack_check import Problem
 from persistkv_tools.verify_state import VerifyState
-from persistkv_tools.verifying import Verifier, check_manifests, packs_left, read_catalogues
+from persistkv_tools.verifying import Verifier, check_manifests, count_rows, packs_left, read_catalogues
 from tests.tools.contexts import Contexts
 from tests.tools.damage import Damage
 from tests.tools.signals import obey_ctrl_c
@@ -41,10 +41,10 @@ def memory():
 
 def findings(backend, state=None):
     state = state or VerifyState.begin(URL, 1.0)
-    catalogues = read_catalogues(backend)
-    for _ in Verifier(backend, catalogues.spaces, state, ignore).packs():
+    spaces = read_catalogues(backend)
+    for _ in Verifier(backend, spaces, state, ignore).packs():
         pass
-    return [*catalogues.findings, *check_manifests(backend, catalogues.spaces)[1], *state.findings]
+    return [*count_rows(backend, spaces).findings, *check_manifests(backend, spaces)[1], *state.findings]
 
 
 class TestWhatIsFound:
@@ -109,23 +109,23 @@ class TestWhatIsFound:
 class TestWhatOthersDoMeanwhile:
     def test_a_pack_that_went_is_no_problem(self, memory):
         backend, writer = memory
-        catalogues = read_catalogues(backend)
+        spaces = read_catalogues(backend)
         state = VerifyState.begin(URL, 1.0)
         backend.commit(writer.namespace, CommitBatch(deletions=[writer.packs["r3"]]))
-        for _ in Verifier(backend, catalogues.spaces, state, ignore).packs():
+        for _ in Verifier(backend, spaces, state, ignore).packs():
             pass
         assert (state.findings, state.went, state.packs) == ([], 1, 6)
-        assert check_manifests(backend, catalogues.spaces) == (5, [])
+        assert check_manifests(backend, spaces) == (5, [])
 
     def test_a_pack_that_was_replaced_is_checked_as_it_is_now(self, memory):
         backend, writer = memory
         pack = sample_pack(writer.namespace, 77)
         backend.commit(writer.namespace, CommitBatch([pack]))
-        catalogues = read_catalogues(backend)
+        spaces = read_catalogues(backend)
         again = sample_pack(writer.namespace, 77, content=78)
         backend.commit(writer.namespace, CommitBatch([again], deletions=[pack.pack_id]))
         state = VerifyState.begin(URL, 1.0)
-        for _ in Verifier(backend, catalogues.spaces, state, ignore).packs():
+        for _ in Verifier(backend, spaces, state, ignore).packs():
             pass
         assert (state.findings, state.went) == ([], 1)
 
@@ -142,7 +142,7 @@ class TestWhatOthersDoMeanwhile:
 
         busy = Busy()
         busy.spaces = backend.spaces
-        found = read_catalogues(busy)
+        found = count_rows(busy, read_catalogues(busy))
         assert (found.certain, found.findings) == (False, [])
 
     def test_repair_spares_a_pack_that_is_good_again(self, memory):
@@ -151,9 +151,9 @@ class TestWhatOthersDoMeanwhile:
         packs = backend.spaces[writer.namespace].packs
         for pack in (bad, healed):
             packs[pack].payload[0] ^= 1
-        catalogues = read_catalogues(backend)
+        spaces = read_catalogues(backend)
         state = VerifyState.begin(URL, 1.0)
-        verifier = Verifier(backend, catalogues.spaces, state, ignore)
+        verifier = Verifier(backend, spaces, state, ignore)
         for _ in verifier.packs():
             pass
         assert {finding.pack for finding in state.findings} == {bad.hex(), healed.hex()}
@@ -169,15 +169,15 @@ class TestResume:
         backend.spaces[writer.namespace].packs[min(writer.packs.values())].payload[0] ^= 1
         file = tmp_path / "state"
         state = VerifyState.load(file, URL, 1.0)
-        first = Verifier(backend, read_catalogues(backend).spaces, state, ignore)
+        first = Verifier(backend, read_catalogues(backend), state, ignore, portion_bytes=1)
         run = first.packs()
         for _ in range(2):
             next(run)
         state.save(file)
         state = VerifyState.load(file, URL, 1.0)
-        spaces = read_catalogues(backend).spaces
+        spaces = read_catalogues(backend)
         assert len(packs_left(spaces, state)) == 4
-        verifier = Verifier(backend, spaces, state, ignore)
+        verifier = Verifier(backend, spaces, state, ignore, portion_bytes=1)
         assert len(list(verifier.packs())) == 4
         assert state.packs == 6
         assert len(state.findings) == 1

@@ -1,5 +1,5 @@
 """``python -m persistkv_tools`` is ``persistkv``."""
 
-from persistkv_tools.cli import main
+from persistkv_tools.entry import main
 
 main()

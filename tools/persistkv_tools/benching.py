@@ -1,4 +1,6 @@
-"""``persistkv bench``: what a medium gives persistkv, beside what the disk gives to plain system calls.
+"""``persistkv bench``: what a medium gives persistkv, beside what it gives without.
+
+A disk is held against plain system calls, a bucket against the vendor's plain client with one object for all of a job.
 
 1. All takes turns within a round, so that what a disk does at times hits both sides.
 2. A store counts until its blocks are visible, hence durable; a load until its rows are filled and verified.
@@ -19,9 +21,9 @@ from urllib.parse import urlencode
 import msgspec
 
 from persistkv.config import StoreUrl
-from persistkv.storage.backend import Backend, CommitBatch
+from persistkv.storage.backend import Backend, CommitBatch, PlainMedium
 from persistkv.storage.host.client import StoreClient
-from persistkv.storage.registry import open_backend
+from persistkv.storage.registry import backend_class, open_backend
 from persistkv_tools.raw_disk import RawDisk, drop_page_cache
 from persistkv_tools.rig import Job, fresh_keys
 
@@ -41,9 +43,9 @@ class Figure(msgspec.Struct, frozen=True):
     seconds: float
     bytes_per_s: float
     limit_seconds: float | None
-    """What the disk takes for the same bytes; None where nobody can tell."""
+    """What the disk or the bucket takes for the same bytes without persistkv; None where nobody can tell."""
     ratio: float | None
-    """Of the disk's speed. Above 1 where the disk was slower by chance."""
+    """Of that speed. Above 1 where persistkv is faster, or by chance."""
     verdict: str
 
 
@@ -83,12 +85,13 @@ def bench(url: str, job_bytes: int, rounds: int, took: Callable[[int], None]) ->
     job, times = Job(job_bytes // _BLOCK_BYTES, job_bytes), _Times()
     notes: list[str] = []
     with _scratch(url, notes) as (scratch, directory):
-        raw = _raw_disk(job, directory, notes)
+        raw = _yardstick(scratch, job, directory, notes)
         try:
             keys = [fresh_keys(len(job.source)) for _ in range(rounds + 1)]
             _warm(scratch, job, raw, keys, times, took)
             if directory is not None:
-                _cold(scratch, directory, job, raw, keys[1:], times, took, notes)
+                disk = raw if isinstance(raw, RawDisk) else None
+                _cold(scratch, directory, job, disk, keys[1:], times, took, notes)
         finally:
             if raw is not None:
                 raw.close()
@@ -122,10 +125,37 @@ def _empty(backend: Backend) -> None:
             backend.commit(namespace.id, CommitBatch(deletions=packs[start : start + _PACKS_AT_ONCE]))
 
 
-def _raw_disk(job: Job, directory: Path | None, notes: list[str]) -> RawDisk | None:
+class _Plain:
+    """A medium without its driver, timed call by call."""
+
+    def __init__(self, medium: PlainMedium, job: Job) -> None:
+        self._medium = medium
+        self._source, self._target = job.buffers(job.source), job.buffers(job.target)
+
+    def write_new(self) -> float:
+        """Seconds."""
+        begin = time.perf_counter()
+        self._medium.write(self._source)
+        return time.perf_counter() - begin
+
+    def read_warm(self, _threads: int) -> float:
+        """Seconds."""
+        begin = time.perf_counter()
+        self._medium.read(self._target)
+        return time.perf_counter() - begin
+
+    def close(self) -> None:
+        """Remove what was written."""
+        self._medium.close()
+
+
+def _yardstick(scratch: str, job: Job, directory: Path | None, notes: list[str]) -> RawDisk | _Plain | None:
     if directory is None:
-        notes.append("what the medium could give at most is not known here: there are figures, and no ratios")
-        return None
+        parsed = StoreUrl.parse(scratch)
+        plain = backend_class(parsed.scheme).plain_medium(parsed)
+        if plain is None:
+            notes.append("what the medium could give at most is not known here: there are figures, and no ratios")
+        return None if plain is None else _Plain(plain, job)
     place = directory / "raw"
     place.mkdir()
     try:
@@ -136,7 +166,12 @@ def _raw_disk(job: Job, directory: Path | None, notes: list[str]) -> RawDisk | N
 
 
 def _warm(
-    scratch: str, job: Job, raw: RawDisk | None, keys: list[list[bytes]], times: _Times, took: Callable[[int], None]
+    scratch: str,
+    job: Job,
+    raw: RawDisk | _Plain | None,
+    keys: list[list[bytes]],
+    times: _Times,
+    took: Callable[[int], None],
 ) -> None:
     with _client(scratch, job) as client:
         for number, names in enumerate(keys):
@@ -224,7 +259,7 @@ def verdict(name: str, ratio: float | None) -> str:
         return "no limit to hold it against"
     good = _GOOD[name]
     if ratio >= good:
-        return "as fast as this disk allows"
+        return "as fast as this disk or bucket allows"
     if ratio >= good * _POOR:
-        return "usable; a part of the disk's speed is lost"
-    return "slow beside the disk: look at persistkv doctor, and at what else runs here"
+        return "usable; a part of the speed is lost"
+    return "slow: look at persistkv doctor, and at what else runs here"

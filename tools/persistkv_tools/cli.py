@@ -15,8 +15,8 @@ import typer
 
 from persistkv import __version__
 from persistkv.errors import PersistKVError, StoreError
-from persistkv_tools.commands import COMMANDS
-from persistkv_tools.plugins import attach_commands
+from persistkv_tools.commands import COMMANDS, load_command
+from persistkv_tools.plugins import asked_for, attach_commands
 
 _BAD_INPUT = 2
 _STORE_FAILED = 3
@@ -24,7 +24,7 @@ _INTERRUPTED = 130
 
 
 def build_app(arguments: Sequence[str]) -> typer.Typer:
-    """The application, with those commands from outside that ``arguments`` may mean."""
+    """The application: with the command that ``arguments`` ask for, or with all where they ask for none of ours."""
     app = typer.Typer(
         name="persistkv",
         help="Look into persistkv stores, check and bound them, carry contexts, and see them at work.",
@@ -32,8 +32,9 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
-    for name, command in COMMANDS.items():
-        app.command(name)(_interruptible(command))
+    asked = asked_for(arguments)
+    for name in COMMANDS if asked is None or asked not in COMMANDS else [asked]:
+        app.command(name)(_interruptible(load_command(name)))
     attach_commands(app, arguments, built_in=COMMANDS)
     return app
 

@@ -10,12 +10,16 @@ from typing import NamedTuple
 import msgspec
 
 from persistkv.storage.backend import Backend
+from persistkv.storage.keys import PackedKeys
+from persistkv.storage.memory import no_collections
 from persistkv.storage.pack import Frame, PackTable
-from persistkv_tools.catalogue import all_requests, keys_of
+from persistkv_tools.catalogue import keys_of
 from persistkv_tools.errors import NotFoundError
+from persistkv_tools.key_search import KeySearch
 from persistkv_tools.listing import RequestView
 from persistkv_tools.selection import FoundRequest
 
+_SEARCHED_AT_ONCE = 4096  # requests
 _SHARERS = 5
 _SHORT = 12
 
@@ -83,9 +87,12 @@ class _Place(NamedTuple):
     frame: Frame
 
 
-def show_context(url: str, backend: Backend, found: FoundRequest, *, key_limit: int) -> ContextView:
+def show_context(
+    url: str, backend: Backend, found: FoundRequest, names: Iterable[str], *, key_limit: int
+) -> ContextView:
     """The view of one request.
 
+    :param names: of all requests of the namespace.
     :param key_limit: keys to name of each group.
     :raises NotFoundError: the request went meanwhile, or its keys do not read.
     """
@@ -94,8 +101,10 @@ def show_context(url: str, backend: Backend, found: FoundRequest, *, key_limit: 
     if keys is None:
         raise NotFoundError(f"the keys of {manifest.id} are gone or do not read; persistkv verify tells which")
     chains = [group.unpack() for group in keys]
-    places = _places(backend.changes(namespace, None).added, chains)
-    sharers = _sharers(backend, namespace, manifest.id, chains)
+    with no_collections():  # of many objects that are made to stay
+        tables = backend.changes(namespace, None).added
+    places = _places(tables, chains)
+    sharers = _sharers(backend, namespace, (name for name in names if name != manifest.id), chains)
     shared = [key for keys_of_group in chains for key in keys_of_group if key in sharers]
     return ContextView(
         url,
@@ -106,14 +115,13 @@ def show_context(url: str, backend: Backend, found: FoundRequest, *, key_limit: 
     )
 
 
-def _places(tables: Iterable[PackTable], chains: Sequence[list[bytes]]) -> dict[bytes, _Place]:
+def _places(tables: Sequence[PackTable], chains: Sequence[list[bytes]]) -> dict[bytes, _Place]:
     """Where the blocks of a request lie. Looks through all tables: an index of them all would cost more."""
     wanted = {key for chain in chains for key in chain}
     places: dict[bytes, _Place] = {}
-    for table in tables:
+    for position, _ in KeySearch(wanted).find(table.keys for table in tables):
+        table = tables[position]
         keys = table.keys.unpack()
-        if wanted.isdisjoint(keys):
-            continue
         ends = accumulate(frame.block_count for frame in table.frames)
         for frame, end in zip(table.frames, ends, strict=True):
             for key in keys[end - frame.block_count : end]:
@@ -123,17 +131,29 @@ def _places(tables: Iterable[PackTable], chains: Sequence[list[bytes]]) -> dict[
 
 
 def _sharers(
-    backend: Backend, namespace: bytes, manifest_id: str, chains: Sequence[list[bytes]]
+    backend: Backend, namespace: bytes, others: Iterable[str], chains: Sequence[list[bytes]]
 ) -> dict[bytes, list[str]]:
     """For each key of the request that others name too, who."""
-    own = list(map(frozenset, chains))
+    names: list[str] = []
+    groups: list[list[PackedKeys]] = [[] for _ in chains]
     found: dict[bytes, list[str]] = {}
-    for other, keys in keys_of(backend, namespace, all_requests(backend, namespace)):
-        if keys is None or other == manifest_id:
-            continue
-        for number, group in enumerate(keys[: len(chains)]):
-            for key in own[number].intersection(group.unpack()):
-                found.setdefault(key, []).append(other)
+
+    def search() -> None:
+        for chain, among in zip(chains, groups, strict=True):
+            for position, shared in KeySearch(chain).find(among):
+                for key in dict.fromkeys(shared):
+                    found.setdefault(key, []).append(names[position])
+            among.clear()
+        names.clear()
+
+    for other, keys in keys_of(backend, namespace, others):
+        if keys is not None:
+            names.append(other)
+            for number, among in enumerate(groups):
+                among.append(keys[number] if number < len(keys) else PackedKeys())
+        if len(names) >= _SEARCHED_AT_ONCE:
+            search()
+    search()
     return found
 
 

@@ -39,6 +39,10 @@ class RequestView(msgspec.Struct, frozen=True):
     shared_by: int | None = None
     """Other requests whose context goes through all of it."""
     pinned: bool | None = None
+    hits: int | None = None
+    """Of those, the ones that were stored after it: its hits, as far as the requests that had them are still held."""
+    stored_bytes: int | None = None
+    """What its blocks take at rest, by the codec ratio of the packs that it lies in."""
 
     @classmethod
     def of(cls, namespace: bytes, manifest: RequestManifest, use: RequestUse | None) -> RequestView:
@@ -60,8 +64,15 @@ class RequestView(msgspec.Struct, frozen=True):
         """The same request with what the store knows of its use."""
         if use is None:
             return self
+        packed = use.packs_raw_bytes
         return msgspec.structs.replace(
-            self, last_used=use.last_used, reused=use.reused, shared_by=use.shared_by, pinned=use.pinned
+            self,
+            last_used=use.last_used,
+            reused=use.reused,
+            shared_by=use.shared_by,
+            pinned=use.pinned,
+            hits=use.hits,
+            stored_bytes=round(self.raw_bytes * use.packs_stored_bytes / packed) if packed else None,
         )
 
 
@@ -102,6 +113,7 @@ class Sort(str, enum.Enum):
     TOKENS = "tokens"
     BLOCKS = "blocks"
     SIZE = "size"
+    HITS = "hits"
     ID = "id"
     NAMESPACE = "namespace"
 
@@ -113,10 +125,12 @@ _KEYS: dict[Sort, tuple[_Key, bool]] = {
     Sort.TOKENS: (lambda view: (view.tokens, view.created, view.id), True),
     Sort.BLOCKS: (lambda view: (view.blocks, view.created, view.id), True),
     Sort.SIZE: (lambda view: (view.raw_bytes, view.created, view.id), True),
+    Sort.HITS: (lambda view: (view.hits or 0, view.last_used or 0.0, view.id), True),
     Sort.ID: (lambda view: (view.id, view.namespace), False),
     Sort.NAMESPACE: (lambda view: (view.namespace, -view.created, view.id), False),
 }
 """What to compare, and whether the largest stands first."""
+_BY_USE = (Sort.USED, Sort.HITS)
 
 
 def list_requests(
@@ -138,7 +152,7 @@ def list_requests(
     """
     namespaces = chosen_namespaces(backend, namespace)
     seen = _Counts()
-    views = seen.matching(backend, namespaces, selection, with_uses=sort is Sort.USED or selection.never_hit)
+    views = seen.matching(backend, namespaces, selection, with_uses=sort in _BY_USE or selection.never_hit)
     key, largest_first = _KEYS[sort]
     if reverse:
         largest_first = not largest_first

@@ -8,11 +8,11 @@
 from __future__ import annotations
 
 import enum
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 import msgspec
-import numpy as np
 
 from persistkv.errors import CorruptPackError
 from persistkv.storage.backend import Backend, ReadSpan
@@ -74,10 +74,10 @@ def check_pack(
     :raises StoreError: the medium failed.
     """
     check = _Check(table)
-    for frames in _runs(table.frames):
+    for frames in frame_runs(table.frames, _READ_BYTES):
         start, end = frames[0].offset, align(frames[-1].offset + frames[-1].stored_length)
-        buffer = np.empty(end - start, dtype=np.uint8).data
-        if not all(backend.read(table.namespace, [ReadSpan(table.pack_id, start, [buffer])])):
+        buffer = memoryview(mmap.mmap(-1, end - start))
+        if not all(backend.scan(table.namespace, [ReadSpan(table.pack_id, start, [buffer])])):
             check.note(Problem.SHORT, f"bytes {start:,} to {end:,} are not there", offset=start)
         else:
             for frame in frames:
@@ -161,12 +161,12 @@ class _Check:
             self.note(Problem.DECODE, str(error), group=frame.group, offset=frame.offset)
 
 
-def _runs(frames: Sequence[Frame]) -> Iterator[list[Frame]]:
-    """Neighbouring frames that are read at once."""
+def frame_runs(frames: Sequence[Frame], most_bytes: int) -> Iterator[list[Frame]]:
+    """Neighbouring frames that are read at once: so many bytes, or one frame."""
     run: list[Frame] = []
     size = 0
     for frame in frames:
-        if run and size + frame.stored_length > _READ_BYTES:
+        if run and size + frame.stored_length > most_bytes:
             yield run
             run, size = [], 0
         run.append(frame)

@@ -16,9 +16,14 @@ class BrokenCommandError(PersistKVError):
     """A command is registered and does not import."""
 
 
+def asked_for(arguments: Sequence[str]) -> str | None:
+    """The name of the command in them."""
+    return next((argument for argument in arguments if not argument.startswith("-")), None)
+
+
 def attach_commands(app: typer.Typer, arguments: Sequence[str], *, built_in: Collection[str]) -> None:
     """Import and attach the command that was asked for; all of them where none was, so that help names them."""
-    asked = next((argument for argument in arguments if not argument.startswith("-")), None)
+    asked = asked_for(arguments)
     if asked in built_in:
         return
     points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name not in built_in}

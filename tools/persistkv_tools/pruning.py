@@ -154,32 +154,33 @@ class Pruning:
                 view = RequestView.of(usage.namespace.id, manifest, usage.uses[name])
                 (plan.requests if goes else plan.staying).append(view)
 
-    def run(self) -> Done:
+    def run(self, backend: Backend) -> Done:
         """Delete what the plan names.
 
+        :param backend: the same store, open for writing where there is something to delete.
         :raises StoreError: a commit failed; those before it were done.
         """
         done = Done(Amount(), 0, [])
         for usage in self._usages:
             packs = sorted(self._packs[usage.namespace.id])
             for start in range(0, len(packs), _PACKS_AT_ONCE):
-                for table in self._delete(usage, packs[start : start + _PACKS_AT_ONCE]):
+                for table in self._delete(backend, usage, packs[start : start + _PACKS_AT_ONCE]):
                     done.goes.add(table)
-            there = {manifest.id for manifest in self._backend.manifests(usage.namespace.id)}
+            there = {manifest.id for manifest in backend.manifests(usage.namespace.id)}
             done.requests += len(usage.manifests.keys() - there)
             done.staying += sorted(usage.doomed & there)
         return done
 
-    def _delete(self, usage: Usage, packs: list[bytes]) -> Iterator[PackTable]:
+    def _delete(self, backend: Backend, usage: Usage, packs: list[bytes]) -> Iterator[PackTable]:
         wanted = [pack for pack in packs if pack not in self._used_since(usage, packs)]
         try:
-            yield from self._backend.commit(usage.namespace.id, CommitBatch(deletions=wanted)).evicted
+            yield from backend.commit(usage.namespace.id, CommitBatch(deletions=wanted)).evicted
         except StoreFullError:  # deleting takes room too; fewer at once take less
             if len(wanted) < 2:
                 raise
             half = len(wanted) // 2
-            yield from self._delete(usage, wanted[:half])
-            yield from self._delete(usage, wanted[half:])
+            yield from self._delete(backend, usage, wanted[:half])
+            yield from self._delete(backend, usage, wanted[half:])
 
     def _used_since(self, usage: Usage, packs: list[bytes]) -> set[bytes]:
         """Those of the packs that requests use which came after the plan was made."""

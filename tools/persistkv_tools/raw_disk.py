@@ -120,6 +120,15 @@ def checksums(buffers: Sequence[memoryview]) -> list[int]:
     return found
 
 
+def fill_page_cache(paths: Sequence[Path]) -> None:
+    """Read all files below directories, so that the page cache holds them where it has room."""
+    buffer = bytearray(8 << 20)
+    for file in [file for path in paths for file in path.rglob("*") if file.is_file()]:
+        with file.open("rb", buffering=0) as stream:
+            while stream.readinto(buffer):
+                pass
+
+
 def drop_page_cache(paths: Sequence[Path]) -> None:
     """Take files, and all files below directories, out of the page cache. No process may have them mapped.
 

@@ -22,6 +22,7 @@ from persistkv.storage.host.protocol import EndRequest, HostStats
 from persistkv.storage.keys import PackedKeys
 from persistkv_tools.rig import Rig, finish
 from persistkv_tools.trace import Request, clairvoyant_hits, lru_hits
+from persistkv_tools.trace_policies import OTHER_POLICIES
 
 TOKENS_PER_BLOCK = 512
 _LOOK_EVERY = 100  # requests
@@ -44,6 +45,8 @@ class Outcome(msgspec.Struct):
     """Read from it."""
     evicted_blocks: int = 0
     commits: int = 0
+    requests: dict[str, int] = {}
+    """Sent to a remote medium, by kind."""
     seconds: float = 0.0
 
     @property
@@ -61,11 +64,14 @@ class Comparison(msgspec.Struct, frozen=True):
     """The same, of as many blocks as the store held."""
     best: int
     """The most that any cache of the nominal number can have."""
+    others: dict[str, int]
+    """Of caches of the nominal number with other policies, by their names."""
 
     @classmethod
     def of(cls, requests: Sequence[Request], blocks: int, held: int) -> Comparison:
         """:param blocks: the nominal number: what the capacity would hold of payload alone."""
-        return cls(lru_hits(requests, blocks), lru_hits(requests, held), clairvoyant_hits(requests, blocks))
+        others = {name: hits(requests, blocks) for name, hits in OTHER_POLICIES.items()}
+        return cls(lru_hits(requests, blocks), lru_hits(requests, held), clairvoyant_hits(requests, blocks), others)
 
 
 class _Replay:
@@ -124,7 +130,9 @@ class _Replay:
 
     def finish(self) -> None:
         """Note what the store counted."""
-        counters = self.look().counters
+        host = self.look()
+        counters = host.counters
+        self.outcome.requests = host.requests
         self.outcome.stored_bytes = counters.stored_bytes
         self.outcome.loaded_bytes = counters.loaded_bytes
         self.outcome.evicted_blocks = counters.evicted_blocks

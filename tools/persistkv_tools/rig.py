@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import StoreError
+from persistkv.huge_pages import use_huge_pages
 from persistkv.storage.host.answers import JobOutcome
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.launch import Host, InlineHost, ProcessHost, ThreadHost
@@ -26,15 +27,18 @@ class Rig:
     """Rows in shared memory and clients that use them.
 
     :param block_bytes: bytes of a row, one block; a multiple of 4 KiB.
+    :param huge_pages: whether the rows are to lie in huge pages, as the primary tier's do.
     """
 
-    def __init__(self, num_rows: int, block_bytes: int) -> None:
+    def __init__(self, num_rows: int, block_bytes: int, *, huge_pages: bool = True) -> None:
         self.block_bytes = block_bytes
         self._fd = os.memfd_create("persistkv-rig")
         os.ftruncate(self._fd, num_rows * block_bytes)
         self._memory = mmap.mmap(self._fd, num_rows * block_bytes)
         self.rows: npt.NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8).reshape(num_rows, block_bytes)
         self.rows[:] = np.random.default_rng(0).integers(0, 256, self.rows.shape, dtype=np.uint8)
+        if huge_pages:  # as the primary tier does
+            use_huge_pages(self._fd, len(self._memory))
 
     def client(
         self, url: str, host: str = "process", *, max_queue_bytes: int = 8 << 30, **options: object

@@ -93,15 +93,20 @@ def chosen_namespaces(backend: Backend, wanted: str | None) -> list[Namespace]:
     return matching
 
 
-def find_request(backend: Backend, wanted: str, namespace: str | None = None) -> FoundRequest:
+def find_request(
+    backend: Backend, wanted: str, namespace: str | None = None, names: dict[bytes, list[str]] | None = None
+) -> FoundRequest:
     """The request of this id, or the only one whose id begins so.
 
+    :param names: takes the ids of all requests that were looked through, by namespace.
     :raises NotFoundError: there is none, or more than one.
     """
     similar: list[FoundRequest] = []
     exact: list[FoundRequest] = []
     for space in chosen_namespaces(backend, namespace):
+        seen = [] if names is None else names.setdefault(space.id, [])
         for manifest in backend.manifests(space.id):
+            seen.append(manifest.id)
             if manifest.id == wanted:
                 exact.append(FoundRequest(space, manifest))
             elif manifest.id.startswith(wanted):
@@ -111,8 +116,8 @@ def find_request(backend: Backend, wanted: str, namespace: str | None = None) ->
         return candidates[0]
     if not candidates:
         raise NotFoundError(f"no request {wanted!r}; persistkv ls shows those that there are")
-    names = _named(f"{found.manifest.id} (namespace {found.namespace.id.hex()[:8]})" for found in candidates)
-    raise NotFoundError(f"{wanted!r} means {len(candidates)} requests: {names}")
+    meant = _named(f"{found.manifest.id} (namespace {found.namespace.id.hex()[:8]})" for found in candidates)
+    raise NotFoundError(f"{wanted!r} means {len(candidates)} requests: {meant}")
 
 
 def _named(names: Iterator[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 _LONGEST_S = 1.0
@@ -18,6 +19,10 @@ class Throttle:
     def bounded(self) -> bool:
         """Whether there is a bound at all."""
         return self._rate is not None
+
+    def bytes_in(self, seconds: float) -> int:
+        """What passes in so long; without a bound, more than there is anywhere."""
+        return sys.maxsize if self._rate is None else max(1, int(self._rate * seconds))
 
     def took(self, num_bytes: int) -> None:
         """Account for bytes that were read or written."""

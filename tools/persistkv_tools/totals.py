@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from persistkv.storage.backend import Backend, Namespace
+from persistkv.storage.backend import Backend, FreeSpace, Namespace
 from persistkv.storage.codec import split_codecs
 from persistkv.storage.pack import PackTable
 
@@ -59,6 +59,29 @@ class Bin(msgspec.Struct):
     raw_bytes: int = 0
 
 
+class FreeTotals(msgspec.Struct, frozen=True):
+    """What of ``disk_bytes`` holds nothing, and is written to again."""
+
+    catalogue_bytes: int
+    """Of the index; of all there is, where payloads lie in it."""
+    payload_bytes: int
+    """Of the files of payloads."""
+    pieces: int
+    """That the latter lies in."""
+    largest_bytes: int
+    """Of these pieces."""
+    fragmentation: float | None
+    """Share of the free payload space that lies outside of the largest piece; None where nothing is free."""
+
+    @classmethod
+    def of(cls, found: FreeSpace | None) -> FreeTotals | None:
+        """What a backend says."""
+        if found is None:
+            return None
+        outside = _ratio(found.payload_bytes - found.largest_bytes, found.payload_bytes)
+        return cls(found.catalogue_bytes, found.payload_bytes, found.pieces, found.largest_bytes, outside)
+
+
 class StoreTotals(msgspec.Struct, frozen=True):
     """A store."""
 
@@ -78,6 +101,8 @@ class StoreTotals(msgspec.Struct, frozen=True):
     capacity: int | None
     fill: float | None
     """Share of the capacity that is taken."""
+    free: FreeTotals | None
+    """None where the medium has no space of its own, as a bucket has not."""
     namespaces: list[NamespaceTotals]
     """Oldest first."""
     ages: list[Bin]
@@ -108,6 +133,7 @@ def store_totals(url: str, backend: Backend) -> StoreTotals:
         _ratio(stats.disk_bytes, stats.stored_bytes),
         stats.capacity,
         _ratio(stats.disk_bytes, stats.capacity or 0),
+        FreeTotals.of(backend.free_space()),
         totals,
         ages.bins,
         sizes.bins,

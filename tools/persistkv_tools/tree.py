@@ -6,13 +6,13 @@ what neighbours have in common is a node. Nodes are only made where they are sho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 import msgspec
 
 from persistkv.storage.backend import Backend
-from persistkv_tools.catalogue import all_requests, keys_of
+from persistkv_tools.catalogue import keys_of
 
 _Chain = tuple[list[bytes], str]
 
@@ -44,15 +44,18 @@ _BRANCHES = 8
 _DIGITS = 8
 
 
-def prefix_tree(backend: Backend, namespace: bytes, chosen: str, *, group: int, node_limit: int) -> TreeNode:
+def prefix_tree(
+    backend: Backend, namespace: bytes, names: Iterable[str], chosen: str, *, group: int, node_limit: int
+) -> TreeNode:
     """A node of no blocks above the roots. Children: first what the chosen request goes through, then the most used.
 
+    :param names: of all requests of the namespace.
     :param chosen: a request's id.
     :param group: whose keys to go by.
     :param node_limit: nodes to make below it; of one node, 8 children at most.
     """
     chains: list[_Chain] = []
-    for name, keys in keys_of(backend, namespace, all_requests(backend, namespace)):
+    for name, keys in keys_of(backend, namespace, names):
         if keys is not None and len(keys) > group and len(keys[group]):
             chains.append((keys[group].unpack(), name))
     chains.sort()

@@ -64,6 +64,20 @@ class VerifyState(msgspec.Struct, kw_only=True):
             raise ConfigurationError("--resume", str(path), expected)
         return state
 
+    def beside(self) -> VerifyState:
+        """A count of what comes next, to be taken in once it is complete."""
+        return VerifyState(store=self.store, share=self.share, salt=self.salt)
+
+    def take(self, tally: VerifyState, after: str) -> None:
+        """Add what was counted up to a pack."""
+        self.after = after
+        self.packs += tally.packs
+        self.frames += tally.frames
+        self.stored_bytes += tally.stored_bytes
+        self.went += tally.went
+        self.other_release += tally.other_release
+        self.findings += tally.findings
+
     def save(self, path: Path) -> None:
         """Readers see the old file or the new one, whole.
 

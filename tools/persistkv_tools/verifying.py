@@ -8,51 +8,50 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from itertools import groupby, islice
 from typing import NamedTuple
 
 from persistkv.errors import StoreError
 from persistkv.storage.backend import Backend, BackendStats, CommitBatch
+from persistkv.storage.memory import no_collections
 from persistkv.storage.pack import PackTable
-from persistkv_tools.catalogue import all_keys, keys_of
+from persistkv_tools.catalogue import keys_of
+from persistkv_tools.held_keys import HeldKeys
 from persistkv_tools.live import LivePacks
 from persistkv_tools.pack_check import Finding, OtherReleaseError, Problem, check_pack
+from persistkv_tools.scanning import BATCH_BYTES, Look, Scanner, batches
 from persistkv_tools.verify_state import VerifyState
 
 _ATTEMPTS = 5
+_MANIFESTS_AT_ONCE = 512
 _REPAIR_ATTEMPTS = 100
-_AHEAD = 2  # packs for each thread that are begun and not taken
 
 
-class Catalogues(NamedTuple):
-    """All namespaces of a store, as far as they read."""
+class Rows(NamedTuple):
+    """What can be said of rows that do not read."""
 
-    spaces: list[LivePacks]
-    """By the namespace's id."""
     findings: list[Finding]
-    """Rows that do not read."""
     certain: bool
-    """False: others wrote all the time, so nothing can be said of rows that do not read."""
+    """False: others wrote all the time, so nothing can be said."""
 
 
-def read_catalogues(backend: Backend) -> Catalogues:
-    """Read all tables, and count heads and tables against the store's totals."""
+def read_catalogues(backend: Backend) -> list[LivePacks]:
+    """All namespaces of a store, as far as they read, by id."""
+    with no_collections():  # of many objects that are made to stay
+        return [LivePacks(backend, name) for name in sorted(space.id for space in backend.namespaces())]
+
+
+def count_rows(backend: Backend, spaces: list[LivePacks]) -> Rows:
+    """Count heads and tables against the store's totals."""
     for _ in range(_ATTEMPTS):
         before = backend.stats()
-        spaces = [LivePacks(backend, name) for name in sorted(space.id for space in backend.namespaces())]
         heads = sum(1 for space in spaces for _ in backend.manifests(space.namespace))
-        moved = any(space.refresh() for space in spaces)
+        moved = any(space.refresh() for space in spaces) or len(list(backend.namespaces())) != len(spaces)
         if not moved and _totals(before) == _totals(backend.stats()):
             packs = before.packs - sum(len(space.tables) for space in spaces)
-            return Catalogues(spaces, list(_unread(packs, before.requests - heads)), True)
-    return Catalogues(spaces, [], False)
-
-
-def _ignore(num_bytes: int) -> None:
-    """Bytes are counted where the pack is taken."""
+            return Rows(list(_unread(packs, before.requests - heads)), True)
+    return Rows([], False)
 
 
 def _totals(stats: BackendStats) -> tuple[int, ...]:
@@ -81,6 +80,25 @@ def payload_left(spaces: list[LivePacks], state: VerifyState) -> int:
     return sum(space.tables[pack_id].payload_length for space, pack_id in packs_left(spaces, state))
 
 
+class _Portion(NamedTuple):
+    space: LivePacks
+    packs: list[bytes]
+    """In the order of their names."""
+
+
+def _portions(spaces: list[LivePacks], state: VerifyState, most_bytes: int | None) -> Iterator[_Portion]:
+    for space, left in groupby(packs_left(spaces, state), key=lambda pair: pair[0]):
+        portion, size = _Portion(space, []), 0
+        for _, pack_id in left:
+            portion.packs.append(pack_id)
+            size += space.tables[pack_id].payload_length if pack_id in space.tables else 0
+            if most_bytes is not None and size >= most_bytes:
+                yield portion
+                portion, size = _Portion(space, []), 0
+        if portion.packs:
+            yield portion
+
+
 class Verifier:
     """One run over the packs of a store."""
 
@@ -90,74 +108,82 @@ class Verifier:
         spaces: list[LivePacks],
         state: VerifyState,
         took: Callable[[int], None],
-        threads: int = 1,
+        threads: int = 0,
+        portion_bytes: int | None = None,
+        batch_bytes: int = BATCH_BYTES,
     ) -> None:
         """:param state: where to go on; is kept up to date.
 
-        :param took: called with the bytes of each read; of each pack, where there are several threads.
-        :param threads: packs that are read and checked side by side: packs do not lie in the order of their names, and
-            a disk is faster where it is asked for several.
+        :param took: called with the bytes of each read.
+        :param threads: that read and check; 0: the caller's.
+        :param portion_bytes: payload between two states that can be gone on from; None: as much as there is. Within a
+            portion packs are read as they lie, and not in the order of their names.
+        :param batch_bytes: of one read.
         """
         self._threads = threads
         self._backend = backend
         self._spaces = spaces
         self._state = state
         self._took = took
+        self._batch_bytes = batch_bytes
+        self._portions = _portions(spaces, state, portion_bytes)
+        self._scanning: tuple[_Portion, Scanner] | None = None
+
+    def begin(self) -> None:
+        """Begin to read, beside what the caller does until it asks for ``packs``."""
+        if self._scanning is None and (portion := next(self._portions, None)) is not None:
+            order = self._backend.scan_order(portion.space.namespace, portion.packs)
+            tables = (table for pack_id in order if (table := portion.space.tables.get(pack_id)) is not None)
+            self._scanning = portion, Scanner(self._backend, batches(tables, self._batch_bytes), self._threads)
 
     def packs(self) -> Iterator[VerifyState]:
-        """Check one pack after the other; the state behind each.
+        """Check one portion of the packs after the other; the state behind each.
 
         :raises StoreError: the medium failed.
         """
-        for space, pack_id, check in self._checks():
-            if (table := space.tables.get(pack_id)) is not None:  # it may have gone since
-                self._pack(space, table, check)
-            self._state.after = (space.namespace + pack_id).hex()
+        self.begin()
+        while self._scanning is not None:
+            portion, scanner = self._scanning
+            tally = self._state.beside()
+            try:
+                self._scan(portion.space, scanner, tally)
+            finally:
+                scanner.close()
+            self._state.take(tally, (portion.space.namespace + portion.packs[-1]).hex())
+            self._scanning = None
             yield self._state
+            self.begin()
 
-    def _checks(self) -> Iterator[tuple[LivePacks, bytes, Callable[[], list[Finding]]]]:
-        """The packs that are left, in order, each with what gives the findings of a first look."""
-        left = packs_left(self._spaces, self._state)
-        if self._threads == 1:
-            for space, pack_id in left:
-                if (table := space.tables.get(pack_id)) is not None:
-                    yield space, pack_id, partial(check_pack, self._backend, table, self._took)
-            return
-        pool = ThreadPoolExecutor(self._threads, thread_name_prefix="persistkv-verify")
-        begun: deque[tuple[LivePacks, bytes, Callable[[], list[Finding]]]] = deque()
+    def close(self) -> None:
+        """Read nothing any more."""
+        if self._scanning is not None:
+            self._scanning[1].close()
+            self._scanning = None
+
+    def _scan(self, space: LivePacks, scanner: Scanner, tally: VerifyState) -> None:
+        worst: dict[bytes, Look] = {}
+        for batch, looks in scanner:
+            for piece, look in zip(batch, looks, strict=True):
+                table = piece.table
+                worst[table.pack_id] = look = max(look, worst.get(table.pack_id, look))
+                if piece.is_last:
+                    self._count(space, table, worst.pop(table.pack_id), tally)
+                self._took(piece.length)
+
+    def _count(self, space: LivePacks, table: PackTable, look: Look, tally: VerifyState) -> None:
         try:
-            for space, pack_id in left:
-                if (table := space.tables.get(pack_id)) is not None:
-                    begun.append((space, pack_id, self._begin(pool, table)))
-                if len(begun) >= _AHEAD * self._threads:
-                    yield begun.popleft()
-            yield from begun
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-    def _begin(self, pool: ThreadPoolExecutor, table: PackTable) -> Callable[[], list[Finding]]:
-        future = pool.submit(check_pack, self._backend, table, _ignore)
-
-        def findings() -> list[Finding]:
-            found = future.result()
-            self._took(table.payload_length)
-            return found
-
-        return findings
-
-    def _pack(self, space: LivePacks, table: PackTable, check: Callable[[], list[Finding]]) -> None:
-        state = self._state
-        try:
-            findings = self._confirmed(space, table) if check() else []
+            findings = self._confirmed(space, table, tally) if look is Look.WRONG else []
         except OtherReleaseError:
-            state.other_release += 1
+            look = Look.OTHER_RELEASE
+        if look is Look.OTHER_RELEASE:
+            tally.other_release += 1
             return
-        state.packs += 1
-        state.frames += len(table.frames)
-        state.stored_bytes += table.payload_length
-        state.findings += findings
+        tally.packs += 1
+        tally.frames += len(table.frames)
+        tally.stored_bytes += table.payload_length
+        tally.findings += findings
 
-    def _confirmed(self, space: LivePacks, table: PackTable) -> list[Finding]:
+    def _confirmed(self, space: LivePacks, table: PackTable, tally: VerifyState) -> list[Finding]:
         """What is wrong with a pack that looked wrong, and that stayed where it was while it was read again."""
         findings: list[Finding] = []
         for _ in range(_ATTEMPTS):
@@ -165,7 +191,7 @@ class Verifier:
             current = space.tables.get(table.pack_id)
             findings = [] if current is None else check_pack(self._backend, current, self._took)
             if not findings:
-                self._state.went += 1
+                tally.went += 1
                 return []
             space.refresh()
             if space.tables.get(table.pack_id) is current:
@@ -219,14 +245,18 @@ def check_manifests(backend: Backend, spaces: list[LivePacks]) -> tuple[int, lis
 
 
 def _suspects(backend: Backend, space: LivePacks, names: list[str]) -> dict[str, Finding]:
-    held = {key for table in space.tables.values() for key in table.keys.unpack()} if names else set()
+    held = HeldKeys(table.keys for table in space.tables.values()) if names else HeldKeys(())
     found: dict[str, Finding] = {}
-    namespace = space.namespace.hex()
-    for name, keys in keys_of(backend, space.namespace, names):
-        if keys is None:
-            detail = "its keys do not read"
-            found[name] = Finding(problem=Problem.MANIFEST_KEYS, detail=detail, namespace=namespace, request=name)
-        elif missing := sum(key not in held for key in all_keys(keys)):
-            detail = f"{missing} of its blocks are in no pack"
-            found[name] = Finding(problem=Problem.MISSING_BLOCKS, detail=detail, namespace=namespace, request=name)
+
+    def note(problem: Problem, name: str, detail: str) -> None:
+        found[name] = Finding(problem=problem, detail=detail, namespace=space.namespace.hex(), request=name)
+
+    waiting = keys_of(backend, space.namespace, names)
+    while some := list(islice(waiting, _MANIFESTS_AT_ONCE)):
+        counts = held.missing([keys or () for _, keys in some])
+        for (name, keys), missing in zip(some, counts, strict=True):
+            if keys is None:
+                note(Problem.MANIFEST_KEYS, name, "its keys do not read")
+            elif missing:
+                note(Problem.MISSING_BLOCKS, name, f"{missing} of its blocks are in no pack")
     return found

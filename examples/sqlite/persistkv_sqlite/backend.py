@@ -13,6 +13,7 @@ import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -75,6 +76,7 @@ class SqliteBackend(Backend):
     def __init__(self, path: str, *, read_only: bool, capacity: int | None, ttl_s: float | None) -> None:
         self._path = path
         self._read_only = read_only
+        self.capabilities = replace(type(self).capabilities, writable=not read_only)
         self._capacity = capacity
         self._ttl_s = ttl_s
         self._closed = False

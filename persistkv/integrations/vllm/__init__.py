@@ -10,12 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from persistkv.integrations.vllm.prewarm import PersistKVPrewarm
     from persistkv.integrations.vllm.spec import PersistKVSpec
     from persistkv.integrations.vllm.tier import PersistKVTier
 
-__all__ = ["PersistKVSpec", "PersistKVTier"]
+__all__ = ["PersistKVPrewarm", "PersistKVSpec", "PersistKVTier"]
 
-_HOMES = {"PersistKVSpec": "spec", "PersistKVTier": "tier"}
+_HOMES = {"PersistKVPrewarm": "prewarm", "PersistKVSpec": "spec", "PersistKVTier": "tier"}
 
 
 def __getattr__(name: str) -> Any:

@@ -32,8 +32,12 @@ GAUGES: Mapping[str, str] = {
     "disk_bytes": "Bytes that the store takes, all models together",
     "capacity_bytes": "The bound on the bytes of the store; 0 where there is none",
     "fill_perc": "disk_bytes by capacity_bytes; 0 where there is no bound",
+    "breaker": "0 while the store is asked, 1 while a failing one is tried again, 2 while it is left alone",
     "open": "1 while the store is open, 0 while lookups miss because it is not",
 }
+
+
+_BREAKER = {"half-open": 1.0, "open": 2.0}
 
 
 @dataclass
@@ -108,6 +112,7 @@ def levels(stats: StoreStats, held_chunks: int) -> dict[str, float]:
     }
     if stats.host is not None:
         capacity = stats.host.capacity or 0
+        found["breaker"] = _BREAKER.get(stats.host.breaker or "", 0.0)
         found["disk_bytes"] = stats.host.disk_bytes
         found["capacity_bytes"] = capacity
         found["fill_perc"] = stats.host.disk_bytes / capacity if capacity else 0.0

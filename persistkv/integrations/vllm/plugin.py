@@ -10,15 +10,17 @@ from persistkv.integrations.vllm.leftovers import remove_leftovers
 logger = logging.getLogger(__name__)
 
 TIER_TYPE = "persistkv"
+PREWARM_TYPE = "persistkv-prewarm"
 _PACKAGE = "persistkv.integrations.vllm"
 
 
 def register() -> None:
-    """Make the tier known as ``persistkv`` and the spec as ``PersistKVSpec``; remove what killed engines left."""
+    """Make the tiers known by short names, and the spec as ``PersistKVSpec``; remove what killed engines left."""
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
     _register(SecondaryTierFactory.register_tier, TIER_TYPE, "PersistKVTier")
+    _register(SecondaryTierFactory.register_tier, PREWARM_TYPE, "PersistKVPrewarm")
     _register(OffloadingSpecFactory.register_spec, "PersistKVSpec", "PersistKVSpec")
     remove_leftovers()
 

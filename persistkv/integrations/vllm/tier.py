@@ -84,6 +84,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         self._passed_over: list[int] = []
         self._observed = Observed()
         self._metrics = MetricsReader(scheme)
+        tiers_of(offloading_spec).append(self)
 
     def _open(self, offloading: Any, rows: memoryview) -> PersistentTier:
         options = self.options
@@ -195,6 +196,16 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         if request is not None and request.has_stored:
             self._tier.on_request_finished(request.end())
 
+    # What was used last, for ``PersistKVPrewarm``
+
+    def ask_recent(self, max_blocks: int) -> bool:
+        """See ``PersistentTier.ask_recent``."""
+        return self._tier.ask_recent(max_blocks)
+
+    def take_recent(self) -> list[list[ours.OffloadKey]] | None:
+        """See ``PersistentTier.take_recent``."""
+        return self._tier.take_recent()
+
     # The rest
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -231,3 +242,9 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
 def _job(job: TransferJob, keys: Sequence[OffloadKey], context: ours.ReqContext) -> JobMetadata:
     rows = [int(row) for row in job.chunk_ids]
     return JobMetadata(job.job_id, [ours.OffloadKey(key) for key in keys], rows, job.is_promotion, context)
+
+
+def tiers_of(offloading_spec: Any) -> list[PersistKVTier]:
+    """The tiers of this kind that one engine has, in their order: they know of each other by what built them."""
+    tiers: list[PersistKVTier] = vars(offloading_spec).setdefault("_persistkv_tiers", [])
+    return tiers

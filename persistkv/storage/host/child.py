@@ -13,8 +13,9 @@ import socket
 
 from persistkv.storage.host.connection import SocketConnection
 from persistkv.storage.host.loop import NoticeHandler, serve
-from persistkv.storage.host.mapping import map_rows, populate
+from persistkv.storage.host.mapping import map_rows
 from persistkv.storage.host.protocol import ToStore
+from persistkv.storage.memory import keep_out_of_collections
 
 
 def main(engine_pid: int, socket_fd: int, region_fd: int, region_bytes: int) -> None:
@@ -23,11 +24,10 @@ def main(engine_pid: int, socket_fd: int, region_fd: int, region_bytes: int) -> 
         signal.signal(number, signal.SIG_IGN)  # they are the engine's; we end, with all committed, when it does
     _yield_to_the_engine()
     region = map_rows(region_fd, region_bytes)
-    populate(region)
     connection = SocketConnection(socket.socket(fileno=socket_fd), ToStore)
     logging.getLogger().addHandler(NoticeHandler(connection))  # drivers log under names of their own
     logging.getLogger("persistkv").setLevel(logging.INFO)
-    serve(connection, memoryview(region), _watch(engine_pid))
+    serve(connection, memoryview(region), _watch(engine_pid), keep_out_of_collections)
 
 
 def _yield_to_the_engine() -> None:

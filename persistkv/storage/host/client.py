@@ -66,6 +66,7 @@ class StoreClient:
         """Whether a key is durable and can be asked for: one probe of a set, and nothing around it."""
         self._flights = Flights(self.counters, max_queue_bytes)
         self._answer: Any = None
+        self._recent: list[list[bytes]] | None = None
         self._next_token = 0
         self._glance = Glance()
         self._open_error: PersistKVError | None = None
@@ -250,6 +251,20 @@ class StoreClient:
         """Requests whose end was dealt with since the last call, and whether the whole of their context is durable."""
         return self._flights.take_persisted()
 
+    def ask_recent(self, max_blocks: int) -> bool:
+        """Ask for the contexts that were used last, which ``take_recent`` tells once they are known.
+
+        :returns: False where the store is not open, and was not asked.
+        """
+        if self.state is State.OPEN:
+            self._side.send(protocol.AskRecent(max_blocks))
+        return self.state is State.OPEN
+
+    def take_recent(self) -> list[list[bytes]] | None:
+        """See ``persistkv.storage.recent``; None while they are not known, and after they were taken."""
+        recent, self._recent = self._recent, None
+        return recent
+
     # What arrives
 
     def _receive(self) -> bool:
@@ -283,6 +298,8 @@ class StoreClient:
                 self._glance.take(message)
                 if message.token == self._next_token:  # to older ones, nobody waits for an answer any more
                     self._answer = message
+            case protocol.Recent():
+                self._recent = [keys.unpack() for keys in message.contexts]
             case protocol.Listing():
                 self._replica.begin_listing()
             case protocol.Listed():

@@ -4,6 +4,7 @@ backend has ended, or something is due."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from persistkv.errors import HostError
 from persistkv.storage.executor import ThreadExecutor
@@ -25,17 +26,24 @@ class NoticeHandler(logging.Handler):
         self._connection.post(Notice(record.levelno, record.getMessage()))
 
 
-def serve(connection: ServedConnection, rows_buffer: memoryview, engine_pidfd: int | None = None) -> None:
+def serve(
+    connection: ServedConnection,
+    rows_buffer: memoryview,
+    engine_pidfd: int | None = None,
+    when_open: Callable[[], None] = lambda: None,
+) -> None:
     """Run a store until the engine's side closes; then finish what it gave, release the rows, and return.
 
     :param engine_pidfd: readable once the engine is dead. A child that the engine forked holds a copy of its socket,
         which would keep the connection open.
+    :param when_open: called once the store is open.
     """
     server = StoreServer(
         rows_buffer,
         connection.send,
         lambda threads: ThreadExecutor(threads, connection.wake),
         lambda: connection.congested,
+        when_open,
     )
     del rows_buffer  # this frame can outlive its call (a traceback keeps its callers), and would keep the rows mapped
     engine_died = finish = False

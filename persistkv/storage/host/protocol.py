@@ -86,6 +86,12 @@ class AskStats(_Message):
     token: int
 
 
+class AskRecent(_Message):
+    """Answer with the contexts that were used last."""
+
+    max_blocks: int
+
+
 class Ping(_Message):
     """Answer at once."""
 
@@ -169,6 +175,17 @@ class HostStats(_Message):
     """User and system time of the process that the store runs in."""
     rss_bytes: int
     """Peak resident memory of that process, shared rows included."""
+    requests: dict[str, int] = {}
+    """As ``Backend.requests``."""
+    breaker: str | None = None
+    """See ``Backend.breaker_state``."""
+
+
+class Recent(_Message):
+    """The answer to ``AskRecent``."""
+
+    contexts: tuple[PackedKeys, ...]
+    """See ``persistkv.storage.recent``; none where the medium failed."""
 
 
 class Pong(_Message):
@@ -185,7 +202,7 @@ class Notice(_Message):
     text: str
 
 
-ToStore = Hello | StoreJob | LoadJob | EndRequest | Touch | Flush | AskStats | Ping
+ToStore = Hello | StoreJob | LoadJob | EndRequest | Touch | Flush | AskStats | AskRecent | Ping
 ToEngine = (
     Listing
     | Listed
@@ -197,6 +214,7 @@ ToEngine = (
     | Persisted
     | Flushed
     | HostStats
+    | Recent
     | Pong
     | Notice
 )

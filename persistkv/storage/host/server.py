@@ -64,17 +64,20 @@ class StoreServer:
         send: Callable[[protocol.ToEngine], None],
         make_executor: Callable[[int], Executor],
         congested: Callable[[], bool] = lambda: False,
+        when_open: Callable[[], None] = lambda: None,
     ) -> None:
         """Nothing is open yet.
 
         :param rows_buffer: the primary tier's rows, writable; used from the first job to ``close``.
         :param make_executor: of a number of threads; it is closed with this object.
         :param congested: whether the engine's side has much to take.
+        :param when_open: called once the store is open.
         """
         self._buffer: memoryview | None = rows_buffer
         self._send = send
         self._make_executor = make_executor
         self._congested = congested
+        self._when_open = when_open
         self._executor: Executor = InPlaceExecutor()
         self._opening = False
         self._store: Store | None = None
@@ -103,6 +106,9 @@ class StoreServer:
             case protocol.AskStats():
                 if self._store is not None:
                     self._executor.begin(self._answer_stats(self._store, message))
+            case protocol.AskRecent():
+                if self._store is not None:
+                    self._executor.begin(self._answer_recent(self._store, message))
             case protocol.Ping():
                 self._send(protocol.Pong(self._executor.longest_s()))
             case _:
@@ -128,6 +134,7 @@ class StoreServer:
             opener.close()
             self._news = NewsTeller(store, self._send, self._congested)
             self._status = StatusPublisher(store, self._executor)
+            self._when_open()
         finally:
             self._opening = False
 
@@ -168,8 +175,18 @@ class StoreServer:
                 capacity,
                 usage.ru_utime + usage.ru_stime,
                 usage.ru_maxrss << 10,
+                dict(store.medium.backend.requests),
+                store.medium.backend.breaker_state,
             )
         )
+
+    async def _answer_recent(self, store: Store, ask: protocol.AskRecent) -> None:
+        try:
+            contexts = await store.recent(ask.max_blocks)
+        except StoreError as error:
+            logger.warning("what was used last cannot be read: %s", str(error))
+            contexts = []
+        self._send(protocol.Recent(tuple(map(PackedKeys.of, contexts))))
 
     # Work
 

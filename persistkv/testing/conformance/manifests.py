@@ -9,6 +9,7 @@ import pytest
 from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.manifest import RequestManifest
+from persistkv.storage.pack_writer import PackWriter
 from persistkv.testing.conformance.suite import BackendSuite, RawKind, RawStore, check_totals
 from persistkv.testing.samples import sample_keys, sample_manifest, sample_pack
 
@@ -96,6 +97,11 @@ class ManifestTests(BackendSuite):
         assert longer is not None
         assert (shorter.reused, shorter.shared_by, shorter.pinned) == (True, 1, False)
         assert (longer.reused, longer.shared_by, longer.pinned) == (False, 0, True)
+        assert (shorter.hits, longer.hits) == (1, 0)
+        assert (shorter.packs_raw_bytes, shorter.packs_stored_bytes) == _sizes(first)
+        assert (longer.packs_raw_bytes, longer.packs_stored_bytes) == tuple(
+            one + other for one, other in zip(_sizes(first), _sizes(second), strict=True)
+        )
 
         backend.commit(namespace, CommitBatch(deletions=[first.pack_id]))
         assert backend.uses(namespace, ["short", "long"]) == [None, None]
@@ -106,3 +112,7 @@ class ManifestTests(BackendSuite):
         next(iterator)
         backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
         backend.close()
+
+
+def _sizes(pack: PackWriter) -> tuple[int, int]:
+    return pack.table.raw_length, pack.table.payload_length

@@ -44,12 +44,14 @@ class OpeningTests(BackendSuite):
     def test_read_only_reads_and_does_not_write(self, url: str) -> None:
         self.need_persistence()
         writer = self.open(url)
+        assert writer.capabilities.writable
         opened = writer.open_namespace(sample_identity())
         pack = sample_pack(opened.id, 1)
         writer.commit(opened.id, CommitBatch([pack]))
         writer.close()
 
         reader = self.open(url, read_only=True)
+        assert not reader.capabilities.writable
         assert reader.open_namespace(sample_identity()) == opened
         assert read_pack(reader, opened.id, pack.table) == payload_of(pack)
         with pytest.raises(StoreUnavailableError):

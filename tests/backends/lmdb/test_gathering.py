@@ -86,7 +86,7 @@ def test_short_transfers_go_on(tmp_path, monkeypatch, most):
     monkeypatch.setattr(os, "pwritev", shortened(os.pwritev))
     monkeypatch.setattr(os, "preadv", shortened(os.preadv))
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    write_all(fd, views, 123, aligned=False)
+    write_all(fd, views, 123)
     found = bytearray(len(payload))
     assert read_all(fd, [memoryview(found)[at : at + 7] for at in range(0, len(found), 7)], 123)
     assert found == payload
@@ -105,10 +105,10 @@ def test_aligned_write_goes_on_at_a_page(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "pwritev", short)
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    write_all(fd, [memoryview(pattern(3 * PAGE))], 0, aligned=True)
+    write_all(fd, [memoryview(pattern(3 * PAGE))], 0, PAGE)
     assert offsets == [0, PAGE, 2 * PAGE]
     assert os.pread(fd, 4 * PAGE, 0) == pattern(3 * PAGE)
     monkeypatch.setattr(os, "pwritev", lambda *_: 0)
     with pytest.raises(OSError, match="Input/output"):
-        write_all(fd, [memoryview(pattern(PAGE))], 0, aligned=True)
+        write_all(fd, [memoryview(pattern(PAGE))], 0, PAGE)
     os.close(fd)

@@ -22,6 +22,16 @@ from tests.storage.host.conftest import hosted  # noqa: F401
 
 ACCESS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testsecret", "AWS_EC2_METADATA_DISABLED": "true"}
 
+SLOW_WITH_KEY = ("test_totals_after_many_commits", "test_two_processes_write", "test_killed_process_loses_nothing")
+"""Of the conformance suite, which runs twice: they take seconds, and what a key changes is not what they are about."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave those to ``make test-slow`` and ``make test-ceph``."""
+    for item in items:
+        if "TestS3BackendWithKey" in item.nodeid and item.name.startswith(SLOW_WITH_KEY):
+            item.add_marker(pytest.mark.slow)
+
 
 @pytest.fixture(scope="session")
 def endpoint() -> Iterator[str]:

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
+from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.storage.records import StoreOptions
+from persistkv.storage.rows import Rows
+from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import check_totals, read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_s3.breaker import BreakerState
@@ -158,3 +163,55 @@ def test_bucket_that_is_deleted_is_no_miss(open_store: Opener, raw_client: Any, 
         backend.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 2)]))
     with pytest.raises(StoreError):
         open_store()
+
+
+@pytest.mark.parametrize("options", ["", "&read_only=yes"])
+def test_engine_starts_though_the_server_does_not_answer(
+    open_store: Opener, proxy: FaultProxy, options: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer, _ = open_store()
+    writer.open_namespace(sample_identity())
+    theirs, ours = sample_pack(NAMESPACE, 1), sample_pack(NAMESPACE, 2)
+    writer.commit(NAMESPACE, CommitBatch([theirs]))
+    proxy.set("rst")
+    with pytest.raises(StoreError):
+        open_store("refresh=0s", port=proxy.port, read_only=True)
+    backend, _ = open_store(f"refresh=0s{options}", port=proxy.port)
+    rows = Rows(memoryview(bytearray(8 * 4096)), RowLayout(4096, (GroupLayout(((0, 4096),)),)))
+    store = Store(backend, sample_identity(), rows, StoreOptions(), url="s3://test")
+    assert "does not answer" in caplog.text
+    key = theirs.segments[0].keys[0]
+    assert not store.contains(key)
+    with pytest.raises(StoreError):
+        backend.commit(NAMESPACE, CommitBatch([ours]))
+
+    proxy.set("ok")
+    until = time.monotonic() + 60
+    while not store.contains(key):
+        assert time.monotonic() < until, "it never came"
+        store.refresh()
+        time.sleep(0.1)
+    assert store.read([key], [0]) == []
+    if not options:
+        backend.commit(NAMESPACE, CommitBatch([ours]))
+        (fresh, _) = open_store()
+        assert set(tables(fresh, NAMESPACE)) == {theirs.pack_id, ours.pack_id}
+        check_totals(fresh)
+
+
+def test_engine_that_started_in_the_dark_makes_the_store(open_store: Opener, proxy: FaultProxy) -> None:
+    proxy.set("rst")
+    backend, _ = open_store("refresh=0s", port=proxy.port)
+    assert backend.open_namespace(sample_identity()).id == NAMESPACE
+    cursor = backend.changes(NAMESPACE, None).cursor
+    proxy.set("ok")
+    pack, until = sample_pack(NAMESPACE, 1), time.monotonic() + 60
+    while pack.pack_id not in tables(backend, NAMESPACE):
+        assert time.monotonic() < until, "it never came back"
+        with suppress(StoreError):
+            backend.commit(NAMESPACE, CommitBatch([pack]))
+        time.sleep(0.1)
+    assert [table.pack_id for table in backend.changes(NAMESPACE, cursor).added] == [pack.pack_id]
+    (fresh, _) = open_store()
+    assert [namespace.id for namespace in fresh.namespaces()] == [NAMESPACE]
+    assert read_pack(fresh, NAMESPACE, pack.table) == payload_of(pack)

@@ -17,6 +17,7 @@ from persistkv.testing.samples import sample_pack
 from persistkv_s3 import S3Backend
 from persistkv_s3.client import BotoClient
 from persistkv_s3.options import parse_url
+from persistkv_tools.cli import main
 from tests.backends.s3.conftest import Opener
 
 
@@ -70,6 +71,7 @@ def test_bodies_are_signed_where_nothing_else_guards_them(options: str, signed: 
         ("connections=0", "connections"),
         ("connections=many", "connections"),
         ("path_style=maybe", "path_style"),
+        ("read_only=maybe", "read_only"),
         ("access_key=x", "access_key"),
     ],
 )
@@ -99,6 +101,27 @@ def test_credentials_in_an_endpoint_are_refused_and_not_repeated() -> None:
         parse("s3://bucket/p?endpoint_url=https://user:hunter2@host")
     assert "hunter2" not in str(caught.value)
     assert "hunter2" not in repr(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://AKIAXXXX:hunter2@bucket/p",
+        "s3://bucket/p?secret_access_key=hunter2",
+        "s3://bucket/p?aws_session_token=hunter2",
+        "s3://bucket/p?key=hunter2",
+        "s3://bucket/p?X-Amz-Signature=hunter2",
+        "s3://bucket/p?endpoint_url=https://user:hunter2@host:port",
+    ],
+)
+def test_secrets_in_a_url_are_refused_and_not_repeated(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse(url)
+    assert "hunter2" not in str(caught.value) + repr(caught.value)
+    with pytest.raises(SystemExit):
+        main(["ls", url])
+    shown = capsys.readouterr()
+    assert "hunter2" not in shown.out + shown.err
 
 
 def test_credentials_show_nowhere(

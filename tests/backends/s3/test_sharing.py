@@ -289,3 +289,27 @@ def test_lost_pack_that_another_wrote_again_is_not_told_to_be_gone(
     for backend in (two, fresh):
         assert read_pack(backend, NAMESPACE, pack.table) == payload_of(pack)
         assert len(tables(backend, NAMESPACE)) == 2
+
+
+@pytest.mark.parametrize("commits", [1, 9])
+def test_bucket_that_was_emptied_is_begun_anew(
+    open_store: Opener, raw_client: Any, bucket: str, commits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "_AFTER", (3, 4))
+    backend, _ = open_store("refresh=0s&cache=no")
+    backend.open_namespace(sample_identity())
+    commit_many(backend, range(commits))
+    cursor = backend.changes(NAMESPACE, None).cursor
+    for key in keys_under(raw_client, bucket, ""):
+        raw_client.delete_object(Bucket=bucket, Key=key)
+    news = backend.changes(NAMESPACE, cursor)
+    assert len(news.removed) == commits
+    commit_many(backend, range(commits, commits + 2))
+    (fresh, _) = open_store("refresh=0s&cache=no")
+    assert [namespace.id for namespace in fresh.namespaces()] == [NAMESPACE]
+    expected = {sample_pack(NAMESPACE, seed, blocks=1).pack_id for seed in range(commits, commits + 2)}
+    for handle in (backend, fresh):
+        assert set(tables(handle, NAMESPACE)) == expected
+    commit_many(backend, range(commits))
+    assert len(tables(fresh, NAMESPACE)) == commits + 2
+    check_totals(fresh)

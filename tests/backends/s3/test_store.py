@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
+from mmap import mmap
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 from persistkv.base import make_offload_key
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.codec import ZstdCodec
 from persistkv.storage.executor import ThreadExecutor
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.identity import Identity
@@ -21,8 +24,11 @@ from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import sample_identity
+from persistkv.testing.samples import sample_pack
 from persistkv_s3 import S3Backend
+from persistkv_s3.errors import LateError
 from persistkv_s3.names import LogName, Names
+from persistkv_s3.packs import Room
 from tests.backends.s3.conftest import Opener
 from tests.storage.host.conftest import STRIDE, Hosted
 
@@ -118,12 +124,93 @@ def test_promotion_is_one_request_for_each_run(open_store: Opener) -> None:
     assert (rows.array == expected).all()
 
 
+@pytest.mark.parametrize("key", ["", "&key_env=PERSISTKV_TEST_KEY"])
+def test_promotion_of_encoded_blocks_is_one_request_for_each_run(
+    open_store: Opener, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """And takes the memory of two frames, not that of a run."""
+    monkeypatch.setenv("PERSISTKV_TEST_KEY", "k" * 32)
+    backend, client = open_store(f"refresh=1h{key}")
+    rows, keys = make_rows(256), make_keys(256)
+    rows.array[:, 4096:] = rows.array[:, :1]  # else no codec helps
+    store = open_on(backend, rows, codec="zstd")
+    store.put("r", keys, range(256), range(256))
+    store.flush()
+    expected = rows.array.copy()
+    rows.array[:] = 0
+    client.take()
+    lent: list[int] = []
+    monkeypatch.setattr("persistkv.storage.scratch.mmap.mmap", lambda where, size: lent.append(size) or mmap(-1, size))
+    assert store.read(keys, range(256)) == []
+    assert client.take() == {"GET": 2}, "two packs of 32 MiB raw"
+    assert (rows.array == expected).all()
+    assert sum(lent) <= 4 << 20, "256 blocks are 64 MiB"
+    far_apart = [*range(3, 8), *range(40, 44), *range(200, 208)]
+    assert store.read([keys[n] for n in far_apart], [255 - n for n in far_apart]) == []
+    assert client.take() == {"GET": 3}
+    assert (rows.array[[255 - n for n in far_apart]] == expected[far_apart]).all()
+
+
+def test_what_came_before_a_read_failed_is_kept(open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, _ = open_store("refresh=1h")
+    rows, keys = make_rows(32), make_keys(32)
+    rows.array[:, 4096:] = rows.array[:, :1]
+    store = open_on(backend, rows, codec="zstd")
+    store.put("r", keys, range(32), range(32))
+    store.flush()
+    expected = rows.array.copy()
+    rows.array[:] = 0
+
+    def break_off(body: Any, sink: Any) -> None:
+        while sink.position < 70_000:
+            sink.advance(body.readinto(sink.room()[:10_000]))
+        raise LateError("the deadline passed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("persistkv_s3.client._receive", break_off)
+        failed = store.read(keys, range(32))
+    came = 32 - len(failed)
+    assert 0 < came < 32
+    assert failed == keys[came:]
+    assert (rows.array[:came] == expected[:came]).all()
+    assert all(map(store.contains, keys)), "nothing is wrong with the pack"
+    assert store.read(keys, range(32)) == []
+    assert (rows.array == expected).all()
+
+
 @pytest.fixture
 def executor() -> Iterator[ThreadExecutor]:
     bell = threading.Event()
     running = ThreadExecutor(8, bell.set)
     yield running
     running.close()
+
+
+def test_encoded_packs_share_the_memory_that_a_commit_may_take() -> None:
+    room = Room(3 * 4 * 4096)
+    pack, raw = sample_pack(bytes(16), 1, codec=ZstdCodec()), sample_pack(bytes(16), 2)
+    inside: list[int] = []
+    most: list[int] = []
+    lock = threading.Lock()
+
+    def upload(_: int) -> None:
+        with room.taken(pack):
+            with lock:
+                inside.append(1)
+                most.append(len(inside))
+            time.sleep(0.001)
+            with lock:
+                inside.pop()
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(upload, range(40)))
+        with room.taken(pack), room.taken(pack), room.taken(pack), room.taken(raw):
+            waits = threads.submit(upload, 0)
+            assert not wait([waits], timeout=0.05).done
+        assert waits.result() is None
+    assert max(most) <= 3
+    with Room(1).taken(pack):
+        pass  # one that is larger is let in by itself
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import pytest
 
 from persistkv.errors import CorruptPackError
 from persistkv_s3.breaker import Breaker, BreakerState
+from persistkv_s3.bucket import Bucket
 from persistkv_s3.errors import (
     BreakerOpenError,
     BrokenError,
@@ -19,9 +20,10 @@ from persistkv_s3.errors import (
     S3Error,
     ThrottledError,
 )
+from persistkv_s3.options import Place
 from persistkv_s3.reliable import Reliable
-from persistkv_s3.sinks import RowSink, WholeSink
-from persistkv_s3.transport import Body, Deadline, ObjectInfo, Sink, Transport
+from persistkv_s3.sinks import FrameSink, RowSink, WholeSink
+from persistkv_s3.transport import MOST_DELETED, Body, Deadline, ObjectInfo, Page, Sink, Transport
 
 DATA = bytes(range(256)) * 4
 
@@ -59,9 +61,10 @@ class Scripted(Transport):
         self._step("head", key)
         return ObjectInfo(key, 1, 0.0)
 
-    def list(self, prefix: str, deadline: Deadline) -> list[ObjectInfo]:
-        self._step("list", prefix)
-        return []
+    def list(self, prefix: str, page: str | None, deadline: Deadline) -> Page:
+        self._step("list", prefix, page)
+        number = int(page or 0)
+        return Page([ObjectInfo(f"{prefix}{number}", 1, 0.0)], str(number + 1) if number < 2 else None)
 
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
         self._step("delete", *keys)
@@ -124,6 +127,21 @@ def test_broken_tail_goes_on_where_it_broke(length: int | None) -> None:
     assert client.calls == [("get", "k", None, length), ("get", "k", None, whole - 100)]
 
 
+def test_ranges_come_through_one_buffer_though_the_body_breaks() -> None:
+    came: list[tuple[int, bytes]] = []
+    sink = FrameSink(
+        [(5, 10), (15, 1), (40, 20), (200, 7)],
+        memoryview(bytearray(20)),
+        lambda number, data: came.append((number, bytes(data))),
+    )
+    client = Scripted(3, 0, 8, 40)
+    reliable(client).get("k", sink.start, sink.stop, sink, Deadline(10))
+    assert came == [(0, DATA[5:15]), (1, DATA[15:16]), (2, DATA[40:60]), (3, DATA[200:207])]
+    assert [call[2] for call in client.calls] == [5, 8, 8, 16, 56]
+    with pytest.raises(BrokenError):
+        FrameSink([(0, 4)], memoryview(bytearray(4)), lambda number, data: None).expect(5)
+
+
 def test_sinks_refuse_what_was_not_asked_for() -> None:
     with pytest.raises(BrokenError):
         RowSink([memoryview(bytearray(4))]).expect(5)
@@ -151,7 +169,7 @@ def test_no_pause_reaches_past_the_deadline(pauses: list[float]) -> None:
     slow_down = ThrottledError("x")
     slow_down.pause_s = 5.0
     with pytest.raises(ThrottledError):
-        reliable(Scripted(slow_down)).list("p", Deadline(4))
+        reliable(Scripted(slow_down)).list("p", None, Deadline(4))
     assert pauses == []
 
 
@@ -162,6 +180,22 @@ def test_own_object_after_a_lost_reply_is_told_apart() -> None:
     with pytest.raises(ObjectExistsError) as caught:
         reliable(Scripted(ThrottledError("503"), ObjectExistsError("412"))).put("k", Body([b"x"]), Deadline(10))
     assert not caught.value.uncertain
+
+
+def test_long_listings_and_many_deletions_are_many_operations() -> None:
+    client = Scripted()
+    bucket = Bucket(Place("b", ""), client, 10.0, 1)
+    assert [info.key for info in bucket.list("p")] == ["p0", "p1", "p2"]
+    assert [call[2] for call in client.calls] == [None, "1", "2"]
+    keys = [f"k{number}" for number in range(2 * MOST_DELETED + 1)]
+    bucket.delete(keys)
+    assert [call[1:] for call in client.calls[3:]] == [
+        tuple(keys[:MOST_DELETED]),
+        tuple(keys[MOST_DELETED : 2 * MOST_DELETED]),
+        tuple(keys[2 * MOST_DELETED :]),
+    ]
+    bucket.delete([])
+    bucket.close()
 
 
 class Clock:

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,17 +12,9 @@ import pytest
 
 from persistkv.errors import StoreError
 from persistkv.storage.registry import open_backend
+from tests.integrations.vllm.engines import ENVIRONMENT, Engine, spawn_engine
+from tests.integrations.vllm.programs import Zygote
 from tests.integrations.vllm.tiny_model import VOCABULARY, make_model
-
-PROGRAM = "tests.integrations.vllm.engine_process"
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "INFO",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # two processes less to start; the scheduler is the same
-}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -54,67 +41,25 @@ def tier(url: str, **options: Any) -> dict[str, Any]:
     return {"type": "persistkv", "url": url, **options}
 
 
-class Engine:
-    """A process with an engine."""
-
-    def __init__(self, log: Path, settings: dict[str, Any], environment: dict[str, str]) -> None:
-        self._log = log
-        with log.open("ab") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", PROGRAM, json.dumps(settings)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env={**os.environ, **ENVIRONMENT, **environment},
-                start_new_session=True,
-            )
-        self._answer()
-
-    def _answer(self) -> Any:
-        line = self.process.stdout.readline() if self.process.stdout else ""
-        if not line:
-            raise RuntimeError(f"the engine ended:\n{self.log[-6000:]}")
-        return json.loads(line)
-
-    @property
-    def log(self) -> str:
-        """All that was logged so far, also by engines before it."""
-        return self._log.read_text(errors="replace")
-
-    def ask(self, do: str, **arguments: Any) -> Any:
-        """Run a command of ``engine_process.Server``."""
-        if self.process.stdin:
-            print(json.dumps({"do": do, **arguments}), file=self.process.stdin, flush=True)
-        return self._answer()
-
-    def generate(self, *prompts: list[int], **arguments: Any) -> Any:
-        """Answers and cached tokens, a list each."""
-        return self.ask("generate", prompts=list(prompts), **arguments)
-
-    def close(self) -> None:
-        """Let it end by itself."""
-        if self.process.poll() is None and self.process.stdin:
-            self.process.stdin.close()
-            self.process.wait(120)
-
-    def kill(self) -> None:
-        """SIGKILL for all of its processes but that of the store, which is in a session of its own."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint."""
     return make_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """What engines are forked from."""
+    zygote = Zygote(ENVIRONMENT)
+    yield zygote
+    zygote.close()
+
+
 StartEngine = Callable[..., Engine]
 
 
 @pytest.fixture
-def start_engine(tmp_path: Path, model: Path) -> Iterator[StartEngine]:
+def start_engine(tmp_path: Path, model: Path, zygote: Zygote) -> Iterator[StartEngine]:
     """Starts engines, and ends those that are left."""
     engines: list[Engine] = []
 
@@ -123,23 +68,25 @@ def start_engine(tmp_path: Path, model: Path) -> Iterator[StartEngine]:
         checkpoint: Path = model,
         extra: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
+        command: list[str] | None = None,
         **options: Any,
     ) -> Engine:
         """:param tiers: entries of ``secondary_tiers``; without any there is no connector.
         :param extra: more of the connector's configuration.
+        :param command: a Python to start; None: the engine is forked.
         :param options: of the engine.
         """
         connector = {"spec_name": "PersistKVSpec", "cpu_bytes_to_use": 64 << 20, "secondary_tiers": list(tiers)}
         connector |= extra or {}
         settings = {"model": str(checkpoint), "connector": connector if tiers else None, "engine": options}
-        home = {"XDG_CACHE_HOME": str(tmp_path / "cache"), **(environment or {})}
-        engines.append(Engine(tmp_path / "engine.log", settings, home))
+        environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), **(environment or {})}
+        spawn = spawn_engine(zygote, settings, environment, command)
+        engines.append(Engine(spawn, tmp_path / "engine.log"))
         return engines[-1]
 
     yield start
     for engine in engines:
-        if engine.process.poll() is None:
-            engine.kill()
+        engine.release()
 
 
 @pytest.fixture
@@ -169,10 +116,11 @@ def wait_stored(url: str, count: int, timeout_s: float = 120.0) -> None:
 
 
 @pytest.fixture(scope="session")
-def plain_engine(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Engine]:
+def plain_engine(tmp_path_factory: pytest.TempPathFactory, model: Path, zygote: Zygote) -> Iterator[Engine]:
     """An engine without a connector."""
     place = tmp_path_factory.mktemp("plain")
     settings = {"model": str(model), "connector": None, "engine": {}}
-    engine = Engine(place / "engine.log", settings, {"XDG_CACHE_HOME": str(place)})
+    engine = Engine(spawn_engine(zygote, settings, {"XDG_CACHE_HOME": str(place)}), place / "engine.log")
     yield engine
     engine.close()
+    engine.release()

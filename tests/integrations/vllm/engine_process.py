@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from typing import Any
 
 
@@ -31,17 +32,24 @@ class Server:
 
     def generate(self, prompts: list[list[int]], max_tokens: int = 12, params: Any = None) -> dict[str, Any]:
         """Greedy answers, and how many tokens of each prompt came from a cache."""
+        return _answers(self._run(prompts, max_tokens, params)[0])
+
+    def measure(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        """The same, with the seconds that it took until the end, and until each prompt's first token."""
+        outputs, seconds = self._run(prompts, max_tokens, None)
+        latencies = [output.metrics.first_token_latency for output in outputs]
+        return _answers(outputs) | {"seconds": seconds, "ttft": latencies}
+
+    def _run(self, prompts: list[list[int]], max_tokens: int, params: Any) -> tuple[list[Any], float]:
         from vllm import SamplingParams
 
         extra = None if params is None else {"kv_transfer_params": params}
         sampling = SamplingParams(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra
         )
+        begin = time.perf_counter()
         outputs = self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
-        return {
-            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
-            "cached": [output.num_cached_tokens for output in outputs],
-        }
+        return outputs, time.perf_counter() - begin
 
     def metrics(self) -> dict[str, float]:
         """Counters and gauges whose name speaks of offloading, added up over their labels."""
@@ -54,6 +62,13 @@ class Server:
     def close(self) -> None:
         """End the engine as a program does that ends by itself."""
         self._llm.llm_engine.engine_core.shutdown()
+
+
+def _answers(outputs: list[Any]) -> dict[str, Any]:
+    return {
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "cached": [output.num_cached_tokens for output in outputs],
+    }
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Real vLLM engines over this plugin, in a virtual environment of their own (make setup-vllm). Where vLLM for CPUs cannot
-# be installed this says so and succeeds: what of the plugin needs no vLLM has been tested all the same.
+# be installed this says so and succeeds: what of the plugin needs no vLLM has been tested all the same. TESTS=vllm runs
+# the slow ones, too.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 PYTHON=${VLLM_PYTHON:-.venv-vllm/bin/python}
@@ -12,4 +13,4 @@ skip() {
 
 [ -n "${VLLM_PYTHON:-}" ] || make --no-print-directory setup-vllm || skip "vLLM for CPUs cannot be installed here"
 $PYTHON -c "import vllm" >/dev/null || skip "vLLM is installed and does not import"
-exec $PYTHON -m pytest -W default -o faulthandler_timeout=0 -m vllm tests/integrations/vllm "$@"
+exec $PYTHON -m pytest -W default -o faulthandler_timeout=0 -m "${TESTS:-vllm and not slow}" tests/integrations/vllm "$@"

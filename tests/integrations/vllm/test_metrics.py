@@ -6,8 +6,8 @@ from persistkv.storage.host.protocol import HostStats
 from persistkv.storage.records import StoreCounters
 
 
-def host(stored_bytes=0, capacity=100):
-    return HostStats(0, StoreCounters(stored_bytes=stored_bytes), 3, 0, 25, capacity, 0.0, 0)
+def host(stored_bytes=0, capacity=100, breaker=None):
+    return HostStats(0, StoreCounters(stored_bytes=stored_bytes), 3, 0, 25, capacity, 0.0, 0, breaker)
 
 
 def test_every_metric_is_defined_and_every_definition_has_a_value():
@@ -33,3 +33,9 @@ def test_counters_tell_their_growth_also_after_the_stores_process_began_anew():
     readings = [StoreStats("open", client, host(stored)) for stored in (10, 30, 30, 5)]
     growth = [reader.growth(totals(observed, stats)).get("written_bytes", 0) for stats in readings]
     assert growth == [10, 20, 0, 5]
+
+
+def test_breaker():
+    states = [None, "closed", "half-open", "open"]
+    found = [levels(StoreStats("open", ClientCounters(), host(breaker=state)), 3)["breaker"] for state in states]
+    assert found == [0, 0, 1, 2]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import time
+
 import pytest
 
 from tests.integrations.vllm.conftest import SHORT, prompt, tier, wait_stored
-from tests.integrations.vllm.tiny_model import make_model
+from tests.integrations.vllm.tiny_model import TOKEN_BYTES, make_model
 
 pytestmark = pytest.mark.vllm
 
@@ -24,7 +27,7 @@ def test_engines_start_warm_after_a_kill_and_after_an_end(start_engine, url, exp
     killed.generate(SHORT)
     wait_stored(url, 2)
     killed.kill()
-    ended = start_engine(tier(url))
+    ended = start_engine(tier(url), command=[sys.executable])  # shares nothing with the first but the store
     assert ended.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384, 0]}
     ended.close()
     last = start_engine(tier(url))
@@ -60,3 +63,19 @@ def test_two_blocks_a_chunk(start_engine, url, expected):
     wait_stored(url, 3)
     warm = start_engine(tier(url), **options)
     assert warm.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384, 192]}
+
+
+def test_what_was_used_last_is_promoted_before_it_is_asked_for(start_engine, url, expected):
+    loaded = "vllm:kv_offload_persistkv_load_bytes"
+    filling = start_engine(tier(url))
+    filling.generate(*PROMPTS)
+    filling.close()
+    wait_stored(url, 3)
+    warm = start_engine(tier(url), {"type": "persistkv-prewarm", "share": 0.9})
+    deadline = time.monotonic() + 120
+    while warm.metrics().get(loaded, 0) < (384 + 384 + 224) * TOKEN_BYTES:
+        assert time.monotonic() < deadline, warm.metrics()
+        warm.generate(SHORT)  # each of its steps promotes something
+    before = warm.metrics()[loaded]
+    assert warm.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384, 224]}
+    assert warm.metrics()[loaded] == before

@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
-import logging
+import sys
 import uuid
 
 import pytest
 
 from tests.integrations.vllm.conftest import SHORT, prompt, tier, wait_stored
+from tests.integrations.vllm.engines import AWS_ACCESS
+from tests.integrations.vllm.programs import Program, new_process
 
 pytestmark = pytest.mark.vllm
 
-ACCESS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testsecret", "AWS_EC2_METADATA_DISABLED": "true"}
 PROMPTS = [prompt(1), prompt(2)]
+SERVER = """
+import json, logging, sys
+from moto.server import ThreadedMotoServer
+
+logging.getLogger("werkzeug").setLevel(logging.ERROR)
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(json.dumps(server.get_host_and_port()), flush=True)
+sys.stdin.read()
+"""
 
 
 @pytest.fixture
-def bucket_url(monkeypatch):
-    """A bucket of the test's own, in moto."""
+def s3_server(tmp_path):
+    """moto, in a process of its own."""
+    server = Program(new_process([sys.executable, "-c", SERVER], {}), tmp_path / "moto.log")
+    yield server
+    server.release()
+
+
+@pytest.fixture
+def bucket_url(s3_server, monkeypatch):
+    """A bucket of the test's own."""
     boto3 = pytest.importorskip("boto3")
-    moto = pytest.importorskip("moto.server")
-    for name, value in ACCESS.items():
+    for name, value in AWS_ACCESS.items():
         monkeypatch.setenv(name, value)
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
+    host, port = s3_server.answer()
     endpoint, bucket = f"http://{host}:{port}", f"test-{uuid.uuid4().hex}"
     client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
     client.create_bucket(Bucket=bucket)
     client.close()
-    yield f"s3://{bucket}/kv?endpoint_url={endpoint}"
-    server.stop()
+    return f"s3://{bucket}/kv?endpoint_url={endpoint}"
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +64,22 @@ def test_another_engine_starts_warm_from_the_bucket_and_fills_its_disk(start_eng
     assert second.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384]}
     second.close()
     wait_stored(url, 2)
+
+
+@pytest.mark.slow
+def test_a_bucket_that_goes_while_the_engine_serves_is_missed(
+    start_engine, bucket_url, s3_server, url, plain_engine, expected
+):
+    first = start_engine(tier(url), tier(bucket_url, deadline="2s"))
+    assert first.generate(PROMPTS[0])["cached"] == [0]
+    first.generate(SHORT)
+    wait_stored(bucket_url, 1)
+    s3_server.kill()
+    prompts = [prompt(number, 1500) for number in range(20, 32)]
+    right = plain_engine.generate(*prompts)["tokens"]
+    assert first.generate(*prompts)["tokens"] == right
+    assert first.generate(PROMPTS[1])["tokens"] == expected[1:]
+    first.kill()
+    wait_stored(url, 2)
+    second = start_engine(tier(url))
+    assert second.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384]}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.integrations.vllm.conftest import stored_contexts
+from tests.integrations.vllm.offloading import offloading_config
 
 pytestmark = pytest.mark.vllm
 
@@ -24,39 +25,16 @@ def rows():
 @pytest.fixture
 def make_tier(rows, url, monkeypatch):
     """Builds tiers over the rows; which identity they have is another test's affair."""
-    from vllm.v1.kv_offload import config as offload
-
     from persistkv.integrations.vllm import tier as module
 
     engine = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"))
     monkeypatch.setattr(module, "find_vllm_config", lambda: engine)
     monkeypatch.setattr(module, "engine_identity", lambda *_, **__: {"test": 1})
-    config = offload.OffloadingConfig(
-        groups=(offload.OffloadingGroupConfig(tokens_per_block=CHUNK, layer_names=("layer",), group_id=0),),
-        worker_kv_bytes_per_block=STRIDE,
-        enable_kv_cache_events=True,
-        extra_config={},
-        engine_id="test",
-        model=offload.OffloadingModelConfig(name="tiny", dtype="bfloat16"),
-        cache=offload.OffloadingCacheConfig(tokens_per_hash=CHUNK, blocks_per_chunk=1),
-        parallel=offload.OffloadingParallelConfig(
-            rank=0,
-            world_size=1,
-            tp_size=1,
-            pp_size=1,
-            pcp_size=1,
-            dcp_size=1,
-            data_parallel_index=0,
-            data_parallel_size=1,
-            data_parallel_rank_local=None,
-            is_parallelism_agnostic=False,
-        ),
-    )
     built = []
 
     def make(**options):
-        spec = SimpleNamespace(config=config, blocks_per_chunk=1)
-        built.append(module.PersistKVTier(spec, memoryview(rows), "persistkv", url=url, **options))
+        spec = SimpleNamespace(config=offloading_config(STRIDE, CHUNK), blocks_per_chunk=1)
+        built.append(module.PersistKVTier(spec, memoryview(rows), "persistkv", **{"url": url, **options}))
         return built[-1]
 
     yield make
@@ -123,6 +101,22 @@ def test_what_was_stored_is_loaded_and_events_tell_of_it(make_tier, rows):
     (result,) = results_of(tier)
     assert (result.success, result.successful_keys) == (True, None)
     assert np.array_equal(rows[8:12], rows[:4])
+
+
+def test_events_tell_of_what_was_evicted(make_tier, tmp_path):
+    tier, context = make_tier(url=f"lmdb://{tmp_path}/small?capacity=8MiB"), context_of([])
+    stored, removed = set(), set()
+    for number in range(400):  # 50 MB
+        keys = [os.urandom(32) + bytes(4) for _ in range(ROWS)]
+        tier.submit_store(job_of(number, keys, 0, context))
+        results_of(tier)
+        tier.drain_jobs()
+        for event in tier.take_events():
+            (removed if event.removed else stored).update(event.keys)
+        if removed:
+            break
+    assert removed
+    assert removed < stored
 
 
 def test_keys_that_could_not_be_loaded_are_left_out_of_the_successful_ones(make_tier, rows):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -35,7 +38,47 @@ def test_damaged_payloads_are_misses(start_engine, url, expected):
                 opened.write(b"damage")
     engine = start_engine(tier(url))
     assert engine.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 0]}
-    assert engine.ask("metrics")[f"{PREFIX}load_failed_chunks"] > 0
+    assert engine.metrics()[f"{PREFIX}load_failed_chunks"] > 0
+
+
+def test_garbage_in_the_place_of_the_store_is_moved_aside(start_engine, url, tmp_path, expected):
+    store = tmp_path / "store"
+    filling = start_engine(tier(url))
+    filling.generate(*PROMPTS)
+    filling.close()
+    for name in ("data.mdb", "segments/garbage", "notes.txt"):
+        (store / name).write_bytes(bytes(range(256)) * 256)
+    first = start_engine(tier(url))
+    assert first.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 0]}
+    first.close()
+    wait_stored(url, 2)
+    second = start_engine(tier(url))
+    assert second.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384]}
+
+
+@pytest.mark.slow
+def test_a_full_disk_costs_contexts_and_no_answer(start_engine, plain_engine, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = 'mount -t tmpfs -o size=8m tmpfs "$0" && exec "$@"'
+    command = ["unshare", "-rm", "sh", "-c", mounted, str(disk)]
+    if not shutil.which("unshare") or subprocess.run([*command, "true"], capture_output=True).returncode:
+        pytest.skip("no file system of our own can be mounted here")
+    engine = start_engine(tier(f"lmdb://{disk}/store?capacity=1GiB"), command=[*command, sys.executable])
+    prompts = [prompt(number, 1500) for number in range(20, 40)]  # 30 MB of KV
+    assert engine.generate(*prompts)["tokens"] == plain_engine.generate(*prompts)["tokens"]
+    assert engine.metrics()[f"{PREFIX}open"] == 1
+
+
+@pytest.mark.slow
+def test_the_processes_that_vllm_starts_by_default(start_engine, url, expected):
+    options = {"environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, "command": [sys.executable]}
+    killed = start_engine(tier(url), **options)
+    assert killed.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 0]}
+    wait_stored(url, 2)
+    killed.kill()
+    warm = start_engine(tier(url), **options)
+    assert warm.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384]}
 
 
 def test_a_wrong_option_stops_the_start_and_is_named(start_engine, url):
@@ -49,7 +92,7 @@ def test_two_engines_share_one_store(start_engine, url, expected):
     first.generate(SHORT)
     wait_stored(url, 1)
     deadline = time.monotonic() + 120
-    while not second.ask("metrics").get(f"{PREFIX}held_chunks"):
+    while not second.metrics().get(f"{PREFIX}held_chunks"):
         assert time.monotonic() < deadline
         second.generate(SHORT)  # each of its steps takes news
     assert second.generate(PROMPTS[0]) == {"tokens": expected[:1], "cached": [384]}
@@ -61,9 +104,10 @@ def test_requests_opt_out_and_metrics_tell_of_both_directions(start_engine, url,
     filling.generate(PROMPTS[1])
     filling.close()
     assert stored_contexts(url) == 1
-    engine = start_engine(tier(url))
+    engine = start_engine(tier(url, backpressure={"backpressure_cls": "EMABackpressureDetector"}))
     assert engine.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 384]}
-    metrics = engine.ask("metrics")
+    metrics = engine.metrics()
+    assert "vllm:kv_offload_tiering_backpressure_store_latency_ema" in metrics
     assert metrics[f"{PREFIX}lookup_hits"] >= 12
     assert metrics[f"{PREFIX}load_bytes"] > 0
     assert metrics[f"{PREFIX}store_bytes"] > 0

@@ -31,33 +31,74 @@ CONFIG: dict[str, Any] = {
 }
 
 
+TOKEN_BYTES = 2 * 2 * 2 * 32 * 4
+"""Of KV: keys and values, of two layers, of two heads, 32 numbers of four bytes."""
+HYBRID: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 64,
+    "query_pre_attn_scalar": 32,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rope_local_base_freq": 10000.0,
+    "tie_word_embeddings": True,
+}
+"""What a Gemma 3 has that a Llama has not."""
+
+
 def make_model(directory: Path, *, seed: int = 0, **changes: Any) -> Path:
     """Write a checkpoint.
 
     :param changes: to the configuration.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(CONFIG | changes))
+    config = CONFIG | changes
     generator = torch.Generator().manual_seed(seed)
-    hidden, inner, heads = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["num_key_value_heads"]
+    tensors = _tensors(config, generator)
+    tensors["lm_head.weight"] = _random(generator, VOCABULARY, config["hidden_size"])
+    return _write(directory, config, tensors)
 
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) * 0.3
 
-    tensors = {"model.embed_tokens.weight": random(VOCABULARY, hidden), "lm_head.weight": random(VOCABULARY, hidden)}
+def make_hybrid_model(directory: Path) -> Path:
+    """A checkpoint of a model half of whose layers look at the last 64 tokens only."""
+    config = CONFIG | HYBRID
+    tensors = _tensors(config, torch.Generator().manual_seed(0))
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for norm in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
+            tensors[f"{prefix}{norm}.weight"] = torch.ones(config["hidden_size"])
+        for norm in ("q_norm", "k_norm"):
+            tensors[f"{prefix}self_attn.{norm}.weight"] = torch.ones(config["head_dim"])
+    return _write(directory, config, tensors)
+
+
+def _tensors(config: dict[str, Any], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    tensors = {"model.embed_tokens.weight": _random(generator, VOCABULARY, hidden)}
     tensors["model.norm.weight"] = torch.ones(hidden)
-    for layer in range(CONFIG["num_hidden_layers"]):
+    for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         tensors |= {
-            f"{prefix}self_attn.q_proj.weight": random(hidden, hidden),
-            f"{prefix}self_attn.k_proj.weight": random(heads * CONFIG["head_dim"], hidden),
-            f"{prefix}self_attn.v_proj.weight": random(heads * CONFIG["head_dim"], hidden),
-            f"{prefix}self_attn.o_proj.weight": random(hidden, hidden),
-            f"{prefix}mlp.gate_proj.weight": random(inner, hidden),
-            f"{prefix}mlp.up_proj.weight": random(inner, hidden),
-            f"{prefix}mlp.down_proj.weight": random(hidden, inner),
+            f"{prefix}self_attn.q_proj.weight": _random(generator, hidden, hidden),
+            f"{prefix}self_attn.k_proj.weight": _random(generator, keys, hidden),
+            f"{prefix}self_attn.v_proj.weight": _random(generator, keys, hidden),
+            f"{prefix}self_attn.o_proj.weight": _random(generator, hidden, hidden),
+            f"{prefix}mlp.gate_proj.weight": _random(generator, inner, hidden),
+            f"{prefix}mlp.up_proj.weight": _random(generator, inner, hidden),
+            f"{prefix}mlp.down_proj.weight": _random(generator, hidden, inner),
             f"{prefix}input_layernorm.weight": torch.ones(hidden),
             f"{prefix}post_attention_layernorm.weight": torch.ones(hidden),
         }
+    return tensors
+
+
+def _random(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=generator) * 0.3
+
+
+def _write(directory: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
     save_file(tensors, directory / "model.safetensors")
     return directory

@@ -15,7 +15,7 @@ from persistkv_tools.options import Json, Url
 from persistkv_tools.progress import byte_progress, counted
 from persistkv_tools.throttle import Throttle
 
-_COLUMNS = ("operation", "time", "speed", "the disk's", "ratio", "verdict")
+_COLUMNS = ("operation", "time", "speed", "plain", "ratio", "verdict")
 _BLOCK = 64 << 10  # 64 KiB
 
 
@@ -25,7 +25,7 @@ def bench_(
     rounds: Annotated[int, typer.Option(min=1, help="Times that all is measured.")] = 7,
     json: Json = False,
 ) -> None:
-    """Measure what this machine's disk or bucket gives persistkv, as ratios to the disk's limits, with a verdict.
+    """Measure what this machine's disk or bucket gives persistkv, as ratios to what it gives without, with a verdict.
 
     It works beside the store, in one of its own that it removes; the store itself is not touched, nor need it exist.
     With the default sizes it writes 1 GiB.

@@ -24,6 +24,7 @@ from persistkv_tools.options import (
 from persistkv_tools.selection import Selection
 
 _PAGE = 50
+_WIDE = 120  # columns
 
 
 def ls(
@@ -64,7 +65,7 @@ def _print(page: Page) -> None:
     columns = _columns(page)
     rows = ([cell(request) for _, cell in columns] for request in page.requests)
     names = [name for name, _ in columns]
-    render.console().print(render.table(names, rows, left="state labels namespace"))
+    render.console().print(render.table(names, rows, left="pinned labels namespace"))
     namespaces = render.count(len(page.namespaces), "namespace")
     held = f"{render.count(page.total, 'request')} in {namespaces} of {page.url}"
     matched = "" if page.matched == page.total else f"; {page.matched:,} match"
@@ -76,7 +77,8 @@ def _print(page: Page) -> None:
 
 
 def _columns(page: Page) -> list[tuple[str, Callable[[RequestView], str]]]:
-    """What there is something to say of: a terminal is narrow."""
+    """What there is something to say of; sizes at rest and groups where there is room."""
+    wide = render.console().width >= _WIDE
     columns: list[tuple[str, Callable[[RequestView], str]]] = [
         ("request", lambda request: request.id),
         ("age", lambda request: render.format_age(request.created)),
@@ -85,8 +87,14 @@ def _columns(page: Page) -> list[tuple[str, Callable[[RequestView], str]]]:
         ("blocks", lambda request: f"{request.blocks:,}"),
         ("size", lambda request: render.format_size(request.raw_bytes)),
     ]
-    if any(request.reused or request.pinned for request in page.requests):
-        columns.append(("state", _state))
+    if wide and any(len(request.group_blocks) > 1 for request in page.requests):
+        columns.insert(-1, ("by group", lambda request: "+".join(f"{blocks:,}" for blocks in request.group_blocks)))
+    if wide and any(request.stored_bytes is not None for request in page.requests):
+        columns.append(("stored", _stored))
+    if any(request.hits or request.reused for request in page.requests):
+        columns.append(("hits", _hits))
+    if any(request.pinned for request in page.requests):
+        columns.append(("pinned", lambda request: "yes" if request.pinned else ""))
     if any(request.labels for request in page.requests):
         columns.append(("labels", lambda request: render.format_labels(request.labels)))
     if len(page.namespaces) > 1:
@@ -94,6 +102,10 @@ def _columns(page: Page) -> list[tuple[str, Callable[[RequestView], str]]]:
     return columns
 
 
-def _state(request: RequestView) -> str:
-    words = [word for word, holds in (("hit", request.reused), ("pinned", request.pinned)) if holds]
-    return " ".join(words)
+def _stored(request: RequestView) -> str:
+    return "-" if request.stored_bytes is None else render.format_size(request.stored_bytes)
+
+
+def _hits(request: RequestView) -> str:
+    """At least one where it was used, though whoever did is not held any more, or has not ended yet."""
+    return "-" if request.hits is None else f"{max(request.hits, int(request.reused or False)):,}"

@@ -14,6 +14,7 @@ from persistkv.storage.backend import Backend
 from persistkv_tools import render
 from persistkv_tools.listing import RequestView
 from persistkv_tools.options import InNamespace, Json, Labels, LargerThan, NeverHit, OlderThan, Url, opened
+from persistkv_tools.progress import byte_progress
 from persistkv_tools.pruning import Amount, Done, Plan, Pruning
 from persistkv_tools.selection import Selection, chosen_namespaces, find_request
 
@@ -58,6 +59,9 @@ def prune(
             "--shared-packs", help="Also packs that others use, where a block in it is only of these requests."
         ),
     ] = False,
+    compact: Annotated[
+        bool, typer.Option("--compact", help="Then give free space within the store back to the disk.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     json: Json = False,
@@ -74,31 +78,47 @@ def prune(
         orphans,
         shared_packs,
     )
-    if not (wanted.names_requests or orphans):
+    if not (wanted.names_requests or orphans or compact):
         raise ConfigurationError(
             "prune",
             url,
-            "at least one of --request, --older-than, --label, --larger-than, --never-hit, --namespace, --keep-size and"
-            " --orphans",
+            "at least one of --request, --older-than, --label, --larger-than, --never-hit, --namespace, --keep-size,"
+            " --orphans and --compact",
         )
     may_ask = sys.stdin.isatty() and not json
     if not (dry_run or yes or may_ask):
         raise ConfigurationError("prune", url, "--yes or --dry-run, where nobody can be asked")
-    with opened(url, writable=not dry_run) as backend:
+    with opened(url) as backend:
         pruning = _chosen(backend, wanted)
         plan = pruning.plan(orphans=orphans, shared=shared_packs)
         if not json:
             _print_plan(plan)
         done = None
-        if not dry_run and (plan.goes.packs == 0 or yes or typer.confirm("Delete them?")):
-            done = pruning.run()
+        if not dry_run and plan.goes.packs == 0:
+            done = pruning.run(backend)
+        elif not dry_run and (yes or typer.confirm("Delete them?")):
+            with opened(url, writable=True) as writer:
+                done = pruning.run(writer)
+    freed = _compact(url) if compact and done is not None else None
     if json:
-        render.print_json({"url": url, "dry_run": dry_run, "plan": plan, "done": done})
+        render.print_json({"url": url, "dry_run": dry_run, "plan": plan, "done": done, "freed_bytes": freed})
     elif done is not None:
         _print_done(done)
+    if freed is not None and not json:
+        render.say(f"given back to the disk: {render.format_size(freed)}")
     stay = plan.staying if done is None else done.staying
     if stay or (plan.private_blocks_left and wanted.requests):
         raise typer.Exit(1)
+
+
+def _compact(url: str) -> int:
+    """Bytes on disk that it saved."""
+    with opened(url, writable=True) as backend, byte_progress() as progress:
+        before = backend.stats().disk_bytes
+        task = progress.add_task("compact", total=None)
+        for step in backend.compact():
+            progress.update(task, completed=step.moved_bytes, total=step.total_bytes)
+        return max(0, before - backend.stats().disk_bytes)
 
 
 def _chosen(backend: Backend, wanted: Wanted) -> Pruning:

@@ -20,9 +20,11 @@ from persistkv_tools.progress import byte_progress, counted
 from persistkv_tools.replaying import Comparison, replay
 from persistkv_tools.throttle import Throttle
 from persistkv_tools.trace import Request, distinct_blocks, lru_hits, read_trace
+from persistkv_tools.trace_policies import OTHER_POLICIES
 
 _COLUMNS = ("capacity", "blocks", "held", "hits", "LRU", "LRU, held", "best")
 _TRAFFIC = ("capacity", "evicted blocks", "written", "read", "commits", "wrong blocks", "seconds")
+_POLICIES = ("capacity", "this store", "LRU", *(name.upper() for name in OTHER_POLICIES), "best possible")
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -43,6 +45,8 @@ class Run(msgspec.Struct, frozen=True):
     """Of one that has as many blocks as the store held."""
     best_hit_rate: float
     """The most that any cache of the nominal number can have."""
+    policy_hit_rates: dict[str, float]
+    """Of caches of the nominal number with other policies."""
     wrong_blocks: int
     """Blocks that were promised and not served. 0 is good."""
     evicted_blocks: int
@@ -50,6 +54,8 @@ class Run(msgspec.Struct, frozen=True):
     stored_bytes: int
     loaded_bytes: int
     disk_bytes: int
+    requests_sent: dict[str, int]
+    """To a bucket, by method, retries included; empty for a disk."""
     seconds: float
 
 
@@ -64,7 +70,7 @@ def replay_(
     block_size: Annotated[str, typer.Option(metavar="SIZE", help="Of the synthetic blocks.")] = "16KiB",
     json: Json = False,
 ) -> None:
-    """Replay a trace against new stores of small blocks: hit rates by capacity, beside LRU and the best possible.
+    """Replay a trace against new stores of small blocks: hit rates by capacity, beside other policies; requests, bytes.
 
     Each --share makes a store of its own below URL, which stays; without it, the capacity is that of the URL.
 
@@ -97,7 +103,13 @@ def replay_(
         )
         return
     render.console().print(render.table(_COLUMNS, map(_cells, runs)))
+    title = "hit rates of caches of as many whole blocks, by policy"
+    render.console().print(render.table(_POLICIES, map(_policy_cells, runs), title=title))
     render.console().print(render.table(_TRAFFIC, map(_traffic_cells, runs)))
+    for run in runs:
+        if run.requests_sent:
+            sent = ", ".join(f"{count:,} {method}" for method, count in sorted(run.requests_sent.items()))
+            render.say(f"{_capacity(run)}: requests sent: {sent}")
     render.say(
         f"{render.count(len(chains), 'request')}, {asked:,} blocks of which {distinct:,} are distinct;"
         f" without a bound {unbounded:.2%} would be hits"
@@ -121,12 +133,14 @@ def _run(url: str, chains: list[Request], distinct: int, block_bytes: int, progr
         _rate(beside.lru, asked),
         _rate(beside.lru_held, asked),
         _rate(beside.best, asked),
+        {name: _rate(hits, asked) for name, hits in beside.others.items()},
         found.wrong,
         found.evicted_blocks,
         found.commits,
         found.stored_bytes,
         found.loaded_bytes,
         found.disk_bytes,
+        found.requests,
         found.seconds,
     )
 
@@ -159,6 +173,11 @@ def _cells(run: Run) -> list[str]:
         f"{run.lru_held_hit_rate:.2%}",
         f"{run.best_hit_rate:.2%}",
     ]
+
+
+def _policy_cells(run: Run) -> list[str]:
+    rates = [run.hit_rate, run.lru_hit_rate, *run.policy_hit_rates.values(), run.best_hit_rate]
+    return [_capacity(run), *(f"{rate:.2%}" for rate in rates)]
 
 
 def _traffic_cells(run: Run) -> list[str]:

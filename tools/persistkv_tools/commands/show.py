@@ -35,12 +35,14 @@ def show(
     Example: persistkv show lmdb:///var/cache/kv 0c4de6a0 --tree
     """
     with opened(url) as backend:
-        found = find_request(backend, request, namespace)
-        context = show_context(url, backend, found, key_limit=keys)
+        names: dict[bytes, list[str]] = {}
+        found = find_request(backend, request, namespace, names)
+        others = names[found.namespace.id]
+        context = show_context(url, backend, found, others, key_limit=keys)
         longest = max(range(len(context.groups)), key=lambda group: context.groups[group].blocks, default=0)
         top = None
         if tree:
-            top = prefix_tree(backend, found.namespace.id, found.manifest.id, group=longest, node_limit=nodes)
+            top = prefix_tree(backend, found.namespace.id, others, found.manifest.id, group=longest, node_limit=nodes)
     if json:
         render.print_json({"context": context, "tree": top})
         return
@@ -64,6 +66,8 @@ def _print(context: ContextView) -> None:
         "pinned": "yes" if request.pinned else "no",
         "tokens": f"{request.tokens:,}",
         "raw": render.format_size(request.raw_bytes),
+        "stored": "-" if request.stored_bytes is None else render.format_size(request.stored_bytes),
+        "hits": "-" if request.hits is None else f"{request.hits:,}, of requests that are held",
         "labels": render.format_labels(request.labels),
         "shared": sharing,
     }

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from persistkv_tools import render
 from persistkv_tools.options import Json, Url, opened
-from persistkv_tools.totals import Bin, StoreTotals, store_totals
+from persistkv_tools.totals import Bin, FreeTotals, StoreTotals, store_totals
 
 
 def stat(url: Url, json: Json = False) -> None:
@@ -35,6 +35,7 @@ def _print(store: StoreTotals) -> None:
         "dedup ratio": f"{_number(store.dedup_ratio)} (blocks that requests name ÷ blocks held)",
         "on disk": render.format_size(store.disk_bytes) + full,
         "disk ratio": f"{_number(store.disk_ratio)} (on disk ÷ stored: index, requests, space between packs)",
+        **_free(store.free),
         "capacity": "none" if store.capacity is None else render.format_size(store.capacity),
     }
     if store.aside:
@@ -46,6 +47,20 @@ def _print(store: StoreTotals) -> None:
     if store.requests:
         console.print(_histogram("age of requests", "younger than", store.ages))
         console.print(_histogram("raw size of requests", "smaller than", store.sizes))
+
+
+def _free(found: FreeTotals | None) -> dict[str, str]:
+    if found is None:
+        return {}
+    payload = render.format_size(found.payload_bytes)
+    if found.payload_bytes:
+        payload += f" in {render.count(found.pieces, 'piece')}, the largest {render.format_size(found.largest_bytes)}"
+    rows = {"free within": f"{payload}; in the index {render.format_size(found.catalogue_bytes)}"}
+    if found.fragmentation is not None:
+        rows["fragmentation"] = (
+            f"{found.fragmentation:.0%} (of the free space for payloads, outside of the largest piece)"
+        )
+    return rows
 
 
 def _namespaces(store: StoreTotals) -> Table:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -12,16 +14,21 @@ import msgspec
 import typer
 
 from persistkv.config import parse_size
+from persistkv.storage.backend import Backend
 from persistkv_tools import render
+from persistkv_tools.live import LivePacks
 from persistkv_tools.options import Json, Rate, Url, opened
 from persistkv_tools.pack_check import Finding
 from persistkv_tools.progress import byte_progress, counted
 from persistkv_tools.throttle import Throttle
 from persistkv_tools.verify_state import VerifyState
-from persistkv_tools.verifying import Verifier, check_manifests, payload_left, read_catalogues
+from persistkv_tools.verifying import Verifier, check_manifests, count_rows, payload_left, read_catalogues
 
 _SAVE_S = 5.0
-_THREADS = 4
+_PORTION_BYTES = 1 << 30  # 1 GiB
+_BOUNDED_BATCH_BYTES = 1 << 20  # 1 MiB
+_THREADS = 3
+_SWITCH_S = 0.0002
 _SHOWN = 20
 
 
@@ -83,20 +90,48 @@ def verify(
 def _run(url: str, state: VerifyState, throttle: Throttle, repair: bool, resume: Path | None) -> Summary:
     begin = time.monotonic()
     with opened(url, writable=repair) as backend:
-        catalogues = read_catalogues(backend)
+        spaces = read_catalogues(backend)
         with byte_progress() as progress:
-            total = payload_left(catalogues.spaces, state)
+            total = payload_left(spaces, state)
             took = counted(progress, "verify", total, throttle)
-            threads = 1 if throttle.bounded else _THREADS
-            verifier = Verifier(backend, catalogues.spaces, state, took, threads)
-            _read_packs(verifier, state, resume)
-            requests, of_manifests = check_manifests(backend, catalogues.spaces)
+            verifier = _verifier(backend, spaces, state, took, throttle, resume is not None)
+            with closing(verifier), _prompt_threads():
+                if not throttle.bounded:
+                    verifier.begin()
+                rows = count_rows(backend, spaces)
+                requests, of_manifests = check_manifests(backend, spaces)
+                _read_packs(verifier, state, resume)
             deleted = len(verifier.repair()) if repair else 0
     if resume is not None:
         with suppress(FileNotFoundError):
             resume.unlink()
-    findings = [*catalogues.findings, *of_manifests, *state.findings]
-    return _summary(url, state, findings, time.monotonic() - begin, requests, catalogues.certain, deleted)
+    findings = [*rows.findings, *of_manifests, *state.findings]
+    return _summary(url, state, findings, time.monotonic() - begin, requests, rows.certain, deleted)
+
+
+def _verifier(
+    backend: Backend,
+    spaces: list[LivePacks],
+    state: VerifyState,
+    took: Callable[[int], None],
+    throttle: Throttle,
+    resumable: bool,
+) -> Verifier:
+    portion = min(_PORTION_BYTES, throttle.bytes_in(_SAVE_S)) if resumable else None
+    if throttle.bounded:  # small reads, so that those of an engine get between them
+        return Verifier(backend, spaces, state, took, 0, portion, _BOUNDED_BATCH_BYTES)
+    return Verifier(backend, spaces, state, took, _THREADS, portion)
+
+
+@contextmanager
+def _prompt_threads() -> Iterator[None]:
+    """Threads that come back from a read wait for the interpreter until another lets go of it: 5 ms by default."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def _read_packs(verifier: Verifier, state: VerifyState, resume: Path | None) -> None:

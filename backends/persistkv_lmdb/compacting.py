@@ -1,0 +1,89 @@
+"""Giving free space within the segments back to the file system, while engines use the store.
+
+1. Packs at the end of the segments move to free places before them, a few in each transaction, bytes as they are; then
+   the ends of the files, which are free, are cut. Catalogue, order of eviction and totals do not change.
+2. What a killed compaction leaves needs no repair; another one goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from persistkv.errors import StoreFullError
+from persistkv.storage.backend import MoveProgress
+from persistkv_lmdb.environment import Environment
+from persistkv_lmdb.layout import pack_table, rows
+from persistkv_lmdb.room import Amount, Room
+from persistkv_lmdb.space import read_extents
+
+_STEP_BYTES = 16 << 20  # 16 MiB: what a transaction moves, tens of milliseconds
+_ROWS_BYTES = 8 << 10  # 8 KiB: pages of the catalogue that a pack's move may add
+_PASSES = 4  # what moved leaves a place that is free only later
+_PATIENCE_S = 5.0
+_TURN_S = 0.01  # between steps: who waits for the lock looks every 5 ms, and would hardly ever find it free
+
+
+class Compactor:
+    """One compaction. Used once."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+
+    def run(self) -> Iterator[MoveProgress]:
+        """Move packs, a few at each step, until nothing free lies before those that are left.
+
+        :raises StoreFullError: the catalogue has no room for the rows; what was moved stays so.
+        """
+        self._cut()
+        waiting = self._by_place()
+        total, moved = sum(length for _, length in waiting), 0
+        for _ in range(_PASSES):
+            before = moved
+            while waiting:
+                step = [waiting.pop()]
+                while waiting and sum(length for _, length in step) + waiting[-1][1] <= _STEP_BYTES:
+                    step.append(waiting.pop())
+                moved += self._lower(step)
+                yield MoveProgress(moved, max(moved, total))
+                time.sleep(_TURN_S)
+            self._cut()
+            if moved == before:
+                return
+            waiting = self._by_place()
+
+    def _by_place(self) -> list[tuple[bytes, int]]:
+        """Names and payload bytes of the packs in segments, the last ones last."""
+        with self._environment.transaction() as transaction:
+            found = []
+            for key, row in rows(transaction, transaction.db.packs, b""):
+                table, extents = pack_table(key, row), read_extents(transaction, bytes(key))
+                if table is not None and extents:
+                    found.append((max(extents), bytes(key), table.payload_length))
+        return [(name, length) for _, name, length in sorted(found)]
+
+    def _lower(self, step: list[tuple[bytes, int]]) -> int:
+        """Bytes that found a place before their own."""
+        environment, moved = self._environment, 0
+        with environment.transaction(write=True) as transaction:
+            payloads = environment.payloads(transaction)
+            Room(environment, transaction, payloads).check(Amount(_ROWS_BYTES * len(step), 0))
+            for name, length in step:
+                moved += length if payloads.lower(name, length) else 0
+            payloads.finish()
+        return moved
+
+    def _cut(self) -> None:
+        """Wait until what was freed is free, record that the ends of segments are gone, and cut the files."""
+        environment = self._environment
+        try:
+            environment.wait_for_readers(environment.age(), _PATIENCE_S)
+        except StoreFullError:
+            return
+        for _ in range(2):
+            with environment.transaction(write=True) as transaction:
+                payloads = environment.payloads(transaction)
+                payloads.shrink(0)
+                payloads.finish()
+        with environment.transaction(write=True) as transaction:
+            environment.payloads(transaction).finish()

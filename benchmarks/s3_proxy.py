@@ -1,0 +1,110 @@
+"""A proxy before an object store that counts requests, as they come over the line."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import threading
+from asyncio import StreamReader, StreamWriter
+from collections import Counter
+
+_VERBS = (b"GET ", b"HEAD ", b"PUT ", b"POST ", b"DELETE ")
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
+_PIECE_BYTES = 256 << 10
+
+
+class Requests:
+    """Tells requests from their bodies in what one connection carries.
+
+    :param counts: of each verb, added to.
+    """
+
+    def __init__(self, counts: Counter[str]) -> None:
+        self._counts = counts
+        self._head = b""
+        self._body_left = 0
+        self._may_be_left_out = False
+
+    def feed(self, data: bytes) -> None:
+        """The next bytes."""
+        while data:
+            if self._may_be_left_out and data.startswith(_VERBS):
+                self._body_left = 0  # the server answered before the body was sent
+            self._may_be_left_out = False
+            if self._body_left:
+                passed = min(self._body_left, len(data))
+                self._body_left -= passed
+                data = data[passed:]
+                continue
+            head, end, rest = (self._head + data).partition(b"\r\n\r\n")
+            if not end:
+                self._head = head
+                return
+            self._count(head)
+            self._head, data = b"", rest
+
+    def _count(self, head: bytes) -> None:
+        self._counts[head.split(b" ", 1)[0].decode("ascii", "replace")] += 1
+        length = _LENGTH.search(head)
+        self._body_left = int(length[1]) if length else 0
+        self._may_be_left_out = b"100-continue" in head.lower()
+
+
+class CountingProxy:
+    """Runs in a thread of its own until ``close``."""
+
+    def __init__(self, upstream_port: int) -> None:
+        self._upstream_port = upstream_port
+        self._counts: Counter[str] = Counter()
+        self._taken = 0
+        self._live: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        starting = asyncio.run_coroutine_threadsafe(asyncio.start_server(self._serve, "127.0.0.1", 0), self._loop)
+        self._server = starting.result()
+        self.port: int = self._server.sockets[0].getsockname()[1]
+
+    def take(self) -> int:
+        """How many requests there were since the last call."""
+        total = self._counts.total()
+        found, self._taken = total - self._taken, total
+        return found
+
+    async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
+        task = asyncio.create_task(self._connect(reader, writer))
+        self._live.add(task)
+        task.add_done_callback(self._live.discard)
+
+    async def _connect(self, reader: StreamReader, writer: StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._upstream_port)
+            answers = asyncio.create_task(self._pass_on(up_reader, writer))
+            requests = Requests(self._counts)
+            while data := await reader.read(_PIECE_BYTES):
+                requests.feed(data)
+                up_writer.write(data)
+                await up_writer.drain()
+            up_writer.close()
+            await answers
+
+    async def _pass_on(self, reader: StreamReader, writer: StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(_PIECE_BYTES):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def _end(self) -> None:
+        self._server.close()
+        for task in self._live:
+            task.cancel()
+        await asyncio.gather(*self._live, return_exceptions=True)
+
+    def close(self) -> None:
+        """End it, and what is connected."""
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

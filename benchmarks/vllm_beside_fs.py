@@ -1,0 +1,237 @@
+"""vLLM engines with persistkv, and with vLLM's own ``fs`` tier, on the same disk and the same prompts, taking turns.
+
+1. Both stores are filled with the same contexts; their files are counted, and at the end again, with their bytes.
+2. Engines start anew, page caches dropped, and answer these contexts: time to first token, beside an engine that
+   computes.
+3. Engines answer prompts that nobody saw: generated tokens per second while stores are in flight, and processor time
+   per GB, which is what was used beyond an engine with the CPU tier alone.
+4. Bytes of both stores are flipped, engines start anew, and their answers are compared with those of before.
+
+vLLM's store is not synced, persistkv's is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.rig import median_interval, show_markdown, touch_memory
+from benchmarks.vllm_rig import ALONE, FS, OURS, Contestant, Field, Turn, add_options, field_of, prompts_of
+from persistkv_tools.raw_disk import drop_page_cache
+
+ALL = [ALONE, FS, OURS]
+MAX_DISK = 0.75
+NEW_TOKENS = 8  # of a warm answer; with fewer, the last blocks of a context are not stored
+_FLIP_EVERY = 4096
+
+
+@dataclass
+class Footprint:
+    """A store on disk."""
+
+    num_bytes: int
+    files: int
+
+    @classmethod
+    def of(cls, directory: Path) -> Footprint:
+        """Blocks on disk, not lengths of files."""
+        files = [path.stat() for path in directory.rglob("*") if path.is_file()]
+        return cls(sum(status.st_blocks * 512 for status in files), len(files))
+
+
+@dataclass
+class Findings:
+    """Of each contestant."""
+
+    filled: dict[str, Footprint] = field(default_factory=dict)
+    ended: dict[str, Footprint] = field(default_factory=dict)
+    warm: dict[str, list[Turn]] = field(default_factory=lambda: defaultdict(list))
+    """In the order of rounds and of prompts, the same for each."""
+    fresh: dict[str, list[Turn]] = field(default_factory=lambda: defaultdict(list))
+    stored_gb: dict[str, float] = field(default_factory=dict)
+    """In one turn of ``fresh``."""
+    after_damage: dict[str, list[Turn]] = field(default_factory=dict)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--contexts", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=2048, help="of a context")
+    parser.add_argument("--rounds", type=int, default=3, help="restarts")
+    parser.add_argument("--turns", type=int, default=15, help="of prompts that nobody saw")
+    parser.add_argument("--new-tokens", type=int, default=64, help="in these turns")
+    arguments = parser.parse_args()
+    touch_memory(0.3)
+    contexts = prompts_of(0, arguments.contexts, arguments.tokens)
+    found = Findings()
+    with field_of(arguments) as engines:
+        for name in (FS, OURS):
+            ask(engines, name, contexts)
+            found.filled[name] = Footprint.of(engines.store(name))
+        for number in range(arguments.rounds):
+            restart(engines, contexts, found, number)
+        answer_new_prompts(engines, found, arguments)
+        for name in (FS, OURS):
+            found.ended[name] = Footprint.of(engines.store(name))
+            flip_bytes(engines.store(name))
+            found.after_damage[name] = ask(engines, name, contexts)
+    report(found, arguments)
+
+
+def ask(engines: Field, name: str, contexts: list[list[int]]) -> list[Turn]:
+    """Start an engine, ask it for each context, end it."""
+    contestant = engines.start(name)
+    turns = [contestant.turn([context], NEW_TOKENS) for context in contexts]
+    contestant.close()
+    return turns
+
+
+def restart(engines: Field, contexts: list[list[int]], found: Findings, number: int) -> None:
+    """One round of warm answers."""
+    drop_page_cache([engines.store(FS), engines.store(OURS)])
+    contestants = {name: engines.start(name) for name in ALL}
+    for position, context in enumerate(contexts):
+        for name in shuffled(1000 * number + position):
+            found.warm[name].append(contestants[name].turn([context], NEW_TOKENS))
+    close(contestants)
+
+
+def answer_new_prompts(engines: Field, found: Findings, arguments: argparse.Namespace) -> None:
+    """Turns of two batches: what is stored of the first goes on beside the second."""
+    contestants = {name: engines.start(name) for name in ALL}
+    for number in range(arguments.turns + 1):
+        for name in shuffled(number):
+            prompts = prompts_of(number + 1, 4, arguments.tokens // 2)
+            first = contestants[name].turn(prompts[:2], arguments.new_tokens, settle=False)
+            second = contestants[name].turn(prompts[2:], arguments.new_tokens)
+            if number:
+                seconds, cpu = first.seconds + second.seconds, first.cpu_seconds + second.cpu_seconds
+                found.fresh[name].append(Turn(seconds, cpu, [], [], []))
+    for name, contestant in contestants.items():
+        found.stored_gb[name] = contestant.stored_bytes() / (arguments.turns + 1) / 1e9
+    close(contestants)
+
+
+def shuffled(seed: int) -> list[str]:
+    """The contestants in an order of this turn's own."""
+    return random.Random(seed).sample(ALL, len(ALL))
+
+
+def close(contestants: dict[str, Contestant]) -> None:
+    """End them all."""
+    for contestant in contestants.values():
+        contestant.close()
+
+
+def flip_bytes(store: Path) -> None:
+    """A byte in each 4 KiB of every file that holds KV; LMDB's own files, which are small, are left alone."""
+    files = [path for path in store.rglob("*") if path.is_file() and path.suffix not in (".mdb", ".json")]
+    for path in files:
+        with path.open("r+b") as opened:
+            for offset in range(100, path.stat().st_size, _FLIP_EVERY):
+                opened.seek(offset)
+                byte = opened.read(1)
+                opened.seek(offset)
+                opened.write(bytes([byte[0] ^ 0x40]))
+
+
+# The table
+
+
+def report(found: Findings, arguments: argparse.Namespace) -> None:
+    """Print it."""
+    show_markdown(
+        f"vLLM with persistkv ({arguments.codec}) and with its own fs tier: {arguments.contexts} contexts of "
+        f"{arguments.tokens:,} tokens, {arguments.rounds} restarts, {arguments.turns} turns of prompts that nobody saw",
+        ["", "persistkv", "fs", "computed", "fs ÷ persistkv, 95 % interval", "target"],
+        [
+            *first_token(found),
+            throughput(found, arguments),
+            *processor(found),
+            *footprint(found),
+            damage(found),
+        ],
+    )
+
+
+def first_token(found: Findings) -> list[list[str]]:
+    """Time to first token after a restart, and what came from the store."""
+    ttft = {name: [turn.ttft[0] for turn in found.warm[name]] for name in ALL}
+    cached = {name: statistics.mean(turn.cached[0] for turn in found.warm[name]) for name in ALL}
+    row = ["TTFT after a restart", *(f"{statistics.median(ttft[name]) * 1e3:.0f} ms" for name in (OURS, FS, ALONE))]
+    tokens = ["tokens from the store, of each", *(f"{cached[name]:.0f}" for name in (OURS, FS, ALONE)), "", ""]
+    return [row + compared(ttft[FS], ttft[OURS]), tokens]
+
+
+def compared(theirs: list[float], ours: list[float]) -> list[str]:
+    """The ratio of pairs, which is to be one at least."""
+    low, high = median_interval([their / our for their, our in zip(theirs, ours, strict=True)])
+    verdict = "met" if low >= 1 else "not told apart" if high >= 1 else "MISSED"
+    return [f"{low:.2f} to {high:.2f}", f"≥ 1: {verdict}"]
+
+
+def throughput(found: Findings, arguments: argparse.Namespace) -> list[str]:
+    """Generated tokens per second."""
+    seconds = {name: [turn.seconds for turn in found.fresh[name]] for name in ALL}
+    rates = {name: 4 * arguments.new_tokens / statistics.median(seconds[name]) for name in ALL}
+    row = ["generated tokens/s, stores in flight", *(f"{rates[name]:.1f}" for name in (OURS, FS, ALONE))]
+    return row + compared(seconds[FS], seconds[OURS])
+
+
+def processor(found: Findings) -> list[list[str]]:
+    """What storing and loading costs."""
+    row = ["processor, stored, s/GB"]
+    for name in (OURS, FS):
+        more = [
+            (turn.cpu_seconds - alone.cpu_seconds) / found.stored_gb[name]
+            for turn, alone in zip(found.fresh[name], found.fresh[ALONE], strict=True)
+        ]
+        low, high = median_interval(more)
+        row.append(f"{statistics.median(more):.2f} ({low:.2f} to {high:.2f})")
+    requests = ["processor, a warm answer"]
+    for name in (OURS, FS, ALONE):
+        requests.append(f"{statistics.median(turn.cpu_seconds for turn in found.warm[name]):.2f} s")
+    return [[*row, "", "", ""], [*requests, "", ""]]
+
+
+def footprint(found: Findings) -> list[list[str]]:
+    """Bytes and files."""
+    ours, theirs = found.ended[OURS], found.ended[FS]
+    share = ours.num_bytes / theirs.num_bytes
+    verdict = "met" if share <= MAX_DISK else "MISSED"
+    return [
+        [
+            "on disk, at the end",
+            *(f"{place.num_bytes / 1e6:.0f} MB" for place in (ours, theirs)),
+            "",
+            f"{1 / share:.2f}",
+            f"{share:.2f} of fs, ≤ {MAX_DISK}: {verdict}",
+        ],
+        [
+            "files, at first and at the end",
+            *(f"{found.filled[name].files}, {found.ended[name].files}" for name in (OURS, FS)),
+            *("", "", ""),
+        ],
+    ]
+
+
+def damage(found: Findings) -> list[str]:
+    """Answers after bytes were flipped that neither computing nor the store gave before."""
+    row = ["wrong answers after bytes were flipped"]
+    for name in (OURS, FS):
+        answers = found.after_damage[name]
+        wrong = 0
+        for position, turn in enumerate(answers):
+            known = [each for who in (name, ALONE) for each in found.warm[who][position :: len(answers)]]
+            wrong += turn.tokens not in [each.tokens for each in known]
+        row.append(f"{wrong} of {len(answers)}")
+    return [*row, "", "", "0"]
+
+
+if __name__ == "__main__":
+    main()

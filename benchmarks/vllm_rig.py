@@ -1,0 +1,177 @@
+"""vLLM engines for measurements: one model, and engines over it that differ in what lies behind their CPU tier.
+
+They are forks of one process in vLLM's own virtual environment, and take turns: one that nobody asks does nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.integrations.vllm.engines import ENVIRONMENT, Engine, spawn_engine
+from tests.integrations.vllm.programs import Zygote
+from tests.integrations.vllm.tiny_model import VOCABULARY, make_model
+
+ALONE, FS, OURS = "CPU tier alone", "fs", "persistkv"
+MODEL: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "torch_dtype": "bfloat16",
+}
+CPU_TIER_BYTES = 512 << 20  # 512 MiB
+_QUIET_S, _MOST_S = 0.2, 30.0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options that all measurements with engines have."""
+    parser.add_argument("--vllm-python", type=Path, default=Path(".venv-vllm/bin/python"))
+    parser.add_argument("--directory", help="on the disk to be measured; a temporary directory by default")
+    parser.add_argument("--codec", default="planes", help="of persistkv")
+    parser.add_argument("--url-options", default="", help="of persistkv's URL, e.g. placement=inline")
+    parser.add_argument("--compute-threads", type=int, default=1, help="of an engine; the other cores are for I/O")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an engine did in one turn."""
+
+    seconds: float
+    """Until the last answer."""
+    cpu_seconds: float
+    """Of the engine's process and of what it started, until they came to rest."""
+    ttft: list[float]
+    """For each prompt, seconds to its first token."""
+    tokens: list[list[int]]
+    cached: list[int]
+    """For each prompt, tokens that were not computed."""
+
+
+class Contestant:
+    """An engine, and the processes that it started."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._process = psutil.Process(engine.pid)
+
+    def turn(self, prompts: list[list[int]], max_tokens: int, *, settle: bool = True) -> Turn:
+        """Answer prompts, side by side.
+
+        :param settle: wait, outside the time that is taken, until nothing goes on any more.
+        """
+        before = self._cpu_seconds()
+        answer = self._engine.ask(do="measure", prompts=prompts, max_tokens=max_tokens)
+        if settle:
+            self._settle()
+        spent = self._cpu_seconds() - before
+        return Turn(answer["seconds"], spent, answer["ttft"], answer["tokens"], answer["cached"])
+
+    def _cpu_seconds(self) -> float:
+        total = 0.0
+        for process in [self._process, *self._process.children(recursive=True)]:
+            times = process.cpu_times()
+            total += times.user + times.system
+        return total
+
+    def _settle(self) -> None:
+        """Until nothing goes on; a step in between takes what has ended, and may begin what waited for it."""
+        self._rest()
+        self._engine.ask(do="measure", prompts=prompts_of(-2, 1, 10), max_tokens=1)
+        self._rest()
+
+    def _rest(self) -> None:
+        """Until its processes have used no time for a while."""
+        deadline, last = time.monotonic() + _MOST_S, -1.0
+        while (spent := self._cpu_seconds()) > last + 0.02 and time.monotonic() < deadline:
+            last = spent
+            time.sleep(_QUIET_S)
+
+    def stored_bytes(self) -> float:
+        """What its secondary tier has taken so far, as vLLM counts it."""
+        return self._engine.metrics().get("vllm:kv_offload_tiering_write_bytes", 0.0)
+
+    def close(self) -> None:
+        """Let it end; what it was given is stored then."""
+        children = self._process.children(recursive=True)
+        self._engine.close()
+        self._engine.release()
+        psutil.wait_procs(children, timeout=120)
+
+
+class Field:
+    """Where contestants are started.
+
+    :param directory: of stores, a folder each, and of logs.
+    """
+
+    def __init__(self, directory: Path, arguments: argparse.Namespace) -> None:
+        self.directory = directory
+        self._model = make_model(directory / "model", **MODEL)
+        self._environment = {
+            "OMP_NUM_THREADS": str(arguments.compute_threads),
+            "OPENBLAS_NUM_THREADS": "1",
+            "VLLM_CACHE_ROOT": str(directory / "cache"),
+            "XDG_CACHE_HOME": str(directory / "cache"),
+        }
+        url = f"lmdb://{self.store(OURS)}?capacity=64GiB" + f"&{arguments.url_options}" * bool(arguments.url_options)
+        self._tiers: dict[str, list[dict[str, Any]]] = {
+            ALONE: [],
+            FS: [{"type": "fs", "root_dir": str(self.store(FS))}],
+            OURS: [{"type": "persistkv", "url": url, "codec": arguments.codec}],
+        }
+        self._zygote = Zygote(ENVIRONMENT | self._environment, str(arguments.vllm_python))
+
+    def store(self, name: str) -> Path:
+        """The folder of a contestant's store."""
+        return self.directory / name
+
+    def start(self, name: str) -> Contestant:
+        """An engine, by the name of what lies behind its CPU tier."""
+        connector = {
+            "spec_name": "PersistKVSpec",
+            "cpu_bytes_to_use": CPU_TIER_BYTES,
+            "secondary_tiers": self._tiers[name],
+        }
+        engine = {"dtype": "bfloat16", "max_model_len": 4096, "block_size": 32}
+        settings = {"model": str(self._model), "connector": connector, "engine": engine}
+        contestant = Contestant(Engine(spawn_engine(self._zygote, settings, self._environment), self._log(name)))
+        contestant.turn(prompts_of(-1, 1, 100), 4)  # kernels, allocators
+        return contestant
+
+    def _log(self, name: str) -> Path:
+        return self.directory / f"{name}.log"
+
+    def close(self) -> None:
+        """End what engines are forked from."""
+        self._zygote.close()
+
+
+@contextmanager
+def field_of(arguments: argparse.Namespace) -> Iterator[Field]:
+    """In a temporary directory, which is removed."""
+    if not arguments.vllm_python.exists():
+        raise SystemExit(f"{arguments.vllm_python} is not there: make setup-vllm, or --vllm-python PATH")
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+        field = Field(Path(directory), arguments)
+        try:
+            yield field
+        finally:
+            field.close()
+
+
+def prompts_of(seed: int, count: int, length: int) -> list[list[int]]:
+    """Random tokens, the same for the same seed."""
+    draw = random.Random(seed)
+    return [[draw.randrange(3, VOCABULARY) for _ in range(length)] for _ in range(count)]

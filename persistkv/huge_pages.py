@@ -1,0 +1,71 @@
+"""Huge pages for the shared memory of the primary tier.
+
+A transfer past the page cache goes straight between a disk and rows, cut where physical memory is: 2 MiB of small pages
+are 512 addresses for the disk, a huge page is one. On a virtual disk 32 MiB were written in 16 ms from small pages and
+in 7 ms from huge ones, and read in 33 and 13 ms.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+HUGE_PAGE_BYTES = 2 << 20  # 2 MiB, on x86-64, and on AArch64 with small pages of 4 KiB
+
+_MADV_COLLAPSE = 25  # Linux 6.1; the mmap module does not know it
+_MAP_FIXED = 0x10
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_STEP_BYTES = 16 << 20  # 16 MiB: 10 ms
+_MAX_THREADS = 8
+
+
+def use_huge_pages(fd: int, num_bytes: int, *, threads: int = _MAX_THREADS) -> bool:
+    """Put what a file of shared memory holds into huge pages, for all who map it. No byte changes.
+
+    Others may use the memory meanwhile. What is registered with CUDA, or a transfer is going to or from, stays where it
+    is: call it before. Half a gigabyte takes a thread 0.3 s, and 0.3 ms if it lies in huge pages already.
+
+    :param fd: writable; of memory that is allocated.
+    :returns: whether all whole huge pages of the file are some now. The kernel may be too old, or have no memory that
+        lies side by side; then some or all of it is as it was.
+    """
+    whole = num_bytes - num_bytes % HUGE_PAGE_BYTES
+    with _mapped(fd, whole) as address, ThreadPoolExecutor(min(threads, os.cpu_count() or 1)) as pool:
+        mapped = range(0, whole if address else 0, _STEP_BYTES)
+        steps = [(address + begin, min(_STEP_BYTES, whole - begin)) for begin in mapped]
+        if not steps or not _collapse(steps[0]):  # where the first cannot be, none can: ask no more
+            return not whole
+        return all(pool.map(_collapse, steps[1:]))
+
+
+def _collapse(step: tuple[int, int]) -> bool:
+    return not _libc().madvise(*step, _MADV_COLLAPSE)
+
+
+@contextmanager
+def _mapped(fd: int, num_bytes: int) -> Iterator[int]:
+    """Where the file is mapped, at a multiple of a huge page, which ``mmap.mmap`` does not see to; 0: it cannot be."""
+    libc, reserved = _libc(), num_bytes + HUGE_PAGE_BYTES
+    somewhere = libc.mmap(None, reserved, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if somewhere == _MAP_FAILED:
+        yield 0
+        return
+    address = -(-somewhere // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    try:
+        yield address if num_bytes and libc.mmap(address, num_bytes, access, flags, fd, 0) == address else 0
+    finally:
+        libc.munmap(somewhere, reserved)
+
+
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc

@@ -1,0 +1,104 @@
+"""Promotes what a store holds before a request asks for it.
+
+vLLM promotes what somebody looks up, and a tier cannot look up its own chunks. But a tier may serve requests from
+elsewhere, for which it looks up what the *other* tiers hold. This one holds nothing, and does so for the contexts
+that were used last: vLLM's manager promotes them as it does for a request, and stays free to evict them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
+from vllm.v1.kv_offload.tiering.base import JobResult, ParentManager, SecondaryTierManager, TransferJob
+
+from persistkv.config import convert_options
+from persistkv.errors import ConfigurationError
+from persistkv.integrations.vllm.tier import tiers_of
+from persistkv.tiering.prewarming import Prewarming
+
+_WHERE = "secondary tier persistkv-prewarm"
+_PATIENCE_S = 30.0  # for one context, which may find no room
+_ON_ITS_WAY = (LookupResult.RETRY, LookupResult.HIT_PENDING)
+
+
+class PrewarmOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of the tier."""
+
+    share: float = 0.5
+    """Of the CPU tier, to be filled."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ConfigurationError(f"{_WHERE} option share", self.share, "a share above 0 and at most 1")
+
+
+class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """``{"type": "persistkv-prewarm", "share": 0.5}`` among ``secondary_tiers``, after the ``persistkv`` ones.
+
+    The first of those tells what was used last.
+
+    :raises ConfigurationError: naming the option, or that there is no such tier.
+    """
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.options = convert_options(PrewarmOptions, options, where=_WHERE)
+        tiers = tiers_of(offloading_spec)
+        if not tiers:
+            raise ConfigurationError("secondary_tiers", tier_type, "a persistkv tier before it")
+        self._prewarming = Prewarming(tiers[0], int(len(primary_kv_view) * self.options.share))
+        self._contexts = 0
+        self._context: ReqContext | None = None
+        self._keys: list[OffloadKey] = []
+        self._gives_up = 0.0
+        self._passed_over: list[int] = []
+
+    def serve_external_requests(self, parent: ParentManager) -> None:
+        if self._context is None:
+            keys = self._prewarming.next_context()
+            if keys is None:
+                return
+            self._contexts += 1
+            self._context = ReqContext(f"{self.tier_type}-{self._contexts}")
+            self._keys, self._gives_up = [OffloadKey(key) for key in keys], time.monotonic() + _PATIENCE_S
+            parent.on_new_request(self._context)
+        context = self._context
+        self._keys = [key for key in self._keys if parent.lookup(key, context) in _ON_ITS_WAY]
+        if not self._keys or time.monotonic() > self._gives_up:
+            parent.on_request_finished(context)
+            self._context = None
+
+    def has_pending_work(self) -> bool:
+        return bool(self._passed_over) or not self._prewarming.ended
+
+    # It holds nothing
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        return LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        self._passed_over.append(job_metadata.job_id)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        raise NotImplementedError("nothing was ever found here")
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        passed_over, self._passed_over = self._passed_over, []
+        return [JobResult(job_id, True, transfer_bytes=0) for job_id in passed_over]
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext(OffloadPolicy.CHUNK_LEVEL)
+
+    def drain_jobs(self) -> None:
+        """There are none."""

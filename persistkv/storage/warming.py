@@ -1,0 +1,167 @@
+"""Requests to promote a context ("warm it up"), left in a store for the engines that have it open.
+
+A primary tier lies in its engine's process; whoever wants a context in it can only ask. So ``persistkv warm`` leaves a
+row beside the rows of ``persistkv.storage.status``, over the same two methods of a backend:
+
+1. ``ask<n>``, n drawn from namespace and request: one context. To ask again replaces the row, and renews it.
+2. ``warmed<n>by<engine>``: that engine's answer. Each engine writes its own, so none is lost to another's.
+3. An engine looks when it opens the store and then as often as it shows its status (on S3 only where its URL has
+   ``status``), and does what has no answer of its own. An answer to an older asking is none.
+
+As with a status nothing is promised to be there later: a row that is lost is asked for again. A row counts until its
+``ttl_s`` is over, by the clock of whoever reads it; engines that start in that time warm up too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import TypeVar
+
+import msgspec
+
+from persistkv.errors import StoreUnavailableError
+from persistkv.storage.backend import Backend
+
+DEFAULT_TTL_S = 3600.0
+_ASK, _ANSWER, _BY = "ask", "warmed", "by"
+_NAME_BYTES = 16
+
+T = TypeVar("T")
+
+
+class WarmRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of ``ask…``. Fields are added, never renamed: engines of several releases share a store."""
+
+    namespace: str
+    """The namespace's id, hexadecimal."""
+    request: str
+    """The request's whole id: that of its manifest, whose keys ``Backend.manifest_keys`` gives."""
+    asked: float
+    """Seconds since the epoch, by the clock of whoever asked."""
+    ttl_s: float
+    """How long it counts."""
+
+    def counts(self, now: float) -> bool:
+        """Whether it is still to be done."""
+        return now < self.asked + self.ttl_s
+
+
+class WarmAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of ``warmed…``; see ``WarmRequest``."""
+
+    namespace: str
+    request: str
+    asked: float
+    """Of the asking that it answers."""
+    engine: str
+    """As in ``EngineStatus.engine``."""
+    time: float
+    """When it was done, by the engine's clock."""
+    blocks: int
+    """Blocks of the context that are in the engine's primary tier now, whether they were there before or not."""
+    missing: int
+    """Blocks of it that are not: no pack holds them, they did not verify, or there was no room."""
+
+
+def request_warm(backend: Backend, namespace: bytes, request: str, ttl_s: float = DEFAULT_TTL_S) -> WarmRequest:
+    """Ask all engines on this store for one context. Rows whose time is over are taken away.
+
+    :param request: the whole id of a request that the namespace holds.
+    :raises StoreUnavailableError: nobody could see it: the medium shows no rows to others.
+    :raises StoreError: it was not written.
+    """
+    if not backend.capabilities.shows_status:
+        raise StoreUnavailableError("this store cannot be used to ask engines: it shows no rows to other processes")
+    now = time.time()
+    for name, row in _rows(backend, _ASK, WarmRequest):
+        if not row.counts(now):
+            _withdraw(backend, name)
+    asked = WarmRequest(namespace=namespace.hex(), request=request, asked=now, ttl_s=ttl_s)
+    backend.publish_status(_ASK + _name(asked.namespace, request), msgspec.json.encode(asked))
+    return asked
+
+
+def withdraw_warm(backend: Backend, namespace: bytes, request: str) -> None:
+    """Ask no longer; idempotent. What was promoted stays.
+
+    :raises StoreError: it is still asked for.
+    """
+    _withdraw(backend, _ASK + _name(namespace.hex(), request))
+
+
+def pending_warm(backend: Backend, namespace: bytes, engine: str) -> list[WarmRequest]:
+    """What this engine is to promote, what was asked for first first: one listing of the store's small rows.
+
+    :param engine: as in ``EngineStatus.engine``; what it has answered is left out.
+    :raises StoreError: the medium failed.
+    """
+    now, space = time.time(), namespace.hex()
+    rows = backend.statuses()
+    answered = {
+        (answer.request, answer.asked)
+        for _, answer in _decoded(rows, _ANSWER, WarmAnswer)
+        if answer.engine == engine and answer.namespace == space
+    }
+    asked = [row for _, row in _decoded(rows, _ASK, WarmRequest) if row.namespace == space and row.counts(now)]
+    return sorted((row for row in asked if (row.request, row.asked) not in answered), key=lambda row: row.asked)
+
+
+def acknowledge_warm(backend: Backend, asked: WarmRequest, engine: str, *, blocks: int, missing: int) -> None:
+    """Say that this engine is done with it, whatever came of it.
+
+    :param engine: letters and digits, as in ``EngineStatus.engine``.
+    :param blocks: see ``WarmAnswer``, as is ``missing``.
+    :raises StoreError: it was not said; ``pending_warm`` names it again.
+    """
+    answer = WarmAnswer(
+        namespace=asked.namespace,
+        request=asked.request,
+        asked=asked.asked,
+        engine=engine,
+        time=time.time(),
+        blocks=blocks,
+        missing=missing,
+    )
+    name = f"{_ANSWER}{_name(asked.namespace, asked.request)}{_BY}{engine}"
+    backend.publish_status(name, msgspec.json.encode(answer))
+
+
+def warm_answers(backend: Backend, asked: WarmRequest) -> list[WarmAnswer]:
+    """What engines said to it, the first one first.
+
+    :raises StoreError: the medium failed.
+    """
+    found = [
+        answer
+        for _, answer in _rows(backend, f"{_ANSWER}{_name(asked.namespace, asked.request)}{_BY}", WarmAnswer)
+        if answer.asked == asked.asked
+    ]
+    return sorted(found, key=lambda answer: (answer.time, answer.engine))
+
+
+def _withdraw(backend: Backend, name: str) -> None:
+    """The row of an asking, and the answers to it."""
+    backend.publish_status(name, None)
+    prefix = f"{_ANSWER}{name.removeprefix(_ASK)}{_BY}"
+    for answer in [other for other in backend.statuses() if other.startswith(prefix)]:
+        backend.publish_status(answer, None)
+
+
+def _rows(backend: Backend, prefix: str, kind: type[T]) -> Iterator[tuple[str, T]]:
+    return _decoded(backend.statuses(), prefix, kind)
+
+
+def _decoded(rows: dict[str, bytes], prefix: str, kind: type[T]) -> Iterator[tuple[str, T]]:
+    """Those that read; what others write there is passed over."""
+    for name, row in rows.items():
+        if name.startswith(prefix):
+            try:
+                yield name, msgspec.json.decode(row, type=kind)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue
+
+
+def _name(namespace: str, request: str) -> str:
+    return blake2b(f"{namespace}/{request}".encode(), digest_size=_NAME_BYTES).hexdigest()

@@ -1,0 +1,90 @@
+"""What is free goes back to the disk, and nothing else changes."""
+
+import random
+from contextlib import closing
+
+import pytest
+
+from persistkv.config import StoreUrl
+from persistkv.errors import StoreError
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.identity import Identity
+from persistkv.testing.conformance.suite import check_totals, read_pack, tables
+from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
+from persistkv_lmdb import LmdbBackend
+from persistkv_lmdb.check import find_faults
+
+
+@pytest.fixture
+def url(tmp_path):
+    return StoreUrl.parse(f"lmdb://{tmp_path}/store?capacity=256MiB&placement=extents")
+
+
+@pytest.fixture
+def backend(url):
+    with closing(LmdbBackend.open(url)) as backend:
+        yield backend
+
+
+@pytest.fixture
+def namespace(backend):
+    return backend.open_namespace(Identity.of({"model": "compacting"})).id
+
+
+def fill(backend, namespace, seeds):
+    packs = [sample_pack(namespace, seed, blocks=1 + seed % 5, block_bytes=400_001) for seed in seeds]
+    for pack, seed in zip(packs, seeds, strict=True):
+        backend.commit(namespace, CommitBatch([pack], [sample_manifest(f"r{seed}", seed, packs=[pack.pack_id])]))
+    return packs
+
+
+def check(backend, namespace, packs):
+    assert find_faults(backend._environment) == []
+    check_totals(backend)
+    assert set(tables(backend, namespace)) == {pack.pack_id for pack in packs}
+    for pack in packs:
+        assert read_pack(backend, namespace, pack.table) == payload_of(pack)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_free_goes_back_to_the_disk(backend, namespace, seed):
+    packs = fill(backend, namespace, range(60))
+    kept = random.Random(seed).sample(packs, 20)
+    gone = [pack.pack_id for pack in packs if pack not in kept]
+    backend.commit(namespace, CommitBatch(deletions=gone))
+    before = backend.stats()
+    steps = list(backend.compact())
+    check(backend, namespace, kept)
+    after = backend.stats()
+    payload = sum(len(payload_of(pack)) for pack in kept)
+    assert steps[-1].moved_bytes > 0
+    assert after.disk_bytes < before.disk_bytes - payload
+    assert backend.free_space().payload_bytes <= max(len(payload_of(pack)) for pack in kept)
+    again = fill(backend, namespace, range(100, 110))
+    check(backend, namespace, [*kept, *again])
+
+
+def test_while_a_reader_looks_and_another_writes(backend, namespace, url):
+    packs = fill(backend, namespace, range(40))
+    backend.commit(namespace, CommitBatch(deletions=[pack.pack_id for pack in packs[::2]]))
+    kept = packs[1::2]
+    steps = backend.compact()
+    next(steps)
+    with closing(LmdbBackend.open(url)) as other:
+        kept += fill(other, namespace, range(200, 205))
+        other.commit(namespace, CommitBatch(deletions=[kept.pop(0).pack_id]))
+    list(steps)
+    check(backend, namespace, kept)
+
+
+def test_a_store_with_nothing_to_give_stays_as_it_is(backend, namespace):
+    packs = fill(backend, namespace, range(5))
+    list(backend.compact())
+    list(backend.compact())
+    check(backend, namespace, packs)
+
+
+def test_a_store_that_is_open_read_only_is_refused(backend, url):
+    backend.open_namespace(Identity.of({"model": "compacting"}))
+    with closing(LmdbBackend.open(url, read_only=True)) as reader, pytest.raises(StoreError):
+        reader.compact()

@@ -1,0 +1,109 @@
+"""Payloads of extents past the page cache and through it: the same bytes, the same misses."""
+
+import mmap
+import os
+from contextlib import closing
+
+import pytest
+
+from persistkv.errors import ConfigurationError
+from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.testing.samples import payload_of, sample_pack
+from persistkv_lmdb.page_cache import is_cached
+
+PAGE = 4096
+
+
+@pytest.fixture
+def placement():
+    return "extents"
+
+
+@pytest.fixture(params=["direct", "cached"])
+def reads(request):
+    return request.param
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Counts the reads that go past the page cache."""
+    found = []
+    real = os.preadv
+
+    def preadv(fd, buffers, offset, *rest):
+        found.append(bool(os.O_DIRECT & int(flags_of(fd), 8)))
+        return real(fd, buffers, offset, *rest)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    return found
+
+
+def flags_of(fd):
+    with open(f"/proc/self/fdinfo/{fd}") as file:
+        return next(line.split()[1] for line in file if line.startswith("flags"))
+
+
+def drop(path):
+    for file in (path / "segments").iterdir():
+        fd = os.open(file, os.O_RDWR)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def stored(backend, identity, block_bytes):
+    namespace = backend.open_namespace(identity).id
+    pack = sample_pack(namespace, 1, blocks=20, block_bytes=block_bytes)
+    backend.commit(namespace, CommitBatch([pack]))
+    return namespace, pack, payload_of(pack)
+
+
+def read(backend, namespace, pack, buffers, offset=0):
+    return backend.read(namespace, [ReadSpan(pack.pack_id, offset, buffers)])[0]
+
+
+@pytest.mark.parametrize("block_bytes", [PAGE, 3 * PAGE, 5000])
+def test_same_bytes(open_store, identity, reads, block_bytes):
+    backend = open_store(f"?capacity=16MiB&reads={reads}")
+    namespace, pack, payload = stored(backend, identity, block_bytes)
+    for offset, length in ((0, len(payload)), (PAGE, 2 * PAGE), (2 * PAGE, 100), (0, 5000)):
+        room = memoryview(mmap.mmap(-1, len(payload) + PAGE))
+        for start in (0, 8):  # in pages, and not
+            buffers = [room[start : start + length // 2], room[start + length // 2 : start + length]]
+            assert read(backend, namespace, pack, buffers, offset)
+            assert room[start : start + length] == payload[offset : offset + length]
+
+
+def test_which_way(open_store, path, identity, reads, calls):
+    backend = open_store(f"?capacity=16MiB&reads={reads}")
+    namespace, pack, payload = stored(backend, identity, PAGE)
+    room = memoryview(mmap.mmap(-1, len(payload)))
+    drop(path)
+    assert read(backend, namespace, pack, [room])
+    if not any(calls) and reads == "direct":
+        pytest.skip("the file system has no O_DIRECT")
+    assert calls == [reads == "direct"]
+    (path / "segments" / "00000000.seg").read_bytes()
+    calls.clear()
+    with open(path / "segments" / "00000000.seg", "rb") as file:
+        held = is_cached(file.fileno(), 0, len(payload))
+    assert read(backend, namespace, pack, [room])
+    assert room == payload
+    if held:  # and the kernel tells
+        assert calls == [False]
+
+
+def test_file_that_ends_within_a_page(open_store, path, identity, reads):
+    backend = open_store(f"?capacity=16MiB&reads={reads}")
+    namespace, pack, payload = stored(backend, identity, PAGE)
+    with open(path / "segments" / "00000000.seg", "r+b") as file:
+        file.truncate(len(payload) - 100)
+    room = memoryview(mmap.mmap(-1, len(payload)))
+    assert not read(backend, namespace, pack, [room])
+    assert read(backend, namespace, pack, [room[: 4 * PAGE]])
+    assert room[: 4 * PAGE] == payload[: 4 * PAGE]
+
+
+def test_wrong_option(open_store):
+    with pytest.raises(ConfigurationError, match="reads"), closing(open_store("?reads=fast")):
+        pass

@@ -1,0 +1,208 @@
+"""What a reader and a writer are allowed, as docs/s3.md shows it, is all that they need."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+
+from persistkv.config import GroupLayout, RowLayout, StoreUrl
+from persistkv.errors import StoreError
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.records import RequestEnd, StoreOptions
+from persistkv.storage.rows import Rows
+from persistkv.storage.store import Store
+from persistkv.testing.conformance.suite import check_totals, read_pack, sample_identity, tables
+from persistkv.testing.samples import payload_of, sample_blocks, sample_keys, sample_manifest, sample_pack
+from persistkv_s3 import S3Backend
+from persistkv_s3.breaker import BreakerState
+from persistkv_tools.cli import main
+from tests.backends.s3.conftest import Opener
+from tests.backends.s3.faults import FaultProxy
+from tests.backends.s3.test_retention import run
+
+NAMESPACE = sample_identity().digest
+DOCS = Path(__file__).parents[3] / "docs" / "s3.md"
+CEPH = os.environ.get("PERSISTKV_S3_CEPH")
+
+
+@pytest.fixture
+def proxy(endpoint: str) -> Iterator[FaultProxy]:
+    """Lets nothing through that would change anything."""
+    running = FaultProxy(urlsplit(endpoint).port or 80)
+    running.set("readonly")
+    yield running
+    running.close()
+
+
+def fill(backend: S3Backend) -> list[bytes]:
+    """One pack of four blocks and its request; the keys."""
+    backend.open_namespace(sample_identity())
+    pack = sample_pack(NAMESPACE, 1)
+    backend.commit(NAMESPACE, CommitBatch([pack], [sample_manifest("r", packs=[pack.pack_id])]))
+    return list(pack.segments[0].keys)
+
+
+def look_at_everything(reader: S3Backend) -> None:
+    """As the commands do."""
+    pack = sample_pack(NAMESPACE, 1)
+    payload = payload_of(pack)
+    assert [namespace.id for namespace in reader.namespaces()] == [NAMESPACE]
+    assert set(tables(reader, NAMESPACE)) == {pack.pack_id}
+    assert read_pack(reader, NAMESPACE, pack.table) == payload
+    assert [manifest.id for manifest in reader.manifests(NAMESPACE)] == ["r"]
+    assert reader.manifest_keys(NAMESPACE, "r") == sample_manifest("r").keys
+    assert reader.uses(NAMESPACE, ["r"])[0] is not None
+    assert reader.statuses() == {}
+    check_totals(reader)
+    with pytest.raises(StoreError, match="read-only"):
+        reader.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 2)]))
+    assert reader.breaker.state is BreakerState.CLOSED
+
+
+def test_who_looks_lists_and_gets(open_store: Opener, proxy: FaultProxy) -> None:
+    fill(open_store().backend)
+    with pytest.raises(StoreError, match="403"):
+        open_store(port=proxy.port).backend.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 2)]))
+    reader, client = open_store(port=proxy.port, read_only=True)
+    look_at_everything(reader)
+    assert set(client.take()) <= {"GET", "HEAD"}
+
+
+@pytest.mark.parametrize("command", [("ls",), ("stat",), ("show", "r"), ("verify",)])
+def test_commands_list_and_get(
+    open_store: Opener,
+    proxy: FaultProxy,
+    endpoint: str,
+    bucket: str,
+    command: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fill(open_store().backend)
+    name, *rest = command
+    ends = []
+    for where in (endpoint, f"http://127.0.0.1:{proxy.port}"):
+        with pytest.raises(SystemExit) as ended:
+            main([name, f"s3://{bucket}/store?endpoint_url={where}&cache=no", *rest])
+        ends.append((ended.value.code, capsys.readouterr().err))
+    assert ends[0] == ends[1], "what may be written makes no difference"
+
+
+def test_engine_that_only_reads_promotes_and_stores_nothing(open_store: Opener, proxy: FaultProxy) -> None:
+    keys = fill(open_store().backend)
+    backend, client = open_store("refresh=0s&read_only=yes", port=proxy.port)
+    rows = Rows(memoryview(bytearray(8 * 4096)), RowLayout(4096, (GroupLayout(((0, 4096),)),)))
+    store = Store(backend, sample_identity(), rows, StoreOptions(refresh_s=0.0), url="s3://test")
+    assert store.read(keys, range(4)) == []
+    assert np.array_equal(rows.array[:4], sample_blocks(1, 4, 4096))
+
+    fresh = sample_keys(2, 4)
+    assert store.put("q", [*keys, *fresh], range(8), range(8)), "the rows are free"
+    store.end_request(RequestEnd("q", "manifest", ([*keys, *fresh],), 128, 16))
+    assert not store.unwritten
+    assert store.take_news().persisted == [("q", False)]
+    store.tick()
+    store.flush()
+    store.stop_resuming()
+    assert set(client.take()) <= {"GET", "HEAD"}, "nothing was even tried"
+    assert backend.breaker.state is BreakerState.CLOSED
+
+
+def test_engine_that_only_reads_forgets_what_does_not_verify(
+    open_store: Opener, proxy: FaultProxy, raw_client: Any, bucket: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = fill(open_store().backend)
+    (key,) = [
+        entry["Key"] for entry in raw_client.list_objects_v2(Bucket=bucket)["Contents"] if "/packs/" in entry["Key"]
+    ]
+    body = bytearray(raw_client.get_object(Bucket=bucket, Key=key)["Body"].read())
+    body[5000] ^= 1
+    raw_client.put_object(Bucket=bucket, Key=key, Body=bytes(body))
+    backend, client = open_store("refresh=0s&read_only=yes", port=proxy.port)
+    rows = Rows(memoryview(bytearray(4 * 4096)), RowLayout(4096, (GroupLayout(((0, 4096),)),)))
+    store = Store(backend, sample_identity(), rows, StoreOptions(), url="s3://test")
+    assert sorted(store.read(keys, range(4))) == sorted(keys)
+    assert not store.contains(keys[0])
+    store.refresh()
+    assert not store.contains(keys[0])
+    assert set(client.take()) <= {"GET", "HEAD"}
+    assert "dropped" not in caplog.text
+
+
+# The policies of docs/s3.md, on a server that looks at them
+
+
+class Users:
+    """Of a Ceph: who they are is made with its own command."""
+
+    def __init__(self, bucket: str, root: Any) -> None:
+        self.bucket = bucket
+        self._root = root
+        self._statements: list[dict[str, Any]] = []
+
+    def add(self, policy: str) -> dict[str, str]:
+        """A user with a policy of its own; its credentials."""
+        name = f"user{uuid.uuid4().hex}"
+        words = [
+            "user",
+            "create",
+            f"--uid={name}",
+            f"--display-name={name}",
+            f"--access-key={name}",
+            "--secret-key=hid",
+        ]
+        environment = {**os.environ, "CEPH_CONF": f"{CEPH}/ceph.conf"}
+        log = subprocess.DEVNULL
+        subprocess.run(["radosgw-admin", *words], env=environment, stdout=log, stderr=log, check=True, timeout=60)
+        for statement in json.loads(policy.replace("my-bucket", self.bucket))["Statement"]:
+            self._statements.append({**statement, "Principal": {"AWS": [f"arn:aws:iam:::user/{name}"]}})
+        document = json.dumps({"Version": "2012-10-17", "Statement": self._statements})
+        self._root.put_bucket_policy(Bucket=self.bucket, Policy=document)
+        return {"AWS_ACCESS_KEY_ID": name, "AWS_SECRET_ACCESS_KEY": "hid"}
+
+
+@pytest.mark.skipif(CEPH is None, reason="PERSISTKV_S3_CEPH names no server whose users can be made")
+def test_policies_of_the_docs_are_enough_and_no_more(
+    endpoint: str, raw_client: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for_writers, for_readers = re.findall(r"```json\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    users = Users(bucket, raw_client)
+    url = StoreUrl.parse(f"s3://{bucket}/kv?endpoint_url={endpoint}&refresh=0s&cache=no&slow=1h")
+
+    def become(credentials: dict[str, str]) -> None:
+        for name, value in credentials.items():
+            monkeypatch.setenv(name, value)
+
+    become(users.add(for_writers))
+    writer = S3Backend.open(url)
+    fill(writer)
+    gone = sample_pack(NAMESPACE, 3)
+    writer.commit(NAMESPACE, CommitBatch([gone]))
+    writer.commit(NAMESPACE, CommitBatch(deletions=[gone.pack_id]))
+    assert run(writer, hours=2).orphans == 1
+    assert read_pack(writer, NAMESPACE, gone.table) is None, "what is not there is a miss and no refusal"
+    large = sample_pack(NAMESPACE, 4, blocks=10, block_bytes=1 << 20)
+    monkeypatch.setattr("persistkv_s3.client._PUT_BYTES", 1 << 20)
+    monkeypatch.setattr("persistkv_s3.client._PART_BYTES", 5 << 20)
+    writer.commit(NAMESPACE, CommitBatch([large]))
+    writer.commit(NAMESPACE, CommitBatch(deletions=[large.pack_id]))
+    assert writer.retain() is not None
+    with pytest.raises(StoreError, match="403"):
+        S3Backend.open(StoreUrl.parse(f"s3://{bucket}/elsewhere?endpoint_url={endpoint}"))
+
+    become(users.add(for_readers))
+    look_at_everything(S3Backend.open(url, read_only=True))
+    refused = S3Backend.open(url)
+    with pytest.raises(StoreError, match="403"):
+        refused.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 2)]))
+    for backend in (writer, refused):
+        backend.close()

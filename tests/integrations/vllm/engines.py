@@ -1,0 +1,59 @@
+"""vLLM engines in processes, for tests and benchmarks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.integrations.vllm.programs import Program, Spawn, Zygote, new_process
+
+PROGRAM = "tests.integrations.vllm.engine_process"
+AWS_ACCESS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testsecret", "AWS_EC2_METADATA_DISABLED": "true"}
+ENVIRONMENT = {
+    **AWS_ACCESS,
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CACHE_ROOT": f"{sys.prefix}/cache",  # what it found out of classes of models, by starting a process for each
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # two processes less to start; the scheduler is the same
+}
+
+
+class Engine(Program):
+    """An engine in a process; see ``engine_process``."""
+
+    def __init__(self, spawn: Spawn, log: Path) -> None:
+        super().__init__(spawn, log)
+        try:
+            self.answer()
+        except BaseException:
+            self.release()
+            raise
+
+    def generate(self, *prompts: list[int], **arguments: Any) -> Any:
+        """Answers and cached tokens, a list each."""
+        return self.ask(do="generate", prompts=list(prompts), **arguments)
+
+    def metrics(self) -> dict[str, float]:
+        """See ``engine_process.Server.metrics``."""
+        found: dict[str, float] = self.ask(do="metrics")
+        return found
+
+    def close(self) -> None:
+        """Let it end by itself."""
+        self.end_input()
+        assert self.wait(180), f"the engine does not end:\n{self.log[-6000:]}"
+
+
+def spawn_engine(
+    zygote: Zygote, settings: dict[str, Any], environment: dict[str, str], command: list[str] | None = None
+) -> Spawn:
+    """``engine_process`` as a fork, or by a command that ends in a Python."""
+    arguments = [json.dumps(settings)]
+    if command is None:
+        return zygote.fork(PROGRAM, arguments, environment)
+    return new_process([*command, "-m", PROGRAM, *arguments], ENVIRONMENT | environment)

@@ -1,0 +1,133 @@
+"""Processes that tests talk to, one JSON line for another: new ones, and forks of one that has imported vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tests.integrations.vllm.zygote import MAX_MESSAGE
+
+Spawn = Callable[[int, int, int], int]
+"""Starts a process in a session of its own that reads, writes and logs to these descriptors; its process id."""
+
+
+class Program:
+    """A process, child or not.
+
+    :param log: what it logs is appended to this file.
+    """
+
+    def __init__(self, spawn: Spawn, log: Path) -> None:
+        self._log = log
+        its_input, our_output = os.pipe()
+        our_input, its_output = os.pipe()
+        its_log = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self.pid = spawn(its_input, its_output, its_log)
+        self._fd = os.pidfd_open(self.pid)
+        for descriptor in (its_input, its_output, its_log):
+            os.close(descriptor)
+        self._stdin, self._stdout = os.fdopen(our_output, "w", buffering=1), os.fdopen(our_input)
+
+    @property
+    def log(self) -> str:
+        """All that is in its log, also of programs before it."""
+        return self._log.read_text(errors="replace")
+
+    def answer(self) -> Any:
+        """The next line that it writes.
+
+        :raises RuntimeError: it ended; the end of its log.
+        """
+        line = self._stdout.readline()
+        if not line:
+            self.wait(60)  # it may still have to say why
+            raise RuntimeError(f"the process ended:\n{self.log[-6000:]}")
+        return json.loads(line)
+
+    def ask(self, **command: Any) -> Any:
+        """Write a line; the line that it answers with."""
+        print(json.dumps(command), file=self._stdin)
+        return self.answer()
+
+    def end_input(self) -> None:
+        """It reads no more lines."""
+        self._stdin.close()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it ended in time."""
+        return bool(select.select([self._fd], [], [], timeout_s)[0])
+
+    def kill(self) -> None:
+        """SIGKILL for all of its processes but those in sessions of their own, as the store's is."""
+        os.killpg(self.pid, signal.SIGKILL)
+        assert self.wait(60)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        os.kill(self.pid, signal.SIGTERM)
+
+    def release(self) -> None:
+        """Kill what is left of it; idempotent."""
+        if self._stdin.closed and self._stdout.closed:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait(60)
+        with suppress(ChildProcessError):  # a fork of another process
+            os.waitpid(self.pid, 0)
+        for file in (self._stdin, self._stdout):
+            file.close()
+        os.close(self._fd)
+
+
+def new_process(command: Sequence[str], environment: dict[str, str]) -> Spawn:
+    """Of a command line."""
+
+    def spawn(stdin: int, stdout: int, stderr: int) -> int:
+        places = [(os.POSIX_SPAWN_DUP2, source, number) for number, source in enumerate((stdin, stdout, stderr))]
+        return os.posix_spawnp(command[0], command, {**os.environ, **environment}, file_actions=places, setsid=True)
+
+    return spawn
+
+
+class Zygote:
+    """A process that has imported vLLM; see ``zygote``."""
+
+    def __init__(self, environment: dict[str, str], python: str = sys.executable) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [python, "-m", "tests.integrations.vllm.zygote", str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(
+                command, env={**os.environ, **environment}, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            )
+        self._receive()
+
+    def _receive(self) -> bytes:
+        message = self._control.recv(MAX_MESSAGE)
+        if not message:
+            raise RuntimeError("the process that forks ended")
+        return message
+
+    def fork(self, module: str, arguments: Sequence[str], environment: dict[str, str]) -> Spawn:
+        """``python -m module arguments``, without its imports."""
+        message = json.dumps({"module": module, "arguments": arguments, "environment": environment})
+
+        def spawn(stdin: int, stdout: int, stderr: int) -> int:
+            socket.send_fds(self._control, [message.encode()], [stdin, stdout, stderr])
+            return int(self._receive())
+
+        return spawn
+
+    def close(self) -> None:
+        """End it."""
+        self._control.close()
+        self._process.wait(60)

@@ -1,0 +1,150 @@
+"""A steady load of small jobs on a store in its own process, whose bytes are looked at, and a ticker beside it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from persistkv.storage.host.client import StoreClient
+from persistkv_tools.rig import Rig, fresh_keys
+
+BLOCK = 64 << 10
+JOB_BLOCKS = 8
+SLOTS = 32  # jobs in flight, at most, of either kind
+ROWS = 2 * SLOTS * JOB_BLOCKS
+PATIENCE_S = 90.0
+
+_TICK_S = 0.001
+_JOB_TICKS = 20  # between two jobs
+_CONTENTS = 251
+_NEWS_S = 3.0  # two looks at the bucket
+
+
+class Contents:
+    """The bytes of a block: they follow from its key."""
+
+    def __init__(self) -> None:
+        self._blocks = np.random.default_rng(1).integers(0, 256, (_CONTENTS, BLOCK), dtype=np.uint8)
+
+    def of(self, key: bytes) -> Any:
+        """One block."""
+        return self._blocks[int.from_bytes(key[:8], "little") % _CONTENTS]
+
+
+class Load:
+    """See the top of this file."""
+
+    def __init__(self, client: StoreClient, rig: Rig) -> None:
+        self.client = client
+        self.rig = rig
+        self.contents = Contents()
+        self.durable: set[bytes] = set()
+        self.offered: list[list[bytes]] = []
+        self.planned: deque[list[bytes]] = deque()
+        """Keys of the next jobs; fresh ones where there are none."""
+        self.wrong = self.missed = self.loaded = 0
+        self._numbers = itertools.count()
+        self._flying: dict[int, tuple[int, list[bytes], bool]] = {}
+        self._free = {True: list(range(SLOTS)), False: list(range(SLOTS, 2 * SLOTS))}
+        self._draw = random.Random(1)
+
+    def run(self, seconds: float, *, until: Callable[[], bool] = lambda: False) -> list[float]:
+        """Tick for a while; how late each tick began."""
+        late = []
+        due = time.perf_counter() + _TICK_S
+        end = due + seconds
+        for number in itertools.count():
+            time.sleep(max(0.0, due - time.perf_counter()))
+            now = time.perf_counter()
+            late.append(now - due)
+            self.poll()
+            if number % _JOB_TICKS == 0:
+                self._store_next()
+                self.load()
+            if now >= end or (number % _JOB_TICKS == 0 and until()):
+                return late
+            due = now + _TICK_S
+        raise AssertionError("a count has no end")
+
+    def _store_next(self) -> None:
+        keys = self.planned[0] if self.planned else fresh_keys(JOB_BLOCKS)
+        if self.store(keys) and self.planned:
+            self.planned.popleft()
+
+    def poll(self) -> None:
+        """Take what has ended, and look at what was loaded."""
+        for outcome in self.client.poll():
+            slot, keys, is_store = self._flying.pop(outcome.job_id)
+            self._free[is_store].append(slot)
+            if not is_store:
+                self._look_at(slot, keys, set(outcome.failed) if not outcome.refused else set(keys))
+        self.durable.update(self.client.take_stored())
+        self.durable.difference_update(self.client.take_removed())
+        self.client.take_persisted()
+
+    def _look_at(self, slot: int, keys: list[bytes], failed: set[bytes]) -> None:
+        for row, key in enumerate(keys, start=slot * JOB_BLOCKS):
+            if key in failed:
+                self.missed += 1
+            else:
+                self.loaded += 1
+                self.wrong += not np.array_equal(self.rig.rows[row], self.contents.of(key))
+
+    def store(self, keys: list[bytes], *, again: bool = False) -> bool:
+        """Hand a job over, where there is a slot."""
+        if not self._free[True]:
+            return False
+        slot, number = self._free[True].pop(), next(self._numbers)
+        rows = range(slot * JOB_BLOCKS, (slot + 1) * JOB_BLOCKS)
+        for row, key in zip(rows, keys, strict=True):
+            self.rig.rows[row] = self.contents.of(key)
+        if not again:
+            self.offered.append(keys)
+        self._flying[number] = (slot, keys, True)
+        self.client.submit_store(number, f"r{number}", keys, rows, range(JOB_BLOCKS), JOB_BLOCKS * BLOCK)
+        return True
+
+    def load(self) -> None:
+        """Ask for a job's blocks that are durable."""
+        if not self._free[False] or not self.offered:
+            return
+        keys = self.offered[self._draw.randrange(len(self.offered))]
+        if self.durable.issuperset(keys):
+            slot, number = self._free[False].pop(), next(self._numbers)
+            self._flying[number] = (slot, keys, False)
+            self.client.submit_load(number, keys, range(slot * JOB_BLOCKS, (slot + 1) * JOB_BLOCKS))
+
+    def recover(self) -> None:
+        """Go on until something new is durable; then hand over what was lost, until all that was ever offered is."""
+        before = set(self.durable)
+        self.run(PATIENCE_S, until=lambda: not self.durable <= before)
+        self.settle(lambda: False)
+        until = time.monotonic() + PATIENCE_S
+        while (lacking := self._lacking()) and time.monotonic() < until:
+            for keys in lacking:
+                while not self.store(keys, again=True):
+                    self.poll()
+                    time.sleep(_TICK_S)
+            self.settle(lambda: not self._lacking())
+
+    def _lacking(self) -> list[list[bytes]]:
+        return [keys for keys in self.offered if not self.durable.issuperset(keys)]
+
+    def settle(self, done: Callable[[], bool]) -> None:
+        """Wait for what is in flight, and for news, until that is all.
+
+        :raises TimeoutError: a job does not end.
+        """
+        self.client.flush(PATIENCE_S)
+        begin = time.monotonic()
+        while self._flying or (time.monotonic() < begin + _NEWS_S and not done()):
+            if time.monotonic() > begin + PATIENCE_S:
+                raise TimeoutError(f"{len(self._flying)} jobs do not end")
+            self.poll()
+            time.sleep(_TICK_S)

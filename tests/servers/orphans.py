@@ -1,0 +1,82 @@
+"""Orphans in a bucket, and retention in a process of its own that removes them while they are being reused.
+
+What an engine leaves behind that is killed between its packs and its index object are packs that nothing names. Here
+they are put there, and are older than ``GRACE_S`` when an engine stores the same blocks: it finds them and takes them.
+Each time that somebody connects to ``port``, and before the connection is closed, retention goes over the bucket.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from persistkv.config import StoreUrl
+from persistkv.storage.codec import RawCodec
+from persistkv.storage.identity import Identity
+from persistkv.storage.pack_writer import PackWriter, Segment
+from persistkv.testing.samples import ArraySource
+from persistkv_s3 import S3Backend
+from persistkv_tools.rig import fresh_keys
+from tests.servers.fault_load import BLOCK, JOB_BLOCKS, PATIENCE_S, Contents
+
+GRACE_S = 15.0  # longer than the engine takes from a pack's PUT to the index object that names it
+
+
+class Orphans:
+    """See the top of this file.
+
+    :param url: of the store, past any proxy.
+    :param identity: of the namespace that the engine uses.
+    """
+
+    def __init__(self, url: str, identity: Identity, count: int) -> None:
+        self.jobs = [fresh_keys(JOB_BLOCKS) for _ in range(count)]
+        """Keys of each pack, as one job stores them."""
+        context = multiprocessing.get_context("spawn")
+        self._line, theirs = context.Pipe(duplex=False)
+        arguments = (f"{url}&grace={GRACE_S:g}s", identity, self.jobs, theirs)
+        self._process = context.Process(target=_keep_pruning, args=arguments, daemon=True)
+        self._process.start()
+        if not self._line.poll(PATIENCE_S):
+            raise TimeoutError("the orphans are not there")
+        self.port: int = self._line.recv()
+        """Where it is told to look."""
+        self._old = time.monotonic() + GRACE_S + 1.0
+
+    def wait_until_old(self) -> None:
+        """Until retention would remove them."""
+        time.sleep(max(0.0, self._old - time.monotonic()))
+
+    def removed(self) -> int:
+        """How many objects retention removed since the last call."""
+        found = 0
+        while self._line.poll(0):
+            found += self._line.recv()
+        return found
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.join()
+
+
+def _keep_pruning(url: str, identity: Identity, jobs: Sequence[list[bytes]], to_parent: Connection) -> None:
+    backend = S3Backend.open(StoreUrl.parse(url))
+    namespace = backend.open_namespace(identity).id
+    space, contents = backend._space(namespace), Contents()
+    for keys in jobs:
+        blocks = np.stack([contents.of(key) for key in keys])
+        pack = PackWriter(namespace, RawCodec(), [Segment(0, BLOCK, keys, ArraySource(blocks), 0)])
+        space._packs.upload(pack, 0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        to_parent.send(listener.getsockname()[1])
+        while True:
+            asking, _ = listener.accept()
+            with asking, suppress(ConnectionError):
+                to_parent.send(backend._retention.run({namespace: space}, time.time()).orphans)

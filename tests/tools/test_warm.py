@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import json
+import threading
+import time
+from contextlib import closing
+
+import pytest
+
+from persistkv.storage.registry import open_backend
+from persistkv.storage.warming import acknowledge_warm, pending_warm
+from tests.storage.statuses import make_status
+
+
+@pytest.fixture
+def store(contexts):
+    url, writer = contexts
+    writer.add("one", "s t a b", labels={"user": "anna"})
+    writer.add("two", "s t c", labels={"user": "bert"})
+    return url, writer
+
+
+def show_engine(backend, namespace, engine="e1"):
+    backend.publish_status(
+        engine, make_status(engine, namespace=namespace.hex(), time=time.time(), interval_s=60.0).encode()
+    )
+
+
+def test_it_asks_the_engines_of_the_store(run, store):
+    url, writer = store
+    done = run("warm", url, "on", "--ttl", "10m")
+    assert done.returncode == 0, done.stderr
+    assert "no engine shows itself; those that start within 10m will read it" in done.stdout
+    (asked,) = pending_warm(writer.backend, writer.namespace, "e1")
+    assert (asked.request, asked.ttl_s) == ("one", 600.0)
+    assert run("warm", url, "one", "--withdraw").returncode == 0
+    assert pending_warm(writer.backend, writer.namespace, "e1") == []
+
+
+def test_by_label_and_with_nothing(run, store):
+    url, writer = store
+    show_engine(writer.backend, writer.namespace)
+    found = json.loads(run("warm", url, "--label", "user", "--json").stdout)["requests"]
+    assert {(one["request"], one["blocks"], one["live_engines"]) for one in found} == {("one", 4, 1), ("two", 3, 1)}
+    assert len(pending_warm(writer.backend, writer.namespace, "e1")) == 2
+    assert run("warm", url).returncode == 2
+    assert run("warm", url, "none").returncode == 2
+    assert "no request" in run("warm", url, "--label", "user=carl").stdout
+
+
+@pytest.mark.parametrize(("missing", "code"), [(0, 0), (1, 1)])
+def test_it_waits_for_the_engines_that_run(run, store, missing, code):
+    url, writer = store
+    show_engine(writer.backend, writer.namespace)
+    stop = threading.Event()
+
+    def engine():
+        with closing(open_backend(url)) as backend:
+            while not stop.is_set():
+                for asked in pending_warm(backend, writer.namespace, "e1"):
+                    acknowledge_warm(backend, asked, "e1", blocks=4 - missing, missing=missing)
+                show_engine(backend, writer.namespace)
+                time.sleep(0.01)
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    try:
+        done = run("warm", url, "one", "--wait", "100s")
+    finally:
+        stop.set()
+        thread.join(60)
+    assert done.returncode == code, done.stdout
+    assert f"engine e1: {4 - missing} blocks in memory" in done.stdout
+
+
+def test_an_engine_that_does_not_answer_is_a_finding(run, store):
+    url, writer = store
+    show_engine(writer.backend, writer.namespace)
+    assert run("warm", url, "one", "--wait", "1s").returncode == 1

@@ -1,0 +1,144 @@
+"""``persistkv warm``."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import msgspec
+import typer
+
+from persistkv.config import parse_duration
+from persistkv.errors import ConfigurationError
+from persistkv.storage.backend import Backend
+from persistkv.storage.status import read_statuses
+from persistkv.storage.warming import WarmAnswer, WarmRequest, request_warm, warm_answers, withdraw_warm
+from persistkv_tools import render
+from persistkv_tools.options import InNamespace, Json, Labels, Url, opened
+from persistkv_tools.selection import FoundRequest, Selection, chosen_namespaces, find_request
+
+_LOOK_S = 0.5
+_SHOWN = 20
+
+
+class Warmed(msgspec.Struct, frozen=True):
+    """One context that engines were asked for."""
+
+    request: str
+    namespace: str
+    blocks: int
+    raw_bytes: int
+    live_engines: int
+    """Engines that show themselves in its namespace; on S3, only those whose URL has ``status``."""
+    answers: list[WarmAnswer]
+    """Of the engines that are done with it; none before ``--wait``."""
+
+
+def warm(
+    url: Url,
+    requests: Annotated[
+        list[str] | None, typer.Argument(metavar="REQUEST", help="Ids; their first letters are enough.")
+    ] = None,
+    label: Labels = None,
+    namespace: InNamespace = None,
+    ttl: Annotated[
+        str, typer.Option(metavar="AGE", help="How long it counts: engines that start until then do it as well.")
+    ] = "1h",
+    wait: Annotated[
+        str | None,
+        typer.Option(metavar="AGE", help="Wait so long for all engines that run to be done, e.g. 30s."),
+    ] = None,
+    withdraw: Annotated[bool, typer.Option("--withdraw", help="Ask no longer; what was promoted stays.")] = False,
+    json: Json = False,
+) -> None:
+    """Have engines read contexts into memory before they are needed: those that run, and those that start soon.
+
+    Engines find the asking in the store, an LMDB store's within seconds; on S3 those whose URL has status=10s.
+    Exit code 1: with --wait, some engine that runs is not done, or lacks blocks of the context.
+
+    Example: persistkv warm lmdb:///var/cache/kv 0c4de6a0 --wait 30s
+    """
+    if not requests and not label:
+        raise ConfigurationError("REQUEST", "none", "a request's id, or --label")
+    ttl_s = parse_duration(ttl, name="--ttl")
+    wait_s = None if wait is None else parse_duration(wait, name="--wait")
+    with opened(url, writable=True) as backend:
+        chosen = _chosen(backend, requests or [], label, namespace)
+        if withdraw:
+            for found in chosen:
+                withdraw_warm(backend, found.namespace.id, found.manifest.id)
+            asked = []
+        else:
+            asked = [request_warm(backend, found.namespace.id, found.manifest.id, ttl_s) for found in chosen]
+        if wait_s is not None:
+            _wait(backend, asked, wait_s)
+        warmed = [_warmed(backend, found, row) for found, row in zip(chosen, asked, strict=False)]
+    if json:
+        render.print_json({"url": url, "withdrawn": len(chosen) if withdraw else 0, "requests": warmed})
+    elif withdraw:
+        render.say(f"{render.count(len(chosen), 'request')} no longer asked for")
+    else:
+        _print(warmed, ttl)
+    if wait_s is not None and not all(map(_is_warm, warmed)):
+        raise typer.Exit(1)
+
+
+def _chosen(
+    backend: Backend, requests: list[str], labels: list[str] | None, namespace: str | None
+) -> list[FoundRequest]:
+    if requests:
+        found = [find_request(backend, name, namespace) for name in requests]
+        return list({(one.namespace.id, one.manifest.id): one for one in found}.values())
+    selection = Selection.parse(labels)
+    return [
+        FoundRequest(space, manifest)
+        for space in chosen_namespaces(backend, namespace)
+        for manifest in backend.manifests(space.id)
+        if selection.takes(manifest)
+    ]
+
+
+def _live(backend: Backend, namespace: str) -> set[str]:
+    now = time.time()
+    return {row.engine for row in read_statuses(backend) if row.namespace == namespace and row.is_live(now)}
+
+
+def _wait(backend: Backend, asked: list[WarmRequest], wait_s: float) -> None:
+    """Until each engine that runs has answered all of it, or the time is over."""
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline:
+        waiting = [row for row in asked if _live(backend, row.namespace) - _done(backend, row)]
+        if not waiting:
+            return
+        time.sleep(_LOOK_S)
+
+
+def _done(backend: Backend, asked: WarmRequest) -> set[str]:
+    return {answer.engine for answer in warm_answers(backend, asked)}
+
+
+def _warmed(backend: Backend, found: FoundRequest, asked: WarmRequest) -> Warmed:
+    manifest = found.manifest
+    live = _live(backend, asked.namespace)
+    return Warmed(
+        manifest.id, asked.namespace, manifest.blocks, manifest.raw_bytes, len(live), warm_answers(backend, asked)
+    )
+
+
+def _is_warm(warmed: Warmed) -> bool:
+    return len(warmed.answers) >= warmed.live_engines > 0 and not any(answer.missing for answer in warmed.answers)
+
+
+def _print(warmed: list[Warmed], ttl: str) -> None:
+    for one in warmed[:_SHOWN]:
+        size = f"{render.count(one.blocks, 'block')}, {render.format_size(one.raw_bytes)}"
+        render.say(f"asked for {one.request} ({size}); {render.count(one.live_engines, 'engine')} at work there")
+        for answer in one.answers:
+            missing = f", {answer.missing:,} missing" if answer.missing else ""
+            render.say(f"  engine {answer.engine[:8]}: {render.count(answer.blocks, 'block')} in memory{missing}")
+    if len(warmed) > _SHOWN:
+        render.say(f"and {len(warmed) - _SHOWN:,} more; --json lists all")
+    if not warmed:
+        render.say("no request has these labels")
+    elif not any(one.live_engines for one in warmed):
+        render.say(f"no engine shows itself; those that start within {ttl} will read it")

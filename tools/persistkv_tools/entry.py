@@ -1,0 +1,83 @@
+"""Where ``persistkv`` starts: a child of its own runs the command, and what ends the child is told as an error.
+
+A store's catalogue may be read through a memory map. Where the file is cut short or damaged while somebody reads it,
+the kernel ends the reader (SIGBUS), and nobody can catch that within.
+
+1. The child is forked before anything is imported that might start threads, and dies with its parent.
+2. What is sent to this process alone is passed on; Ctrl-C of a terminal reaches both, and the child answers it.
+3. Commands that only look stand back behind the engines of the machine: a lower priority, also for the disk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from typing import NoReturn
+
+_STORE_FAILED = 3
+_DAMAGE = frozenset({signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})
+_PASSED_ON = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
+_BY_A_PROCESS = 0  # ``si_code`` of what a process sent is this or less; of what a terminal sends, more
+_PR_SET_PDEATHSIG = 1
+_LOOKING = frozenset({"ls", "stat", "show", "top", "report", "verify", "prune", "why", "doctor", "serve-metrics"})
+_NICENESS = 10
+
+
+def main() -> NoReturn:
+    """Run the command line; the exit codes are those of ``cli``."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
+    parent = os.getpid()
+    child = os.fork()
+    if not child:
+        _live_with(parent)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        _run()
+    _end(_wait(child))
+
+
+def _run() -> NoReturn:
+    if "--repair" not in sys.argv and _LOOKING.intersection(sys.argv[1:2]):
+        os.nice(_NICENESS)
+    from persistkv_tools.cli import main as run
+
+    run()
+    sys.exit()
+
+
+def _live_with(parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it ended meanwhile
+        os._exit(_STORE_FAILED)
+
+
+def _wait(child: int) -> int:
+    """Until it has ended: its exit code, or the number of the signal that ended it, negative."""
+    while True:
+        found = signal.sigwaitinfo({*_PASSED_ON, signal.SIGCHLD})
+        if found.si_signo != signal.SIGCHLD:
+            if found.si_code <= _BY_A_PROCESS:
+                os.kill(child, found.si_signo)
+            continue
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+
+
+def _end(code: int) -> NoReturn:
+    if code >= 0:
+        sys.exit(code)
+    number = signal.Signals(-code)
+    if number in _DAMAGE:
+        sys.stderr.write(
+            f"persistkv: {number.name} ended the command: the store's files are damaged, or were cut while they were"
+            " read; an engine that opens it looks, moves what is damaged aside, and begins anew\n"
+        )
+        sys.exit(_STORE_FAILED)
+    if number is not signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    os.kill(os.getpid(), number)
+    sys.exit(128 + number)

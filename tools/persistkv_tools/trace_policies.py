@@ -1,0 +1,154 @@
+"""What caches of a number of whole blocks, each with its own policy, make of a trace. See ``trace`` for words.
+
+Within a request the end counts as used before the beginning, as in ``lru_hits``, so that a prefix outlives what follows
+it, in so far as the policy goes by use at all.
+"""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from persistkv_tools.trace import Request
+
+
+class _Cache(ABC):
+    """Blocks that are held."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+
+    @abstractmethod
+    def __contains__(self, block: int) -> bool: ...
+
+    @abstractmethod
+    def use(self, block: int) -> None:
+        """It is asked for, and held afterwards if there is room for any."""
+
+
+class _Fifo(_Cache):
+    """Drops what came first."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._held: OrderedDict[int, None] = OrderedDict()
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._held
+
+    def use(self, block: int) -> None:
+        self._held.setdefault(block)
+        if len(self._held) > self.capacity:
+            self._held.popitem(last=False)
+
+
+class _Lfu(_Cache):
+    """Drops what was used least often since it came; of those, what was used longest ago."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._uses: dict[int, tuple[int, int]] = {}
+        self._least: list[tuple[int, int, int]] = []
+        self._now = 0
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._uses
+
+    def use(self, block: int) -> None:
+        self._now += 1
+        count = self._uses.get(block, (0, 0))[0] + 1
+        if count == 1:
+            self._make_room()
+        if self.capacity:
+            self._uses[block] = (count, self._now)
+            heapq.heappush(self._least, (count, self._now, block))
+
+    def _make_room(self) -> None:
+        while self._uses and len(self._uses) >= self.capacity:
+            count, moment, candidate = heapq.heappop(self._least)
+            if self._uses.get(candidate) == (count, moment):
+                del self._uses[candidate]
+
+
+class _Arc(_Cache):
+    """ARC (Megiddo and Modha, 2003): two lists, of what was used once and again, whose sizes adapt to what was dropped
+    from either and came back."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._once: OrderedDict[int, None] = OrderedDict()
+        self._again: OrderedDict[int, None] = OrderedDict()
+        self._once_gone: OrderedDict[int, None] = OrderedDict()
+        self._again_gone: OrderedDict[int, None] = OrderedDict()
+        self._target = 0.0
+        """Of ``_once``."""
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._once or block in self._again
+
+    def use(self, block: int) -> None:
+        if not self.capacity:
+            return
+        if block in self._once or block in self._again:
+            self._once.pop(block, None)
+            self._again.pop(block, None)
+        elif block in self._once_gone:
+            step = max(1.0, len(self._again_gone) / len(self._once_gone))
+            self._target = min(float(self.capacity), self._target + step)
+            self._drop(from_again_gone=False)
+            del self._once_gone[block]
+        elif block in self._again_gone:
+            step = max(1.0, len(self._once_gone) / len(self._again_gone))
+            self._target = max(0.0, self._target - step)
+            self._drop(from_again_gone=True)
+            del self._again_gone[block]
+        else:
+            self._admit(block)
+            return
+        self._again[block] = None
+
+    def _admit(self, block: int) -> None:
+        if len(self._once) + len(self._once_gone) == self.capacity:
+            if len(self._once) < self.capacity:
+                self._once_gone.popitem(last=False)
+                self._drop(from_again_gone=False)
+            else:
+                self._once.popitem(last=False)
+        else:
+            total = sum(map(len, (self._once, self._again, self._once_gone, self._again_gone)))
+            if total >= self.capacity:
+                if total == 2 * self.capacity:
+                    self._again_gone.popitem(last=False)
+                self._drop(from_again_gone=False)
+        self._once[block] = None
+
+    def _drop(self, *, from_again_gone: bool) -> None:
+        if len(self._once) + len(self._again) < self.capacity:
+            return
+        held = len(self._once)
+        if held and (held > self._target or (from_again_gone and held == self._target) or not self._again):
+            self._once_gone[self._once.popitem(last=False)[0]] = None
+        else:
+            self._again_gone[self._again.popitem(last=False)[0]] = None
+
+
+def _hits(make: Callable[[int], _Cache]) -> Callable[[Sequence[Request], int], int]:
+    def count(requests: Sequence[Request], capacity: int) -> int:
+        cache, hits = make(capacity), 0
+        for chain in requests:
+            hits += next((place for place, block in enumerate(chain) if block not in cache), len(chain))
+            for block in reversed(chain):
+                cache.use(block)
+        return hits
+
+    return count
+
+
+OTHER_POLICIES: dict[str, Callable[[Sequence[Request], int], int]] = {
+    "fifo": _hits(_Fifo),
+    "lfu": _hits(_Lfu),
+    "arc": _hits(_Arc),
+}
+"""Hits of each, given the requests and the number of blocks that it may hold; beside LRU and the best possible."""

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _LEAST_CPU_S = 60
 _BYTES_A_SECOND = 50_000_000  # of processor time: far fewer than the walk gets through, a few of each MiB
 _PATIENCE = 20  # times that, by the clock: a slow disk is no damage
-_PROGRAM = "import sys; sys.path[:] = {path!r}; from persistkv_lmdb.walk import main; main({directory!r})"
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from persistkv_lmdb.walk import main; main({directory!r}, {parent})"
 _DEATHS_BY_DAMAGE = frozenset(
     {signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGXCPU}
 )
@@ -100,7 +100,12 @@ def inspect(directory: Path) -> Finding:
     limit_s = _LEAST_CPU_S + size // _BYTES_A_SECOND
     try:
         child = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM.format(path=sys.path, directory=str(directory)), "persistkv-walk"],
+            [
+                sys.executable,
+                "-c",
+                _PROGRAM.format(path=sys.path, directory=str(directory), parent=os.getpid()),
+                "persistkv-walk",
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -7,8 +7,10 @@ driver passes over them and what they stand for is a miss; those that nothing ca
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -45,13 +47,29 @@ class _DamageError(Exception):
     """What makes the store unusable."""
 
 
-def main(directory: str) -> NoReturn:
-    """Look, say what there is in one line on standard output, and exit with the verdict."""
+_PR_SET_PDEATHSIG = 1
+
+
+def main(directory: str, parent: int) -> NoReturn:
+    """Look, say what there is in one line on standard output, and exit with the verdict.
+
+    :param parent: the process that asks.
+    """
+    end_with(parent)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     verdict, reason = examine(Path(directory))
     sys.stdout.write(reason + "\n")
     sys.stdout.flush()
     os._exit(verdict.value)  # without LMDB's own end, which may meet what the walk has not
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel end this process when the one that started it dies: a store's process that is killed while it
+    opens is started again, and looks anew.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before that
+        os._exit(Verdict.UNKNOWN.value)
 
 
 def examine(directory: Path) -> tuple[Verdict, str]:
@@ -190,4 +208,4 @@ class _Rows:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], os.getppid())

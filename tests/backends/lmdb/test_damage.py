@@ -4,6 +4,7 @@ import fcntl
 import logging
 import os
 import re
+import select
 import signal
 import struct
 import subprocess
@@ -129,6 +130,24 @@ def test_damage_after_a_clean_end_is_moved_aside_where_opening_finds_it(open_sto
     assert list(open_store().namespaces()) == []
     assert [found.verdict for found in walks] == [Verdict.DAMAGED]
     assert len(moved_aside(path)) == 1
+
+
+def test_a_look_ends_with_the_process_that_asked():
+    """A host that is killed while it opens a large store would leave one walk after the other."""
+    looking = """
+import os, time
+from persistkv_lmdb.walk import end_with
+end_with(os.getppid())
+print("looking", flush=True)
+time.sleep(600)
+"""
+    asking = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    with subprocess.Popen([sys.executable, "-c", asking, looking], stdout=subprocess.PIPE) as asker:
+        assert asker.stdout.readline() == b"looking\n"
+        asker.kill()
+        ended, _, _ = select.select([asker.stdout], [], [], 60)
+        assert ended
+        assert asker.stdout.read() == b"", "the one that looks has ended, too"
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
@@ -309,7 +328,7 @@ def test_walk_never_imports_torch(path, filled):
 import atexit, os, sys
 from persistkv_lmdb import walk
 os._exit = lambda code: sys.exit("torch" in sys.modules)
-walk.main({str(path)!r})
+walk.main({str(path)!r}, os.getppid())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "1 packs in 1 namespaces\n"), done.stderr

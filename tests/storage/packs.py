@@ -1,0 +1,52 @@
+"""What the tests of packs share."""
+
+import struct
+
+import xxhash
+
+from persistkv.storage.codec import RawCodec
+from persistkv.storage.pack import (
+    decode_frame,
+    frame_seed,
+    verify_frame,
+)
+from persistkv.storage.pack_writer import PackWriter
+
+NAMESPACE = bytes(range(16))
+
+
+HEADER = struct.Struct("<HHIIIQQ16s16s")  # docs/format.md
+
+
+FRAME = struct.Struct("<IIIIIIQQQ")
+
+
+TRAILER = struct.Struct("<QQ8s")
+
+
+def write(*segments, codec=None):
+    """The payload and the table of a pack."""
+    pack = PackWriter(NAMESPACE, codec or RawCodec(), segments)
+    return b"".join(map(bytes, pack.stream())), pack.table
+
+
+def sealed(table):
+    """A table with a trailer that fits."""
+    return table + TRAILER.pack(len(table), xxhash.xxh3_64_intdigest(table), b"PKVPACK1")
+
+
+def blocks_of(payload, table):
+    """All blocks by key, each frame verified."""
+    keys = table.keys.unpack()
+    blocks, first = {}, 0
+    for frame in table.frames:
+        names = keys[first : first + frame.block_count]
+        stored = payload[frame.offset : frame.offset + frame.stored_length]
+        verify_frame(frame, stored, frame_seed(NAMESPACE, b"".join(names)))
+        raw = bytearray(frame.raw_length)
+        decode_frame(table.codecs, frame, stored, memoryview(raw))
+        size = frame.block_bytes
+        blocks |= {name: bytes(raw[index * size : (index + 1) * size]) for index, name in enumerate(names)}
+        first += frame.block_count
+    assert first == len(keys)
+    return blocks

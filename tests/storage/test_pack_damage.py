@@ -1,0 +1,179 @@
+"""Packs that are damaged, cut or forged: corrupt, or sound."""
+
+import tracemalloc
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from persistkv.errors import CorruptPackError
+from persistkv.storage.codec import ZstdCodec
+from persistkv.storage.pack import (
+    FRAME_BYTES,
+    Frame,
+    PackTable,
+    align,
+)
+from persistkv.testing.samples import sample_keys, sample_segment
+from tests.storage.packs import FRAME, HEADER, NAMESPACE, TRAILER, sealed, write
+
+segments = st.builds(
+    sample_segment,
+    st.integers(0, 1 << 30),
+    group=st.integers(0, 3),
+    blocks=st.integers(1, 9),
+    block_bytes=st.sampled_from([1, 100, 4096, 300_000, (1 << 20) + 1]),
+    hash_bytes=st.sampled_from([8, 32]),
+)
+
+
+REAL = [
+    write(sample_segment(1, blocks=40, block_bytes=65_536))[1].encode(),
+    write(sample_segment(1, blocks=2, hash_bytes=8), sample_segment(2, group=1, blocks=3), codec=ZstdCodec())[
+        1
+    ].encode(),
+    write(sample_segment(3, blocks=1, block_bytes=2 << 20))[1].encode(),
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(REAL), st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(1, 255)), min_size=1, max_size=6))
+def test_damage_is_always_noticed(encoded, flips):
+    damaged = bytearray(encoded)
+    for position, value in flips:
+        damaged[position % len(encoded)] ^= value
+    if damaged != encoded:
+        with pytest.raises(CorruptPackError):
+            PackTable.parse(damaged)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(REAL), st.integers(0, 1 << 16), st.binary(max_size=64))
+def test_cuts_and_appended_bytes(encoded, cut, extra):
+    with pytest.raises(CorruptPackError):
+        PackTable.parse(encoded[: cut % len(encoded)])
+    assert PackTable.parse(extra + encoded) == PackTable.parse(encoded)
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.sampled_from(REAL), st.data())
+def test_forged_tables_are_corrupt_or_sound(encoded, data):
+    """Damage under a checksum that fits: what is accepted keeps every promise that readers rely on."""
+    body = bytearray(encoded[: -TRAILER.size])
+    for _ in range(data.draw(st.integers(1, 4))):
+        kind = data.draw(st.sampled_from(["flip", "number", "cut", "insert"]))
+        at = data.draw(st.integers(0, len(body) - 1))
+        if kind == "flip":
+            body[at] ^= data.draw(st.integers(1, 255))
+        elif kind == "number":
+            number = data.draw(
+                st.sampled_from([0, 1, 0xFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, (1 << 63) - 1, (1 << 64) - 1])
+            )
+            width = data.draw(st.sampled_from([2, 4, 8]))
+            at -= at % width
+            body[at : at + width] = (number & ((1 << 8 * width) - 1)).to_bytes(width, "little")
+        elif kind == "cut":
+            del body[at : at + data.draw(st.integers(1, 60))]
+        else:
+            body[at:at] = data.draw(st.binary(max_size=60))
+        if not body:
+            break
+    try:
+        table = PackTable.parse(sealed(bytes(body)))
+    except CorruptPackError as error:
+        assert error.field  # noqa: PT017
+        return
+    check_sound(table)
+    assert table.encode() == sealed(bytes(body))
+
+
+def check_sound(table):
+    assert len(table.keys.unpack()) == len(table.keys) == sum(frame.block_count for frame in table.frames)
+    assert table.raw_length == sum(frame.raw_length for frame in table.frames)
+    end = 0
+    for frame in table.frames:
+        assert frame.offset == end
+        assert 0 <= frame.stored_length <= frame.raw_length
+        assert frame.raw_length <= max(FRAME_BYTES, frame.block_bytes)
+        end = align(frame.offset + frame.stored_length)
+    assert table.payload_length == end
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=300))
+def test_garbage(data):
+    for candidate in (data, sealed(data)):
+        with pytest.raises(CorruptPackError):
+            PackTable.parse(candidate)
+
+
+def forged(**changes):
+    """A sound table of one frame of 4 blocks, some numbers of its header and frame replaced."""
+    header = {
+        "version": 1, "key_length": 36, "frames": 1, "blocks": 4, "codec_length": 3, "payload": 16384, "raw": 16384,
+        "namespace": NAMESPACE, "name": bytes(16),
+    }  # fmt: skip
+    frame = {
+        "group": 0, "count": 4, "block_bytes": 4096, "depth": 0, "codec": 0, "reserved": 0, "offset": 0,
+        "stored": 16384, "checksum": 7,
+    }  # fmt: skip
+    codecs = changes.pop("codecs", b"raw")
+    for name, value in changes.items():
+        (header if name in header else frame)[name] = value
+    body = HEADER.pack(*header.values()) + codecs + FRAME.pack(*frame.values()) + b"".join(sample_keys(1, 4))
+    return sealed(body)
+
+
+def test_sound_table_is_read():
+    assert PackTable.parse(forged()).frames == (Frame(0, 4, 4096, 0, 0, 0, 0, 16384, 7),)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"version": 2}, "version"),
+        ({"frames": 0xFFFFFFFF}, "counts"),
+        ({"blocks": 0xFFFFFFFF, "key_length": 0}, "counts"),
+        ({"blocks": 0xFFFFFFFF}, "keys"),
+        ({"codec_length": 0xFFFFFFFF}, "counts"),
+        ({"blocks": 3, "key_length": 48}, "block count"),
+        ({"key_length": 35}, "keys"),
+        ({"key_length": 0}, "key lengths"),
+        ({"codecs": b"\xff\xfe\xfd"}, "codecs"),
+        ({"count": 3, "raw": 12288}, "frame length"),
+        ({"count": 0}, "frame length"),
+        ({"block_bytes": 0}, "frame length"),
+        ({"block_bytes": 0xFFFFFFFF, "codec": 1, "raw": 4 * 0xFFFFFFFF}, "frame length"),
+        ({"stored": 16385, "codec": 1}, "frame length"),
+        ({"stored": 100}, "frame length"),
+        ({"stored": (1 << 64) - 1}, "frame length"),
+        ({"offset": 4096}, "frame offset"),
+        ({"offset": 1}, "frame offset"),
+        ({"offset": (1 << 64) - 4096}, "frame offset"),
+        ({"codec": 2}, "frame codec"),
+        ({"codec": 0xFFFFFFFF}, "frame codec"),
+        ({"reserved": 1}, "frame"),
+        ({"raw": 16385}, "raw length"),
+        ({"payload": 12288}, "payload length"),
+        ({"payload": (1 << 64) - 4096}, "payload length"),
+    ],
+)
+def test_field_that_is_wrong_is_named(changes, field):
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptPackError) as caught:
+            PackTable.parse(forged(**changes))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20  # nothing is allocated by a claimed number
+    finally:
+        tracemalloc.stop()
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("length", [0, 63, 68, 1 << 20, (1 << 64) - 1])
+def test_table_length_is_checked(length):
+    body = forged()[: -TRAILER.size]
+    wrong = body + TRAILER.pack(length, xxhash.xxh3_64_intdigest(body), b"PKVPACK1")
+    with pytest.raises(CorruptPackError) as caught:
+        PackTable.parse(wrong)
+    assert caught.value.field in ("table length", "table checksum")

@@ -1,0 +1,157 @@
+"""One open namespace of a store that is full, or whose blocks expire."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from persistkv.storage.records import RequestEnd
+from persistkv.storage.rows import Rows
+from persistkv.storage.store import Store
+from tests.storage.stores import end, manifests
+
+Keys = Callable[..., list[bytes]]
+OpenStore = Callable[..., Store]
+
+
+def small_store(tmp_path: Any, open_store: OpenStore, make_rows: Callable[..., Rows], **options: Any) -> Store:
+    """8 MiB on LMDB, rows of 64 KiB."""
+    return open_store(f"lmdb://{tmp_path}/store?capacity=8MiB", make_rows(64), **options)
+
+
+def store_request(store: Store, request: str, names: list[bytes], *, close: bool = True) -> None:
+    store.put(request, names, range(len(names)), range(len(names)))
+    if close:
+        store.end_request(end(request, names))
+    store.commit(everything=True)
+
+
+def test_a_full_store_takes_what_is_new_and_forgets_what_is_old(
+    open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows], tmp_path: Any
+) -> None:
+    store = small_store(tmp_path, open_store, make_rows)
+    requests = [keys(16) for _ in range(20)]
+    for number, names in enumerate(requests):
+        store_request(store, f"r{number}", names)
+    held = [all(map(store.contains, names)) for names in requests]
+    assert held == sorted(held), "the oldest go first"
+    assert 4 <= sum(held) < 20
+    news = store.take_news()
+    gone = [name for names, there in zip(requests, held, strict=True) if not there for name in names]
+    assert sorted(news.removed) == sorted(gone)
+    assert store.counters.evicted_blocks == len(gone)
+    assert store.counters.dropped_blocks == 0
+    assert {manifest.id for manifest in manifests(store)} == {
+        f"manifest-r{number}" for number, there in enumerate(held) if there
+    }
+    assert store.read(requests[-1], range(16)) == []
+
+
+@pytest.mark.parametrize("use", ["read", "touch", "offer", "another request"])
+def test_what_is_used_stays(
+    open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows], tmp_path: Any, use: str
+) -> None:
+    store = small_store(tmp_path, open_store, make_rows)
+    kept = keys(16)
+    store_request(store, "kept", kept)
+    for number in range(20):
+        if use == "read":
+            assert store.read(kept, range(16)) == []
+        elif use == "touch":
+            store.touch([*kept, *keys(3)])
+        elif use == "offer":
+            store.put("again", kept, range(16), range(16))
+        else:
+            store.end_request(end(f"again{number}", kept))
+        store_request(store, f"r{number}", keys(16))
+    assert all(map(store.contains, kept))
+    assert store.counters.evicted_blocks
+
+
+def test_a_request_that_goes_on_keeps_its_prefix(
+    open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows], tmp_path: Any
+) -> None:
+    """Its manifest touches the whole chain: the end of a context never outlives what it depends on."""
+    store = small_store(tmp_path, open_store, make_rows)
+    context: list[bytes] = []
+    for turn in range(8):
+        fresh = keys(4)
+        store.put("chat", fresh, range(4), range(len(context), len(context) + 4))
+        context += fresh
+        store.end_request(RequestEnd("chat", f"turn{turn}", (context[:],), 16 * len(context), 16))
+        store.commit()
+        store_request(store, f"other{turn}", keys(16))
+        assert all(map(store.contains, context))
+    for number in range(12):
+        store_request(store, f"r{number}", keys(16))
+        held = list(map(store.contains, context))
+        assert held == sorted(held, reverse=True), "a hole in front of what is held"
+    assert not any(map(store.contains, context))
+
+
+def test_uses_are_committed_though_nothing_is_stored(
+    open_store: OpenStore, keys: Keys, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(f"lmdb://{tmp_path}/store", refresh_s=1e6)
+    names = keys(16)
+    store_request(store, "r", names)
+    commits = store.counters.commits
+    store._committed_at += 1000.0  # however long this takes
+    store.touch(names)
+    assert 900 < store.seconds_to_work() <= 1002
+    store.tick()
+    assert store.counters.commits == commits
+    store._committed_at -= 1003.0
+    assert store.seconds_to_work() == 0.0
+    store.tick()
+    assert store.counters.commits == commits + 1
+    store.tick()
+    assert store.counters.commits == commits + 1
+
+
+def test_idle_stores_let_old_blocks_expire(
+    open_store: OpenStore, keys: Keys, store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(f"{store_url}{'&' if '?' in store_url else '?'}ttl=1h")
+    names = keys(16)
+    store_request(store, "r", names)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 7200)
+    store._committed_at -= 31.0
+    store.tick()
+    assert not any(map(store.contains, names))
+    assert store.take_news().removed == names
+
+
+def test_blocks_evicted_by_another_handle_are_gone_here_too(
+    open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows], tmp_path: Any
+) -> None:
+    one = small_store(tmp_path, open_store, make_rows)
+    two = small_store(tmp_path, open_store, make_rows, refresh_s=0.0)
+    names = keys(16)
+    store_request(one, "mine", names)
+    two.tick()
+    assert all(map(two.contains, names))
+    for number in range(12):
+        store_request(one, f"r{number}", keys(16))
+    two.tick()
+    assert not any(map(two.contains, names))
+    assert sorted(two.index) == sorted(one.index)
+
+
+def test_what_is_larger_than_the_store_is_dropped_and_nothing_else(
+    open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows], tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(f"lmdb://{tmp_path}/store?capacity=2MiB", make_rows(64))
+    kept, large = keys(4), keys(64)
+    store_request(store, "small", kept)
+    for number in range(3):
+        store_request(store, f"large{number}", large)
+    assert store.counters.dropped_blocks == 3 * 64
+    assert all(map(store.contains, kept))
+    assert not any(map(store.contains, large))
+    assert sum("the store is full" in line for line in caplog.messages) == 1, "one warning a minute"
+    assert dict(store.take_news().persisted) == {"small": True, "large0": False, "large1": False, "large2": False}

@@ -1,0 +1,199 @@
+"""One open namespace whose medium fails, or whose bytes are damaged: misses, and never wrong bytes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from persistkv.errors import ConfigurationError, StoreError, StoreFullError
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.rows import Rows
+from persistkv.storage.store import Store
+from tests.storage.stores import FailingBackend, end, manifests
+
+Keys = Callable[..., list[bytes]]
+OpenStore = Callable[..., Store]
+
+
+@pytest.fixture
+def failing(open_store: OpenStore, store_url: str) -> tuple[Store, FailingBackend]:
+    store = open_store(store_url)
+    backend = FailingBackend(store.medium.backend)
+    store.medium.backend = backend
+    return store, backend
+
+
+def test_a_failed_commit_costs_its_blocks_and_nothing_else(
+    failing: tuple[Store, FailingBackend], keys: Keys, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, backend = failing
+    backend.commit_errors = [StoreFullError("no room")]
+    lost, kept = keys(64), keys(2)
+    store.put("r", lost, range(64), None)
+    with caplog.at_level(logging.WARNING):
+        store.commit()
+    assert "the store is full (no room)" in caplog.text
+    assert not any(map(store.took, lost))
+    assert store.counters.dropped_blocks == 64
+    assert store.counters.dropped_bytes == 64 * (64 << 10)
+    store.put("r", kept, [0, 1], None)
+    store.end_request(end("r", kept))
+    store.commit()
+    assert all(map(store.contains, kept))
+    store.put("r", lost, range(64), None)
+    store.commit()
+    assert all(map(store.contains, lost)), "what was dropped can be stored later"
+
+
+def test_one_pack_too_many_costs_only_itself(failing: tuple[Store, FailingBackend], keys: Keys) -> None:
+    store, backend = failing
+    backend.max_packs = 1
+    first, second = keys(64), keys(64)
+    store.put("a", first, range(64), None)
+    store.put("b", second, range(64), None)
+    store.end_request(end("a", first))
+    store.commit()
+    assert all(map(store.contains, first + second))
+    assert [manifest.id for manifest in manifests(store)] == ["manifest-a"]
+
+
+def test_a_failed_read_is_a_miss_and_deletes_nothing(failing: tuple[Store, FailingBackend], keys: Keys) -> None:
+    store, backend = failing
+    names = keys(64)
+    store.put("r", names, range(64), None)
+    store.commit()
+    backend.read_error = StoreError("the disk does not answer")
+    assert store.read(names, range(64)) == names
+    backend.read_error = None
+    assert store.read(names, range(64)) == []
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_a_flipped_byte_is_a_miss_and_the_pack_is_deleted(
+    open_store: OpenStore, store_url: str, keys: Keys, codec: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(store_url, codec=codec)
+    store.rows.array[:, ::2] = 0
+    backend = FailingBackend(store.medium.backend)
+    store.medium.backend = backend
+    names = keys(32)
+    store.put("r", names, range(32), range(32))
+    store.flush()
+    store.take_news()
+    backend.flip = True
+    with caplog.at_level(logging.WARNING):
+        failed = store.read(names, range(32))
+    backend.flip = False
+    assert failed, "a flipped byte was served"
+    assert set(failed) < set(names)
+    assert "do not verify" in caplog.text
+    assert store.counters.verification_failures == 1
+    assert sorted(store.take_news().removed) == sorted(names)
+    assert not any(map(store.contains, names))
+    store.put("r", names, range(32), range(32))
+    store.flush()
+    assert store.read(names, range(32)) == [], "the same blocks can be stored anew"
+
+
+def test_a_pack_that_was_replaced_is_not_deleted(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
+    """The same keys make the same name: only the table tells that these are other bytes."""
+    url = f"lmdb://{tmp_path}/store"
+    ours, theirs = open_store(url), open_store(url)
+    names = keys(64)
+    ours.put("r", names, range(64), None)
+    ours.commit()
+    theirs.refresh()
+    tables = theirs.medium.backend.changes(theirs.namespace, None).added
+    theirs.medium.backend.commit(theirs.namespace, CommitBatch(deletions=[table.pack_id for table in tables]))
+    theirs.refresh()
+    theirs.rows.array[:] ^= 0xFF
+    theirs.put("r", names, range(64), None)
+    theirs.commit()
+    ours.take_news()
+    assert ours.read(names, range(64)), "our table is of the old bytes"
+    assert all(map(theirs.contains, names))
+    assert theirs.read(names, range(64)) == []
+    assert ours.read(names, range(64)) == [], "the new table was learnt"
+    news = ours.take_news()
+    assert set(names) <= set(news.stored)
+
+
+def test_a_pack_without_its_payload_heals(open_store: OpenStore, keys: Keys) -> None:
+    store = open_store("memory://x")
+    names = keys(64)
+    for _ in range(2):
+        store.put("r", names, range(64), None)
+        store.commit()
+        assert store.read(names, range(64)) == []
+        packs = store.medium.backend.spaces[store.namespace].packs  # type: ignore[attr-defined]
+        (name,) = packs
+        packs[name] = packs[name]._replace(payload=bytearray())
+        assert store.read(names, range(64)) == names
+        assert not any(map(store.contains, names))
+
+
+def test_a_codec_of_another_release_is_a_miss_and_no_damage(
+    open_store: OpenStore, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store("memory://x", codec="zstd")
+    store.rows.array[:] = 0
+    names = keys(64)
+    store.put("r", names, range(64), None)
+    store.commit()
+
+    def unknown(text: str) -> Any:
+        raise ConfigurationError("codec", text, "one that this release knows")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("persistkv.storage.codec.text.parse_codec", unknown)
+        assert store.read(names, range(64)) == names
+    assert store.counters.verification_failures == 0
+    assert store.read(names, range(64)) == []
+
+
+def test_a_full_store_says_so_once(
+    failing: tuple[Store, FailingBackend], keys: Keys, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, backend = failing
+    backend.commit_errors = [StoreFullError("no room")] * 10
+    for _ in range(5):
+        store.put("r", keys(64), range(64), None)
+        store.commit()
+    assert caplog.text.count("the store is full") == 1
+    assert store.counters.dropped_blocks == 5 * 64
+
+
+def test_a_block_in_the_place_of_another_does_not_verify(open_store: OpenStore, keys: Keys) -> None:
+    """Swap the payloads of two packs of one size: each frame is intact, and in the wrong place."""
+    store = open_store("memory://x")
+    one, two = keys(64), keys(64)
+    store.put("a", one, range(64), None)
+    store.rows.array[:] ^= 0xFF
+    store.commit()
+    store.rows.array[:] ^= 0xFF
+    store.put("b", two, range(64), None)
+    store.commit()
+    packs = store.medium.backend.spaces[store.namespace].packs  # type: ignore[attr-defined]
+    first, second = packs
+    packs[first], packs[second] = (
+        packs[first]._replace(payload=packs[second].payload),
+        packs[second]._replace(payload=packs[first].payload),
+    )
+    assert store.read(one, range(64)) == one
+    assert store.read(two, range(64)) == two
+
+
+def test_a_table_of_other_block_sizes_is_a_miss(
+    open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows], tmp_path: Any
+) -> None:
+    url = f"lmdb://{tmp_path}/store"
+    store = open_store(url)
+    names = keys(4)
+    store.put("r", names, range(4), None)
+    store.flush()
+    other = open_store(url, make_rows(8, 4096))
+    assert other.contains(names[0])
+    assert other.read(names, range(4)) == names

@@ -54,9 +54,12 @@ class Medium:
         """As ``Backend.stats``."""
         return await self._write(self.backend.stats)
 
-    async def recent(self, holds: Callable[[bytes], bool], max_blocks: int, engine: str) -> list[list[bytes]]:
+    async def recent(
+        self, holds: Callable[[bytes], bool], max_blocks: int, engine: str, *, only_asked: bool = False
+    ) -> list[list[bytes]]:
         """See ``recent_contexts``."""
-        return await self._write(partial(recent_contexts, self.backend, self.namespace, holds, max_blocks, engine))
+        call = partial(recent_contexts, self.backend, self.namespace, holds, max_blocks, engine, only_asked=only_asked)
+        return await self._write(call)
 
     async def _write(self, call: Callable[[], T]) -> T:
         """What is no ``StoreError`` (no memory to encode a frame, a fault of a driver) costs what the call was for,

@@ -19,7 +19,13 @@ _AT_ONCE = 64  # manifests whose keys are read together
 
 
 def recent_contexts(
-    backend: Backend, namespace: bytes, holds: Callable[[bytes], bool], max_blocks: int, engine: str = ""
+    backend: Backend,
+    namespace: bytes,
+    holds: Callable[[bytes], bool],
+    max_blocks: int,
+    engine: str = "",
+    *,
+    only_asked: bool = False,
 ) -> list[list[bytes]]:
     """Keys of the contexts that were asked for, then of those used last, the last one first, until there are
     ``max_blocks`` of them.
@@ -27,12 +33,14 @@ def recent_contexts(
     A context's keys stand in its order, group after group, each key in one context only. What is not held is left out.
 
     :param engine: who answers those who asked; empty: nobody does.
+    :param only_asked: those used last are left out.
     :raises StoreError: the medium failed.
     """
     asked = pending_warm(backend, namespace, engine) if backend.capabilities.shows_status else []
     found: list[list[bytes]] = []
     named: set[bytes] = set()
-    names = iter(dict.fromkeys([*(row.request for row in asked), *_by_last_use(backend, namespace)]))
+    used = [] if only_asked else _by_last_use(backend, namespace)
+    names = iter(dict.fromkeys([*(row.request for row in asked), *used]))
     while len(named) < max_blocks and (some := list(islice(names, _AT_ONCE))):
         for groups in backend.many_manifest_keys(namespace, some):
             keys = [key for group in groups or () for key in group.unpack() if key not in named and holds(key)]

@@ -348,9 +348,9 @@ class Store:
         """Totals of the whole store, once what is being written has ended; as ``Backend.stats``."""
         return await self.medium.stats()
 
-    async def recent(self, max_blocks: int, engine: str = "") -> list[list[bytes]]:
+    async def recent(self, max_blocks: int, engine: str = "", *, only_asked: bool = False) -> list[list[bytes]]:
         """The contexts that were asked for, and those used last; see ``recent_contexts``."""
-        return await self.medium.recent(self.contains, max_blocks, engine)
+        return await self.medium.recent(self.contains, max_blocks, engine, only_asked=only_asked)
 
     @property
     def news(self) -> News:

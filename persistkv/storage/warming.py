@@ -5,8 +5,8 @@ row beside the rows of ``persistkv.storage.status``, over the same two methods o
 
 1. ``ask<n>``, n drawn from namespace and request: one context. To ask again replaces the row, and renews it.
 2. ``warmed<n>by<engine>``: that engine's answer. Each engine writes its own, so none is lost to another's.
-3. An engine that pre-warms looks when it starts, promotes what was asked for before what was used last, and answers.
-   An answer to an older asking is none.
+3. An engine that pre-warms looks when it starts, and promotes what was asked for before what was used last; then it
+   looks again now and then, as long as it takes steps. It answers. An answer to an older asking is none.
 
 As with a status nothing is promised to be there later: a row that is lost is asked for again. A row counts until its
 ``ttl_s`` is over, by the clock of whoever reads it; engines that start in that time warm up too.

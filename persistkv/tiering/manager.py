@@ -142,8 +142,6 @@ class TieringOffloadingManager(OffloadingManager):
         if self._prewarm_waits():
             return
         keys = prewarming.next_context()
-        if prewarming.ended:
-            self._prewarming = None
         new = [
             key for key in keys or () if self.primary_tier.lookup(key, _PREWARM) is False and key not in self._waiters
         ]
@@ -379,7 +377,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def has_pending_work(self) -> bool:
         """Whether the engine should go on taking steps although no request runs."""
-        if self._jobs or self._pending or self._prewarming is not None:
+        if self._jobs or self._pending or not (self._prewarming is None or self._prewarming.ended):
             return True
         return any(tier.has_pending_work() for tier in self.secondary_tiers)
 

@@ -238,12 +238,13 @@ class PersistentTier(SecondaryTierManager):
 
     # What was used last
 
-    def ask_recent(self, max_blocks: int) -> bool:
+    def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
         """Ask for the contexts that were used last, to be promoted before a request wants them.
 
+        :param only_asked: only for those that somebody asked for with ``persistkv warm``.
         :returns: False where the store is not open yet: ask again.
         """
-        return not self._detached and self._client.ask_recent(max_blocks)
+        return not self._detached and self._client.ask_recent(max_blocks, only_asked=only_asked)
 
     def take_recent(self) -> list[list[OffloadKey]] | None:
         """Their keys, the last one first; None while nothing is known. A step's ``get_finished_jobs`` learns them."""

@@ -13,8 +13,10 @@ import pytest
 
 from persistkv.base import OffloadKey, ReqContext
 from persistkv.errors import ConfigurationError
+from persistkv.storage.backend import Backend
 from persistkv.storage.registry import open_backend
-from persistkv.storage.warming import request_warm, warm_answers
+from persistkv.storage.warming import WarmRequest, request_warm, warm_answers
+from persistkv.tiering import prewarming as prewarming_module
 from persistkv.tiering.persistent import PersistentTier
 from persistkv.tiering.prewarming import Prewarming
 
@@ -28,12 +30,12 @@ class Answering:
 
     def __init__(self) -> None:
         self.open = False
-        self.asked: list[int] = []
+        self.asked: list[tuple[int, bool]] = []
         self.answer: list[list[OffloadKey]] | None = None
 
-    def ask_recent(self, max_blocks: int) -> bool:
+    def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
         if self.open:
-            self.asked.append(max_blocks)
+            self.asked.append((max_blocks, only_asked))
         return self.open
 
     def take_recent(self) -> list[list[OffloadKey]] | None:
@@ -52,7 +54,35 @@ def test_contexts_come_one_by_one_once_they_are_known(keys: Keys) -> None:
     assert not prewarming.ended
     assert prewarming.next_context() is None
     assert prewarming.ended
-    assert tier.asked == [5]
+    assert tier.asked == [(5, False)]
+
+
+def test_what_is_asked_for_later_comes_too(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prewarming_module, "_LOOK_S", 0.0)
+    tier, later = Answering(), [keys(3), keys(2)]
+    tier.open, tier.answer = True, []
+    prewarming = Prewarming(tier, 5)
+    assert prewarming.next_context() is None
+    assert prewarming.ended
+    assert prewarming.next_context() is None
+    assert tier.asked == [(5, False), (5, True)]
+    tier.answer = list(later)
+    assert [prewarming.next_context() for _ in range(2)] == later
+    assert prewarming.next_context() is None
+    assert tier.asked == [(5, False), (5, True), (5, True)]
+
+
+def test_an_answer_that_was_lost_is_asked_for_again(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    tier = Answering()
+    tier.open, tier.answer = True, []
+    prewarming = Prewarming(tier, 5)
+    assert prewarming.next_context() is None
+    for seconds, asked in ((1, 1), (6, 2), (30, 2), (61, 2), (1, 3)):
+        now += seconds
+        assert prewarming.next_context() is None
+        assert len(tier.asked) == asked
 
 
 def test_a_tier_that_does_not_answer_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,6 +100,16 @@ def fill(stack: Any, described: Described, name: str, chain: list[OffloadKey]) -
     stack.manager.on_request_finished(req)
     assert stack.tiers[0].wait_persisted(name, 90)
     stack.step()
+
+
+def ask_for(backend: Backend, chain: list[OffloadKey]) -> WarmRequest:
+    """As ``persistkv warm`` does, for the context that begins with this chain."""
+    (space,) = backend.namespaces()
+    for head in backend.manifests(space.id):
+        groups = backend.manifest_keys(space.id, head.id)
+        if groups and chain[0] in groups[0].unpack():
+            return request_warm(backend, space.id, head.id)
+    raise AssertionError("no request names the chain")
 
 
 @pytest.mark.parametrize("host", ["inline", "process"])
@@ -106,15 +146,7 @@ def test_what_was_asked_for_is_promoted_first(
     fill(first, described, "new", new)
     first.manager.shutdown()
     with closing(open_backend(url)) as backend:
-        (space,) = backend.namespaces()
-        chosen = next(
-            head.id
-            for head in backend.manifests(space.id)
-            for groups in [backend.manifest_keys(space.id, head.id)]
-            if groups and old[0] in groups[0].unpack()
-        )
-        asked = request_warm(backend, space.id, chosen)
-
+        asked = ask_for(backend, old)
         second = make_stack(16, tier, prewarm_share=0.375)
         deadline = time.monotonic() + 90
         while second.manager.has_pending_work():
@@ -127,6 +159,36 @@ def test_what_was_asked_for_is_promoted_first(
         assert (answer.blocks, answer.missing) == (6, 0)
     second.check(old, second.manager.prepare_load(old, asking))
     second.manager.complete_load(old, asking)
+
+
+def test_an_engine_that_runs_finds_what_is_asked_for(
+    make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prewarming_module, "_LOOK_S", 0.01)
+    url = f"lmdb://{tmp_path}/store"
+    tier = partial(PersistentTier, url=url, host="process", max_age_s=0.01)
+    first, (old, new) = make_stack(16, tier), (keys(6), keys(6))
+    fill(first, described, "old", old)
+    fill(first, described, "new", new)
+    first.manager.shutdown()
+    second = make_stack(16, tier, prewarm_share=0.375)
+    asking = described("asking", old)
+    deadline = time.monotonic() + 90
+    while second.manager.has_pending_work():
+        assert time.monotonic() < deadline
+        second.step()
+    assert second.manager.stats.promoted_blocks == 6
+    assert second.manager.lookup(new[0], asking) is True
+    with closing(open_backend(url)) as backend:
+        asked = ask_for(backend, old)
+    while second.manager.stats.promoted_blocks < 12:
+        assert time.monotonic() < deadline
+        second.step()
+    second.manager.on_new_request(asking)
+    assert [second.manager.lookup(key, asking) for key in old] == [True] * 6
+    with closing(open_backend(url)) as backend:
+        (answer,) = warm_answers(backend, asked)
+        assert (answer.blocks, answer.missing) == (6, 0)
 
 
 def test_a_share_must_be_one(make_stack: MakeStack) -> None:

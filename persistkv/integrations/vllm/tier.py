@@ -198,9 +198,9 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
 
     # What was used last, for ``PersistKVPrewarm``
 
-    def ask_recent(self, max_blocks: int) -> bool:
+    def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
         """See ``PersistentTier.ask_recent``."""
-        return self._tier.ask_recent(max_blocks)
+        return self._tier.ask_recent(max_blocks, only_asked=only_asked)
 
     def take_recent(self) -> list[list[ours.OffloadKey]] | None:
         """See ``PersistentTier.take_recent``."""

@@ -251,13 +251,14 @@ class StoreClient:
         """Requests whose end was dealt with since the last call, and whether the whole of their context is durable."""
         return self._flights.take_persisted()
 
-    def ask_recent(self, max_blocks: int) -> bool:
+    def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
         """Ask for the contexts that were used last, which ``take_recent`` tells once they are known.
 
+        :param only_asked: only for those that somebody wants warmed up.
         :returns: False where the store is not open, and was not asked.
         """
         if self.state is State.OPEN:
-            self._side.send(protocol.AskRecent(max_blocks))
+            self._side.send(protocol.AskRecent(max_blocks, only_asked))
         return self.state is State.OPEN
 
     def take_recent(self) -> list[list[bytes]] | None:

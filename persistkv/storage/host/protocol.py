@@ -87,9 +87,11 @@ class AskStats(_Message):
 
 
 class AskRecent(_Message):
-    """Answer with the contexts that were used last."""
+    """Answer with the contexts that somebody asked for, and those that were used last."""
 
     max_blocks: int
+    only_asked: bool = False
+    """Leave the latter out."""
 
 
 class Ping(_Message):

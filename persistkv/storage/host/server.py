@@ -182,7 +182,8 @@ class StoreServer:
 
     async def _answer_recent(self, store: Store, ask: protocol.AskRecent) -> None:
         try:
-            contexts = await store.recent(ask.max_blocks, "" if self._status is None else self._status.engine)
+            engine = "" if self._status is None else self._status.engine
+            contexts = await store.recent(ask.max_blocks, engine, only_asked=ask.only_asked)
         except StoreError as error:
             logger.warning("what was used last cannot be read: %s", str(error))
             contexts = []

@@ -51,7 +51,7 @@ def warm(
     withdraw: Annotated[bool, typer.Option("--withdraw", help="Ask no longer; what was promoted stays.")] = False,
     json: Json = False,
 ) -> None:
-    """Have engines read contexts into memory as they start, before those that were used last.
+    """Have engines read contexts into memory, those that run and those that start.
 
     Engines that pre-warm find the asking in the store. Exit code 1: with --wait, no engine took all of it up.
 

@@ -53,6 +53,7 @@ def test_a_killed_process_leaves_a_warm_start(run_engine):
         assert warm[name] == killed[name], name
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_a_warm_start_for_a_hybrid_model(run_engine, hybrid_checkpoint):
     killed = run_engine("cold", hybrid_checkpoint)
     assert killed["durable"]
@@ -66,6 +67,7 @@ def test_a_killed_process_leaves_a_warm_start_for_a_hybrid_model(run_engine, hyb
         assert restored.items() <= computed.items()
 
 
+@pytest.mark.slow
 def test_killed_before_anything_was_waited_for_the_store_is_whole(run_engine):
     killed = run_engine("unwaited")
     for _ in range(2):
@@ -86,6 +88,7 @@ def run_demo(environment, directory, *arguments):
     )
 
 
+@pytest.mark.slow
 def test_the_demo_for_programs(environment, checkpoint, tmp_path, url):
     done = run_demo(environment, tmp_path, "--json", "--model", str(checkpoint), "--store", url, "--codec", "zstd")
     assert done.returncode == 0, done.stderr

@@ -247,6 +247,7 @@ def test_three_deaths_while_writing_move_it_aside(open_store, path, filled, capl
     assert "3 processes in a row died" in caplog.text
 
 
+@pytest.mark.slow
 def test_deaths_elsewhere_do_not_count(open_store, path, filled):
     for _ in range(5):
         die(path, filled)

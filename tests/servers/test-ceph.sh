@@ -35,9 +35,6 @@ case ${TRIAL:-tests} in
 tests)
   $PYTHON -m pytest tests/backends/s3 tests/e2e/test_sharing.py "$@"
   $PYTHON -m tests.servers.writers --seconds "${SECONDS_OF_WRITING:-15}"
-  if [ -n "${FAULT_SECONDS:-}" ]; then
-    $PYTHON -m tests.servers.fault_table --endpoint "$PERSISTKV_S3_ENDPOINT" --seconds "$FAULT_SECONDS"
-  fi
   ;;
 writers) $PYTHON -m tests.servers.writers --seconds "${SECONDS_OF_WRITING:-120}" "$@" ;;
 faults) $PYTHON -m tests.servers.fault_table --endpoint "$PERSISTKV_S3_ENDPOINT" "$@" ;;

@@ -1,4 +1,4 @@
-"""Huge pages for the shared memory of the primary tier.
+"""Huge pages for memory that disks are read into and written from: the primary tier's, and scratch memory.
 
 A transfer past the page cache goes straight between a disk and rows, cut where physical memory is: 2 MiB of small pages
 are 512 addresses for the disk, a huge page is one. On a virtual disk 32 MiB were written in 16 ms from small pages and
@@ -12,7 +12,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 HUGE_PAGE_BYTES = 2 << 20  # 2 MiB, on x86-64, and on AArch64 with small pages of 4 KiB
 
@@ -40,6 +40,18 @@ def use_huge_pages(fd: int, num_bytes: int, *, threads: int = _MAX_THREADS) -> b
         if not steps or not _collapse(steps[0]):  # where the first cannot be, none can: ask no more
             return not whole
         return all(pool.map(_collapse, steps[1:]))
+
+
+def huge_memory(num_bytes: int) -> mmap.mmap:
+    """Memory of this process alone, zeroed, page-aligned, in huge pages where the kernel gives some.
+
+    :returns: at least so many bytes, whole huge pages.
+    """
+    whole = -(-max(num_bytes, 1) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def _collapse(step: tuple[int, int]) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from persistkv.config import PAGE_BYTES
+from persistkv.huge_pages import huge_memory
 from persistkv.storage.pack import align
 
 
@@ -27,7 +28,7 @@ class Scratch:
         try:
             buffer = self._free.pop()
         except IndexError:
-            buffer = mmap.mmap(-1, self._num_bytes)
+            buffer = huge_memory(self._num_bytes)
         try:
             yield Lease(memoryview(buffer))
         finally:

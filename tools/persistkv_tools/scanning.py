@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import enum
-import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,11 +18,12 @@ from typing import NamedTuple
 import xxhash
 
 from persistkv.errors import CorruptPackError
+from persistkv.huge_pages import huge_memory
 from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.pack import Frame, PackTable, align, decode_frame, frame_seed, pack_id
 from persistkv_tools.pack_check import OtherReleaseError, frame_runs
 
-BATCH_BYTES = 2 << 20  # 2 MiB: it stays in the cache until it is checked
+BATCH_BYTES = 8 << 20  # 8 MiB: with 2 MiB, a verify of packs of 4 MiB took a fifth longer
 _AHEAD = 1024  # batches that are begun and not taken, at most: they have been read, and only their outcome is kept
 
 
@@ -136,7 +136,7 @@ class Scanner:
         """This thread's, aligned; to be used until it asks again."""
         held: memoryview | None = getattr(self._local, "memory", None)
         if held is None or len(held) < size:
-            held = self._local.memory = memoryview(mmap.mmap(-1, max(size, BATCH_BYTES)))
+            held = self._local.memory = memoryview(huge_memory(max(size, BATCH_BYTES)))
         return held
 
 

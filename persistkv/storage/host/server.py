@@ -237,6 +237,8 @@ class StoreServer:
 
         def done(outcome: ReadOutcome) -> None:
             self._loading -= 1
+            if outcome.failed and self._news is not None:
+                self._news.tell()  # first that they are gone: the engine offers again what it does not take for held
             seconds = time.perf_counter() - begin
             failed = PackedKeys.of(outcome.failed)
             self._send(protocol.JobDone(message.job_id, failed, outcome.raw_bytes, seconds))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from persistkv.storage.executor import InPlaceExecutor
 from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.protocol import JobDone, LoadJob, Opened, Removed
+from persistkv.storage.host.server import StoreServer
 from persistkv.storage.host.side import State
+from persistkv.storage.keys import PackedKeys
 
 COUNT = 32
 KEYS = [number.to_bytes(32, "little") + bytes(4) for number in range(COUNT)]
@@ -60,3 +65,31 @@ def test_engine_outlives_a_damaged_store(
     assert hosted.finish(client, 3).failed == []
     assert (hosted.array[COUNT : 2 * COUNT] == hosted.array[:COUNT]).all()
     assert len(list((tmp_path / "kv").glob("damaged-*"))) == 1
+
+
+def test_that_a_pack_is_bad_is_told_before_the_load_that_found_it_ends(hosted: Any, tmp_path: Path) -> None:
+    """Else the engine takes blocks for held that it computes again, and they are lost with the pack."""
+    url = f"lmdb://{tmp_path}/kv?capacity=64MiB"
+    client = hosted.connect(url)
+    client.open()
+    store_all(hosted, client)
+    client.close()
+    segment = tmp_path / "kv" / "segments" / "00000000.seg"
+    data = bytearray(segment.read_bytes())
+    data[data.index(hosted.array[5].tobytes())] ^= 1
+    segment.write_bytes(data)
+
+    sent: list[Any] = []
+    side = StoreServer(memoryview(hosted.memory), sent.append, lambda threads: InPlaceExecutor())
+    side.handle(hosted.connect(url)._side.hello)
+    while not any(isinstance(message, Opened) for message in sent):
+        side.step()
+    sent.clear()
+    rows = array("I", range(COUNT, 2 * COUNT)).tobytes()
+    side.handle(LoadJob(1, PackedKeys.of(KEYS), rows))
+    while not any(isinstance(message, JobDone) for message in sent):
+        side.step()
+    assert [type(message) for message in sent[:2]] == [Removed, JobDone]
+    assert sorted(sent[0].keys.unpack()) == sorted(KEYS)
+    assert KEYS[5] in sent[1].failed.unpack()
+    side.close()

@@ -139,7 +139,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _prewarm(self, prewarming: Prewarming) -> None:
         """Queue the next of the contexts that were used last, once nothing of the one before is on its way."""
-        if self._prewarm_waits():
+        if not prewarming.is_due or self._prewarm_waits():
             return
         keys = prewarming.next_context()
         new = [

@@ -49,20 +49,25 @@ class Prewarming:
     def next_context(self) -> list[OffloadKey] | None:
         """The keys of the next context; None: there is none, or not yet. Call it when the one before has ended."""
         if not self._contexts and self._max_blocks > 0:
+            self.ended = self.ended or self._learned
             self._learn()
-        if self._contexts:
-            return self._contexts.popleft()
-        self.ended = self.ended or self._learned
-        return None
+        return self._contexts.popleft() if self._contexts else None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether ``next_context`` may have something to do: cheap, for each step of an engine."""
+        waits = self._asked_at is not None or bool(self._contexts)
+        return waits or not self.ended or time.monotonic() >= self._next_look
 
     def _learn(self) -> None:
         now = time.monotonic()
-        if self._asked_at is None and now >= self._next_look and not (self._learned and not self.ended):
+        if self._asked_at is None and now >= self._next_look:
             self._asked_at = now if self._tier.ask_recent(self._max_blocks, only_asked=self.ended) else None
         recent = None if self._asked_at is None else self._tier.take_recent()
         if recent is not None:
             self._contexts.extend(recent)
             self._learned, self._asked_at, self._next_look = True, None, now + _LOOK_S
+            self.ended = self.ended or not recent
             if recent:
                 logger.info("promoting %d blocks before they are asked for", sum(map(len, recent)))
         elif self._asked_at is not None and now > self._asked_at + _PATIENCE_S:  # the store's process may be another

@@ -102,6 +102,17 @@ def fill(stack: Any, described: Described, name: str, chain: list[OffloadKey]) -
     stack.step()
 
 
+def two_contexts(
+    make_stack: MakeStack, tier: Callable[..., PersistentTier], keys: Keys, described: Described
+) -> tuple[list[OffloadKey], list[OffloadKey]]:
+    """Six blocks each, in a store that nobody has open; the second was used last."""
+    first, (old, new) = make_stack(16, tier), (keys(6), keys(6))
+    fill(first, described, "old", old)
+    fill(first, described, "new", new)
+    first.manager.shutdown()
+    return old, new
+
+
 def ask_for(backend: Backend, chain: list[OffloadKey]) -> WarmRequest:
     """As ``persistkv warm`` does, for the context that begins with this chain."""
     (space,) = backend.namespaces()
@@ -117,10 +128,7 @@ def test_a_restarted_stack_promotes_what_was_used_last(
     make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path, host: str
 ) -> None:
     tier = partial(PersistentTier, url=f"lmdb://{tmp_path}/store", host=host, max_age_s=0.01)
-    first, (old, new) = make_stack(16, tier), (keys(6), keys(6))
-    fill(first, described, "old", old)
-    fill(first, described, "new", new)
-    first.manager.shutdown()
+    old, new = two_contexts(make_stack, tier, keys, described)
 
     second = make_stack(16, tier, prewarm_share=0.5)
     deadline = time.monotonic() + 90
@@ -141,10 +149,7 @@ def test_what_was_asked_for_is_promoted_first(
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     tier = partial(PersistentTier, url=url, host="process", max_age_s=0.01)
-    first, (old, new) = make_stack(16, tier), (keys(6), keys(6))
-    fill(first, described, "old", old)
-    fill(first, described, "new", new)
-    first.manager.shutdown()
+    old, _ = two_contexts(make_stack, tier, keys, described)
     with closing(open_backend(url)) as backend:
         asked = ask_for(backend, old)
         second = make_stack(16, tier, prewarm_share=0.375)
@@ -167,10 +172,7 @@ def test_an_engine_that_runs_finds_what_is_asked_for(
     monkeypatch.setattr(prewarming_module, "_LOOK_S", 0.01)
     url = f"lmdb://{tmp_path}/store"
     tier = partial(PersistentTier, url=url, host="process", max_age_s=0.01)
-    first, (old, new) = make_stack(16, tier), (keys(6), keys(6))
-    fill(first, described, "old", old)
-    fill(first, described, "new", new)
-    first.manager.shutdown()
+    old, new = two_contexts(make_stack, tier, keys, described)
     second = make_stack(16, tier, prewarm_share=0.375)
     asking = described("asking", old)
     deadline = time.monotonic() + 90

@@ -3,6 +3,7 @@
 import struct
 
 import xxhash
+from hypothesis import strategies as st
 
 from persistkv.storage.codec import RawCodec
 from persistkv.storage.pack import (
@@ -11,6 +12,7 @@ from persistkv.storage.pack import (
     verify_frame,
 )
 from persistkv.storage.pack_writer import PackWriter
+from persistkv.testing.samples import sample_segment
 
 NAMESPACE = bytes(range(16))
 
@@ -50,3 +52,13 @@ def blocks_of(payload, table):
         first += frame.block_count
     assert first == len(keys)
     return blocks
+
+
+segments = st.builds(
+    sample_segment,
+    st.integers(0, 1 << 30),
+    group=st.integers(0, 3),
+    blocks=st.integers(1, 9),
+    block_bytes=st.sampled_from([1, 100, 4096, 300_000, (1 << 20) + 1]),
+    hash_bytes=st.sampled_from([8, 32]),
+)

@@ -24,16 +24,7 @@ from persistkv.storage.pack import (
 from persistkv.storage.pack_writer import ByteArray, PackWriter, Segment
 from persistkv.storage.rows import StagedBlocks
 from persistkv.testing.samples import ArraySource, sample_blocks, sample_keys, sample_pack, sample_segment
-from tests.storage.packs import NAMESPACE, blocks_of, write
-
-segments = st.builds(
-    sample_segment,
-    st.integers(0, 1 << 30),
-    group=st.integers(0, 3),
-    blocks=st.integers(1, 9),
-    block_bytes=st.sampled_from([1, 100, 4096, 300_000, (1 << 20) + 1]),
-    hash_bytes=st.sampled_from([8, 32]),
-)
+from tests.storage.packs import NAMESPACE, blocks_of, segments, write
 
 
 @settings(max_examples=40, deadline=None)

@@ -18,16 +18,6 @@ from persistkv.storage.pack import (
 from persistkv.testing.samples import sample_keys, sample_segment
 from tests.storage.packs import FRAME, HEADER, NAMESPACE, TRAILER, sealed, write
 
-segments = st.builds(
-    sample_segment,
-    st.integers(0, 1 << 30),
-    group=st.integers(0, 3),
-    blocks=st.integers(1, 9),
-    block_bytes=st.sampled_from([1, 100, 4096, 300_000, (1 << 20) + 1]),
-    hash_bytes=st.sampled_from([8, 32]),
-)
-
-
 REAL = [
     write(sample_segment(1, blocks=40, block_bytes=65_536))[1].encode(),
     write(sample_segment(1, blocks=2, hash_bytes=8), sample_segment(2, group=1, blocks=3), codec=ZstdCodec())[

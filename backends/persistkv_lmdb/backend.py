@@ -95,7 +95,7 @@ class LmdbBackend(Backend):
         path = _store_path(url.location)
         _prepare_directory(path, read_only)
         shared = sharing.acquire(path, options.capacity_bytes, options.placement, read_only=read_only)
-        shared.files.cached |= options.reads is Reads.CACHED
+        shared.files.reads_cached |= options.reads is Reads.CACHED
         return cls(shared, read_only=read_only, ttl_s=options.ttl_s)
 
     def namespaces(self) -> Iterator[Namespace]:

@@ -76,7 +76,7 @@ class SegmentFiles:
         """Whether a file may be missing after a power loss: its directory was not synced since it was made."""
         self._bounce = Bounce()
         self._direct = True
-        self.cached = False
+        self.reads_cached = False
         """Whether all is read through the page cache."""
 
     def grow(self, segment: int, before: int, pages: int) -> None:
@@ -178,8 +178,6 @@ class SegmentFiles:
         """Past the page cache; False: it is to be tried through it, one after the other."""
         first = neighbours[0].run
         buffers = [buffer for piece in neighbours for buffer in piece.buffers]
-        if not is_aligned(buffers):
-            return False
         try:
             descriptors = self._descriptors(first.segment)
         except FileNotFoundError:
@@ -231,7 +229,7 @@ class SegmentFiles:
 
     def _reads_direct(self, descriptors: _Descriptors, run: _Run) -> bool:
         in_pages = not run.length % PAGE_BYTES
-        return in_pages and not self.cached and not is_cached(descriptors.buffered, run.offset, run.length)
+        return in_pages and not self.reads_cached and not is_cached(descriptors.buffered, run.offset, run.length)
 
     def _try_direct(
         self,

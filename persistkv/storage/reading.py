@@ -118,10 +118,8 @@ def _by_pack(
 ) -> Iterable[tuple[HeldPack | None, Sequence[tuple[bytes, int]]]]:
     """Packs, and what is wanted of each; None has what no pack holds."""
     holders = [index.pack_of(key) for key, _ in wanted]
-    if holders.count(holders[0] if holders else None) == len(
-        wanted
-    ):  # the usual case: a context that was stored as one
-        return [(holders[0], list(wanted))] if holders else []
+    if holders and holders.count(holders[0]) == len(holders):  # the usual case: a context that was stored as one
+        return [(holders[0], list(wanted))]
     found: dict[HeldPack | None, list[tuple[bytes, int]]] = {}
     for pack, want in zip(holders, wanted, strict=True):
         found.setdefault(pack, []).append(want)

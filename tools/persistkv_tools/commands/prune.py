@@ -38,6 +38,12 @@ class Wanted(msgspec.Struct, frozen=True):
         return bool(chosen) or self.keep_size is not None
 
 
+_ONE_OF = (
+    "at least one of --request, --older-than, --label, --larger-than, --never-hit, --namespace, --keep-size,"
+    " --orphans and --compact"
+)
+
+
 def prune(
     url: Url,
     request: Annotated[
@@ -79,14 +85,8 @@ def prune(
         shared_packs,
     )
     if not (wanted.names_requests or orphans or compact):
-        raise ConfigurationError(
-            "prune",
-            url,
-            "at least one of --request, --older-than, --label, --larger-than, --never-hit, --namespace, --keep-size,"
-            " --orphans and --compact",
-        )
-    may_ask = sys.stdin.isatty() and not json
-    if not (dry_run or yes or may_ask):
+        raise ConfigurationError("prune", url, _ONE_OF)
+    if not (dry_run or yes or (sys.stdin.isatty() and not json)):
         raise ConfigurationError("prune", url, "--yes or --dry-run, where nobody can be asked")
     with opened(url) as backend:
         pruning = _chosen(backend, wanted)

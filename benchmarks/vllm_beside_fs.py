@@ -60,10 +60,10 @@ class Findings:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--contexts", type=int, default=8)
+    parser.add_argument("--contexts", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=2048, help="of a context")
     parser.add_argument("--rounds", type=int, default=3, help="restarts")
-    parser.add_argument("--turns", type=int, default=15, help="of prompts that nobody saw")
+    parser.add_argument("--turns", type=int, default=15, help="of prompts that nobody saw, of a quarter of the tokens")
     parser.add_argument("--new-tokens", type=int, default=64, help="in these turns")
     arguments = parser.parse_args()
     touch_memory(0.3)
@@ -106,7 +106,7 @@ def answer_new_prompts(engines: Field, found: Findings, arguments: argparse.Name
     contestants = {name: engines.start(name) for name in ALL}
     for number in range(arguments.turns + 1):
         for name in shuffled(number):
-            prompts = prompts_of(number + 1, 4, arguments.tokens // 2)
+            prompts = prompts_of(number + 1, 4, arguments.tokens // 4)
             first = contestants[name].turn(prompts[:2], arguments.new_tokens, settle=False)
             second = contestants[name].turn(prompts[2:], arguments.new_tokens)
             if number:

@@ -24,7 +24,9 @@ from persistkv_lmdb.space import Space, pages_of, read_extents
 _SEGMENT_BYTES = 1 << 30  # 1 GiB
 _MOST_SEGMENTS = 64
 """In a store so large that segments of 1 GiB would be more, they are larger: each takes two descriptors."""
-_STEP_BYTES = (1 << 16, 64 << 20)  # 64 KiB to 64 MiB: how much a file grows at a time, 1/16 of what there may be
+_STEPS = 16  # a file grows by 1/16 of what there is, or of what there may be where that is less,
+_STEP_BYTES = (1 << 20, 64 << 20)  # and that is 1 MiB to 64 MiB
+_LEAST_STEP_BYTES = 1 << 16  # 64 KiB: of a store that may have next to nothing
 
 
 class PayloadWriter(Protocol):
@@ -85,9 +87,8 @@ class ExtentPayloads:
     def _grow(self, pages: int) -> None:
         """Make room for so many pages side by side, or less where the limit or the disk says so."""
         most = self._limit // PAGE_BYTES
-        step = min(max(most // 16, _STEP_BYTES[0] // PAGE_BYTES), _STEP_BYTES[1] // PAGE_BYTES)
         full = max(_SEGMENT_BYTES // PAGE_BYTES, -(-most // _MOST_SEGMENTS))
-        wanted = min(max(step, pages), most - self._space.total)
+        wanted = min(max(self._step(most), pages), most - self._space.total)
         while wanted > 0:
             segment, held = self._with_room(full)
             count = min(wanted, full - held)
@@ -99,6 +100,12 @@ class ExtentPayloads:
                 return
             self._space.resize(segment, held, held + count)
             wanted -= count
+
+    def _step(self, most: int) -> int:
+        """Pages: few in a store that holds little, so that it takes little more than it holds."""
+        least, largest = (number // PAGE_BYTES for number in _STEP_BYTES)
+        step = min(max(self._space.total // _STEPS, least), largest, most // _STEPS)
+        return max(step, _LEAST_STEP_BYTES // PAGE_BYTES)
 
     def _with_room(self, full: int) -> tuple[int, int]:
         """The first segment that is not full, and its pages: one that was cut grows again before there are new ones."""

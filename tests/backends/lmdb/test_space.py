@@ -372,6 +372,16 @@ def test_what_a_killed_process_grew_is_cut_by_one_that_lives(open_store, path, i
     assert find_faults(backend._environment) == []
 
 
+def test_store_takes_little_more_than_it_holds(open_store, path, identity):
+    """However much it may have: files grow by 1/16 of what there is, and a pack has its bytes."""
+    backend = open_store("?capacity=64GiB")
+    namespace = backend.open_namespace(identity).id
+    for seed in range(24):
+        backend.commit(namespace, CommitBatch([sample_pack(namespace, seed, blocks=16, block_bytes=1 << 16)]))
+        assert segment_bytes(path) < (seed + 1) * (17 << 16) + (2 << 20)
+    assert find_faults(backend._environment) == []
+
+
 def test_segments_that_were_cut_grow_again(open_store, path, identity, monkeypatch):
     monkeypatch.setattr("persistkv_lmdb.payload._SEGMENT_BYTES", 1 << 20)
     backend = open_store("?capacity=64MiB")

@@ -60,10 +60,10 @@ class Findings:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--contexts", type=int, default=6)
+    parser.add_argument("--contexts", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=2048, help="of a context")
     parser.add_argument("--rounds", type=int, default=3, help="restarts")
-    parser.add_argument("--turns", type=int, default=15, help="of prompts that nobody saw, of a quarter of the tokens")
+    parser.add_argument("--turns", type=int, default=12, help="of prompts that nobody saw, of a quarter of the tokens")
     parser.add_argument("--new-tokens", type=int, default=64, help="in these turns")
     arguments = parser.parse_args()
     touch_memory(0.3)

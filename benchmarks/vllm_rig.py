@@ -2,11 +2,11 @@
 
 They are forks of one process in vLLM's own virtual environment, and take turns: one that nobody asks does nothing.
 
-What storing costs is a matter of how many bytes of KV an engine makes for its computing. The model has the shape of those
-that people serve (few KV heads, wide layers) and makes 17 KiB of KV for each GFLOP of a prompt: a Llama 3 8B makes 8.5
-(128 KiB for the 15 GFLOP of a token), a Llama 3.2 1B 13. Its weights are random, so its keys and values are normally
-distributed numbers: what the codec makes of them is no measure for what it makes of other numbers, though real KV that was
-tried became smaller by as much (``benchmarks.codecs``).
+What storing costs is a matter of how many bytes of KV an engine makes for its computing. The model has the shape of
+those that people serve (few KV heads, wide layers) and makes 17 KiB of KV for each GFLOP of a prompt: a Llama 3 8B
+makes 8.5 (128 KiB for the 15 GFLOP of a token), a Llama 3.2 1B 13. Its weights are random, so its keys and values are
+normally distributed numbers: what the codec makes of them is no measure for what it makes of others, though real KV
+that was tried became smaller by as much (``benchmarks.codecs``).
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,11 +34,15 @@ logger = logging.getLogger(__name__)
 
 
 class CPUCopyEngine(CopyEngine):
-    """One thread a direction; torch spreads large copies over its own threads."""
+    """One thread a direction, or none; torch spreads large copies over its own threads."""
 
-    def __init__(self, memory: KVMemory, direction: Direction) -> None:
+    def __init__(self, memory: KVMemory, direction: Direction, *, in_place: bool = False) -> None:
+        """:param in_place: a job is done when ``submit`` returns. Beside an engine that polls without a pause, a thread
+        may wait a thousand times as long for the GIL as its copy takes: whenever somebody lets go of it for a moment,
+        the wait for it begins anew.
+        """
         super().__init__(memory, direction)
-        self._thread = futures.ThreadPoolExecutor(1, f"persistkv-{direction.value}")
+        self._thread = _InPlace() if in_place else futures.ThreadPoolExecutor(1, f"persistkv-{direction.value}")
         self._jobs: deque[tuple[int, futures.Future[TransferResult]]] = deque()
         self._buffer: torch.Tensor | None = None
 
@@ -149,6 +154,13 @@ class CPUCopyEngine(CopyEngine):
             else:
                 _gather(rows, row_index, part)
                 _scatter(part, pages, page_index)
+
+
+class _InPlace(futures.Executor):
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
+        future: futures.Future[Any] = futures.Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
 
 
 Index = tuple[torch.Tensor, ...]

@@ -14,7 +14,7 @@ from persistkv.cpu.transfer import KVMemory, plan_copies
 
 
 class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """Copies on a thread a direction, in the order of submission.
+    """Copies at once, in the step that asks for it: the engine computes on the same processors.
 
     :param kv_caches: vLLM's ``CanonicalKVCaches``, in CPU memory.
     :param rows: for each tensor of them, its part of the rows: int8, shape (chunks, blocks_per_chunk * page bytes).
@@ -28,8 +28,8 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is no
         )
         self._kv_caches = kv_caches
         self._memory: KVMemory | None = KVMemory(pages, tuple(rows), blocks_per_chunk)
-        self._stores = CPUCopyEngine(self._memory, Direction.STORE)
-        self._loads = CPUCopyEngine(self._memory, Direction.LOAD)
+        self._stores = CPUCopyEngine(self._memory, Direction.STORE, in_place=True)
+        self._loads = CPUCopyEngine(self._memory, Direction.LOAD, in_place=True)
         self._release = release
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:

@@ -5,6 +5,9 @@ of secondary tiers. Both sides are polled by the same loop in the process that o
 they take turns in changing order. Before each load the page cache is dropped for both. **vLLM's store is not synced,
 ours is**: what it takes until its files are synced, too, is shown apart. Its lookup, which asks the disk, is not in the
 figures.
+
+Processor time is that of the tier's own threads or process; the thread that submits and polls is left out on both
+sides, and so is what the kernel takes to write vLLM's files from its page cache.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from persistkv_tools.rig import Rig, fresh_keys
 JOB_BYTES = 32 << 20  # 32 MiB
 TARGETS = {(64 << 10, "store"): 3.0, (64 << 10, "load"): 3.0, (2 << 20, "store"): 1.5, (2 << 20, "load"): 1.2}
 WARM_UP = 2  # rounds that are not counted
+STORE_CPU, LOAD_CPU = "processor, store", "processor, load"
 
 Seconds = dict[tuple[str, str, bool], list[float]]
 """By contender, operation, and whether the scheduler was busy."""
@@ -49,8 +53,8 @@ class Contender(ABC):
         """Seconds, by the names of operations."""
 
     @abstractmethod
-    def load(self, busy: bool) -> float:
-        """Seconds to load what was stored last, after the page cache was dropped."""
+    def load(self, busy: bool) -> dict[str, float]:
+        """The same for loading what was stored last, after the page cache was dropped."""
 
     @abstractmethod
     def close(self) -> None:
@@ -76,26 +80,40 @@ class Ours(Contender):
 
     def store(self, busy: bool) -> dict[str, float]:
         self._keys = fresh_keys(len(self._source))
-        begin = time.perf_counter()
+        cpu, begin = self._cpu(), time.perf_counter()
         self._client.submit_store(1, "request", self._keys, self._source, range(len(self._keys)), JOB_BYTES)
         Scheduler(busy).run(self._ended)
         while not self._client.contains(self._keys[-1]):  # told with the end of the job, or a moment later
             self._client.poll()
-        return {"store": time.perf_counter() - begin}
+        return {"store": time.perf_counter() - begin, STORE_CPU: self._cpu() - cpu}
 
-    def load(self, busy: bool) -> float:
+    def load(self, busy: bool) -> dict[str, float]:
         self._client.close()  # its process maps the pages that are to be dropped
         drop_page_cache([self.path])
         self._client = self._open()
         half = len(self._source)
         self._rig.rows[half:] = 0
-        begin = time.perf_counter()
+        cpu, begin = self._cpu(), time.perf_counter()
         self._client.submit_load(2, self._keys, self._target)
         Scheduler(busy).run(self._ended)
         seconds = time.perf_counter() - begin
         if not np.array_equal(self._rig.rows[half:], self._rig.rows[:half]):
             raise RuntimeError("what was loaded is not what was stored")
-        return seconds
+        return {"load": seconds, LOAD_CPU: self._cpu() - cpu}
+
+    def _cpu(self) -> float:
+        """Seconds of the store's process, once it has come to rest."""
+        seconds = -1.0
+        while (now := self._cpu_now()) > seconds + 0.001:
+            seconds = now
+            time.sleep(0.02)
+        return now
+
+    def _cpu_now(self) -> float:
+        totals = self._client.stats().host
+        if totals is None:
+            raise RuntimeError("the store does not answer")
+        return totals.cpu_seconds
 
     def _ended(self) -> bool:
         outcomes = self._client.poll()
@@ -145,11 +163,12 @@ class VllmFs(Contender):
 
     def store(self, busy: bool) -> dict[str, float]:
         answer = self._ask(store=True, busy=busy)
-        return {"store": answer["seconds"], "store and sync": answer["synced"]}
+        return {"store": answer["seconds"], "store and sync": answer["synced"], STORE_CPU: answer["cpu"]}
 
-    def load(self, busy: bool) -> float:
+    def load(self, busy: bool) -> dict[str, float]:
         drop_page_cache([self.path])
-        return self._ask(store=False, busy=busy)["seconds"]
+        answer = self._ask(store=False, busy=busy)
+        return {"load": answer["seconds"], LOAD_CPU: answer["cpu"]}
 
     def close(self) -> None:
         self._process.communicate(timeout=60)
@@ -191,8 +210,7 @@ def measure(count: int, directory: Path, arguments: argparse.Namespace) -> Secon
     for run in range(arguments.runs + WARM_UP):
         for busy in (False, True):
             for name in random.Random(run).sample(list(contenders), len(contenders)):
-                taken = contenders[name].store(busy)
-                taken["load"] = contenders[name].load(busy)
+                taken = contenders[name].store(busy) | contenders[name].load(busy)
                 if run >= WARM_UP:
                     for operation, value in taken.items():
                         seconds[name, operation, busy].append(value)
@@ -233,7 +251,18 @@ def table(count: int, seconds: Seconds, arguments: argparse.Namespace) -> list[l
                             "" if target is None else f">= {target}: {met}",
                         ]
                     )
+            rows += [cpu_row(count, operation, seconds, options, threads) for operation in (STORE_CPU, LOAD_CPU)]
     return rows
+
+
+def cpu_row(count: int, operation: str, seconds: Seconds, options: str, threads: int) -> list[str]:
+    """Processor time a gigabyte, with the scheduler idle."""
+    ours, theirs = (
+        statistics.mean(seconds[name, operation, False]) / (JOB_BYTES / 1e9)
+        for name in (our_name(options), fs_name(threads))
+    )
+    what = f"{count} x {JOB_BYTES // count >> 10} KiB: {operation} ({our_name(options)}; {fs_name(threads)})"
+    return [what, f"{ours:.2f} s/GB", f"{theirs:.2f} s/GB", f"{theirs / ours:.2f}", ""]
 
 
 if __name__ == "__main__":

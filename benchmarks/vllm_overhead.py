@@ -38,8 +38,8 @@ def main() -> None:
             if pair >= WARM_UP:
                 alone.append(taken[ALONE][0])
                 ours.append(taken[OURS][0])
-                cpu.append(taken[OURS][1] - taken[ALONE][1])
-        stored = contestants[OURS].stored_bytes() / (arguments.pairs + WARM_UP) / 1e9
+                cpu.append(taken[OURS][1] / taken[ALONE][1] - 1)
+        stored = contestants[OURS].stored_bytes() / (arguments.pairs + WARM_UP) / 1e6
         for contestant in contestants.values():
             contestant.close()
     report(alone, ours, cpu, stored, arguments)
@@ -57,11 +57,12 @@ def turn(contestant: Contestant, pair: int, arguments: argparse.Namespace) -> tu
 
 
 def report(
-    alone: list[float], ours: list[float], cpu: list[float], gigabytes: float, arguments: argparse.Namespace
+    alone: list[float], ours: list[float], cpu: list[float], megabytes: float, arguments: argparse.Namespace
 ) -> None:
     """Print the table.
 
-    :param gigabytes: stored in one turn.
+    :param cpu: by how much more processor time the turn with persistkv took than the other one, as a share of it.
+    :param megabytes: stored in one turn.
     """
     slowdowns = [mine / theirs - 1 for mine, theirs in zip(ours, alone, strict=True)]
     low, high = median_interval(slowdowns)
@@ -77,8 +78,9 @@ def report(
             ["generated tokens/s, persistkv", f"{rate(ours, requests, arguments):.1f}", ""],
             ["slow-down, median", f"{statistics.median(slowdowns):+.2%}", ""],
             ["slow-down, 95 % interval", f"{low:+.2%} to {high:+.2%}", f"upper end ≤ {MAX_SLOWDOWN:.0%}: {verdict}"],
-            ["KV stored in one turn", f"{gigabytes:.2f} GB", ""],
-            ["processor, all processes", f"{statistics.median(cpu) / gigabytes:.2f} s/GB more", ""],
+            ["KV stored in one turn", f"{megabytes:.0f} MB", ""],
+            ["processor, all processes, more", f"{statistics.median(cpu):+.2%}", ""],
+            ["the same, 95 % interval", "{:+.2%} to {:+.2%}".format(*median_interval(cpu)), ""],
         ],
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -96,6 +97,17 @@ def test_calls_do_not_grow_with_pages() -> None:
     assert calls == ["index_select", "index_select", "index_select", "index_copy_"]
 
 
+def test_in_place_a_job_is_done_when_it_was_submitted() -> None:
+    memory = make_memory()
+    engine = CPUCopyEngine(memory, Direction.STORE, in_place=True)
+    threads = threading.active_count()
+    engine.submit(7, [PageCopies(0, PAGE, np.array([4, 2]), np.array([0, 9]))])
+    assert [(result.job_id, result.num_bytes) for result in engine.finished()] == [(7, 2 * PAGE)]
+    assert torch.equal(memory.rows[0].reshape(-1, PAGE)[[0, 9]], memory.pages[0][[4, 2]])
+    assert threading.active_count() == threads
+    engine.drain()
+
+
 @pytest.mark.parametrize("page", [16, (8 << 15) - 8, 8 << 15])
 def test_pages_of_any_size(page: int) -> None:
     pages = torch.randint(-128, 128, (5, page), dtype=torch.int8, generator=torch.Generator().manual_seed(1))
@@ -107,9 +119,10 @@ def test_pages_of_any_size(page: int) -> None:
     assert torch.equal(memory.rows[0][1:], pages[[4, 1, 3, 0, 2]])
 
 
-def test_a_failure_is_reported_and_the_next_job_runs(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_failure_is_reported_and_the_next_job_runs(in_place: bool, caplog: pytest.LogCaptureFixture) -> None:
     memory = make_memory()
-    engine = CPUCopyEngine(memory, Direction.STORE)
+    engine = CPUCopyEngine(memory, Direction.STORE, in_place=in_place)
     engine.submit(1, [PageCopies(0, PAGE, np.array([NUM_BLOCKS + 1]), np.array([0]))])
     engine.submit(2, [PageCopies(0, PAGE, np.array([1]), np.array([0]))])
     engine.wait({1, 2})

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from persistkv.errors import ConfigurationError
 from tests.integrations.vllm.conftest import stored_contexts
 from tests.integrations.vllm.offloading import offloading_config
 
@@ -32,9 +33,9 @@ def make_tier(rows, url, monkeypatch):
     monkeypatch.setattr(module, "engine_identity", lambda *_, **__: {"test": 1})
     built = []
 
-    def make(**options):
+    def make(*, url=url, **options):
         spec = SimpleNamespace(config=offloading_config(STRIDE, CHUNK), blocks_per_chunk=1)
-        built.append(module.PersistKVTier(spec, memoryview(rows), "persistkv", **{"url": url, **options}))
+        built.append(module.PersistKVTier(spec, memoryview(rows), "persistkv", url=url, **options))
         return built[-1]
 
     yield make
@@ -78,6 +79,24 @@ def store(tier, keys, context):
     (result,) = results_of(tier)
     tier.drain_jobs()
     return result
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("codec", "gzip"),
+        ("durability", "never"),
+        ("io_threads", 0),
+        ("queue_bytes", "much"),
+        ("staging_bytes", "1KiB"),
+        ("capacity", "1 horse"),
+        ("ttl", "soon"),
+    ],
+)
+def test_an_option_of_the_store_that_is_wrong_is_named(make_tier, tmp_path, option, value):
+    with pytest.raises(ConfigurationError) as caught:
+        make_tier(url=f"lmdb://{tmp_path}/other", **{option: value})
+    assert option in caught.value.field
 
 
 def test_what_was_stored_is_loaded_and_events_tell_of_it(make_tier, rows):

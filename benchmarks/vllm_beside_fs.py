@@ -4,8 +4,8 @@
 2. Engines start anew, page caches dropped, and answer these contexts: time to first token, beside an engine that
    computes.
 3. Engines answer prompts that nobody saw: generated tokens per second while stores are in flight, and processor time
-   beyond that of an engine with the CPU tier alone. (Per GB: ``benchmarks.vllm_fs``. An engine computes for 30 s to
-   make a tenth of one, and never takes the same time twice.)
+   beyond that of an engine with the CPU tier alone. (Per GB: ``benchmarks.vllm_fs``. An engine computes for minutes to
+   make one, and never takes the same time twice.)
 4. Bits of both stores are flipped, engines start anew, and their answers are compared with those of before.
 
 vLLM's store is not synced, persistkv's is.

@@ -24,9 +24,9 @@ from persistkv_lmdb.space import Space, pages_of, read_extents
 _SEGMENT_BYTES = 1 << 30  # 1 GiB
 _MOST_SEGMENTS = 64
 """In a store so large that segments of 1 GiB would be more, they are larger: each takes two descriptors."""
-_STEPS = 16  # a file grows by 1/16 of what there is, or of what there may be where that is less,
-_STEP_BYTES = (1 << 20, 64 << 20)  # and that is 1 MiB to 64 MiB
-_LEAST_STEP_BYTES = 1 << 16  # 64 KiB: of a store that may have next to nothing
+_STEPS = 16  # a file grows by 1/16 of what there is, and by no more than 1/16 of what there may be
+_STEP_BYTES = (1 << 20, 64 << 20)  # 1 MiB to 64 MiB: the least and the most of what there is
+_LEAST_STEP_BYTES = 1 << 16  # 64 KiB: where there may be next to nothing
 
 
 class PayloadWriter(Protocol):

@@ -25,8 +25,8 @@ _SEGMENT_BYTES = 1 << 30  # 1 GiB
 _MOST_SEGMENTS = 64
 """In a store so large that segments of 1 GiB would be more, they are larger: each takes two descriptors."""
 _STEPS = 16  # a file grows by 1/16 of what there is, and by no more than 1/16 of what there may be
-_STEP_BYTES = (1 << 20, 64 << 20)  # 1 MiB to 64 MiB: the least and the most of what there is
-_LEAST_STEP_BYTES = 1 << 16  # 64 KiB: where there may be next to nothing
+_STEP_BYTES = (1 << 20, 64 << 20)  # 1 MiB to 64 MiB: the least and the most of a step
+_LEAST_STEP_BYTES = 1 << 16  # 64 KiB: where all that there may be is less than 16 MiB
 
 
 class PayloadWriter(Protocol):

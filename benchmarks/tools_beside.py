@@ -1,20 +1,27 @@
 """What the commands cost an engine that stores at full rate, and whether they work beside it.
 
-A store that is full takes jobs of 32 MiB back to back, so that it evicts all the time. Periods with a command beside
-it, run again and again, take turns with periods without; the figure is the throughput with, over the mean of the
-periods without before and after. A command that ends with an error ends the measurement.
+A store that is full takes jobs of 32 MiB back to back, so that it evicts all the time. Short periods with a command
+beside it take turns with periods without; the figure is the median of the throughput with, over the mean of the periods
+without right before and after. The command is started every so many seconds (``--every-s``), as by somebody who watches
+a store, or, with 0, as soon as it has ended. What a period cuts short is interrupted (Ctrl-C); behind the periods each
+command is run once more, to its end, beside the engine. One that fails ends the measurement.
+
+``computing`` is no command: a process that asks for nothing but a processor, of the lowest class that there is. What
+that costs the engine is what any work beside it costs on this machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from benchmarks.rig import median_interval, show, touch_memory
 from persistkv.config import parse_size
@@ -26,19 +33,28 @@ from persistkv_tools.rig import Job, fresh_keys
 JOB_BYTES = 32 << 20  # 32 MiB
 BLOCK_BYTES = 64 << 10  # 64 KiB
 TARGET = 0.05
+INTERRUPTED = 130  # the exit code
+_NAP_S = 0.01
+_STARTED_S = 2.0
+PERSISTKV = (sys.executable, "-m", "persistkv_tools")
+COMPUTING = "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nfor _ in range(10**8): pass"
+URL = "URL"
 COMMANDS = {
-    "ls": ("ls",),
-    "stat": ("stat",),
-    "verify": ("verify", "--rate", "100MiB"),
-    "prune": ("prune", "--older-than", "1d", "--yes"),
+    "ls": (*PERSISTKV, "ls", URL),
+    "stat": (*PERSISTKV, "stat", URL),
+    "verify": (*PERSISTKV, "verify", URL),
+    "prune": (*PERSISTKV, "prune", URL, "--older-than", "1d", "--yes"),
+    "computing": (sys.executable, "-c", COMPUTING),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--period-s", type=float, default=10.0)
-    parser.add_argument("--rounds", type=int, default=9, help="periods with each command")
-    parser.add_argument("--capacity", default="4GiB")
+    parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=list(COMMANDS))
+    parser.add_argument("--period-s", type=float, default=4.5)
+    parser.add_argument("--rounds", type=int, default=6, help="periods with each command")
+    parser.add_argument("--every-s", type=float, default=5.0, help="between two starts of a command")
+    parser.add_argument("--capacity", default="1GiB")
     parser.add_argument("--directory", help="on the disk to be measured; a temporary directory by default")
     arguments = parser.parse_args()
     touch_memory(0.4)
@@ -47,22 +63,44 @@ def main() -> None:
         url = f"lmdb://{directory}/store?capacity={arguments.capacity}"
         engine = Engine(url)
         engine.fill(2 * parse_size(arguments.capacity, name="--capacity"))
-        for name, command in COMMANDS.items():
-            ratios, runs = [], 0
-            before = engine.rate(arguments.period_s)
-            for _ in range(arguments.rounds):
-                with beside([command[0], url, *command[1:]]) as counted:
-                    during = engine.rate(arguments.period_s)
-                after = engine.rate(arguments.period_s)
-                ratios.append(during / ((before + after) / 2))
-                before, runs = after, runs + counted[0]
-            low, high = median_interval(ratios)
-            slowed = 1 - sorted(ratios)[len(ratios) // 2]
-            verdict = f"<= {TARGET:.0%}: {'yes' if slowed <= TARGET else 'NO'}"
-            rows.append([name, f"{slowed:+.1%}", f"{1 - high:+.1%} to {1 - low:+.1%}", verdict, f"{runs}"])
+        for name in arguments.commands:
+            command = Command([url if word == URL else word for word in COMMANDS[name]], arguments.every_s)
+            slowed = measure(engine, command, arguments.rounds, arguments.period_s)
+            whole_s = run_whole(engine, command)
+            rows.append([*row(name, slowed), str(command.begun), f"{whole_s:.1f} s"])
         engine.close()
-    columns = ["command", "slower by", "95 %", "target", "runs"]
+    columns = ["command", "slower by", "95 %", f"<= {TARGET:.0%}", "runs", "a whole run"]
     show("An engine that stores at full rate, beside a command", columns, rows)
+
+
+def measure(engine: Engine, command: Command, rounds: int, period_s: float) -> list[float]:
+    """By which share the engine was slower in each period with the command."""
+    slowed = []
+    before = engine.rate(period_s)
+    for _ in range(rounds):
+        with command.again_and_again():
+            during = engine.rate(period_s)
+        after = engine.rate(period_s)
+        slowed.append(1 - during / ((before + after) / 2))
+        before = after
+    return slowed
+
+
+def run_whole(engine: Engine, command: Command) -> float:
+    """Seconds that the command takes, to its end, beside the engine."""
+    begin = time.perf_counter()
+    process = command.start()
+    while process.poll() is None:
+        engine.rate(0.0)
+    command.check(process)
+    return time.perf_counter() - begin
+
+
+def row(name: str, slowed: Sequence[float]) -> list[str]:
+    """A command's figures."""
+    median = statistics.median(slowed)
+    low, high = median_interval(slowed)
+    return [name, f"{median:+.1%}", f"{low:+.1%} to {high:+.1%}", "yes" if median <= TARGET else "NO"]
 
 
 class Engine:
@@ -80,10 +118,10 @@ class Engine:
             self._store()
 
     def rate(self, seconds: float) -> float:
-        """Bytes per second over so long."""
+        """Bytes per second over so long, one job at least."""
         begin = time.perf_counter()
         stored = 0
-        while time.perf_counter() - begin < seconds:
+        while not stored or time.perf_counter() - begin < seconds:
             self._store()
             stored += JOB_BYTES
         return stored / (time.perf_counter() - begin)
@@ -100,32 +138,76 @@ class Engine:
         self._client.close()
 
 
-@contextmanager
-def beside(arguments: list[str]) -> Iterator[list[int]]:
-    """Run a command again and again while the block runs; how often it ended, once the block is over.
+class Command:
+    """A command line, run as a user does, a process each.
 
-    :raises RuntimeError: it ended with an error.
+    :param arguments: the command first.
+    :param every_s: between two starts; 0: the next begins as soon as one has ended.
     """
-    stop, counted, failed = threading.Event(), [0], []
 
-    def run() -> None:
-        while not stop.is_set():
-            command = [sys.executable, "-m", "persistkv_tools", *arguments]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode or "Traceback" in done.stderr:
-                failed.append(f"{' '.join(arguments)} ended with {done.returncode}: {done.stdout}{done.stderr}")
-                return
-            counted[0] += 1
+    def __init__(self, arguments: list[str], every_s: float) -> None:
+        self.begun = 0
+        """Runs."""
+        self._arguments = arguments
+        self._every_s = every_s
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield counted
-    finally:
-        stop.set()
-        thread.join()
-    if failed:
-        raise RuntimeError(failed[0])
+    @contextmanager
+    def again_and_again(self) -> Iterator[None]:
+        """Run it while the block runs; what runs then still is interrupted.
+
+        :raises RuntimeError: it ended with an error.
+        """
+        stop, failed = threading.Event(), []
+
+        def run() -> None:
+            try:
+                while not stop.is_set():
+                    self._run_until(stop)
+            except RuntimeError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+        for error in failed:
+            raise error
+
+    def _run_until(self, stop: threading.Event) -> None:
+        due = time.monotonic() + self._every_s
+        process = self.start()
+        while process.poll() is None:
+            if stop.wait(_NAP_S):
+                with suppress(subprocess.TimeoutExpired):  # Python itself says something where it is interrupted early
+                    process.wait(_STARTED_S)
+                process.send_signal(signal.SIGINT)
+                break
+        self.check(process)
+        stop.wait(max(0.0, due - time.monotonic()))
+
+    def start(self) -> subprocess.Popen[str]:
+        """A process that runs it."""
+        self.begun += 1
+        return subprocess.Popen(
+            self._arguments,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+        )
+
+    def check(self, process: subprocess.Popen[str]) -> None:
+        """Wait for its end.
+
+        :raises RuntimeError: it is one with an error.
+        """
+        said, complained = process.communicate()
+        ends = (0, INTERRUPTED, -signal.SIGINT)
+        if process.returncode not in ends or (process.returncode == 0 and "Traceback" in complained):
+            raise RuntimeError(f"{' '.join(self._arguments)} ended with {process.returncode}: {said}{complained}")
 
 
 if __name__ == "__main__":

@@ -7,18 +7,16 @@ in 7 ms from huge ones, and read in 33 and 13 ms.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
+from persistkv import libc
+
 HUGE_PAGE_BYTES = 2 << 20  # 2 MiB, on x86-64, and on AArch64 with small pages of 4 KiB
 
-_MADV_COLLAPSE = 25  # Linux 6.1; the mmap module does not know it
-_MAP_FIXED = 0x10
-_MAP_FAILED = ctypes.c_void_p(-1).value
 _STEP_BYTES = 16 << 20  # 16 MiB: 10 ms
 _MAX_THREADS = 8
 
@@ -55,29 +53,19 @@ def huge_memory(num_bytes: int) -> mmap.mmap:
 
 
 def _collapse(step: tuple[int, int]) -> bool:
-    return not _libc().madvise(*step, _MADV_COLLAPSE)
+    return not libc.madvise(*step, libc.MADV_COLLAPSE)
 
 
 @contextmanager
 def _mapped(fd: int, num_bytes: int) -> Iterator[int]:
     """Where the file is mapped, at a multiple of a huge page, which ``mmap.mmap`` does not see to; 0: it cannot be."""
-    libc, reserved = _libc(), num_bytes + HUGE_PAGE_BYTES
-    somewhere = libc.mmap(None, reserved, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    if somewhere == _MAP_FAILED:
+    reserved = num_bytes + HUGE_PAGE_BYTES
+    somewhere = libc.reserve(reserved)
+    if not somewhere:
         yield 0
         return
     address = -(-somewhere // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
     try:
-        yield address if num_bytes and libc.mmap(address, num_bytes, access, flags, fd, 0) == address else 0
+        yield address if num_bytes and libc.map_at(address, num_bytes, fd) else 0
     finally:
-        libc.munmap(somewhere, reserved)
-
-
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return libc
+        libc.unmap(somewhere, reserved)

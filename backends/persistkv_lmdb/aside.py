@@ -38,14 +38,13 @@ def move_aside(directory: Path) -> tuple[Path, int, list[str]]:
     return target, size, earlier
 
 
-def found_aside(directory: Path) -> tuple[list[Path], int]:
-    """What was moved aside and is still there, and the bytes that it takes on disk; as far as it can be looked at."""
-    found = sorted(entry for entry in directory.glob(f"{PREFIX}*") if entry.is_dir())
-    size = 0
-    for entry in found:
+def found_aside(directory: Path) -> dict[Path, int]:
+    """What was moved aside and is still there, each with the bytes that it takes on disk."""
+    found = {}
+    for entry in sorted(entry for entry in directory.glob(f"{PREFIX}*") if entry.is_dir()):
         with suppress(OSError):  # it is deleted just now
-            size += _size(entry)
-    return found, size
+            found[entry] = _size(entry)
+    return found
 
 
 def _size(path: Path) -> int:

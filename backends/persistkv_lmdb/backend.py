@@ -43,7 +43,6 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import ManifestKeys, RequestManifest, decode_manifest, decode_manifest_keys
 from persistkv.storage.pack import ID_BYTES, PackTable, table_lengths
 from persistkv_lmdb import sharing
-from persistkv_lmdb.aside import found_aside
 from persistkv_lmdb.commit import manifests_of
 from persistkv_lmdb.committing import Committing
 from persistkv_lmdb.compacting import Compactor
@@ -82,12 +81,15 @@ class LmdbBackend(Backend):
     capabilities = Capabilities(placements=tuple(placement.value for placement in Placement), shows_status=True)
     status_interval_s = 2.0
 
-    def __init__(self, shared: Environment, *, read_only: bool, ttl_s: float | None = None) -> None:
+    def __init__(
+        self, shared: Environment, *, read_only: bool, ttl_s: float | None = None, reads: Reads = Reads.DIRECT
+    ) -> None:
         self._shared: Environment | None = shared
         self._path = shared.path
         self._read_only = read_only
         self.capabilities = replace(type(self).capabilities, writable=not read_only)
         self._ttl_s = ttl_s
+        self._cached = reads is Reads.CACHED
 
     @classmethod
     def open(cls, url: StoreUrl, *, read_only: bool = False) -> LmdbBackend:
@@ -95,8 +97,7 @@ class LmdbBackend(Backend):
         path = _store_path(url.location)
         _prepare_directory(path, read_only)
         shared = sharing.acquire(path, options.capacity_bytes, options.placement, read_only=read_only)
-        shared.files.reads_cached |= options.reads is Reads.CACHED
-        return cls(shared, read_only=read_only, ttl_s=options.ttl_s)
+        return cls(shared, read_only=read_only, ttl_s=options.ttl_s, reads=options.reads)
 
     def namespaces(self) -> Iterator[Namespace]:
         with self._environment.transaction() as transaction:
@@ -150,7 +151,7 @@ class LmdbBackend(Backend):
         with shared.transaction() as transaction:
             names = [namespace + span.pack_id for span in spans]
             return [
-                read_payload(transaction, shared.files, name, span.offset, span.buffers)
+                read_payload(transaction, shared.files, name, span.offset, span.buffers, cached=self._cached)
                 for name, span in zip(names, spans, strict=True)
             ]
 
@@ -209,7 +210,7 @@ class LmdbBackend(Backend):
     def stats(self) -> BackendStats:
         with self._environment.transaction() as transaction:
             states = [NamespaceState.decode(row) for _, row in rows(transaction, transaction.db.states, b"")]
-        aside, aside_bytes = found_aside(self._environment.path)
+        aside = {path: size for path, size in self._environment.aside.items() if path.exists()}
         return BackendStats(
             packs=sum(state.packs for state in states),
             blocks=sum(state.blocks for state in states),
@@ -219,7 +220,7 @@ class LmdbBackend(Backend):
             disk_bytes=self._environment.disk_bytes(),
             capacity=self._environment.capacity,
             aside=tuple(map(str, aside)),
-            aside_bytes=aside_bytes,
+            aside_bytes=sum(aside.values()),
         )
 
     def free_space(self) -> FreeSpace:

@@ -20,6 +20,7 @@ import lmdb
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import ConfigurationError, CorruptStoreError, StoreBusyError, StoreError, StoreFullError
 from persistkv.storage.pack import align
+from persistkv_lmdb.aside import found_aside
 from persistkv_lmdb.errors import free_disk_bytes, translated, translated_at_open
 from persistkv_lmdb.gate import Gate
 from persistkv_lmdb.guard import FILE_NAME as GUARD_FILE
@@ -91,6 +92,8 @@ class Environment:
             self.check_placement(placement)
             if not read_only:
                 self.set_capacity(capacity or self.capacity)
+            self.aside = found_aside(path)
+            """What was moved aside when this was opened, or before, with the bytes that it takes."""
         except BaseException:
             self.close()
             raise
@@ -245,6 +248,7 @@ class Environment:
         with self._gate.alone():
             self.files.make_writable()
             self._guard, self.read_only = guard, False
+        self.aside = found_aside(self.path)
 
     def committed(self) -> None:
         """A batch was committed: the store can be written (see ``guard``)."""

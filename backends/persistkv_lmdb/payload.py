@@ -189,13 +189,22 @@ def payload_bound(pack: PackWriter) -> int:
 
 
 def read_payload(
-    transaction: Transaction, files: SegmentFiles, name: bytes, offset: int, buffers: Sequence[memoryview]
+    transaction: Transaction,
+    files: SegmentFiles,
+    name: bytes,
+    offset: int,
+    buffers: Sequence[memoryview],
+    *,
+    cached: bool = False,
 ) -> bool:
-    """Fill ``buffers`` from ``offset`` on, from wherever the payload lies; False: not all of that is there."""
+    """Fill ``buffers`` from ``offset`` on, from wherever the payload lies; False: not all of that is there.
+
+    :param cached: through the page cache, whatever it holds.
+    """
     extents = read_extents(transaction, name)
     if extents is None:
         return read_pieces(transaction, name, offset, buffers)
-    return files.read(extents, offset, buffers)
+    return files.read(extents, offset, buffers, cached=cached)
 
 
 def scan_payloads(

@@ -76,8 +76,6 @@ class SegmentFiles:
         """Whether a file may be missing after a power loss: its directory was not synced since it was made."""
         self._bounce = Bounce()
         self._direct = True
-        self.reads_cached = False
-        """Whether all is read through the page cache."""
 
     def grow(self, segment: int, before: int, pages: int) -> None:
         """Make a file so many pages long, with space for all of them.
@@ -144,16 +142,19 @@ class SegmentFiles:
                 self._sync_names()
                 self._unnamed = False
 
-    def read(self, extents: Sequence[Extent], offset: int, buffers: Sequence[memoryview]) -> bool:
+    def read(
+        self, extents: Sequence[Extent], offset: int, buffers: Sequence[memoryview], *, cached: bool = False
+    ) -> bool:
         """Fill ``buffers`` from a payload's ``offset`` on; False: not all of that is there.
 
+        :param cached: through the page cache, whatever it holds.
         :raises StoreError: the disk failed.
         """
         rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
         length = sum(map(len, rest))
         with translated_io(self._path):
             for run in _runs(extents, offset, length):
-                if not self._read(run, rest if run.length == length else front(rest, run.length)):
+                if not self._read(run, rest if run.length == length else front(rest, run.length), cached=cached):
                     return False
                 rest = behind(rest, run.length)
         return not rest
@@ -217,19 +218,16 @@ class SegmentFiles:
         if not self._try_direct(write_direct, descriptors, buffers, run.offset):
             write_all(descriptors.buffered, buffers, run.offset)
 
-    def _read(self, run: _Run, buffers: Sequence[memoryview]) -> bool:
+    def _read(self, run: _Run, buffers: Sequence[memoryview], *, cached: bool = False) -> bool:
         """Past the page cache, straight into rows, unless it holds all of it already."""
         try:
             descriptors = self._descriptors(run.segment)
         except FileNotFoundError:
             return False
-        if self._reads_direct(descriptors, run) and self._try_direct(read_direct, descriptors, buffers, run.offset):
+        direct = not cached and _past_the_cache(descriptors, run)
+        if direct and self._try_direct(read_direct, descriptors, buffers, run.offset):
             return True
         return read_all(descriptors.buffered, buffers, run.offset)
-
-    def _reads_direct(self, descriptors: _Descriptors, run: _Run) -> bool:
-        in_pages = not run.length % PAGE_BYTES
-        return in_pages and not self.reads_cached and not is_cached(descriptors.buffered, run.offset, run.length)
 
     def _try_direct(
         self,
@@ -300,6 +298,10 @@ class SegmentFiles:
         finally:
             os.close(directory)
         return [int(name[:8]) for name in names if name[8:] == ".seg" and name[:8].isdecimal()]
+
+
+def _past_the_cache(descriptors: _Descriptors, run: _Run) -> bool:
+    return not run.length % PAGE_BYTES and not is_cached(descriptors.buffered, run.offset, run.length)
 
 
 def _runs(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_Run]:

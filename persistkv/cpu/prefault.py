@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import mmap
@@ -13,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not know it
+from persistkv.libc import MADV_POPULATE_WRITE, madvise
+
 _CHUNK_BYTES = 64 << 20  # 64 MiB, what one thread takes at a time
 _MAX_THREADS = 16
 
@@ -80,12 +80,9 @@ def _covered(chunks: list[Spans]) -> int:
 
 def _populate(address: int, spans: Spans) -> int:
     """0, or the errno of the first span that the kernel refused."""
-    # Through ctypes because mmap.madvise holds the GIL, and would run one chunk after the other.
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     for begin, end in spans:
-        if madvise(address + begin, end - begin, _MADV_POPULATE_WRITE):
-            return ctypes.get_errno()
+        if problem := madvise(address + begin, end - begin, MADV_POPULATE_WRITE):
+            return problem
     return 0
 
 

@@ -41,7 +41,7 @@ def test_everything(memory: memoryview) -> None:
 @pytest.mark.parametrize("supported", [True, False])
 def test_no_byte_changes(memory: memoryview, supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not supported:
-        monkeypatch.setattr(module, "_MADV_POPULATE_WRITE", 9999)
+        monkeypatch.setattr(module, "MADV_POPULATE_WRITE", 9999)
     content = np.random.default_rng(0).integers(0, 256, len(memory), np.uint8)
     np.frombuffer(memory, np.uint8)[:] = content
     prefault(memory, 0, PAGE, 4 * PAGE)
@@ -51,7 +51,7 @@ def test_no_byte_changes(memory: memoryview, supported: bool, monkeypatch: pytes
 def test_without_the_kernels_help_pages_are_read(
     memory: memoryview, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "_MADV_POPULATE_WRITE", 9999)
+    monkeypatch.setattr(module, "MADV_POPULATE_WRITE", 9999)
     with caplog.at_level("INFO"):
         prefault(memory, 0, 64 * PAGE, 64 * PAGE)
     assert all(resident(memory))

@@ -15,6 +15,7 @@ import pytest
 from persistkv.config import StoreUrl
 from persistkv.storage.registry import open_backend
 from tests.tools.contexts import Contexts
+from tests.tools.signals import obey_ctrl_c
 
 
 @pytest.fixture
@@ -88,3 +89,38 @@ def test_output_that_nobody_reads_is_no_finding(store, options):
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stands_back"),
+    [
+        (["ls", "lmdb:///kv"], True),
+        (["verify", "lmdb:///kv", "--rate", "1MiB"], True),
+        (["verify", "lmdb:///kv", "--repair"], False),  # it holds locks that engines wait for
+        (["prune", "lmdb:///kv", "--orphans"], False),
+        (["--help"], False),
+        ([], False),
+    ],
+)
+def test_who_only_looks_stands_back(arguments, stands_back):
+    program = f"import os, persistkv_tools.standing_back as s; s.stand_back({arguments!r}); print(os.nice(0))"
+    before = os.nice(0)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert (int(done.stdout) > before) == stands_back
+
+
+def test_ctrl_c_before_the_command_begins_tells_of_no_import():
+    program = """
+import os, signal, sys
+class CtrlC:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, CtrlC())
+sys.argv = ["persistkv", "ls", "memory://here"]
+from persistkv_tools.entry import main
+main()
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, preexec_fn=obey_ctrl_c)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

@@ -45,7 +45,7 @@ def test_all_of_them_work(start, busy, tmp_path):
         ("ls", busy),
         ("stat", busy),
         ("verify", busy),
-        ("verify", busy, "--repair", "--rate", "100MiB"),
+        ("verify", busy, "--repair", "--yes", "--rate", "100MiB"),
         ("doctor", busy),
         ("prune", busy, "--older-than", "1s", "--yes"),
         ("prune", busy, "--keep-size", "1MiB", "--orphans", "--yes"),

@@ -24,7 +24,7 @@ def attached(monkeypatch):
     def attach(*arguments):
         app = typer.Typer()
         app.callback()(lambda: None)
-        attach_commands(app, arguments, built_in=["ls"])
+        attach_commands(app, arguments, built_in=["ls"], wrapped=lambda command: command)
         return app
 
     return attach

@@ -12,6 +12,7 @@ import pytest
 from persistkv.storage.registry import open_backend
 from persistkv_tools.commands import COMMANDS
 from tests.tools.contexts import Contexts
+from tests.tools.damage import Damage
 from tests.tools.terminals import ESCAPES, on_terminal
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -87,6 +88,20 @@ def test_what_is_shown_fits_the_terminal_and_ids_are_whole(terminal, store, widt
         if command[0] in ("ls", "show"):
             assert LONG_ID in text or LONG_ID in first_words(text)
     assert "…" not in terminal(160, "ls", store)[0]
+
+
+@pytest.mark.parametrize(("answer", "left"), [("n", 2), ("y", 1)])
+def test_repair_asks_before_it_deletes(terminal, run, url, answer, left):
+    with closing(open_backend(url)) as backend:
+        writer = Contexts(backend)
+        writer.add("one", "a b")
+        writer.add("two", "c d")
+    with Damage(url, writer.namespace) as damage:
+        damage.flip_payload(writer.packs["one"], 5000)
+    text, code = terminal(80, "verify", url, "--repair", answer=f"{answer}\n")
+    assert "Delete 1 bad pack" in text
+    assert code == 1
+    assert len(json.loads(run("ls", url, "--json").stdout)["requests"]) == left
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from persistkv_tools.live import LivePacks
 from persistkv_tools.pack_check import Problem
 from persistkv_tools.verify_state import VerifyState
 from persistkv_tools.verifying import Verifier, check_manifests, count_rows, packs_left, read_catalogues
+from tests.storage.statuses import make_status
 from tests.tools.contexts import Contexts
 from tests.tools.damage import Damage
 from tests.tools.signals import obey_ctrl_c
@@ -44,7 +45,7 @@ def findings(backend, state=None):
     spaces = read_catalogues(backend)
     for _ in Verifier(backend, spaces, state, ignore).packs():
         pass
-    return [*count_rows(backend, spaces).findings, *check_manifests(backend, spaces)[1], *state.findings]
+    return [*count_rows(backend, spaces).findings, *check_manifests(backend, spaces, ignore)[1], *state.findings]
 
 
 class TestWhatIsFound:
@@ -115,7 +116,7 @@ class TestWhatOthersDoMeanwhile:
         for _ in Verifier(backend, spaces, state, ignore).packs():
             pass
         assert (state.findings, state.went, state.packs) == ([], 1, 6)
-        assert check_manifests(backend, spaces) == (5, [])
+        assert check_manifests(backend, spaces, ignore) == (5, [])
 
     def test_a_pack_that_was_replaced_is_checked_as_it_is_now(self, memory):
         backend, writer = memory
@@ -236,6 +237,18 @@ class TestCommand:
         assert (found["packs"], found["requests"], found["problems"], found["rows_counted"]) == (1, 1, 0, True)
         assert found["stored_bytes"] == 3 * 4096
 
+    def test_beside_an_engine_it_reads_a_share_of_the_time(self, run, url):
+        with closing(open_backend(url)) as backend:
+            Contexts(backend).add("one", "a b c")
+            backend.publish_status("live", make_status("live", time=time.time()).encode())
+            backend.publish_status("gone", make_status("gone", time=0.0).encode())
+            done = run("verify", url)
+            assert "beside 1 engine" in done.stdout
+            assert "nothing is wrong" in done.stdout
+            assert json.loads(run("verify", url, "--json").stdout)["beside_engines"] == 1
+            backend.publish_status("live", None)
+            assert json.loads(run("verify", url, "--json").stdout)["beside_engines"] == 0
+
     def test_damage_is_named_and_repaired(self, run, url):
         with closing(open_backend(url)) as backend:
             writer = Contexts(backend)
@@ -247,7 +260,9 @@ class TestCommand:
         assert done.returncode == 1
         assert writer.packs["one"].hex()[:8] in done.stdout
         assert "found 1 problem" in done.stdout
-        done = run("verify", url, "--repair", "--json")
+        refused = run("verify", url, "--repair")
+        assert (refused.returncode, "--yes" in refused.stderr) == (2, True)
+        done = run("verify", url, "--repair", "--yes", "--json")
         assert done.returncode == 1
         assert json.loads(done.stdout)["deleted_packs"] == 1
         assert run("verify", url).returncode == 0
@@ -261,5 +276,5 @@ class TestCommand:
         assert options[0] in done.stderr
 
     def test_an_absent_store(self, run, tmp_path):
-        assert run("verify", f"lmdb://{tmp_path}/absent", "--repair").returncode == 3
+        assert run("verify", f"lmdb://{tmp_path}/absent", "--repair", "--yes").returncode == 3
         assert not (tmp_path / "absent").exists()

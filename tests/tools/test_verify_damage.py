@@ -121,7 +121,7 @@ def test_repair_leaves_a_store_whose_packs_are_good(run, url):
     with Damage(url, writer.namespace) as damage:
         for number in (3, 4, 5):
             damage.flip_payload(writer.packs[f"r{number}"], 100 * number)
-    assert run("verify", url, "--repair").returncode == 1
+    assert run("verify", url, "--repair", "--yes").returncode == 1
     assert run("verify", url).returncode == 0
     left = json.loads(run("ls", url, "--json").stdout)["requests"]
     assert {request["id"] for request in left} == {f"r{number}" for number in range(20)} - {"r3", "r4", "r5"}

@@ -7,6 +7,7 @@ why.
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -36,7 +37,7 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
     asked = asked_for(arguments)
     for name in COMMANDS if asked is None or asked not in COMMANDS else [asked]:
         app.command(name)(_interruptible(load_command(name)))
-    attach_commands(app, arguments, built_in=COMMANDS)
+    attach_commands(app, arguments, built_in=COMMANDS, wrapped=_interruptible)
     return app
 
 
@@ -56,6 +57,8 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def run(*args: object, **options: object) -> None:
         try:
+            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see ``entry``
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             command(*args, **options)
         except (KeyboardInterrupt, typer.Abort):
             typer.echo("persistkv: interrupted", err=True)

@@ -5,7 +5,7 @@ the kernel ends the reader (SIGBUS), and nobody can catch that within.
 
 1. The child is forked before anything is imported that might start threads, and dies with its parent.
 2. What is sent to this process alone is passed on; Ctrl-C of a terminal reaches both, and the child answers it.
-3. Commands that only look stand back behind the engines of the machine: a lower priority, also for the disk.
+3. Commands that only look stand back behind the engines of the machine, from before their imports on.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ import signal
 import sys
 from typing import NoReturn
 
+from persistkv_tools.standing_back import stand_back
+
 _STORE_FAILED = 3
 _DAMAGE = frozenset({signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})
 _PASSED_ON = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
 _BY_A_PROCESS = 0  # ``si_code`` of what a process sent is this or less; of what a terminal sends, more
 _PR_SET_PDEATHSIG = 1
-_LOOKING = frozenset({"ls", "stat", "show", "top", "report", "verify", "prune", "why", "doctor", "serve-metrics"})
-_NICENESS = 5  # a third of what an engine gets where both want the same processor
 
 
 def main() -> NoReturn:
     """Run the command line; the exit codes are those of ``cli``."""
+    stand_back(sys.argv[1:])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
     parent = os.getpid()
@@ -39,8 +40,8 @@ def main() -> NoReturn:
 
 
 def _run() -> NoReturn:
-    if "--repair" not in sys.argv and _LOOKING.intersection(sys.argv[1:2]):
-        os.nice(_NICENESS)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the command begins: an import must not tell of Ctrl-C
     from persistkv_tools.cli import main as run
 
     run()

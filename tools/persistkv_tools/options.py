@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Annotated
 
 import typer
 
+from persistkv.errors import ConfigurationError
 from persistkv.storage.backend import Backend
 from persistkv.storage.registry import open_backend
 
@@ -39,6 +41,18 @@ SmallerThan = Annotated[
 ]
 NeverHit = Annotated[bool, typer.Option("--never-hit", help="Only requests that nobody used after they were stored.")]
 Rate = Annotated[str | None, typer.Option("--rate", metavar="SIZE", help="Read so much a second at most, e.g. 200MiB.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
+
+
+def ensure_consent(what: str, url: str, ways: str, *, yes: bool, json: bool) -> None:
+    """Nothing is deleted unless somebody agreed, or can be asked.
+
+    :param what: deletes.
+    :param ways: options that would do.
+    :raises ConfigurationError: neither.
+    """
+    if not (yes or (sys.stdin.isatty() and not json)):
+        raise ConfigurationError(what, url, f"{ways}, where nobody can be asked")
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import typer
 from persistkv.errors import PersistKVError
 
 ENTRY_POINT_GROUP = "persistkv.commands"
+Command = Callable[..., None]
 
 
 class BrokenCommandError(PersistKVError):
@@ -21,8 +22,13 @@ def asked_for(arguments: Sequence[str]) -> str | None:
     return next((argument for argument in arguments if not argument.startswith("-")), None)
 
 
-def attach_commands(app: typer.Typer, arguments: Sequence[str], *, built_in: Collection[str]) -> None:
-    """Import and attach the command that was asked for; all of them where none was, so that help names them."""
+def attach_commands(
+    app: typer.Typer, arguments: Sequence[str], *, built_in: Collection[str], wrapped: Callable[[Command], Command]
+) -> None:
+    """Import and attach the command that was asked for; all of them where none was, so that help names them.
+
+    :param wrapped: what all commands have around them.
+    """
     asked = asked_for(arguments)
     if asked in built_in:
         return
@@ -30,18 +36,18 @@ def attach_commands(app: typer.Typer, arguments: Sequence[str], *, built_in: Col
     if asked in points:
         points = {asked: points[asked]}
     for name, point in sorted(points.items()):
-        app.command(name)(_load(point))
+        app.command(name)(wrapped(_load(point)))
 
 
-def _load(point: EntryPoint) -> Callable[..., None]:
+def _load(point: EntryPoint) -> Command:
     try:
-        command: Callable[..., None] = point.load()
+        command: Command = point.load()
     except (ImportError, AttributeError) as error:
         return _broken(point, str(error))
     return command
 
 
-def _broken(point: EntryPoint, problem: str) -> Callable[..., None]:
+def _broken(point: EntryPoint, problem: str) -> Command:
     """Somebody's broken package must not take the other commands away."""
 
     def command() -> None:

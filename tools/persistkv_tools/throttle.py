@@ -1,4 +1,4 @@
-"""A bound on bytes per second, so that an engine beside the command keeps its disk."""
+"""Bounds on what a command reads or writes, so that an engine beside it keeps its disk."""
 
 from __future__ import annotations
 
@@ -6,29 +6,40 @@ import sys
 import time
 
 _LONGEST_S = 1.0
+_FAST = 2 << 30  # bytes a second: what a disk is taken to give, where nothing but a share of its time is known
 
 
 class Throttle:
-    """Sleeps after each piece for as long as the bound asks. What was not used is not saved up beyond one second."""
+    """Sleeps after each piece for as long as its bound asks.
 
-    def __init__(self, bytes_per_s: int | None) -> None:
+    :param bytes_per_s: at most, in the mean; what was not used is not saved up beyond one second. None: no such bound.
+    :param share: of the time that may be spent on the pieces: whoever does something a twentieth of the time takes no
+        more than a twentieth of anything, however fast it is. No sleep is longer than a second.
+    """
+
+    def __init__(self, bytes_per_s: int | None = None, *, share: float = 1.0) -> None:
         self._rate = bytes_per_s
-        self._free_at = time.monotonic()
+        self._share = share
+        self._free_at = self._resumed = time.monotonic()
 
     @property
     def bounded(self) -> bool:
         """Whether there is a bound at all."""
-        return self._rate is not None
+        return self._rate is not None or self._share < 1
 
     def bytes_in(self, seconds: float) -> int:
-        """What passes in so long; without a bound, more than there is anywhere."""
-        return sys.maxsize if self._rate is None else max(1, int(self._rate * seconds))
+        """What passes in so long at most; without a bound, more than there is anywhere."""
+        if not self.bounded:
+            return sys.maxsize
+        return max(1, int((_FAST * self._share if self._rate is None else self._rate) * seconds))
 
     def took(self, num_bytes: int) -> None:
         """Account for bytes that were read or written."""
-        if self._rate is None:
-            return
         now = time.monotonic()
-        self._free_at = max(self._free_at, now - _LONGEST_S) + num_bytes / self._rate
-        if self._free_at > now:
-            time.sleep(self._free_at - now)
+        pause = min(_LONGEST_S, (now - self._resumed) * (1 / self._share - 1))
+        if self._rate is not None:
+            self._free_at = max(self._free_at, now - _LONGEST_S) + num_bytes / self._rate
+            pause = max(pause, self._free_at - now)
+        if pause > 0:
+            time.sleep(pause)
+        self._resumed = time.monotonic()

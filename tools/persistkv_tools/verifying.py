@@ -224,27 +224,30 @@ class Verifier:
         raise StoreError(f"pack {pack_id.hex()} could not be deleted: others wrote between each look and the commit")
 
 
-def check_manifests(backend: Backend, spaces: list[LivePacks]) -> tuple[int, list[Finding]]:
+def check_manifests(
+    backend: Backend, spaces: list[LivePacks], took: Callable[[int], None]
+) -> tuple[int, list[Finding]]:
     """How many requests there are, and those whose keys do not read or that name blocks that no pack holds.
 
+    :param took: called between pieces of the work, with no bytes: it may wait.
     :raises StoreError: the medium failed.
     """
     checked, findings = 0, []
     for space in spaces:
         names = [manifest.id for manifest in backend.manifests(space.namespace)]
         checked += len(names)
-        suspects = _suspects(backend, space, names)
+        suspects = _suspects(backend, space, names, took)
         for _ in range(2):  # others may have written, evicted or replaced what looks wrong
             if not suspects:
                 break
             space.refresh()
             there = {manifest.id for manifest in backend.manifests(space.namespace)}
-            suspects = _suspects(backend, space, [name for name in suspects if name in there])
+            suspects = _suspects(backend, space, [name for name in suspects if name in there], took)
         findings += list(suspects.values())
     return checked, findings
 
 
-def _suspects(backend: Backend, space: LivePacks, names: list[str]) -> dict[str, Finding]:
+def _suspects(backend: Backend, space: LivePacks, names: list[str], took: Callable[[int], None]) -> dict[str, Finding]:
     held = HeldKeys(table.keys for table in space.tables.values()) if names else HeldKeys(())
     found: dict[str, Finding] = {}
 
@@ -259,4 +262,5 @@ def _suspects(backend: Backend, space: LivePacks, names: list[str]) -> dict[str,
                 note(Problem.MANIFEST_KEYS, name, "its keys do not read")
             elif missing:
                 note(Problem.MISSING_BLOCKS, name, f"{missing} of its blocks are in no pack")
+        took(0)
     return found

@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -154,11 +154,8 @@ class SqliteBackend(Backend):
                 rows = db.execute(find, (namespace, number, _PAGE_OF_MANIFESTS)).fetchall()
             if not rows:
                 return
-            for number, head in rows:  # noqa: B007  the next page begins behind the last one
-                try:
-                    yield decode_manifest(head)
-                except CorruptPackError:
-                    continue
+            yield from _heads([head for _, head in rows])
+            number = rows[-1][0]
 
     def manifest_keys(self, namespace: bytes, manifest_id: str) -> ManifestKeys | None:
         with self._transaction() as db:
@@ -168,6 +165,14 @@ class SqliteBackend(Backend):
             return None if row is None else decode_manifest_keys(row[0])
         except CorruptPackError:
             return None
+
+    def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
+        find = """SELECT number, head FROM manifests WHERE number IN (
+            SELECT manifest FROM links JOIN packs ON packs.number = pack WHERE packs.namespace = ? AND packs.id = ?
+        )"""
+        with self._transaction() as db:
+            found = {number: head for pack in packs for number, head in db.execute(find, (namespace, pack))}
+        return list(_heads(found.values()))
 
     def stats(self) -> BackendStats:
         with self._transaction() as db:
@@ -228,6 +233,12 @@ def _namespaces(name: bytes, identity: bytes, created: float) -> list[Namespace]
     except ValueError:
         return []
     return [space] if space.id == name else []
+
+
+def _heads(rows: Iterable[bytes]) -> Iterator[RequestManifest]:
+    for row in rows:
+        with suppress(CorruptPackError):
+            yield decode_manifest(row)
 
 
 def _tables(rows: Sequence[tuple[bytes]]) -> list[PackTable]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import threading
@@ -10,8 +9,8 @@ import threading
 import numpy as np
 
 from persistkv.huge_pages import use_huge_pages
+from persistkv.libc import MADV_POPULATE_READ, madvise
 
-_MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module does not know it. Pages of /dev/shm become writable by it, too
 _STEP_BYTES = 16 << 20  # 16 MiB: 2 ms, in which nothing else of this process's memory can be mapped
 
 
@@ -41,9 +40,8 @@ def _ready(region: mmap.mmap, fd: int) -> None:
         use_huge_pages(fd, len(region), threads=1)
     finally:
         os.close(fd)
-    madvise = ctypes.CDLL(None).madvise  # not mmap.madvise, which holds the GIL
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     address = np.frombuffer(region, np.uint8).ctypes.data
     for begin in range(0, len(region), _STEP_BYTES):
-        if madvise(address + begin, min(_STEP_BYTES, len(region) - begin), _MADV_POPULATE_READ):
+        # pages of /dev/shm become writable by it, too
+        if madvise(address + begin, min(_STEP_BYTES, len(region) - begin), MADV_POPULATE_READ):
             return  # an older kernel: the first use of each row does it

@@ -107,3 +107,16 @@ def test_file_that_ends_within_a_page(open_store, path, identity, reads):
 def test_wrong_option(open_store):
     with pytest.raises(ConfigurationError, match="reads"), closing(open_store("?reads=fast")):
         pass
+
+
+def test_each_handle_reads_in_its_own_way(open_store, path, identity, calls):
+    backend = open_store("?capacity=16MiB")
+    namespace, pack, payload = stored(backend, identity, PAGE)
+    through = open_store("?reads=cached")
+    room = memoryview(mmap.mmap(-1, len(payload)))
+    drop(path)
+    assert read(backend, namespace, pack, [room])
+    if not any(calls):
+        pytest.skip("the file system has no O_DIRECT")
+    assert read(through, namespace, pack, [room])
+    assert calls == [True, False]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import msgspec
@@ -13,7 +12,18 @@ from persistkv.errors import ConfigurationError
 from persistkv.storage.backend import Backend
 from persistkv_tools import render
 from persistkv_tools.listing import RequestView
-from persistkv_tools.options import InNamespace, Json, Labels, LargerThan, NeverHit, OlderThan, Url, opened
+from persistkv_tools.options import (
+    InNamespace,
+    Json,
+    Labels,
+    LargerThan,
+    NeverHit,
+    OlderThan,
+    Url,
+    Yes,
+    ensure_consent,
+    opened,
+)
 from persistkv_tools.progress import byte_progress
 from persistkv_tools.pruning import Amount, Done, Plan, Pruning
 from persistkv_tools.selection import Selection, chosen_namespaces, find_request
@@ -69,7 +79,7 @@ def prune(
         bool, typer.Option("--compact", help="Then give free space within the store back to the disk.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Yes = False,
     json: Json = False,
 ) -> None:
     """Delete requests, and the packs that only they use. Exit code 1: something that was asked for could not go.
@@ -86,8 +96,7 @@ def prune(
     )
     if not (wanted.names_requests or orphans or compact):
         raise ConfigurationError("prune", url, _ONE_OF)
-    if not (dry_run or yes or (sys.stdin.isatty() and not json)):
-        raise ConfigurationError("prune", url, "--yes or --dry-run, where nobody can be asked")
+    ensure_consent("prune", url, "--yes or --dry-run", yes=yes or dry_run, json=json)
     with opened(url) as backend:
         pruning = _chosen(backend, wanted)
         plan = pruning.plan(orphans=orphans, shared=shared_packs)

@@ -16,9 +16,10 @@ import typer
 
 from persistkv.config import parse_size
 from persistkv.storage.backend import Backend
+from persistkv.storage.status import read_statuses
 from persistkv_tools import render
 from persistkv_tools.live import LivePacks
-from persistkv_tools.options import Json, Rate, Url, opened
+from persistkv_tools.options import Json, Rate, Url, Yes, ensure_consent, opened
 from persistkv_tools.pack_check import Finding
 from persistkv_tools.progress import byte_progress, counted
 from persistkv_tools.throttle import Throttle
@@ -28,6 +29,7 @@ from persistkv_tools.verifying import Verifier, check_manifests, count_rows, pay
 _SAVE_S = 5.0
 _PORTION_BYTES = 1 << 30  # 1 GiB
 _BOUNDED_BATCH_BYTES = 1 << 20  # 1 MiB
+_SHARE_BESIDE_ENGINES = 0.05  # of the time
 _THREADS = 4
 _SWITCH_S = 0.0002
 _SHOWN = 20
@@ -51,6 +53,8 @@ class Summary(msgspec.Struct, frozen=True):
     """Packs that this release cannot decode: nothing was said of them."""
     rows_counted: bool
     """False: others wrote all the time, so rows that do not read could not be told."""
+    beside_engines: int
+    """That showed themselves: where there were any, and no --rate, it read a twentieth of the time."""
     problems: int
     by_problem: dict[str, int]
     deleted_packs: int
@@ -65,21 +69,25 @@ def verify(
     ] = 1.0,
     rate: Rate = None,
     repair: Annotated[bool, typer.Option("--repair", help="Delete the packs that are bad.")] = False,
+    yes: Yes = False,
     resume: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Note here how far it came, and go on there; removed at the end."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Read everything and check it. Exit code 1: something is wrong, repaired or not.
+    """Read everything and check it, a twentieth of the time where an engine shows that it uses the store and there is
+    no --rate. Exit code 1: something is wrong, repaired or not.
 
     Example: persistkv verify lmdb:///var/cache/kv --rate 200MiB --resume /var/tmp/kv.verify
     """
     if not 0 < sample <= 1:
         raise typer.BadParameter(f"{sample:g} is no share above 0 and up to 1", param_hint="--sample")
-    throttle = Throttle(None if rate is None else parse_size(rate, name="--rate"))
+    if repair:
+        ensure_consent("verify --repair", url, "--yes", yes=yes, json=json)
+    bytes_per_s = None if rate is None else parse_size(rate, name="--rate")
     state = VerifyState.begin(url, sample) if resume is None else VerifyState.load(resume, url, sample)
-    summary = _run(url, state, throttle, repair, resume)
+    summary = _run(url, state, bytes_per_s, resume, repair=repair, yes=yes)
     if json:
         render.print_json(summary)
     else:
@@ -88,9 +96,13 @@ def verify(
         raise typer.Exit(1)
 
 
-def _run(url: str, state: VerifyState, throttle: Throttle, repair: bool, resume: Path | None) -> Summary:
+def _run(
+    url: str, state: VerifyState, bytes_per_s: int | None, resume: Path | None, *, repair: bool, yes: bool
+) -> Summary:
     begin = time.monotonic()
     with opened(url, writable=repair) as backend:
+        engines = _engines(backend)
+        throttle = Throttle(bytes_per_s, share=_SHARE_BESIDE_ENGINES if engines and bytes_per_s is None else 1)
         spaces = read_catalogues(backend)
         with byte_progress() as progress:
             total = payload_left(spaces, state)
@@ -100,14 +112,26 @@ def _run(url: str, state: VerifyState, throttle: Throttle, repair: bool, resume:
                 if not throttle.bounded:
                     verifier.begin()
                 rows = count_rows(backend, spaces)
-                requests, of_manifests = check_manifests(backend, spaces)
+                requests, of_manifests = check_manifests(backend, spaces, took)
                 _read_packs(verifier, state, resume)
-            deleted = len(verifier.repair()) if repair else 0
+        deleted = len(verifier.repair()) if repair and (yes or _agreed(state)) else 0
     if resume is not None:
         with suppress(FileNotFoundError):
             resume.unlink()
     findings = [*rows.findings, *of_manifests, *state.findings]
-    return _summary(url, state, findings, time.monotonic() - begin, requests, rows.certain, deleted)
+    return _summary(url, state, findings, time.monotonic() - begin, requests, rows.certain, engines, deleted)
+
+
+def _agreed(state: VerifyState) -> bool:
+    """Whether somebody wants what is bad deleted; nobody is asked where nothing is."""
+    bad = {finding.pack for finding in state.findings} - {None}
+    return bool(bad) and typer.confirm(f"Delete {render.count(len(bad), 'bad pack')}, and the requests in them?")
+
+
+def _engines(backend: Backend) -> int:
+    """How many show that they use the store."""
+    now = time.time()
+    return sum(status.is_live(now) for status in read_statuses(backend))
 
 
 def _verifier(
@@ -154,7 +178,14 @@ def _read_packs(verifier: Verifier, state: VerifyState, resume: Path | None) -> 
 
 
 def _summary(
-    url: str, state: VerifyState, findings: list[Finding], seconds: float, requests: int, certain: bool, deleted: int
+    url: str,
+    state: VerifyState,
+    findings: list[Finding],
+    seconds: float,
+    requests: int,
+    certain: bool,
+    engines: int,
+    deleted: int,
 ) -> Summary:
     by_problem: Counter[str] = Counter()
     for finding in findings:
@@ -170,6 +201,7 @@ def _summary(
         state.went,
         state.other_release,
         certain,
+        engines,
         sum(by_problem.values()),
         dict(by_problem),
         deleted,
@@ -196,6 +228,9 @@ def _print(summary: Summary) -> None:
     speed = render.format_size(int(summary.stored_bytes / summary.seconds)) if summary.seconds else "-"
     read = f"{render.count(summary.packs, 'pack')}, {render.format_size(summary.stored_bytes)}"
     render.say(f"read {read} and {render.count(summary.requests, 'request')} in {summary.seconds:.1f} s ({speed}/s)")
+    if summary.beside_engines:
+        engines = render.count(summary.beside_engines, "engine")
+        render.say(f"beside {engines}: without --rate, it reads a twentieth of the time")
     if summary.went_meanwhile:
         render.say(f"{render.count(summary.went_meanwhile, 'pack')} went while they were read: no problem")
     if summary.other_release_packs:

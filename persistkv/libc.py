@@ -1,0 +1,46 @@
+"""What the kernel is asked about memory that the mmap module does not know, or asks while it holds the GIL."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from functools import cache
+
+MADV_POPULATE_READ = 22  # Linux 5.14
+MADV_POPULATE_WRITE = 23  # Linux 5.14
+MADV_COLLAPSE = 25  # Linux 6.1
+
+_MAP_FIXED = 0x10
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def madvise(address: int, num_bytes: int, advice: int) -> int:
+    """Say how memory is to be treated, without the GIL; 0, or the errno of a kernel that refuses."""
+    return ctypes.get_errno() if _libc().madvise(address, num_bytes, advice) else 0
+
+
+def reserve(num_bytes: int) -> int:
+    """Addresses that nothing lies at yet, up to ``unmap``; 0: there are not as many."""
+    address = _libc().mmap(None, num_bytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    return 0 if address == _MAP_FAILED else int(address)
+
+
+def map_at(address: int, num_bytes: int, fd: int) -> bool:
+    """Map a file, shared and writable, to addresses that were reserved; False: it cannot be."""
+    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    return bool(_libc().mmap(address, num_bytes, access, flags, fd, 0) == address)
+
+
+def unmap(address: int, num_bytes: int) -> None:
+    """Give back what was reserved or mapped."""
+    _libc().munmap(address, num_bytes)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc

@@ -1,0 +1,31 @@
+import errno
+import mmap
+import os
+
+import numpy as np
+
+from persistkv import libc
+
+
+def test_kernel_says_why_it_refuses():
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    assert libc.madvise(address, mmap.PAGESIZE, mmap.MADV_NORMAL) == 0
+    assert libc.madvise(address, mmap.PAGESIZE, 9999) == errno.EINVAL
+    assert libc.madvise(address + 1, mmap.PAGESIZE, mmap.MADV_NORMAL) == errno.EINVAL
+
+
+def test_file_lies_where_addresses_were_reserved():
+    fd = os.memfd_create("test")
+    os.truncate(fd, mmap.PAGESIZE)
+    address = libc.reserve(2 * mmap.PAGESIZE)
+    assert address
+    assert libc.map_at(address, mmap.PAGESIZE, fd)
+    assert libc.madvise(address, mmap.PAGESIZE, mmap.MADV_WILLNEED) == 0
+    libc.unmap(address, 2 * mmap.PAGESIZE)
+    assert libc.madvise(address, mmap.PAGESIZE, mmap.MADV_WILLNEED) == errno.ENOMEM
+    os.close(fd)
+
+
+def test_more_addresses_than_there_are():
+    assert libc.reserve(1 << 62) == 0

@@ -89,6 +89,8 @@ class Committing:
             if self._ttl_s is not None:
                 commit.expire(self._ttl_s, _EXPIRED_AT_ONCE)
             if commit.grew:
+                environment.note_taken(need.payload)
+                room.widen(Amount(0, 0))
                 commit.evict(Goal(room, room.spared()), _EVICTED_AT_ONCE)
             commit.finish()
             if commit.grew and not room.used().within(room.limit):

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -40,7 +41,7 @@ from persistkv_lmdb.layout import (
 from persistkv_lmdb.options import DEFAULT_CAPACITY, DEFAULT_PLACEMENT, Placement
 from persistkv_lmdb.payload import Payloads
 from persistkv_lmdb.segments import SegmentFiles
-from persistkv_lmdb.shares import LOCK_FILE_BYTES, Shares, catalogue_share, read_shares
+from persistkv_lmdb.shares import LOCK_FILE_BYTES, Shares, catalogue_share, read_shares, wanted_catalogue_bytes
 from persistkv_lmdb.snapshots import Snapshots
 from persistkv_lmdb.space import recorded_bytes
 
@@ -50,6 +51,7 @@ _MIN_HEADROOM = 256 << 10  # 256 KiB
 _MAX_HEADROOM = 64 << 20  # 64 MiB
 _MIN_ROOM = 1 << 20  # 1 MiB
 _BEGIN_ATTEMPTS = 8
+_COMMITS = 16  # that are remembered: of many sizes, one in so many is larger than those before it, and waits for room
 
 
 class Environment:
@@ -68,6 +70,7 @@ class Environment:
         self.handles = 0
         self.process = os.getpid()
         self._freed = (0, 0)
+        self._taken: deque[int] = deque(maxlen=_COMMITS)
         self._gate = Gate()
         self._snapshots = Snapshots()
         self._fitted: Shares | None = None
@@ -167,16 +170,16 @@ class Environment:
         bound = 0 if self._fitted is None else self._fitted.catalogue_bytes(self.capacity)
         return min(bound, disk) - _headroom_bytes(min(bound, disk))
 
-    def widen_catalogue(self, transaction: Transaction, need: int) -> int:
+    def widen_catalogue(self, transaction: Transaction, need: int, segments: int) -> int:
         """Let the catalogue have more from the next transaction on, where the segments leave so much of the capacity.
 
         :param need: bytes that it lacks.
-        :returns: by how much; 0: it is not there, or payloads lie inline.
+        :param segments: bytes of all segments, with what this transaction adds.
+        :returns: by how much; 0: it is not there.
         """
-        if self.placement is Placement.INLINE:
-            return 0
-        room = self.segment_limit_bytes(transaction) - recorded_bytes(transaction)
-        more = align(max(need, self._map_bytes // 4))
+        room = self.capacity - LOCK_FILE_BYTES - self._map_bytes - segments
+        wanted = wanted_catalogue_bytes(transaction, self.capacity) - self._map_bytes
+        more = align(max(need, min(wanted, room // PAGE_BYTES * PAGE_BYTES)))
         if more > room:
             return 0
         write_placement(transaction, self.placement, self._map_bytes + more)
@@ -192,14 +195,17 @@ class Environment:
         return min(wanted, align(max(held, self.capacity - LOCK_FILE_BYTES - PAGE_BYTES)))
 
     def segment_limit_bytes(self, transaction: Transaction, *, as_it_is: bool = False) -> int:
-        """What all segments may have together: what the catalogue leaves of the capacity, or of what the disk has."""
+        """What all segments may have together: what the catalogue leaves of the capacity, or of what the disk has.
+
+        What the catalogue will want stops them from growing; they give back no more than what it has already.
+        """
         held, segments = self.file_bytes(), recorded_bytes(transaction)
         if as_it_is:
             return segments
         disk = LOCK_FILE_BYTES + held + segments + free_disk_bytes(self.path)
-        if disk >= self.capacity:
-            return max(0, self.capacity - LOCK_FILE_BYTES - self._map_bytes)
-        return max(0, disk - LOCK_FILE_BYTES - max(held, catalogue_share(disk)))
+        whole, catalogue = (self.capacity, self._map_bytes) if disk >= self.capacity else (disk, held)
+        left = max(0, whole - LOCK_FILE_BYTES - catalogue)
+        return min(left, max(segments, whole - LOCK_FILE_BYTES - wanted_catalogue_bytes(transaction, whole)))
 
     def payloads(self, transaction: Transaction) -> Payloads:
         """The payloads of a write transaction; what no reader sees any more is free in it.
@@ -227,6 +233,14 @@ class Environment:
     def note_freed(self, transaction: Transaction, freed: int) -> None:
         """Remember for ``pending_bytes`` what a transaction freed, in case it commits."""
         self._freed = transaction.txn.id(), freed
+
+    def note_taken(self, payload: int) -> None:
+        """Remember what a commit takes in the segments, for ``taken_lately``."""
+        self._taken.append(payload)
+
+    def taken_lately(self) -> int:
+        """The most that one of the last commits of this process took in the segments: the next one may, too."""
+        return max(self._taken, default=0)
 
     def age(self) -> int:
         """Commit a transaction that does nothing, so that the next one may use what the one before this freed.

@@ -14,6 +14,7 @@ from persistkv_lmdb.layout import Transaction, used_bytes
 from persistkv_lmdb.options import Placement
 from persistkv_lmdb.payload import Payloads, payload_bound
 from persistkv_lmdb.pieces import page_bytes
+from persistkv_lmdb.shares import CATALOGUE_AHEAD, MIN_CATALOGUE
 from persistkv_lmdb.space import read_extents
 
 _MAX_AHEAD = 256 << 20  # 256 MiB: a commit of 128 MiB, and the one before it, whose pages are not free yet
@@ -89,9 +90,13 @@ class Room:
     def widen(self, need: Amount) -> None:
         """Raise the catalogue's limit, where it lacks something and the segments leave it."""
         lacks = self.used().catalogue + need.catalogue - self.spared().catalogue
-        if lacks > 0:
-            more = self._environment.widen_catalogue(self._transaction, lacks + lacks // 8)
-            self.limit = self.limit._replace(catalogue=self.limit.catalogue + more)
+        if lacks <= 0 or self._placement is Placement.INLINE:
+            return
+        segments = self._payloads.space.total * PAGE_BYTES
+        more = self._environment.widen_catalogue(self._transaction, 2 * lacks + lacks // 8, segments)
+        if not more:
+            self._payloads.shrink(segments - lacks)
+        self.limit = self.limit._replace(catalogue=self.limit.catalogue + more)
 
     def lies_in_extents(self, pack: bytes) -> bool:
         """:param pack: its name."""
@@ -103,8 +108,11 @@ class Room:
         return StoreFullError(f"{environment.path}: {sum(need)} bytes do not fit a capacity of {environment.capacity}")
 
     def spared(self) -> Amount:
-        """A limit that leaves room for the commits that follow."""
-        return Amount(*[limit - min(limit // 16, _MAX_AHEAD) for limit in self.limit])
+        """A limit that leaves room for the commits that follow: of the segments, what the last ones took."""
+        catalogue, payload = self.limit
+        ahead = min(payload // 16, self._environment.taken_lately(), _MAX_AHEAD)
+        rewritten = 0 if self._placement is Placement.INLINE else min((catalogue - MIN_CATALOGUE) // 2, CATALOGUE_AHEAD)
+        return Amount(catalogue - max(rewritten, min(catalogue // 16, _MAX_AHEAD)), payload - ahead)
 
 
 class Goal:

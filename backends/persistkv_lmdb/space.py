@@ -73,8 +73,7 @@ class Space:
     def __init__(self, transaction: Transaction) -> None:
         self._txn, self._db = transaction
         self._transaction = transaction
-        row = self._txn.get(_SPACE_ROW, db=self._db.meta)
-        self._before = (0, 0, 0) if row is None or len(row) != _SPACE.size else _SPACE.unpack(row)
+        self._before = _recorded(transaction)
         self.total: int = self._before[0]
         self.free: int = self._before[1]
         self.aging: int = self._before[2]
@@ -261,8 +260,19 @@ class Space:
 
 def recorded_bytes(transaction: Transaction) -> int:
     """Bytes of all segments."""
+    return _recorded(transaction)[0] * PAGE_BYTES
+
+
+def recorded_used_bytes(transaction: Transaction) -> int:
+    """Bytes of all extents of packs."""
+    total, free, aging = _recorded(transaction)
+    return max(0, total - free - aging) * PAGE_BYTES
+
+
+def _recorded(transaction: Transaction) -> tuple[int, int, int]:
+    """Totals as the last transaction left them; none where they do not read."""
     row = transaction.txn.get(_SPACE_ROW, db=transaction.db.meta)
-    return _SPACE.unpack(row)[0] * PAGE_BYTES if row is not None and len(row) == _SPACE.size else 0
+    return (0, 0, 0) if row is None or len(row) != _SPACE.size else _SPACE.unpack(row)
 
 
 def _place(extent: Extent) -> bytes:

@@ -26,6 +26,7 @@ _MOST_SEGMENTS = 64
 """In a store so large that segments of 1 GiB would be more, they are larger: each takes two descriptors."""
 _STEPS = 16  # a file grows by 1/16 of what there is, and by no more than 1/16 of what there may be
 _STEP_BYTES = (1 << 20, 64 << 20)  # 1 MiB to 64 MiB: the least and the most of a step
+_LARGE_BYTES = 16 << 20  # 16 MiB
 _LEAST_STEP_BYTES = 1 << 16  # 64 KiB: where all that there may be is less than 16 MiB
 
 
@@ -88,7 +89,7 @@ class ExtentPayloads:
         """Make room for so many pages side by side, or less where the limit or the disk says so."""
         most = self._limit // PAGE_BYTES
         full = max(_SEGMENT_BYTES // PAGE_BYTES, -(-most // _MOST_SEGMENTS))
-        wanted = min(max(self._step(most), pages), most - self._space.total)
+        wanted = min(max(self._step(most, pages), pages), most - self._space.total)
         while wanted > 0:
             segment, held = self._with_room(full)
             count = min(wanted, full - held)
@@ -101,10 +102,15 @@ class ExtentPayloads:
             self._space.resize(segment, held, held + count)
             wanted -= count
 
-    def _step(self, most: int) -> int:
-        """Pages: few in a store that holds little, so that it takes little more than it holds."""
+    def _step(self, most: int, pages: int) -> int:
+        """Pages: few in a store that holds little, so that it takes little more than it holds.
+
+        Twice what a large pack takes: the next one will be large, too, and stores took 5 % longer where each commit had
+        to grow a file.
+        """
         least, largest = (number // PAGE_BYTES for number in _STEP_BYTES)
-        step = min(max(self._space.total // _STEPS, least), largest, most // _STEPS)
+        ahead = 2 * pages if pages * PAGE_BYTES >= _LARGE_BYTES else 0
+        step = min(max(self._space.total // _STEPS, least, ahead), largest, most // _STEPS)
         return max(step, _LEAST_STEP_BYTES // PAGE_BYTES)
 
     def _with_room(self, full: int) -> tuple[int, int]:

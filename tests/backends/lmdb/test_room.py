@@ -46,6 +46,7 @@ def test_full_store_is_mostly_payload(open_store, identity, second_attempts):
     assert not second_attempts, "a commit like the ones before it waits for nothing"
 
 
+@pytest.mark.slow
 def test_catalogue_of_small_blocks_gets_what_it_needs(open_store, identity):
     backend = open_store("?capacity=16MiB")
     namespace = backend.open_namespace(identity).id
@@ -53,6 +54,7 @@ def test_catalogue_of_small_blocks_gets_what_it_needs(open_store, identity):
     assert backend.stats().stored_bytes > 0.6 * 16 * MIB
 
 
+@pytest.mark.slow
 def test_catalogue_grows_where_blocks_become_small(open_store, identity):
     backend = open_store("?capacity=16MiB")
     namespace = backend.open_namespace(identity).id

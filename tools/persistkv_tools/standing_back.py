@@ -24,6 +24,4 @@ def stand_back(arguments: Sequence[str]) -> None:
     if _WRITES in arguments or not _LOOKING.intersection(arguments[:1]):
         return
     os.nice(_NICENESS)
-    os.environ.setdefault(
-        "OPENBLAS_NUM_THREADS", "1"
-    )  # NumPy's, at its import: a quarter of the start's processor time
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's own took a quarter of the start's processor time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -10,8 +11,10 @@ import lmdb
 
 from persistkv.config import PAGE_BYTES, StoreUrl
 from persistkv.storage.pack import PackTable
+from persistkv.storage.registry import open_backend
 from persistkv_lmdb.layout import SEQUENCE, Databases, manifest_row
 from persistkv_lmdb.pieces import PIECE_BYTES
+from tests.tools.contexts import Contexts
 
 _TABLE_PREFIX = SEQUENCE.size
 
@@ -133,3 +136,14 @@ class Damage:
     def _put(self, db: str, name: bytes, row: bytes) -> None:
         with self._env.begin(write=True) as txn:
             txn.put(name, row, db=self._db[db])
+
+
+def store_with_a_bad_pack(url: str) -> bytes:
+    """Make a store of two requests, ``one`` with a flipped byte in its payload; the id of its pack."""
+    with closing(open_backend(url)) as backend:
+        writer = Contexts(backend)
+        writer.add("one", "a b")
+        writer.add("two", "c d")
+    with Damage(url, writer.namespace) as damage:
+        damage.flip_payload(writer.packs["one"], 5000)
+    return writer.packs["one"]

@@ -23,7 +23,7 @@ from persistkv_tools.errors import CorruptArchiveError
 from persistkv_tools.selection import FoundRequest, Selection
 from persistkv_tools.stored_pack import StoredPack, read_pack
 from tests.tools.contexts import Contexts
-from tests.tools.damage import Damage
+from tests.tools.damage import store_with_a_bad_pack
 
 
 def ignore(num_bytes):
@@ -379,12 +379,7 @@ class TestCommands:
         assert run("pull", url, url).returncode == 2
 
     def test_damage_ends_with_exit_code_1(self, run, url, tmp_path):
-        with closing(open_backend(url)) as backend:
-            writer = Contexts(backend)
-            writer.add("one", "a b")
-            writer.add("two", "c d")
-        with Damage(url, writer.namespace) as damage:
-            damage.flip_payload(writer.packs["one"], 1)
+        store_with_a_bad_pack(url)
         for command in (("export", url, "--all", "-o", "o.pkv"), ("push", url, f"lmdb://{tmp_path}/copy")):
             done = run(*command)
             assert done.returncode == 1

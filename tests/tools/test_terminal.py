@@ -12,7 +12,7 @@ import pytest
 from persistkv.storage.registry import open_backend
 from persistkv_tools.commands import COMMANDS
 from tests.tools.contexts import Contexts
-from tests.tools.damage import Damage
+from tests.tools.damage import store_with_a_bad_pack
 from tests.tools.terminals import ESCAPES, on_terminal
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -92,12 +92,7 @@ def test_what_is_shown_fits_the_terminal_and_ids_are_whole(terminal, store, widt
 
 @pytest.mark.parametrize(("answer", "left"), [("n", 2), ("y", 1)])
 def test_repair_asks_before_it_deletes(terminal, run, url, answer, left):
-    with closing(open_backend(url)) as backend:
-        writer = Contexts(backend)
-        writer.add("one", "a b")
-        writer.add("two", "c d")
-    with Damage(url, writer.namespace) as damage:
-        damage.flip_payload(writer.packs["one"], 5000)
+    store_with_a_bad_pack(url)
     text, code = terminal(80, "verify", url, "--repair", answer=f"{answer}\n")
     assert "Delete 1 bad pack" in text
     assert code == 1

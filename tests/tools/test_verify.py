@@ -21,7 +21,7 @@ from persistkv_tools.verify_state import VerifyState
 from persistkv_tools.verifying import Verifier, check_manifests, count_rows, packs_left, read_catalogues
 from tests.storage.statuses import make_status
 from tests.tools.contexts import Contexts
-from tests.tools.damage import Damage
+from tests.tools.damage import store_with_a_bad_pack
 from tests.tools.signals import obey_ctrl_c
 
 URL = "memory://here"
@@ -250,15 +250,10 @@ class TestCommand:
             assert json.loads(run("verify", url, "--json").stdout)["beside_engines"] == 0
 
     def test_damage_is_named_and_repaired(self, run, url):
-        with closing(open_backend(url)) as backend:
-            writer = Contexts(backend)
-            writer.add("one", "a b")
-            writer.add("two", "c d")
-        with Damage(url, writer.namespace) as damage:
-            damage.flip_payload(writer.packs["one"], 5000)
+        bad = store_with_a_bad_pack(url)
         done = run("verify", url)
         assert done.returncode == 1
-        assert writer.packs["one"].hex()[:8] in done.stdout
+        assert bad.hex()[:8] in done.stdout
         assert "found 1 problem" in done.stdout
         refused = run("verify", url, "--repair")
         assert (refused.returncode, "--yes" in refused.stderr) == (2, True)

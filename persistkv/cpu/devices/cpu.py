@@ -42,12 +42,12 @@ class CPUCopyEngine(CopyEngine):
         the wait for it begins anew.
         """
         super().__init__(memory, direction)
-        self._thread = _InPlace() if in_place else futures.ThreadPoolExecutor(1, f"persistkv-{direction.value}")
+        self._copies = _InPlace() if in_place else futures.ThreadPoolExecutor(1, f"persistkv-{direction.value}")
         self._jobs: deque[tuple[int, futures.Future[TransferResult]]] = deque()
         self._buffer: torch.Tensor | None = None
 
     def submit(self, job_id: int, copies: Sequence[PageCopies]) -> bool:
-        self._jobs.append((job_id, self._thread.submit(self._run, job_id, copies)))
+        self._jobs.append((job_id, self._copies.submit(self._run, job_id, copies)))
         return True
 
     def finished(self) -> list[TransferResult]:
@@ -60,7 +60,7 @@ class CPUCopyEngine(CopyEngine):
         futures.wait([future for job_id, future in self._jobs if job_id in job_ids])
 
     def drain(self) -> None:
-        self._thread.shutdown(wait=True)
+        self._copies.shutdown(wait=True)
 
     def _run(self, job_id: int, copies: Sequence[PageCopies]) -> TransferResult:
         started = time.perf_counter()
@@ -157,6 +157,8 @@ class CPUCopyEngine(CopyEngine):
 
 
 class _InPlace(futures.Executor):
+    """Runs each call in ``submit``; the calls raise nothing."""
+
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
         future: futures.Future[Any] = futures.Future()
         future.set_result(fn(*args, **kwargs))

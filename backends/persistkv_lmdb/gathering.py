@@ -11,8 +11,6 @@ import mmap
 import os
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from persistkv.config import PAGE_BYTES
 from persistkv.storage.codec import Buffer
 from persistkv.storage.pack import align
@@ -25,6 +23,8 @@ _BATCH_BYTES = 32 << 20  # 32 MiB: a pack that was cut at fixed depths in one ca
 def starts_aligned(view: memoryview) -> bool:
     """Whether the buffer begins at a multiple of 4 KiB; it may not be empty."""
     if view.readonly:
+        import numpy as np  # commands that write nothing do without it
+
         address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
     else:  # five times as fast
         address = ctypes.addressof(ctypes.c_char.from_buffer(view))

@@ -7,10 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from persistkv.storage.codec import Buffer, Codec, CodecPolicy, join_codecs
 from persistkv.storage.keys import PackedKeys
@@ -25,10 +22,12 @@ from persistkv.storage.pack import (
     pack_id,
 )
 
+if TYPE_CHECKING:
+    from persistkv.storage.arrays import ByteArray
+
 FRAMES_AHEAD = 4  # frames that are encoded ahead of the one that is written, at most
 
 T = TypeVar("T")
-ByteArray = npt.NDArray[np.uint8]
 
 
 class BlockSource(Protocol):

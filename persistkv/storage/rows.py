@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from persistkv.config import RowLayout
-from persistkv.storage.pack_writer import ByteArray
+from persistkv.storage.arrays import ByteArray
 
 
 class Rows:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from itertools import accumulate
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from persistkv.storage.codec import Buffer, RawCodec, split_codecs, stored_codec
 from persistkv.storage.pack import Frame, PackTable, decode_frame
-from persistkv.storage.pack_writer import ByteArray, PackWriter, Segment
+from persistkv.storage.pack_writer import PackWriter, Segment
+
+if TYPE_CHECKING:
+    from persistkv.storage.arrays import ByteArray
 
 
 class StoredPack(PackWriter):
@@ -59,6 +61,8 @@ class _FrameBlocks:
         self._stored = stored
 
     def gather(self, start: int, stop: int) -> ByteArray:
+        import numpy as np  # few packs are decoded on their way
+
         frame = self._frame
         blocks = np.empty((frame.block_count, frame.block_bytes), dtype=np.uint8)
         decode_frame(self._codecs, frame, self._stored, blocks.data.cast("B"))

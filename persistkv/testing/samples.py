@@ -11,7 +11,8 @@ from persistkv.storage.backend import ManifestWrite
 from persistkv.storage.codec import Codec, RawCodec
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.manifest import RequestManifest
-from persistkv.storage.pack_writer import ByteArray, PackWriter, Segment
+from persistkv.storage.arrays import ByteArray
+from persistkv.storage.pack_writer import PackWriter, Segment
 
 
 class ArraySource:

@@ -21,7 +21,8 @@ from persistkv.storage.pack import (
     frame_seed,
     verify_frame,
 )
-from persistkv.storage.pack_writer import ByteArray, PackWriter, Segment
+from persistkv.storage.arrays import ByteArray
+from persistkv.storage.pack_writer import PackWriter, Segment
 from persistkv.storage.rows import StagedBlocks
 from persistkv.testing.samples import ArraySource, sample_blocks, sample_keys, sample_pack, sample_segment
 from tests.storage.packs import NAMESPACE, blocks_of, segments, write

@@ -1,11 +1,20 @@
-"""Codecs: lossless transformations of one frame's bytes, each frame on its own."""
+"""Codecs: lossless transformations of one frame's bytes, each frame on its own.
 
-from persistkv.storage.codec.auto import AutoCodec
+Those that rest on Zstandard and NumPy are imported when somebody asks for one: commands that only look at what a store
+holds decode nothing, and NumPy would be most of their start.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from persistkv.storage.codec.base import Buffer, Codec, CodecPolicy
-from persistkv.storage.codec.planes import PlanesCodec
 from persistkv.storage.codec.raw import RawCodec
 from persistkv.storage.codec.text import join_codecs, parse_codec, split_codecs, stored_codec
-from persistkv.storage.codec.zstd import ZstdCodec
+
+if TYPE_CHECKING:
+    from persistkv.storage.codec.auto import AutoCodec
+    from persistkv.storage.codec.planes import PlanesCodec
+    from persistkv.storage.codec.zstd import ZstdCodec
 
 __all__ = [
     "AutoCodec",
@@ -20,3 +29,11 @@ __all__ = [
     "split_codecs",
     "stored_codec",
 ]
+
+_WHEN_ASKED_FOR = {"AutoCodec": "auto", "PlanesCodec": "planes", "ZstdCodec": "zstd"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _WHEN_ASKED_FOR:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_WHEN_ASKED_FOR[name]}"), name)

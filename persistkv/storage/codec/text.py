@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from types import MappingProxyType
 
 from persistkv.errors import ConfigurationError, CorruptPackError
-from persistkv.storage.codec.auto import AutoCodec
 from persistkv.storage.codec.base import Codec, CodecPolicy
-from persistkv.storage.codec.planes import PlanesCodec
 from persistkv.storage.codec.raw import RawCodec
-from persistkv.storage.codec.zstd import ZstdCodec
 
-_POLICIES: Mapping[str, Callable[[str], CodecPolicy]] = MappingProxyType(
-    {policy.name: policy.parse for policy in (RawCodec, ZstdCodec, PlanesCodec, AutoCodec)}
+_POLICIES: Mapping[str, str] = MappingProxyType(
+    {"raw": "raw:RawCodec", "zstd": "zstd:ZstdCodec", "planes": "planes:PlanesCodec", "auto": "auto:AutoCodec"}
 )
+"""Module and class of each. A module is imported when its codec is asked for: see the top of the package."""
 _SEPARATOR = ","
 
 
@@ -27,7 +26,9 @@ def parse_codec(text: str) -> CodecPolicy:
     if name not in _POLICIES:
         expected = f"one of {', '.join(_POLICIES)} (zstd:LEVEL sets a level, planes:WIDTH the bytes of a value)"
         raise ConfigurationError("codec", text, expected)
-    return _POLICIES[name](argument)
+    module, _, policy = _POLICIES[name].partition(":")
+    parse: Callable[[str], CodecPolicy] = getattr(import_module(f"{__package__}.{module}"), policy).parse
+    return parse(argument)
 
 
 def join_codecs(codecs: Sequence[Codec]) -> str:

@@ -14,8 +14,8 @@ from typing import Any
 
 import boto3
 
-from persistkv.storage.codec import RawCodec
 from persistkv.storage.arrays import ByteArray
+from persistkv.storage.codec import RawCodec
 from persistkv.storage.pack_writer import PackWriter, Segment
 from persistkv.testing.samples import ArraySource
 from persistkv_tools.rig import fresh_keys

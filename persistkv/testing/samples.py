@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from persistkv.base import make_offload_key
+from persistkv.storage.arrays import ByteArray
 from persistkv.storage.backend import ManifestWrite
 from persistkv.storage.codec import Codec, RawCodec
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.manifest import RequestManifest
-from persistkv.storage.arrays import ByteArray
 from persistkv.storage.pack_writer import PackWriter, Segment
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persistkv.errors import CorruptPackError
+from persistkv.storage.arrays import ByteArray
 from persistkv.storage.codec import AutoCodec, Codec, PlanesCodec, RawCodec, ZstdCodec
 from persistkv.storage.executor import ThreadExecutor
 from persistkv.storage.pack import (
@@ -21,7 +22,6 @@ from persistkv.storage.pack import (
     frame_seed,
     verify_frame,
 )
-from persistkv.storage.arrays import ByteArray
 from persistkv.storage.pack_writer import PackWriter, Segment
 from persistkv.storage.rows import StagedBlocks
 from persistkv.testing.samples import ArraySource, sample_blocks, sample_keys, sample_pack, sample_segment

@@ -114,7 +114,7 @@ def test_ctrl_c_before_the_command_begins_tells_of_no_import():
 import os, signal, sys
 class CtrlC:
     def find_spec(self, name, path=None, target=None):
-        if name == "typer":
+        if name == "click":
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, CtrlC())
 sys.argv = ["persistkv", "ls", "memory://here"]

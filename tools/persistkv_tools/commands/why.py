@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+import click
 
 from persistkv.storage.backend import Namespace
 from persistkv_tools import render
+from persistkv_tools.arguments import Option
 from persistkv_tools.comparing import ComparisonView, compare_model, compare_namespaces, nearest
 from persistkv_tools.errors import NotFoundError
 from persistkv_tools.options import InNamespace, Json, Url, opened
@@ -21,9 +22,7 @@ def why(
     url: Url,
     against: Annotated[
         str,
-        typer.Option(
-            metavar="WHAT", help="A model's directory, another store's URL, or a namespace's id.", show_default=False
-        ),
+        Option(metavar="WHAT", help="A model's directory, another store's URL, or a namespace's id."),
     ],
     namespace: InNamespace = None,
     json: Json = False,
@@ -46,7 +45,7 @@ def why(
         for comparison in comparisons:
             _print(comparison)
     if not any(comparison.matches for comparison in comparisons):
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)
 
 
 def _sides(held: list[Namespace], against: str, wanted: str | None) -> tuple[list[Namespace] | Path, list[Namespace]]:

@@ -99,7 +99,7 @@ class _Parameter(NamedTuple):
         return click.Option(
             [self.name, *names],
             type=None if self.kind is bool else _param_type(self.kind, self.told.min, self.told.max),
-            is_flag=self.kind is bool,
+            is_flag=self.kind is bool or None,  # None: as click decides it where nobody says
             multiple=self.many,
             required=self.required,
             help=self.told.help,

@@ -198,6 +198,15 @@ class LmdbBackend(Backend):
                     heads += [] if row is None else [decode_manifest(row)]
             return heads
 
+    def named_packs(self, namespace: bytes, manifest_id: str) -> list[PackTable] | None:
+        with self._environment.transaction() as transaction:
+            row = transaction.txn.get(manifest_row(namespace, manifest_id), db=transaction.db.chains)
+            chain = Chain.decode(row)
+            if chain is None:
+                return None
+            found = [_table(transaction, namespace + pack_id) for pack_id in chain.packs]
+            return [table for table in found if table is not None]
+
     def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
         found: list[RequestUse | None] = []
         moments: dict[bytes, list[int]] = {}

@@ -28,7 +28,7 @@ from persistkv.storage.backend import (
 )
 from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import ManifestKeys, RequestManifest, decode_manifest
-from persistkv.storage.pack import Frame
+from persistkv.storage.pack import Frame, PackTable
 from persistkv_s3 import names
 from persistkv_s3.authentication import Authenticator
 from persistkv_s3.breaker import Breaker
@@ -270,6 +270,9 @@ class S3Backend(Backend):
         naming = self._space(namespace).catalogue.naming
         names = {name for pack in packs for name in naming.get(pack, ())}
         return [head for head in self.manifests(namespace) if head.id in names] if names else []
+
+    def named_packs(self, namespace: bytes, manifest_id: str) -> list[PackTable] | None:
+        return self._space(namespace).catalogue.named_packs(manifest_id)
 
     def manifest_keys(self, namespace: bytes, manifest_id: str) -> ManifestKeys | None:
         return self._space(namespace).manifest_keys(manifest_id)

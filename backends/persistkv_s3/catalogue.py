@@ -125,6 +125,12 @@ class Catalogue:
         names = [name for name in self._pins if name in self.manifests and self.pinned(name)]
         return {pack_id for name in names for pack_id in self.manifests[name].packs}
 
+    def named_packs(self, manifest_id: str) -> list[PackTable] | None:
+        """See ``Backend.named_packs``."""
+        with self.lock:
+            held = self.manifests.get(manifest_id)
+            return None if held is None else [self.packs[name].table for name in held.packs if name in self.packs]
+
     def request_use(self, manifest_id: str) -> RequestUse | None:
         """What is known of a request's use; None where it is not held, or its last pack is not."""
         with self.lock:

@@ -355,6 +355,13 @@ class Backend(ABC):
         """The heads of the manifests that name any of these packs; none where the driver cannot tell."""
         return []
 
+    def named_packs(self, namespace: bytes, manifest_id: str) -> list[PackTable] | None:
+        """The tables of the packs that a manifest names, those nearest to the begin of the context first; those that do
+        not read are left out. None: it is not held, or the driver cannot tell. Who tells this, tells
+        ``manifests_naming`` too.
+        """
+        return None
+
     def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
         """What is known of the use of these requests; None for one that is not held, or where nothing is known."""
         return [None] * len(manifest_ids)

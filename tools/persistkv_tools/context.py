@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -77,7 +77,7 @@ class ContextView(msgspec.Struct, frozen=True):
     packs: list[PackView]
     """The ones nearest to the begin of the context first."""
     shared_blocks: int
-    """Blocks that some other request names too."""
+    """Blocks that some other request names too, in the same packs where the driver tells who names a pack."""
 
 
 class _Place(NamedTuple):
@@ -92,7 +92,7 @@ def show_context(
 ) -> ContextView:
     """The view of one request.
 
-    :param names: of all requests of the namespace.
+    :param names: of all requests of the namespace; looked through where the driver does not tell who names a pack.
     :param key_limit: keys to name of each group.
     :raises NotFoundError: the request went meanwhile, or its keys do not read.
     """
@@ -101,9 +101,10 @@ def show_context(
     if keys is None:
         raise NotFoundError(f"the keys of {manifest.id} are gone or do not read; persistkv verify tells which")
     chains = [group.unpack() for group in keys]
-    with no_collections():  # of many objects that are made to stay
-        tables = backend.changes(namespace, None).added
-    places = _places(tables, chains)
+    named = backend.named_packs(namespace, manifest.id)
+    if named is not None:  # else the driver cannot tell, and all are looked through
+        names = [head.id for head in backend.manifests_naming(namespace, [table.pack_id for table in named])]
+    places = _places(backend, namespace, named or [], chains)
     sharers = _sharers(backend, namespace, (name for name in names if name != manifest.id), chains)
     shared = [key for keys_of_group in chains for key in keys_of_group if key in sharers]
     return ContextView(
@@ -115,19 +116,29 @@ def show_context(
     )
 
 
-def _places(tables: Sequence[PackTable], chains: Sequence[list[bytes]]) -> dict[bytes, _Place]:
-    """Where the blocks of a request lie. Looks through all tables: an index of them all would cost more."""
+def _places(
+    backend: Backend, namespace: bytes, named: Iterable[PackTable], chains: Sequence[list[bytes]]
+) -> dict[bytes, _Place]:
+    """Where the blocks of a request lie. All tables are looked through for those that are in no pack that it names."""
     wanted = {key for chain in chains for key in chain}
     places: dict[bytes, _Place] = {}
-    for position, _ in KeySearch(wanted).find(table.keys for table in tables):
-        table = tables[position]
-        keys = table.keys.unpack()
-        ends = accumulate(frame.block_count for frame in table.frames)
-        for frame, end in zip(table.frames, ends, strict=True):
-            for key in keys[end - frame.block_count : end]:
-                if key in wanted:
-                    places.setdefault(key, _Place(table, frame))
+    for table in named:
+        _note_places(table, wanted, places)
+    if len(places) < len(wanted):
+        with no_collections():  # of many objects that are made to stay
+            tables = backend.changes(namespace, None).added
+        for position, _ in KeySearch(wanted - places.keys()).find(table.keys for table in tables):
+            _note_places(tables[position], wanted, places)
     return places
+
+
+def _note_places(table: PackTable, wanted: Collection[bytes], places: dict[bytes, _Place]) -> None:
+    keys = table.keys.unpack()
+    ends = accumulate(frame.block_count for frame in table.frames)
+    for frame, end in zip(table.frames, ends, strict=True):
+        for key in keys[end - frame.block_count : end]:
+            if key in wanted:
+                places.setdefault(key, _Place(table, frame))
 
 
 def _sharers(

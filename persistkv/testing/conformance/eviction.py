@@ -187,6 +187,11 @@ class EvictionTests(BackendSuite):
         backend.commit(namespace, CommitBatch(packs, [long, other, lost], pins=[("long", True)]))
         named = {head.id for head in backend.manifests_naming(namespace, [ids[1], ids[1]])}
         assert named in ({"long", "lost"}, set()), "set(): the driver cannot tell"
+        tells = backend.named_packs(namespace, "long")
+        if tells is not None:
+            assert [table.pack_id for table in tells] == ids[:3]
+            assert named, "it tells what a manifest names, and not who names a pack"
+        assert backend.named_packs(namespace, "nobody") is None
         shorter = sample_manifest("long", 3, packs=ids[:1])
         batch = CommitBatch(bad=[ids[1], bytes(16)], manifests=[shorter], pins=[("long", True)])
         result = backend.commit(namespace, batch)

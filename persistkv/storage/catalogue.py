@@ -10,13 +10,14 @@ from collections.abc import Iterable, Sequence
 
 from persistkv.config import RowLayout
 from persistkv.errors import StoreError
-from persistkv.storage.backend import Changes, CommitBatch, CommitResult, ManifestWrite
+from persistkv.storage.backend import Changes, CommitResult
 from persistkv.storage.ending import ManifestMaker
 from persistkv.storage.index import HeldPack, Index
 from persistkv.storage.medium import Medium
 from persistkv.storage.memory import give_back, no_collections
 from persistkv.storage.pack_writer import PackWriter
 from persistkv.storage.records import News, StoreCounters
+from persistkv.storage.shortening import removal
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class Catalogue:
         self.news = News()
         self._medium = medium
         self._counters = counters
-        self._layout = layout
+        self._block_bytes = [group.block_bytes for group in layout.groups]
         self._distrusted: dict[bytes, HeldPack] = {}
         """Packs that left the index because they did not read, as long as nothing was heard of them."""
         with no_collections():
@@ -135,7 +136,9 @@ class Catalogue:
     async def _delete(self, bad: Sequence[bytes]) -> bool:
         """Delete packs as our last look saw them; False: others have committed since, and may have replaced them."""
         try:
-            result = await self._medium.commit(await self._without(bad))
+            maker = ManifestMaker(self.index, self._block_bytes, ())  # the index does not know them any more
+            batch = removal(bad, await self._medium.requests_naming(bad), maker, self.cursor)
+            result = await self._medium.commit(batch)
         except StoreError as error:
             self._medium.complain(error)
         else:
@@ -147,17 +150,6 @@ class Catalogue:
             logger.warning("deleted packs whose bytes do not verify: %s; their blocks will be computed again", names)
         await self.refresh_or_complain()  # what could only be reached through them went too
         return True
-
-    async def _without(self, bad: Sequence[bytes]) -> CommitBatch:
-        """What takes bad packs, which our index does not know any more, out of the store."""
-        maker = ManifestMaker(self.index, self._layout, ())
-        shorter: list[ManifestWrite] = []
-        pins: list[tuple[str, bool]] = []
-        for manifest, keys, pinned in await self._medium.requests_naming(bad):
-            if (write := maker.shorten(manifest, keys)) is not None:
-                shorter.append(write)
-                pins += [(manifest.id, True)] if pinned else []
-        return CommitBatch(bad=bad, manifests=shorter, pins=pins, seen=self.cursor)
 
     def _forget(self, pack_ids: Sequence[bytes]) -> None:
         self._gone(self.index.remove_all(pack_ids))

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import msgspec
 
-from persistkv.config import RowLayout
 from persistkv.storage.backend import ManifestWrite
 from persistkv.storage.index import Index
 from persistkv.storage.keys import PackedKeys
@@ -20,12 +19,13 @@ from persistkv.storage.records import RequestEnd
 class ManifestMaker:
     """Makes the manifests of one transaction.
 
+    :param block_bytes: of a block of each group.
     :param writers: the packs that become durable with it.
     """
 
-    def __init__(self, index: Index, layout: RowLayout, writers: Sequence[PackWriter]) -> None:
+    def __init__(self, index: Index, block_bytes: Sequence[int], writers: Sequence[PackWriter]) -> None:
         self._index = index
-        self._layout = layout
+        self._block_bytes = block_bytes
         self._coming: Mapping[bytes, bytes] = {
             key: writer.pack_id for writer in writers for segment in writer.segments for key in segment.keys
         }
@@ -42,9 +42,7 @@ class ManifestMaker:
             created=time.time(),
             tokens=end.tokens if whole else min(end.tokens, min(map(len, kept)) * end.block_size),
             group_blocks=tuple(map(len, kept)),
-            raw_bytes=sum(
-                len(chain) * group.block_bytes for chain, group in zip(kept, self._layout.groups, strict=True)
-            ),
+            raw_bytes=sum(len(chain) * size for chain, size in zip(kept, self._block_bytes, strict=True)),
             ordered=end.ordered,
             labels=end.labels,
         )

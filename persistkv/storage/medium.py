@@ -6,27 +6,19 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from persistkv.errors import StoreError, StoreFullError
 from persistkv.storage.backend import Backend, BackendStats, Changes, CommitBatch, CommitResult
 from persistkv.storage.executor import Executor
-from persistkv.storage.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.recent import recent_contexts
+from persistkv.storage.shortening import NamedRequest, requests_naming
 
 logger = logging.getLogger(__name__)
 
 _COMPLAIN_S = 60.0  # seconds between warnings that blocks are dropped
 
 T = TypeVar("T")
-
-
-class NamedRequest(NamedTuple):
-    """A request, as a store knows it."""
-
-    manifest: RequestManifest
-    keys: ManifestKeys
-    pinned: bool
 
 
 class Medium:
@@ -47,8 +39,8 @@ class Medium:
         return await self._write(partial(self.backend.changes, self.namespace, cursor))
 
     async def requests_naming(self, packs: Sequence[bytes]) -> list[NamedRequest]:
-        """The requests whose manifests name any of these packs; those that do not read are left out."""
-        return await self._write(partial(_requests_naming, self.backend, self.namespace, packs))
+        """See ``shortening.requests_naming``."""
+        return await self._write(partial(requests_naming, self.backend, self.namespace, packs))
 
     async def stats(self) -> BackendStats:
         """As ``Backend.stats``."""
@@ -79,13 +71,6 @@ class Medium:
             self._complained_at = now
             kind = "the store is full" if isinstance(error, StoreFullError) else "the store failed"
             logger.warning("%s (%s); what it was given is dropped", kind, str(error))  # the error holds rows
-
-
-def _requests_naming(backend: Backend, namespace: bytes, packs: Sequence[bytes]) -> list[NamedRequest]:
-    heads = backend.manifests_naming(namespace, packs)
-    names = [head.id for head in heads]
-    rows = zip(heads, backend.many_manifest_keys(namespace, names), backend.uses(namespace, names), strict=True)
-    return [NamedRequest(head, keys, use is not None and use.pinned) for head, keys, use in rows if keys is not None]
 
 
 def _commit(backend: Backend, namespace: bytes, batch: CommitBatch) -> CommitResult:

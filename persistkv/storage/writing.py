@@ -52,7 +52,7 @@ class Writing:
         """
         self._medium = medium
         self._catalogue = catalogue
-        self._layout = layout
+        self._block_bytes = [group.block_bytes for group in layout.groups]
         self._uses = uses
         self._memory = memory
         self._ended = ended
@@ -83,7 +83,7 @@ class Writing:
         try:
             for retries_left in reversed(range(_STALE_RETRIES + 1)):
                 writers = [one.writer for one in outgoing if not self._holds_all(one.writer)]
-                maker = ManifestMaker(catalogue.index, self._layout, writers)
+                maker = ManifestMaker(catalogue.index, self._block_bytes, writers)
                 manifests = [maker.make(end) for end in ends]
                 seen = catalogue.cursor if retries_left else None
                 written = [manifest for manifest, _ in manifests if manifest is not None]

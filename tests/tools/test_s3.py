@@ -14,6 +14,7 @@ from persistkv.storage.registry import open_backend
 from persistkv.storage.warming import pending_warm
 from tests.storage.statuses import make_status
 from tests.tools.contexts import Contexts
+from tests.tools.middle_pack import MiddlePack
 
 boto3 = pytest.importorskip("boto3")
 server = pytest.importorskip("moto.server")
@@ -79,6 +80,23 @@ def test_what_is_changed(run, store, tmp_path):
     assert shown(run, "prune", store, "--request", "two", "--yes")["done"]["requests"] == 1
     assert {request["id"] for request in shown(run, "ls", store)["requests"]} == {"one", "three"}
     assert shown(run, "verify", store)["problems"] == 0
+
+
+def test_repair_keeps_what_stands_before_a_bad_pack(run, store, endpoint):
+    url = store.replace("/kv?", "/middle?")
+    context = MiddlePack(url)
+    client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
+    bucket = url.partition("://")[2].partition("/")[0]
+    (name,) = (
+        entry["Key"]
+        for entry in client.list_objects_v2(Bucket=bucket)["Contents"]
+        if context.pack.hex() in entry["Key"]
+    )
+    stored = bytearray(client.get_object(Bucket=bucket, Key=name)["Body"].read())
+    stored[5000] ^= 0x40
+    client.put_object(Bucket=bucket, Key=name, Body=bytes(stored))
+    client.close()
+    context.check_repair(run)
 
 
 def test_there_and_back(run, store, tmp_path):

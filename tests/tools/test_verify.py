@@ -17,11 +17,13 @@ from persistkv.testing.memory import MemoryBackend
 from persistkv.testing.samples import sample_manifest, sample_pack
 from persistkv_tools.live import LivePacks
 from persistkv_tools.pack_check import Problem
+from persistkv_tools.repairing import repair
 from persistkv_tools.verify_state import VerifyState
 from persistkv_tools.verifying import Verifier, check_manifests, count_rows, packs_left, read_catalogues
 from tests.storage.statuses import make_status
 from tests.tools.contexts import Contexts
-from tests.tools.damage import store_with_a_bad_pack
+from tests.tools.damage import Damage, store_with_a_bad_pack
+from tests.tools.middle_pack import MiddlePack
 from tests.tools.signals import obey_ctrl_c
 
 URL = "memory://here"
@@ -159,7 +161,9 @@ class TestWhatOthersDoMeanwhile:
             pass
         assert {finding.pack for finding in state.findings} == {bad.hex(), healed.hex()}
         packs[healed].payload[0] ^= 1
-        assert [table.pack_id for table in verifier.repair()] == [bad]
+        repaired = repair(backend, spaces, state.findings, ignore)
+        assert repaired.packs == [bad]
+        assert (repaired.shortened, repaired.deleted) == ({(writer.namespace, "r1")}, set())
         assert LivePacks(backend, writer.namespace).tables.keys() == set(writer.packs.values()) - {bad}
         assert findings(backend) == []
 
@@ -243,11 +247,19 @@ class TestCommand:
             backend.publish_status("live", make_status("live", time=time.time()).encode())
             backend.publish_status("gone", make_status("gone", time=0.0).encode())
             done = run("verify", url)
-            assert "beside 1 engine" in done.stdout
+            assert "beside 1 engine, it read a twentieth of the time" in done.stdout
             assert "nothing is wrong" in done.stdout
             assert json.loads(run("verify", url, "--json").stdout)["beside_engines"] == 1
             backend.publish_status("live", None)
             assert json.loads(run("verify", url, "--json").stdout)["beside_engines"] == 0
+
+    def test_beside_an_engine_a_rate_takes_the_place_of_the_share(self, run, url):
+        with closing(open_backend(url)) as backend:
+            Contexts(backend).add("one", "a b c")
+            backend.publish_status("live", make_status("live", time=time.time()).encode())
+            shown = run("verify", url, "--rate", "200MiB").stdout
+        assert "beside 1 engine, it read 200.0 MiB a second at most" in shown
+        assert "twentieth" not in shown
 
     def test_damage_is_named_and_repaired(self, run, url):
         bad = store_with_a_bad_pack(url)
@@ -263,6 +275,18 @@ class TestCommand:
         assert run("verify", url).returncode == 0
         left = json.loads(run("ls", url, "--json").stdout)["requests"]
         assert [request["id"] for request in left] == ["two"]
+
+    def test_repair_keeps_what_stands_before_a_bad_pack(self, run, url):
+        context = MiddlePack(url)
+        with Damage(url, context.namespace) as damage:
+            damage.flip_payload(context.pack, 5000)
+        context.check_repair(run)
+
+    def test_repair_says_what_became_of_requests(self, run, url):
+        store_with_a_bad_pack(url)
+        shown = run("verify", url, "--repair", "--yes").stdout
+        assert "deleted 1 pack" in shown
+        assert "shortened 0 requests to what stands before; deleted 1 that kept nothing" in shown
 
     @pytest.mark.parametrize("options", [("--sample", "0"), ("--sample", "1.5"), ("--rate", "fast")])
     def test_wrong_options(self, run, filled, options):

@@ -2,8 +2,7 @@
 
 1. Whatever looks wrong is looked at again, after another look at the catalogue: a pack may have been deleted or
    replaced meanwhile. Only what is wrong twice, and still there, is a finding.
-2. Repair deletes a pack only if it is bad still when nothing happened between that look and the commit.
-3. Rows that do not read are not handed out by a store; they are found by its totals, where nobody writes meanwhile.
+2. Rows that do not read are not handed out by a store; they are found by its totals, where nobody writes meanwhile.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from collections.abc import Callable, Iterator
 from itertools import groupby, islice
 from typing import NamedTuple
 
-from persistkv.errors import StoreError
-from persistkv.storage.backend import Backend, BackendStats, CommitBatch
+from persistkv.storage.backend import Backend, BackendStats
 from persistkv.storage.memory import no_collections
 from persistkv.storage.pack import PackTable
 from persistkv_tools.catalogue import keys_of
@@ -25,7 +23,6 @@ from persistkv_tools.verify_state import VerifyState
 
 _ATTEMPTS = 5
 _MANIFESTS_AT_ONCE = 512
-_REPAIR_ATTEMPTS = 100
 
 
 class Rows(NamedTuple):
@@ -197,31 +194,6 @@ class Verifier:
             if space.tables.get(table.pack_id) is current:
                 break
         return findings
-
-    def repair(self) -> list[PackTable]:
-        """Delete the packs that were found bad, and still are.
-
-        :returns: what went: these, and what could only be reached through them. Their requests went with them.
-        :raises StoreError: a deletion failed, or others wrote all the time.
-        """
-        bad = {(finding.namespace, finding.pack) for finding in self._state.findings if finding.pack is not None}
-        gone: list[PackTable] = []
-        for space in self._spaces:
-            for namespace, pack in sorted(bad, key=str):
-                if namespace == space.namespace.hex() and pack is not None:
-                    gone += self._delete(space, bytes.fromhex(pack))
-        return gone
-
-    def _delete(self, space: LivePacks, pack_id: bytes) -> list[PackTable]:
-        for _ in range(_REPAIR_ATTEMPTS):
-            space.refresh()
-            table = space.tables.get(pack_id)
-            if table is None or not check_pack(self._backend, table, self._took):
-                return []
-            done = self._backend.commit(space.namespace, CommitBatch(deletions=[pack_id], seen=space.cursor))
-            if not done.stale:
-                return list(done.evicted)
-        raise StoreError(f"pack {pack_id.hex()} could not be deleted: others wrote between each look and the commit")
 
 
 def check_manifests(

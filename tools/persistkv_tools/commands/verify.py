@@ -23,6 +23,8 @@ from persistkv_tools.live import LivePacks
 from persistkv_tools.options import Json, Rate, Url, Yes, ensure_consent, opened
 from persistkv_tools.pack_check import Finding
 from persistkv_tools.progress import byte_progress, counted
+from persistkv_tools.repairing import Repaired
+from persistkv_tools.repairing import repair as repair_packs
 from persistkv_tools.throttle import Throttle
 from persistkv_tools.verify_state import VerifyState
 from persistkv_tools.verifying import Verifier, check_manifests, count_rows, payload_left, read_catalogues
@@ -59,7 +61,11 @@ class Summary(msgspec.Struct, frozen=True):
     problems: int
     by_problem: dict[str, int]
     deleted_packs: int
-    """By --repair, with what could only be reached through them."""
+    """By --repair."""
+    shortened_requests: int
+    """Those that named these packs and keep what stands before them."""
+    deleted_requests: int
+    """Those of which nothing was left."""
     findings: list[Finding]
 
 
@@ -69,7 +75,9 @@ def verify(
         float, Option(metavar="SHARE", help="Read this share of the packs, drawn anew each time, e.g. 0.05.")
     ] = 1.0,
     rate: Rate = None,
-    repair: Annotated[bool, Option("--repair", help="Delete the packs that are bad.")] = False,
+    repair: Annotated[
+        bool, Option("--repair", help="Delete the packs that are bad; requests keep what stands before them.")
+    ] = False,
     yes: Yes = False,
     resume: Annotated[
         Path | None,
@@ -93,7 +101,7 @@ def verify(
     if json:
         render.print_json(summary)
     else:
-        _print(summary)
+        _print(summary, bytes_per_s)
     if summary.problems:
         raise click.exceptions.Exit(1)
 
@@ -116,18 +124,21 @@ def _run(
                 rows = count_rows(backend, spaces)
                 requests, of_manifests = check_manifests(backend, spaces, took)
                 _read_packs(verifier, state, resume)
-        deleted = len(verifier.repair()) if repair and (yes or _agreed(state)) else 0
+        agreed = repair and (yes or _agreed(state))
+        repaired = repair_packs(backend, spaces, state.findings, took) if agreed else Repaired()
     if resume is not None:
         with suppress(FileNotFoundError):
             resume.unlink()
     findings = [*rows.findings, *of_manifests, *state.findings]
-    return _summary(url, state, findings, time.monotonic() - begin, requests, rows.certain, engines, deleted)
+    return _summary(url, state, findings, time.monotonic() - begin, requests, rows.certain, engines, repaired)
 
 
 def _agreed(state: VerifyState) -> bool:
     """Whether somebody wants what is bad deleted; nobody is asked where nothing is."""
     bad = {finding.pack for finding in state.findings} - {None}
-    return bool(bad) and click.confirm(f"Delete {render.count(len(bad), 'bad pack')}, and the requests in them?")
+    if not bad:
+        return False
+    return click.confirm(f"Delete {render.count(len(bad), 'bad pack')}, and shorten requests to what stands before?")
 
 
 def _engines(backend: Backend) -> int:
@@ -187,7 +198,7 @@ def _summary(
     requests: int,
     certain: bool,
     engines: int,
-    deleted: int,
+    repaired: Repaired,
 ) -> Summary:
     by_problem: Counter[str] = Counter()
     for finding in findings:
@@ -206,12 +217,14 @@ def _summary(
         engines,
         sum(by_problem.values()),
         dict(by_problem),
-        deleted,
+        len(repaired.packs),
+        len(repaired.shortened),
+        len(repaired.deleted),
         findings,
     )
 
 
-def _print(summary: Summary) -> None:
+def _print(summary: Summary, bytes_per_s: int | None) -> None:
     if summary.findings:
         rows = [
             [
@@ -232,7 +245,10 @@ def _print(summary: Summary) -> None:
     render.say(f"read {read} and {render.count(summary.requests, 'request')} in {summary.seconds:.1f} s ({speed}/s)")
     if summary.beside_engines:
         engines = render.count(summary.beside_engines, "engine")
-        render.say(f"beside {engines}: without --rate, it reads a twentieth of the time")
+        bound = (
+            "a twentieth of the time" if bytes_per_s is None else f"{render.format_size(bytes_per_s)} a second at most"
+        )
+        render.say(f"beside {engines}, it read {bound}")
     if summary.went_meanwhile:
         render.say(f"{render.count(summary.went_meanwhile, 'pack')} went while they were read: no problem")
     if summary.other_release_packs:
@@ -241,4 +257,8 @@ def _print(summary: Summary) -> None:
         render.say("rows that do not read could not be told: others wrote all the time")
     if summary.deleted_packs:
         render.say(f"deleted {render.count(summary.deleted_packs, 'pack')}; their blocks will be computed again")
+        shortened = render.count(summary.shortened_requests, "request")
+        render.say(
+            f"shortened {shortened} to what stands before; deleted {summary.deleted_requests:,} that kept nothing"
+        )
     render.say("nothing is wrong" if not summary.problems else f"found {render.count(summary.problems, 'problem')}")

@@ -1,0 +1,71 @@
+"""A context of three packs of which the middle one goes bad, through a real store each time."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+
+import numpy as np
+
+from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.protocol import EndRequest
+from persistkv.storage.keys import PackedKeys
+from persistkv.storage.registry import open_backend
+from persistkv_tools.rig import Job, finish, fresh_keys
+
+BLOCKS = 2
+"""Of each pack."""
+BLOCK_BYTES = 8192
+
+
+class MiddlePack:
+    """Stores the context, and three requests: ``whole`` of all of it, ``begin`` of its first pack, ``lost`` of its
+    middle one alone.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._job = Job(BLOCKS, BLOCKS * BLOCK_BYTES)
+        self._parts = [fresh_keys(BLOCKS) for _ in range(3)]
+        with closing(self._opened()) as client:
+            for number, keys in enumerate(self._parts):
+                self._draw(number)
+                self._job.store(client, number, keys)
+            for name, parts in (("whole", self._parts), ("begin", self._parts[:1]), ("lost", self._parts[1:2])):
+                keys = [key for part in parts for key in part]
+                client.end_request(EndRequest(name, name, (PackedKeys.of(keys),), 16 * len(keys), 16, True, {}))
+        with closing(open_backend(url, read_only=True)) as backend:
+            (space,) = backend.namespaces()
+            self.namespace = space.id
+            tables = backend.changes(self.namespace, None).added
+            (self.pack,) = (table.pack_id for table in tables if table.keys.unpack() == self._parts[1])
+
+    def _opened(self) -> StoreClient:
+        client = self._job.rig.client(self._url, "inline")
+        client.open()
+        return client
+
+    def _draw(self, number: int) -> None:
+        self._job.rig.rows[:BLOCKS] = np.random.default_rng(number).integers(0, 256, (BLOCKS, BLOCK_BYTES))
+
+    def check_repair(self, run) -> None:
+        """Repair the store, whose middle pack is bad, and look at what is left through a store."""
+        assert json.loads(run("verify", self._url, "--json").stdout)["by_problem"] == {"payload": 1}
+        done = run("verify", self._url, "--repair", "--yes", "--json")
+        summary = json.loads(done.stdout)
+        assert done.returncode == 1
+        assert (summary["deleted_packs"], summary["shortened_requests"], summary["deleted_requests"]) == (1, 1, 1)
+        assert run("verify", self._url).returncode == 0
+        left = {request["id"]: request for request in json.loads(run("ls", self._url, "--json").stdout)["requests"]}
+        assert left.keys() == {"whole", "begin"}
+        for request in left.values():
+            assert (request["blocks"], request["tokens"]) == (BLOCKS, 16 * BLOCKS)
+            assert request["raw_bytes"] == BLOCKS * BLOCK_BYTES
+        with closing(self._opened()) as client:
+            held = [[client.contains(key) for key in keys] for keys in self._parts]
+            assert held == [[True] * BLOCKS, [False] * BLOCKS, [True] * BLOCKS]
+            for number in (0, 2):
+                self._draw(number)
+                self._job.load(client, 10 + number, self._parts[number])
+            client.submit_load(20, self._parts[1], self._job.target)
+            assert len(finish(client, 20).failed) == BLOCKS

@@ -17,7 +17,6 @@ from persistkv.storage.ending import ManifestMaker
 from persistkv.storage.index import Index
 from persistkv.storage.pack import PackTable
 from persistkv.storage.shortening import NamedRequest, removal, requests_naming
-from persistkv_tools.key_search import KeySearch
 from persistkv_tools.live import LivePacks
 from persistkv_tools.pack_check import Finding, check_pack
 
@@ -75,7 +74,7 @@ def _delete(backend: Backend, space: LivePacks, pack_id: bytes, done: Repaired, 
 def _tables_of(requests: Iterable[NamedRequest], tables: list[PackTable]) -> list[PackTable]:
     """Those that hold blocks of the requests: an index of them all would take as much memory as an engine's."""
     wanted = {key for request in requests for group in request.keys for key in group.unpack()}
-    return [tables[position] for position, _ in KeySearch(wanted).find(table.keys for table in tables)]
+    return [table for table in tables if not wanted.isdisjoint(table.keys.unpack())]
 
 
 def _maker(requests: Iterable[NamedRequest], tables: Iterable[PackTable]) -> ManifestMaker:

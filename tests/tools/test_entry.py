@@ -98,6 +98,7 @@ def test_output_that_nobody_reads_is_no_finding(store, options):
         (["verify", "lmdb:///kv", "--rate", "1MiB"], True),
         (["verify", "lmdb:///kv", "--repair"], False),  # it holds locks that engines wait for
         (["prune", "lmdb:///kv", "--orphans"], False),
+        (["prune", "lmdb:///kv", "--orphans", "--dry-run"], True),
         (["--help"], False),
         ([], False),
     ],

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from contextlib import closing
+from unittest import mock
 
 import pytest
 
@@ -221,3 +222,30 @@ def test_compact_gives_what_is_free_back_to_the_disk(run, tmp_path):
     assert again.returncode == 0
     assert "given back to the disk" in again.stdout
     assert json.loads(run("prune", url, "--compact", "--dry-run", "--json").stdout)["freed_bytes"] is None
+
+
+def test_where_nothing_is_to_go_no_catalogue_is_read(contexts):
+    _, writer = contexts
+    writer.add("one", "a b")
+    backend = writer.backend
+    with mock.patch.object(backend, "changes", side_effect=AssertionError("the catalogue was read")):
+        pruning = Pruning(backend, backend.namespaces())
+        pruning.choose(Selection(made_before=1.0))
+        assert pruning.plan().requests == []
+        assert pruning.run(backend).requests == 0
+        pruning.choose(Selection())
+        pruning.shrink_to(1 << 30)
+        assert pruning.plan().goes.packs == 0
+
+
+def test_what_others_evict_meanwhile_is_not_counted(contexts):
+    _, writer = contexts
+    writer.add("one", "a b")
+    writer.add("two", "c d", labels={"user": "anna"})
+    backend = writer.backend
+    pruning = Pruning(backend, backend.namespaces())
+    pruning.choose(Selection(labels=(("user", "anna"),)))
+    pruning.plan()
+    backend.commit(writer.namespace, CommitBatch(deletions=[writer.packs["one"]]))
+    done = pruning.run(backend)
+    assert (done.requests, done.goes.packs, done.staying) == (1, 1, [])

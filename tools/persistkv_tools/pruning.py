@@ -3,12 +3,17 @@
 1. A pack goes only where no request that stays names a block in it.
 2. A request goes with the first of its packs. One whose packs all stay cannot go: a store deletes packs, not requests.
 3. Requests that came after the plan was made are looked for before each commit; their packs are spared.
+4. What lies where is read only of namespaces where something is to go: beside an engine, a run that finds nothing costs
+   what a list of requests costs.
+5. Commits are short, and whoever else wants to write gets as much time between them as they took.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from functools import cached_property
 
 import msgspec
 
@@ -16,11 +21,12 @@ from persistkv.errors import StoreFullError
 from persistkv.storage.backend import Backend, CommitBatch, Namespace, RequestUse
 from persistkv.storage.manifest import RequestManifest
 from persistkv.storage.pack import PackTable
-from persistkv_tools.catalogue import Catalogue, all_keys
+from persistkv_tools.catalogue import Catalogue, all_keys, keys_of
 from persistkv_tools.listing import RequestView, used
 from persistkv_tools.selection import Selection
 
-_PACKS_AT_ONCE = 256
+_PACKS_AT_ONCE = 64
+_MOST_PAUSE_S = 0.2
 
 
 class Amount(msgspec.Struct):
@@ -64,19 +70,32 @@ class Usage:
 
     def __init__(self, backend: Backend, namespace: Namespace) -> None:
         self.namespace = namespace
-        self.manifests: dict[str, RequestManifest] = {}
-        self.uses: dict[str, RequestUse | None] = {}
-        self.packs: dict[str, set[bytes]] = {}
-        """For each request, the packs that hold one of its blocks."""
+        self.manifests = {manifest.id: manifest for manifest in backend.manifests(namespace.id)}
         self.doomed: set[str] = set()
         """Ids of the requests that are to go."""
-        catalogue = Catalogue.of(backend, namespace.id)
-        self.tables = catalogue.tables
-        for manifest, use in used(backend, namespace.id, backend.manifests(namespace.id)):
-            keys = backend.manifest_keys(namespace.id, manifest.id)
-            self.manifests[manifest.id] = manifest
-            self.uses[manifest.id] = use
-            self.packs[manifest.id] = set() if keys is None else catalogue.packs_holding(all_keys(keys))
+        self.going: set[str] = set()
+        """Of those that the plan takes: the doomed ones that can go, and what goes with them."""
+        self._backend = backend
+
+    @cached_property
+    def _catalogue(self) -> Catalogue:
+        return Catalogue.of(self._backend, self.namespace.id)
+
+    @property
+    def tables(self) -> dict[bytes, PackTable]:
+        """The packs."""
+        return self._catalogue.tables
+
+    @cached_property
+    def packs(self) -> dict[str, set[bytes]]:
+        """For each request, the packs that hold one of its blocks."""
+        keys = keys_of(self._backend, self.namespace.id, self.manifests)
+        holding = self._catalogue.packs_holding
+        return {name: set() if found is None else holding(all_keys(found)) for name, found in keys}
+
+    def uses(self, names: Iterable[str]) -> Iterator[tuple[RequestManifest, RequestUse | None]]:
+        """These requests, with what the store knows of their use."""
+        return used(self._backend, self.namespace.id, (self.manifests[name] for name in names))
 
     def used(self, requests: Iterable[str]) -> set[bytes]:
         """The packs that these requests use."""
@@ -102,13 +121,16 @@ class Pruning:
         :param requests: (namespace, id): only these.
         """
         for usage in self._usages:
-            for name, manifest in usage.manifests.items():
-                named = requests is None or (usage.namespace.id, name) in requests
-                if named and selection.takes(manifest, usage.uses[name]):
-                    usage.doomed.add(name)
+            names = [name for name in usage.manifests if requests is None or (usage.namespace.id, name) in requests]
+            asked = usage.uses(names) if selection.never_hit else ((usage.manifests[name], None) for name in names)
+            usage.doomed.update(manifest.id for manifest, use in asked if selection.takes(manifest, use))
 
     def shrink_to(self, stored_bytes: int) -> None:
         """Of what was chosen, only as much goes as is needed, oldest first, until so many bytes are left."""
+        if self._backend.stats().stored_bytes <= stored_bytes:  # of all namespaces
+            for usage in self._usages:
+                usage.doomed.clear()
+            return
         held = sum(table.payload_length for usage in self._usages for table in usage.tables.values())
         candidates = [(usage.manifests[name].created, name, usage) for usage in self._usages for name in usage.doomed]
         uses = {id(usage): Counter(pack for used in usage.packs.values() for pack in used) for usage in self._usages}
@@ -130,6 +152,8 @@ class Pruning:
         """
         plan = Plan([], [], Amount(), 0)
         for usage in self._usages:
+            if not (usage.doomed or orphans):
+                continue
             kept = usage.used(usage.kept)
             packs = usage.used(usage.doomed) - kept
             private = _private_blocks(self._backend, usage, usage.used(usage.doomed) & kept)
@@ -148,11 +172,10 @@ class Pruning:
         return plan
 
     def _sort_requests(self, plan: Plan, usage: Usage, packs: set[bytes]) -> None:
-        for name, manifest in usage.manifests.items():
-            goes = not usage.packs[name].isdisjoint(packs)
-            if goes or name in usage.doomed:
-                view = RequestView.of(usage.namespace.id, manifest, usage.uses[name])
-                (plan.requests if goes else plan.staying).append(view)
+        usage.going = {name for name, used_packs in usage.packs.items() if not used_packs.isdisjoint(packs)}
+        for manifest, use in usage.uses(usage.going | usage.doomed):
+            view = RequestView.of(usage.namespace.id, manifest, use)
+            (plan.requests if manifest.id in usage.going else plan.staying).append(view)
 
     def run(self, backend: Backend) -> Done:
         """Delete what the plan names.
@@ -162,19 +185,24 @@ class Pruning:
         """
         done = Done(Amount(), 0, [])
         for usage in self._usages:
-            packs = sorted(self._packs[usage.namespace.id])
+            packs = sorted(self._packs.get(usage.namespace.id, ()))
             for start in range(0, len(packs), _PACKS_AT_ONCE):
                 for table in self._delete(backend, usage, packs[start : start + _PACKS_AT_ONCE]):
                     done.goes.add(table)
+            if not (usage.doomed or packs):
+                continue
             there = {manifest.id for manifest in backend.manifests(usage.namespace.id)}
-            done.requests += len(usage.manifests.keys() - there)
+            done.requests += len(usage.going - there)
             done.staying += sorted(usage.doomed & there)
         return done
 
     def _delete(self, backend: Backend, usage: Usage, packs: list[bytes]) -> Iterator[PackTable]:
         wanted = [pack for pack in packs if pack not in self._used_since(usage, packs)]
+        begin = time.monotonic()
         try:
-            yield from backend.commit(usage.namespace.id, CommitBatch(deletions=wanted)).evicted
+            gone = backend.commit(usage.namespace.id, CommitBatch(deletions=wanted)).evicted
+            time.sleep(min(time.monotonic() - begin, _MOST_PAUSE_S))
+            yield from gone
         except StoreFullError:  # deleting takes room too; fewer at once take less
             if len(wanted) < 2:
                 raise

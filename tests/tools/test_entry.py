@@ -115,7 +115,7 @@ def test_ctrl_c_before_the_command_begins_tells_of_no_import():
 import os, signal, sys
 class CtrlC:
     def find_spec(self, name, path=None, target=None):
-        if name == "click":
+        if name == "typer":
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, CtrlC())
 sys.argv = ["persistkv", "ls", "memory://here"]

@@ -1,63 +1,52 @@
 from __future__ import annotations
 
-import importlib.metadata
-import sys
 from importlib.metadata import EntryPoint
-from types import ModuleType
 
-import click
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from persistkv_tools import plugins
-from persistkv_tools.plugins import BrokenCommandError
+from persistkv_tools.plugins import BrokenCommandError, attach_commands
 
-GROUP = plugins.ENTRY_POINT_GROUP
 POINTS = [
-    EntryPoint("good", "somebodys_commands:good", GROUP),
-    EntryPoint("function", "os:getpid", GROUP),
-    EntryPoint("broken", "no_such_package:command", GROUP),
-    EntryPoint("nameless", "os:no_such_function", GROUP),
-    EntryPoint("ls", "no_such_package:command", GROUP),
+    EntryPoint("good", "os:getpid", plugins.ENTRY_POINT_GROUP),
+    EntryPoint("broken", "no_such_package:command", plugins.ENTRY_POINT_GROUP),
+    EntryPoint("nameless", "os:no_such_function", plugins.ENTRY_POINT_GROUP),
+    EntryPoint("ls", "no_such_package:command", plugins.ENTRY_POINT_GROUP),
 ]
 
 
-@pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    @click.command(help="Does good.")
-    def good():
-        click.echo("done")
+@pytest.fixture
+def attached(monkeypatch):
+    monkeypatch.setattr(plugins, "entry_points", lambda group: POINTS)
 
-    module = ModuleType("somebodys_commands")
-    module.good = good
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: POINTS if group == GROUP else [])
+    def attach(*arguments):
+        app = typer.Typer()
+        app.callback()(lambda: None)
+        attach_commands(app, arguments, built_in=["ls"], wrapped=lambda command: command)
+        return app
 
-
-def test_help_has_all_of_them(run):
-    shown = run("--help").stdout
-    assert "Does good." in shown
-    assert shown.count("does not import") == 2
-    assert "is no click.Command" in shown
-    assert plugins.names(["ls"]) == ["broken", "function", "good", "nameless"]
+    return attach
 
 
-def test_one_runs(run):
-    done = run("good")
-    assert (done.returncode, done.stdout) == (0, "done\n")
+def names(app):
+    return [command.name for command in app.registered_commands]
 
 
-def test_none_takes_the_place_of_ours(run):
-    assert "List the requests" in run("ls", "--help").stdout
+def test_help_has_all_of_them(attached):
+    assert names(attached("--help")) == ["broken", "good", "nameless"]
+    assert names(attached()) == ["broken", "good", "nameless"]
 
 
-@pytest.mark.parametrize("name", ["broken", "nameless", "function"])
-def test_a_broken_one_says_so_when_it_is_called(run, name):
-    done = run(name)
-    assert done.returncode == 2
-    assert f"persistkv: the command {name} (" in done.stderr
-    with pytest.raises(BrokenCommandError):
-        plugins.load(name).callback()
+def test_only_the_one_asked_for_is_imported(attached):
+    assert names(attached("good", "--fast")) == ["good"]
+    assert names(attached("ls", "good")) == []
 
 
-def test_none_that_is_not_there():
-    assert plugins.load("nobody") is None
+def test_a_broken_one_says_so_when_it_is_called(attached):
+    app = attached("--help")
+    assert "does not import" in CliRunner().invoke(app, ["--help"]).stdout
+    for name in ("broken", "nameless"):
+        outcome = CliRunner().invoke(app, [name])
+        assert isinstance(outcome.exception, BrokenCommandError)

@@ -7,40 +7,41 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Annotated
 
+import typer
+
 from persistkv.errors import ConfigurationError
 from persistkv.storage.backend import Backend
 from persistkv.storage.registry import open_backend
-from persistkv_tools.arguments import Argument, Option
 
-Url = Annotated[str, Argument(metavar="URL", help="The store, e.g. lmdb:///var/cache/kv")]
+Url = Annotated[str, typer.Argument(metavar="URL", help="The store, e.g. lmdb:///var/cache/kv", show_default=False)]
 Request = Annotated[
     str,
-    Argument(metavar="REQUEST", help="The request's id; its first letters are enough."),
+    typer.Argument(metavar="REQUEST", help="The request's id; its first letters are enough.", show_default=False),
 ]
-Json = Annotated[bool, Option("--json", help="One JSON object on standard output, sizes in bytes.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, sizes in bytes.")]
 InNamespace = Annotated[
     str | None,
-    Option("--namespace", metavar="ID", help="Only this namespace; the first digits of its id are enough."),
+    typer.Option("--namespace", metavar="ID", help="Only this namespace; the first digits of its id are enough."),
 ]
 Labels = Annotated[
     list[str] | None,
-    Option("--label", metavar="NAME[=VALUE]", help="Only requests with this label; may be given again."),
+    typer.Option("--label", metavar="NAME[=VALUE]", help="Only requests with this label; may be given again."),
 ]
 OlderThan = Annotated[
-    str | None, Option("--older-than", metavar="AGE", help="Only requests made longer ago, e.g. 12h or 30d.")
+    str | None, typer.Option("--older-than", metavar="AGE", help="Only requests made longer ago, e.g. 12h or 30d.")
 ]
 NewerThan = Annotated[
-    str | None, Option("--newer-than", metavar="AGE", help="Only requests made less long ago, e.g. 12h or 30d.")
+    str | None, typer.Option("--newer-than", metavar="AGE", help="Only requests made less long ago, e.g. 12h or 30d.")
 ]
 LargerThan = Annotated[
-    str | None, Option("--larger-than", metavar="SIZE", help="Only requests of more raw bytes, e.g. 1GiB.")
+    str | None, typer.Option("--larger-than", metavar="SIZE", help="Only requests of more raw bytes, e.g. 1GiB.")
 ]
 SmallerThan = Annotated[
-    str | None, Option("--smaller-than", metavar="SIZE", help="Only requests of fewer raw bytes, e.g. 1GiB.")
+    str | None, typer.Option("--smaller-than", metavar="SIZE", help="Only requests of fewer raw bytes, e.g. 1GiB.")
 ]
-NeverHit = Annotated[bool, Option("--never-hit", help="Only requests that nobody used after they were stored.")]
-Rate = Annotated[str | None, Option("--rate", metavar="SIZE", help="Read so much a second at most, e.g. 200MiB.")]
-Yes = Annotated[bool, Option("--yes", help="Do not ask.")]
+NeverHit = Annotated[bool, typer.Option("--never-hit", help="Only requests that nobody used after they were stored.")]
+Rate = Annotated[str | None, typer.Option("--rate", metavar="SIZE", help="Read so much a second at most, e.g. 200MiB.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
 
 def ensure_consent(what: str, url: str, ways: str, *, yes: bool, json: bool) -> None:

@@ -1,57 +1,57 @@
-"""Commands from outside, over the entry points of group ``persistkv.commands``. Each is a ``click.Command``."""
+"""Commands from outside, over the entry points of group ``persistkv.commands``. Each is a typer command function."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
+from importlib.metadata import EntryPoint, entry_points
 
-import click
+import typer
 
 from persistkv.errors import PersistKVError
 
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
 ENTRY_POINT_GROUP = "persistkv.commands"
+Command = Callable[..., None]
 
 
 class BrokenCommandError(PersistKVError):
     """A command is registered and does not import."""
 
 
-def names(built_in: Collection[str]) -> list[str]:
-    """Those that are registered, sorted.
+def asked_for(arguments: Sequence[str]) -> str | None:
+    """The name of the command in them."""
+    return next((argument for argument in arguments if not argument.startswith("-")), None)
 
-    :param built_in: names that nobody else can have.
+
+def attach_commands(
+    app: typer.Typer, arguments: Sequence[str], *, built_in: Collection[str], wrapped: Callable[[Command], Command]
+) -> None:
+    """Import and attach the command that was asked for; all of them where none was, so that help names them.
+
+    :param wrapped: what all commands have around them.
     """
-    return sorted(_points().keys() - set(built_in))
+    asked = asked_for(arguments)
+    if asked in built_in:
+        return
+    points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name not in built_in}
+    if asked in points:
+        points = {asked: points[asked]}
+    for name, point in sorted(points.items()):
+        app.command(name)(wrapped(_load(point)))
 
 
-def load(name: str) -> click.Command | None:
-    """The command of this name; None where there is none. One that does not import says so when it is called."""
-    point = _points().get(name)
-    if point is None:
-        return None
+def _load(point: EntryPoint) -> Command:
     try:
-        found = point.load()
+        command: Command = point.load()
     except (ImportError, AttributeError) as error:
-        return _broken(name, point.value, f"does not import: {error}")
-    if not isinstance(found, click.Command):
-        return _broken(name, point.value, f"is no click.Command but {type(found).__name__}")
-    found.name = name
-    return found
+        return _broken(point, str(error))
+    return command
 
 
-def _points() -> dict[str, EntryPoint]:
-    from importlib.metadata import entry_points  # asks all installed packages: only where no command of ours is meant
-
-    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
-
-
-def _broken(name: str, where: str, problem: str) -> click.Command:
+def _broken(point: EntryPoint, problem: str) -> Command:
     """Somebody's broken package must not take the other commands away."""
 
-    def call() -> None:
-        raise BrokenCommandError(f"the command {name} ({where}) {problem}")
+    def command() -> None:
+        raise BrokenCommandError(f"the command {point.name} ({point.value}) does not import: {problem}")
 
-    return click.Command(name, callback=call, help=f"({problem})")
+    command.__doc__ = f"(does not import: {problem})"
+    return command

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import typer
+
 from persistkv.config import parse_size
 from persistkv.errors import ConfigurationError
 from persistkv.storage.planning import DIRECT_BYTES
 from persistkv_tools import render
-from persistkv_tools.arguments import Option
 from persistkv_tools.benching import Figure, Report, bench
 from persistkv_tools.options import Json, Url
 from persistkv_tools.progress import byte_progress, counted
@@ -20,11 +21,11 @@ _BLOCK = 64 << 10  # 64 KiB
 
 def bench_(
     url: Url,
-    size: Annotated[str, Option(metavar="SIZE", help="Of one job.")] = "32MiB",
-    rounds: Annotated[int, Option(min=1, help="Times that all is measured.")] = 7,
+    size: Annotated[str, typer.Option(metavar="SIZE", help="Of one job.")] = "32MiB",
+    rounds: Annotated[int, typer.Option(min=1, help="Times that all is measured.")] = 7,
     json: Json = False,
 ) -> None:
-    """Measure what this machine's disk or bucket gives persistkv, as ratios to its limits, with a verdict.
+    """Measure what this machine's disk or bucket gives persistkv, as ratios to what it gives without, with a verdict.
 
     It works beside the store, in one of its own that it removes; the store itself is not touched, nor need it exist.
     With the default sizes it writes 1 GiB.

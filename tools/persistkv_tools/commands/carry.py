@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
-import click
+import typer
 
 from persistkv.config import StoreUrl, parse_size
 from persistkv.errors import ConfigurationError
@@ -14,7 +14,6 @@ from persistkv.storage.backend import Backend
 from persistkv.storage.registry import open_backend
 from persistkv_tools import render
 from persistkv_tools.archive import ArchiveWriter
-from persistkv_tools.arguments import Argument, Option
 from persistkv_tools.carrying import export_requests, import_archive, new_identities, push, verify_archive
 from persistkv_tools.options import InNamespace, Json, Labels, NewerThan, OlderThan, Rate, Url, opened
 from persistkv_tools.progress import byte_progress, counted
@@ -25,14 +24,14 @@ from persistkv_tools.throttle import Throttle
 
 def export(
     url: Url,
-    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="Where to write.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write.")],
     requests: Annotated[
-        list[str] | None, Argument(metavar="[REQUEST]...", help="Ids; their first letters are enough.")
+        list[str] | None, typer.Argument(metavar="[REQUEST]...", help="Ids; their first letters are enough.")
     ] = None,
-    everything: Annotated[bool, Option("--all", help="All requests.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="All requests.")] = False,
     label: Labels = None,
     namespace: InNamespace = None,
-    force: Annotated[bool, Option("--force", help="Take the place of a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Take the place of a file that is there.")] = False,
     rate: Rate = None,
     json: Json = False,
 ) -> None:
@@ -56,13 +55,15 @@ def export(
         render.say(f"{render.count(sent.requests, 'request')} with {packs} to {output}")
         _print_incomplete(sent.incomplete)
     if sent.incomplete:
-        raise click.exceptions.Exit(1)
+        raise typer.Exit(1)
 
 
 def import_(
-    file: Annotated[Path, Argument(metavar="FILE", help="What persistkv export wrote.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What persistkv export wrote.")],
     url: Url,
-    strict: Annotated[bool, Option("--strict", help="Refuse where the store holds other identities only.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse where the store holds other identities only.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Verify all of a file of export, then write what it holds to a store, which is made where it is absent.
@@ -85,12 +86,12 @@ def import_(
             render.say(f"{url} held nothing of this identity; its nearest namespace differs in {fields}")
         _print_received(received, url)
     if received.incomplete:
-        raise click.exceptions.Exit(1)
+        raise typer.Exit(1)
 
 
 def push_(
-    source: Annotated[str, Argument(metavar="SRC", help="The store to copy from.")],
-    target: Annotated[str, Argument(metavar="DST", help="The store to copy to, made where it is absent.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="The store to copy from.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="The store to copy to, made where it is absent.")],
     namespace: InNamespace = None,
     label: Labels = None,
     older_than: OlderThan = None,
@@ -106,8 +107,8 @@ def push_(
 
 
 def pull(
-    target: Annotated[str, Argument(metavar="DST", help="The store to copy to, made where it is absent.")],
-    source: Annotated[str, Argument(metavar="SRC", help="The store to copy from.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="The store to copy to, made where it is absent.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="The store to copy from.")],
     namespace: InNamespace = None,
     label: Labels = None,
     older_than: OlderThan = None,
@@ -135,7 +136,7 @@ def _copy(source: str, target: str, namespace: str | None, selection: Selection,
     else:
         _print_received(received, target)
     if received.incomplete:
-        raise click.exceptions.Exit(1)
+        raise typer.Exit(1)
 
 
 def _found(backend: Backend, names: list[str], selection: Selection, namespace: str | None) -> list[FoundRequest]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from typing import Annotated
 
-import click
+import typer
 
 from persistkv_tools import render
-from persistkv_tools.arguments import Argument
 from persistkv_tools.checks import Finding, Level, examine
 from persistkv_tools.options import Json
 
@@ -16,7 +15,7 @@ _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level
 
 
 def doctor(
-    url: Annotated[str | None, Argument(metavar="[URL]", help="A store to look at, too.")] = None,
+    url: Annotated[str | None, typer.Argument(metavar="[URL]", help="A store to look at, too.")] = None,
     json: Json = False,
 ) -> None:
     """Check this machine, and a store, for what stands in the way. Exit code 1: a warning or a problem.
@@ -29,7 +28,7 @@ def doctor(
     else:
         _print(findings)
     if any(finding.level in (Level.WARNING, Level.PROBLEM) for finding in findings):
-        raise click.exceptions.Exit(1)
+        raise typer.Exit(1)
 
 
 def _print(findings: list[Finding]) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import typer
+
 from persistkv.errors import ConfigurationError
 from persistkv_tools import render
-from persistkv_tools.arguments import Argument, Option
 from persistkv_tools.labelling import parse_labels, relabel
 from persistkv_tools.options import InNamespace, Json, Request, Url, opened
 from persistkv_tools.selection import find_request
@@ -16,10 +17,10 @@ def label(
     url: Url,
     request: Request,
     labels: Annotated[
-        list[str] | None, Argument(metavar="[NAME=VALUE]...", help="Labels to give, over those of that name.")
+        list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="Labels to give, over those of that name.")
     ] = None,
     remove: Annotated[
-        list[str] | None, Option("--remove", metavar="NAME", help="Take this one away; may be given again.")
+        list[str] | None, typer.Option("--remove", metavar="NAME", help="Take this one away; may be given again.")
     ] = None,
     namespace: InNamespace = None,
     json: Json = False,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated
 
+import typer
+
 from persistkv_tools import render
-from persistkv_tools.arguments import Option
 from persistkv_tools.listing import Page, RequestView, Sort, list_requests
 from persistkv_tools.options import (
     InNamespace,
@@ -28,8 +29,8 @@ _WIDE = 120  # columns
 
 def ls(
     url: Url,
-    sort: Annotated[Sort, Option(help="Newest or largest first; id and namespace by letter.")] = Sort.CREATED,
-    reverse: Annotated[bool, Option("--reverse", help="The other way round.")] = False,
+    sort: Annotated[Sort, typer.Option(help="Newest or largest first; id and namespace by letter.")] = Sort.CREATED,
+    reverse: Annotated[bool, typer.Option("--reverse", help="The other way round.")] = False,
     namespace: InNamespace = None,
     label: Labels = None,
     older_than: OlderThan = None,
@@ -39,9 +40,9 @@ def ls(
     never_hit: NeverHit = False,
     limit: Annotated[
         int | None,
-        Option(min=0, help=f"Requests to show; 0: all. Tables show {_PAGE}, JSON all."),
+        typer.Option(min=0, help=f"Requests to show; 0: all. Tables show {_PAGE}, JSON all.", show_default=False),
     ] = None,
-    offset: Annotated[int, Option(min=0, help="Requests to pass over: the next page.")] = 0,
+    offset: Annotated[int, typer.Option(min=0, help="Requests to pass over: the next page.")] = 0,
     json: Json = False,
 ) -> None:
     """List the requests that a store holds, newest first.

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated
 
+import typer
+
 from persistkv.storage.backend import MoveProgress
 from persistkv_tools import render
-from persistkv_tools.arguments import Option
 from persistkv_tools.options import Json, Url, opened
 from persistkv_tools.progress import byte_progress
 
-Placement = Annotated[str, Option("--to", metavar="PLACEMENT", help="One that the driver has, e.g. extents.")]
+Placement = Annotated[str, typer.Option("--to", metavar="PLACEMENT", help="One that the driver has, e.g. extents.")]
 
 
 def move(url: Url, to: Placement, json: Json = False) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import click
 import msgspec
+import typer
 
 from persistkv.config import parse_size
 from persistkv.errors import ConfigurationError
 from persistkv.storage.backend import Backend
 from persistkv_tools import render
-from persistkv_tools.arguments import Option
 from persistkv_tools.listing import RequestView
 from persistkv_tools.options import (
     InNamespace,
@@ -58,7 +57,7 @@ _ONE_OF = (
 def prune(
     url: Url,
     request: Annotated[
-        list[str] | None, Option("--request", metavar="ID", help="This request; may be given again.")
+        list[str] | None, typer.Option("--request", metavar="ID", help="This request; may be given again.")
     ] = None,
     older_than: OlderThan = None,
     label: Labels = None,
@@ -67,17 +66,19 @@ def prune(
     namespace: InNamespace = None,
     keep_size: Annotated[
         str | None,
-        Option(metavar="SIZE", help="Only as many as needed, oldest first, until packs take this: 50GiB."),
+        typer.Option(metavar="SIZE", help="Only as many as needed, oldest first, until packs take this: 50GiB."),
     ] = None,
-    orphans: Annotated[bool, Option("--orphans", help="Also packs that no request names.")] = False,
+    orphans: Annotated[bool, typer.Option("--orphans", help="Also packs that no request names.")] = False,
     shared_packs: Annotated[
         bool,
-        Option("--shared-packs", help="Also packs that others use, where a block in it is only of these requests."),
+        typer.Option(
+            "--shared-packs", help="Also packs that others use, where a block in it is only of these requests."
+        ),
     ] = False,
     compact: Annotated[
-        bool, Option("--compact", help="Then give free space within the store back to the disk.")
+        bool, typer.Option("--compact", help="Then give free space within the store back to the disk.")
     ] = False,
-    dry_run: Annotated[bool, Option("--dry-run", help="Only show what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go.")] = False,
     yes: Yes = False,
     json: Json = False,
 ) -> None:
@@ -104,7 +105,7 @@ def prune(
         done = None
         if not dry_run and plan.goes.packs == 0:
             done = pruning.run(backend)
-        elif not dry_run and (yes or click.confirm("Delete them?")):
+        elif not dry_run and (yes or typer.confirm("Delete them?")):
             with opened(url, writable=True) as writer:
                 done = pruning.run(writer)
     freed = _compact(url) if compact and done is not None else None
@@ -116,7 +117,7 @@ def prune(
         render.say(f"given back to the disk: {render.format_size(freed)}")
     stay = plan.staying if done is None else done.staying
     if stay or (plan.private_blocks_left and wanted.requests):
-        raise click.exceptions.Exit(1)
+        raise typer.Exit(1)
 
 
 def _compact(url: str) -> int:

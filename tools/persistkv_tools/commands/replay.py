@@ -8,13 +8,13 @@ from typing import Annotated
 from urllib.parse import urlencode
 
 import msgspec
+import typer
 from rich.progress import Progress
 
 from persistkv.config import PAGE_BYTES, StoreUrl, parse_size
 from persistkv.errors import ConfigurationError
 from persistkv.storage.registry import open_backend
 from persistkv_tools import render
-from persistkv_tools.arguments import Argument, Option
 from persistkv_tools.options import Json
 from persistkv_tools.progress import byte_progress, counted
 from persistkv_tools.replaying import Comparison, replay
@@ -60,17 +60,17 @@ class Run(msgspec.Struct, frozen=True):
 
 
 def replay_(
-    url: Annotated[str, Argument(metavar="URL", help="Where to make the store, e.g. lmdb:///var/tmp/replay")],
-    trace: Annotated[Path, Argument(metavar="TRACE", help="In Mooncake's form: JSON lines, plain or .xz.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="Where to make the store, e.g. lmdb:///var/tmp/replay")],
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="In Mooncake's form: JSON lines, plain or .xz.")],
     share: Annotated[
         list[float] | None,
-        Option(metavar="SHARE", help="Room for this share of the trace's blocks; may be given again."),
+        typer.Option(metavar="SHARE", help="Room for this share of the trace's blocks; may be given again."),
     ] = None,
-    requests: Annotated[int | None, Option(min=1, help="Only the first so many.")] = None,
-    block_size: Annotated[str, Option(metavar="SIZE", help="Of the synthetic blocks.")] = "16KiB",
+    requests: Annotated[int | None, typer.Option(min=1, help="Only the first so many.", show_default=False)] = None,
+    block_size: Annotated[str, typer.Option(metavar="SIZE", help="Of the synthetic blocks.")] = "16KiB",
     json: Json = False,
 ) -> None:
-    """Replay a trace against new stores of small blocks: hit rates by capacity and policy, requests, bytes.
+    """Replay a trace against new stores of small blocks: hit rates by capacity, beside other policies; requests, bytes.
 
     Each --share makes a store of its own below URL, which stays; without it, the capacity is that of the URL.
 

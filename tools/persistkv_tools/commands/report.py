@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 from typing import Annotated
 
+import typer
+
 from persistkv.errors import ConfigurationError
 from persistkv_tools import render
-from persistkv_tools.arguments import Option
 from persistkv_tools.options import Json, Url, opened
 from persistkv_tools.report_page import report_page
 from persistkv_tools.reporting import report_data
@@ -16,7 +17,7 @@ from persistkv_tools.reporting import report_data
 
 def report(
     url: Url,
-    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="Where to write; is replaced.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write; is replaced.")],
     json: Json = False,
 ) -> None:
     """Write a page about a store: ages, sizes, fill and hits over time, prefix tree, codecs. It needs no network.

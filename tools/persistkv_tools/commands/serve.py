@@ -6,16 +6,19 @@ import sys
 from contextlib import closing, suppress
 from typing import Annotated
 
+import typer
+
 from persistkv.errors import ConfigurationError, MissingExtraError
 from persistkv_tools import render
-from persistkv_tools.arguments import Option
 from persistkv_tools.options import Json, Url, opened
 
 
 def serve_metrics(
     url: Url,
-    listen: Annotated[str, Option(metavar="HOST:PORT", help="Where to listen; port 0: a free one.")] = "127.0.0.1:9464",
-    once: Annotated[bool, Option("--once", help="Write the metrics to standard output, and end.")] = False,
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0: a free one.")
+    ] = "127.0.0.1:9464",
+    once: Annotated[bool, typer.Option("--once", help="Write the metrics to standard output, and end.")] = False,
     json: Json = False,
 ) -> None:
     """Export a store's totals, and what its engines say of themselves, to Prometheus. Ctrl-C ends it.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import typer
 from rich.text import Text
 from rich.tree import Tree
 
 from persistkv_tools import render
-from persistkv_tools.arguments import Option
 from persistkv_tools.context import ContextView, GroupView, PackView, show_context
 from persistkv_tools.options import InNamespace, Json, Request, Url, opened
 from persistkv_tools.selection import find_request
@@ -22,9 +22,11 @@ _SHOWN_PACKS = 40
 def show(
     url: Url,
     request: Request,
-    tree: Annotated[bool, Option("--tree", help="Also draw the prefix tree of the namespace's contexts.")] = False,
-    nodes: Annotated[int, Option(min=1, max=10_000, help="Nodes of the tree to draw at most.")] = 40,
-    keys: Annotated[int, Option(min=0, help="Keys to name of each group.")] = 4,
+    tree: Annotated[
+        bool, typer.Option("--tree", help="Also draw the prefix tree of the namespace's contexts.")
+    ] = False,
+    nodes: Annotated[int, typer.Option(min=1, max=10_000, help="Nodes of the tree to draw at most.")] = 40,
+    keys: Annotated[int, typer.Option(min=0, help="Keys to name of each group.")] = 4,
     namespace: InNamespace = None,
     json: Json = False,
 ) -> None:

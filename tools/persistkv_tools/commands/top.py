@@ -6,13 +6,13 @@ import time
 from collections.abc import Iterator
 from typing import Annotated
 
+import typer
 from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
 from persistkv.config import parse_duration
 from persistkv_tools import render
-from persistkv_tools.arguments import Option
 from persistkv_tools.options import Json, Url, opened
 from persistkv_tools.watching import EngineView, Look, Watch
 
@@ -22,8 +22,10 @@ _HEALTH = ("engine", "blocks", "commits/s", "evicted/s", "dropped", "bad", "brea
 
 def top(
     url: Url,
-    interval: Annotated[str, Option(metavar="AGE", help="Time between looks, e.g. 2s.")] = "2s",
-    count: Annotated[int | None, Option(min=1, help="Looks; without it, until Ctrl-C on a terminal, else one.")] = None,
+    interval: Annotated[str, typer.Option(metavar="AGE", help="Time between looks, e.g. 2s.")] = "2s",
+    count: Annotated[
+        int | None, typer.Option(min=1, help="Looks; without it, until Ctrl-C on a terminal, else one.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Watch engines at work on a store: hits, bytes each way, queues, evictions, breaker. Ctrl-C ends it.

@@ -11,14 +11,13 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
-import click
 import msgspec
+import typer
 
 from persistkv.config import parse_size
 from persistkv.storage.backend import Backend
 from persistkv.storage.status import read_statuses
 from persistkv_tools import render
-from persistkv_tools.arguments import Option
 from persistkv_tools.live import LivePacks
 from persistkv_tools.options import Json, Rate, Url, Yes, ensure_consent, opened
 from persistkv_tools.pack_check import Finding
@@ -72,27 +71,26 @@ class Summary(msgspec.Struct, frozen=True):
 def verify(
     url: Url,
     sample: Annotated[
-        float, Option(metavar="SHARE", help="Read this share of the packs, drawn anew each time, e.g. 0.05.")
+        float, typer.Option(metavar="SHARE", help="Read this share of the packs, drawn anew each time, e.g. 0.05.")
     ] = 1.0,
     rate: Rate = None,
     repair: Annotated[
-        bool, Option("--repair", help="Delete the packs that are bad; requests keep what stands before them.")
+        bool, typer.Option("--repair", help="Delete the packs that are bad; requests keep what stands before them.")
     ] = False,
     yes: Yes = False,
     resume: Annotated[
         Path | None,
-        Option(metavar="FILE", help="Note here how far it came, and go on there; removed at the end."),
+        typer.Option(metavar="FILE", help="Note here how far it came, and go on there; removed at the end."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Read everything and check it. Exit code 1: something is wrong, repaired or not.
-
-    Where an engine shows that it uses the store, and there is no --rate, it reads a twentieth of the time.
+    """Read everything and check it, a twentieth of the time where an engine shows that it uses the store and there is
+    no --rate. Exit code 1: something is wrong, repaired or not.
 
     Example: persistkv verify lmdb:///var/cache/kv --rate 200MiB --resume /var/tmp/kv.verify
     """
     if not 0 < sample <= 1:
-        raise click.BadParameter(f"{sample:g} is no share above 0 and up to 1", param_hint="--sample")
+        raise typer.BadParameter(f"{sample:g} is no share above 0 and up to 1", param_hint="--sample")
     if repair:
         ensure_consent("verify --repair", url, "--yes", yes=yes, json=json)
     bytes_per_s = None if rate is None else parse_size(rate, name="--rate")
@@ -103,7 +101,7 @@ def verify(
     else:
         _print(summary, bytes_per_s)
     if summary.problems:
-        raise click.exceptions.Exit(1)
+        raise typer.Exit(1)
 
 
 def _run(
@@ -138,7 +136,7 @@ def _agreed(state: VerifyState) -> bool:
     bad = {finding.pack for finding in state.findings} - {None}
     if not bad:
         return False
-    return click.confirm(f"Delete {render.count(len(bad), 'bad pack')}, and shorten requests to what stands before?")
+    return typer.confirm(f"Delete {render.count(len(bad), 'bad pack')}, and shorten requests to what stands before?")
 
 
 def _engines(backend: Backend) -> int:

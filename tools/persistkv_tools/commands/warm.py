@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Annotated
 
-import click
 import msgspec
+import typer
 
 from persistkv.config import parse_duration
 from persistkv.errors import ConfigurationError
@@ -14,7 +14,6 @@ from persistkv.storage.backend import Backend
 from persistkv.storage.status import read_statuses
 from persistkv.storage.warming import WarmAnswer, WarmRequest, request_warm, warm_answers, withdraw_warm
 from persistkv_tools import render
-from persistkv_tools.arguments import Argument, Option
 from persistkv_tools.options import InNamespace, Json, Labels, Url, opened
 from persistkv_tools.selection import FoundRequest, Selection, chosen_namespaces, find_request
 
@@ -38,18 +37,18 @@ class Warmed(msgspec.Struct, frozen=True):
 def warm(
     url: Url,
     requests: Annotated[
-        list[str] | None, Argument(metavar="REQUEST", help="Ids; their first letters are enough.")
+        list[str] | None, typer.Argument(metavar="REQUEST", help="Ids; their first letters are enough.")
     ] = None,
     label: Labels = None,
     namespace: InNamespace = None,
     ttl: Annotated[
-        str, Option(metavar="AGE", help="How long it counts: engines that start until then do it as well.")
+        str, typer.Option(metavar="AGE", help="How long it counts: engines that start until then do it as well.")
     ] = "1h",
     wait: Annotated[
         str | None,
-        Option(metavar="AGE", help="Wait so long for an engine to start and take it up, e.g. 5m."),
+        typer.Option(metavar="AGE", help="Wait so long for an engine to start and take it up, e.g. 5m."),
     ] = None,
-    withdraw: Annotated[bool, Option("--withdraw", help="Ask no longer; what was promoted stays.")] = False,
+    withdraw: Annotated[bool, typer.Option("--withdraw", help="Ask no longer; what was promoted stays.")] = False,
     json: Json = False,
 ) -> None:
     """Have engines read contexts into memory, those that run and those that start.
@@ -80,7 +79,7 @@ def warm(
     else:
         _print(warmed, ttl)
     if wait_s is not None and not all(map(_is_warm, warmed)):
-        raise click.exceptions.Exit(1)
+        raise typer.Exit(1)
 
 
 def _chosen(

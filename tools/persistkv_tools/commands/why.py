@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import click
+import typer
 
 from persistkv.storage.backend import Namespace
 from persistkv_tools import render
-from persistkv_tools.arguments import Option
 from persistkv_tools.comparing import ComparisonView, compare_model, compare_namespaces, nearest
 from persistkv_tools.errors import NotFoundError
 from persistkv_tools.options import InNamespace, Json, Url, opened
@@ -22,7 +21,9 @@ def why(
     url: Url,
     against: Annotated[
         str,
-        Option(metavar="WHAT", help="A model's directory, another store's URL, or a namespace's id."),
+        typer.Option(
+            metavar="WHAT", help="A model's directory, another store's URL, or a namespace's id.", show_default=False
+        ),
     ],
     namespace: InNamespace = None,
     json: Json = False,
@@ -45,7 +46,7 @@ def why(
         for comparison in comparisons:
             _print(comparison)
     if not any(comparison.matches for comparison in comparisons):
-        raise click.exceptions.Exit(1)
+        raise typer.Exit(1)
 
 
 def _sides(held: list[Namespace], against: str, wanted: str | None) -> tuple[list[Namespace] | Path, list[Namespace]]:

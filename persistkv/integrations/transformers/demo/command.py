@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated
 
-import click
 import msgspec
+import typer
 from rich.console import Console
 
 from persistkv.errors import MissingExtraError
@@ -30,19 +31,18 @@ _PACKAGES = ("torch", "transformers", "safetensors")
 _NOT_IDENTICAL = 1
 
 
-@click.command(context_settings={"show_default": True})
-@click.option("--store", metavar="URL", help="Where KV is kept; by default a new store under .persistkv-demo.")
-@click.option(
-    "--model",
-    metavar="DIR",
-    type=click.Path(path_type=Path),
-    default=_DIRECTORY / "model",
-    help="A checkpoint with byte-level tokens; made where there is none.",
-)
-@click.option("--tokens", default=4000, help="Tokens that all prompts share.")
-@click.option("--codec", default="raw", help="raw, zstd, planes or auto; zstd:LEVEL, planes:WIDTH.")
-@click.option("--json", is_flag=True, help="One JSON object on standard output, and nothing else.")
-def demo(store: str | None, model: Path, tokens: int, codec: str, json: bool) -> None:
+def demo(
+    store: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Where KV is kept; by default a new store under .persistkv-demo."),
+    ] = None,
+    model: Annotated[
+        Path, typer.Option(metavar="DIR", help="A checkpoint with byte-level tokens; made where there is none.")
+    ] = _DIRECTORY / "model",
+    tokens: Annotated[int, typer.Option(help="Tokens that all prompts share.")] = 4000,
+    codec: Annotated[str, typer.Option(help="raw, zstd, planes or auto; zstd:LEVEL, planes:WIDTH.")] = "raw",
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, and nothing else.")] = False,
+) -> None:
     """Answer cold, be killed, and answer warm in a new process.
 
     Exit code 1: what was restored, or answered, is not identical to what it must be.
@@ -61,7 +61,7 @@ def demo(store: str | None, model: Path, tokens: int, codec: str, json: bool) ->
     else:
         _show(report, has_chart)
     if not report.good:
-        raise click.exceptions.Exit(_NOT_IDENTICAL)
+        raise typer.Exit(_NOT_IDENTICAL)
 
 
 def _require_packages() -> None:

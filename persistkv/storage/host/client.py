@@ -179,7 +179,7 @@ class StoreClient:
         self._side.send(message)
 
     def touch(self, keys: Collection[bytes]) -> None:
-        """Blocks were used: what was used last is evicted last. The next calls of ``poll`` say so; where too many wait,
+        """Blocks were used: they are evicted later. The next calls of ``poll`` say so; where too many wait,
         some are not said.
 
         :raises HostError: after a fork.

@@ -4,10 +4,10 @@ Each request looks its chain up, loads the longest prefix that is held (and comp
 context and ends, as an engine would without a primary tier in front. Beside it stand caches of whole blocks, which need
 no room for an index, padding or requests: see ``trace``.
 
-What a store evicts is packs, and a pack is at most ``MAX_PACK_BYTES``, 64 MiB. The blocks of a trace, 512 tokens, take
-16 MiB with a model of 32 KiB a token and 64 MiB with one of 128 KiB: a pack holds 1 to 4 of them, and at 12 KiB a token
-10. Synthetic blocks are smaller than that by a factor of hundreds; so that their packs are not larger than real ones,
-counted in blocks, each pack's blocks are stored as a job of their own.
+What a store evicts is packs. They are cut at 32 MiB where depths are known, and hold 64 MiB at most. A trace's blocks,
+512 tokens, take 16 MiB with a model of 32 KiB a token: 2 of them are a pack, at most 4. With 12 KiB a token that is 4,
+at most 10; with 128 KiB, 1. Synthetic blocks are smaller by a factor of hundreds; so that their packs are not larger
+than real ones, counted in blocks, each pack's blocks are stored as a job of their own.
 """
 
 from __future__ import annotations

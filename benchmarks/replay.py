@@ -3,7 +3,9 @@
 Each request looks its chain up, loads the longest prefix that is held (and compares the bytes), then stores its whole
 context and ends, as an engine would without a primary tier in front. The store keeps small synthetic blocks, one for
 each 512-token block of the trace. Its capacity in bytes is that of the stated share of all distinct blocks, payload
-only: index, manifests and padding have to fit in as well. Beside it, caches that hold so many whole blocks and need no
+only: index, manifests and padding have to fit in as well; the column ``not blocks`` tells their share. A pack holds at
+most ``--pack-blocks`` blocks, since real blocks of 512 tokens are large: see ``persistkv_tools.replaying``, which says
+how large. Beside it, caches that hold so many whole blocks and need no
 room for anything else: one that drops what was used longest ago, also with as many blocks as the store held (the median
 of the second half), which tells what order costs from what room costs; and the best that is possible (``trace.py``).
 """
@@ -13,10 +15,11 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 from benchmarks.rig import show
-from persistkv_tools.replaying import Comparison, Outcome, replay
+from persistkv_tools.replaying import PACK_BLOCKS, Comparison, Outcome, replay
 from persistkv_tools.trace import Request, distinct_blocks, lru_hits, read_trace
 
 CONVERSATION = Path(__file__).parent / "data" / "conversation.jsonl.xz"
@@ -26,7 +29,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", type=Path, default=CONVERSATION, help="in Mooncake's form, plain or .xz")
     parser.add_argument("--requests", type=int, help="only the first so many")
-    parser.add_argument("--block-kib", type=int, default=16)
+    parser.add_argument("--block-kib", type=int, nargs="+", default=[64], help="real ones have 6 MiB and more")
+    parser.add_argument(
+        "--pack-blocks", type=int, nargs="+", default=[PACK_BLOCKS], help="in a pack at most; 0: no bound of its own"
+    )
     parser.add_argument("--share", type=float, nargs="+", default=[0.1, 0.25, 0.5], help="of the distinct blocks")
     parser.add_argument("--options", nargs="+", default=[""], help="further options of the URL, e.g. placement=extents")
     parser.add_argument("--directory", help="where the store is made; a temporary directory by default")
@@ -34,18 +40,19 @@ def main() -> None:
     requests = read_trace(arguments.trace, arguments.requests)
     asked, distinct = sum(map(len, requests)), distinct_blocks(requests)
     rows = []
-    for share in arguments.share:
-        for options in arguments.options:
-            blocks, block_bytes = int(distinct * share), arguments.block_kib << 10
-            with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-                url = f"lmdb://{directory}/store?capacity={blocks * block_bytes}" + f"&{options}" * bool(options)
-                found = replay(requests, url, block_bytes)
-            name = f"{share:.0%} {options}".rstrip()
-            rows.append([name, *columns_of(found, requests, blocks, block_bytes)])
-            print(*rows[-1], flush=True)
+    variants = product(arguments.share, arguments.block_kib, arguments.pack_blocks, arguments.options)
+    for share, block_kib, pack_blocks, options in variants:
+        blocks, block_bytes = int(distinct * share), block_kib << 10
+        with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+            url = f"lmdb://{directory}/store?capacity={blocks * block_bytes}" + f"&{options}" * bool(options)
+            found = replay(requests, url, block_bytes, pack_blocks=pack_blocks)
+        name = f"{share:.0%}, {block_kib} KiB {options}".rstrip()
+        rows.append([name, str(pack_blocks or "request"), *columns_of(found, requests, blocks, block_bytes)])
+        print(*rows[-1], flush=True)
     unbounded = lru_hits(requests, distinct)
     title = f"{len(requests):,} requests, {asked:,} blocks, {distinct:,} distinct; unbounded {unbounded / asked:.2%}"
-    columns = ["capacity", "blocks: nominal, held", "prefix hits", "LRU, nominal", "LRU, held", "best possible"]
+    columns = ["capacity, block", "pack", "blocks: nominal, held", "not blocks", "prefix hits"]
+    columns += ["LRU, nominal", "LRU, held", "best possible"]
     show(title, [*columns, ">= LRU", "÷ best", "not served", "on disk ÷ capacity"], rows)
 
 
@@ -55,6 +62,7 @@ def columns_of(found: Outcome, requests: Sequence[Request], blocks: int, block_b
     beside = Comparison.of(requests, blocks, found.held_blocks)
     return [
         f"{blocks:,}, {found.held_blocks:,}",
+        f"{1 - found.held_blocks / blocks:.2%}",
         f"{found.hits / asked:.2%}",
         f"{beside.lru / asked:.2%}",
         f"{beside.lru_held / asked:.2%}",

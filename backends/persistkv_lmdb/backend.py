@@ -361,7 +361,7 @@ def _request_use(transaction: Transaction, name: bytes, moments: dict[bytes, lis
     later = len(naming) - bisect_right(naming, chain.moment)
     lengths = [_pack_lengths(transaction, name[:ID_BYTES] + pack_id) for pack_id in chain.packs]
     raw, stored = (sum(length) for length in zip(*lengths, strict=True))
-    reused = use.moment > chain.moment
+    reused = use.time > chain.time
     return RequestUse(use.time, reused, max(0, len(naming) - 1), chain.pinned, later, raw, stored)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterable
+from itertools import islice
 
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
@@ -65,6 +66,8 @@ class Commit:
 
     def apply(self, batch: CommitBatch) -> None:
         """Do what the batch says."""
+        if batch.uses_anything:
+            self._recency.count()
         for pack_id in batch.deletions:
             self._delete(self._namespace + pack_id)
         for pack_id in batch.bad:
@@ -87,7 +90,7 @@ class Commit:
         return [pack for pack in packs if not self._holds(self._namespace + pack.pack_id)]
 
     def evict(self, goal: Goal, at_most: int) -> Evicted:
-        """Take what was not used for longest, and helps, until there is enough room."""
+        """Take what is listed first, and helps, until there is enough room."""
         if goal.met():
             return Evicted.ENOUGH
         for candidate in self._recency.oldest():
@@ -101,21 +104,33 @@ class Commit:
                 return Evicted.ENOUGH
         return Evicted.ALL
 
-    def expire(self, ttl_s: float, at_most: int) -> None:
-        """Take what was last used so long ago; the rest of it is left to the next commits."""
-        for candidate in self._recency.oldest():
-            if not at_most:
-                return
-            if candidate.time > self._recency.time:
-                at_most -= 1
-                self._recency.redate(candidate)
-                continue
-            if candidate.time >= self._recency.time - ttl_s:
-                return
-            if candidate.name in self._keep:
-                continue
-            at_most -= 1
+    def expire(self, ttl_s: float, at_most: int, start: bytes) -> bytes:
+        """Take what was last used so long ago; the rest of it is left to the next commits.
+
+        What came back after a pause is listed behind what was used later. So this looks at the first in the order, as
+        long as they are old, and then at as many more from ``start`` on.
+
+        :param start: a key of ``order``.
+        :returns: where the next commit goes on; empty behind the last one.
+        """
+        for candidate in islice(self._recency.oldest(), at_most):
+            if not self._expire(candidate, ttl_s):
+                break
+        for looked, candidate in enumerate(self._recency.oldest(start)):
+            if looked == at_most:
+                return candidate.key
+            self._expire(candidate, ttl_s)
+        return b""
+
+    def _expire(self, candidate: Candidate, ttl_s: float) -> bool:
+        """Take it where it is old enough; whether it was, or nobody can tell."""
+        if candidate.time > self._recency.time:
+            self._recency.redate(candidate)
+            return True
+        old = candidate.time < self._recency.time - ttl_s
+        if old and candidate.name not in self._keep:
             self._remove(candidate)
+        return old
 
     def finish(self) -> None:
         """Make payloads durable, write totals and the clock, and shorten the log."""
@@ -181,7 +196,10 @@ class Commit:
     # Manifests
 
     def _put_manifest(self, write: ManifestWrite) -> None:
-        """Write a manifest, over one of the same id, whose pin it takes over."""
+        """Write a manifest, over one of the same id, whose pin it takes over.
+
+        None of its packs is listed before one behind it.
+        """
         self.grew = True
         name = manifest_row(self._namespace, write.manifest.id)
         before = self._recency.chain(name)
@@ -193,10 +211,11 @@ class Commit:
         packs = tuple(dict.fromkeys(write.packs))
         self._recency.add_manifest(name, flags, packs)
         self.state.requests += 1
-        for pack_id in packs:
+        place = 0
+        for pack_id in reversed(packs):
             pack = self._namespace + pack_id
             self._txn.put(pack + name[ID_BYTES:], b"", db=self._db.links)
-            self._recency.touch(pack)
+            place = self._recency.touch(pack, place if write.manifest.ordered else 0)
             if pinned:
                 self._recency.pin(pack, 1)
 

@@ -71,6 +71,8 @@ class Environment:
         self.process = os.getpid()
         self._freed = (0, 0)
         self._taken: deque[int] = deque(maxlen=_COMMITS)
+        self.expired_to = b""
+        """Where in ``order`` the next commit looks for what is too old; see ``Commit.expire``."""
         self._gate = Gate()
         self._snapshots = Snapshots()
         self._fitted: Shares | None = None

@@ -48,7 +48,7 @@ _LATEST = float(1 << 40)  # seconds since the epoch; far beyond any clock
 PINNED, ORDERED = 1, 2
 PACK, MANIFEST = 0, 1
 ORDER_KEY = struct.Struct(">QIB32s")
-"""Moment, depth counted from UNKNOWN_DEPTH down, ``PACK`` or ``MANIFEST``, and the row's name."""
+"""Place, depth counted from UNKNOWN_DEPTH down, ``PACK`` or ``MANIFEST``, and the row's name."""
 
 
 class OtherReleaseError(CorruptStoreError):
@@ -96,12 +96,12 @@ class Databases(NamedTuple):
 
 
 class Use(NamedTuple):
-    """When a pack was used last."""
+    """When a pack was used last, and where that put it."""
 
-    moment: int
-    """By the store's counter."""
+    place: int
+    """Among all that may be evicted, by the store's counter of moments; see ``recency``."""
     time: float
-    """Seconds since the epoch, coarse."""
+    """Seconds since the epoch."""
     depth: int
     """Blocks before it in its chain; UNKNOWN_DEPTH where nobody told."""
     pins: int
@@ -109,7 +109,7 @@ class Use(NamedTuple):
 
     def order_key(self, name: bytes) -> bytes:
         """:param name: namespace and pack id."""
-        return ORDER_KEY.pack(self.moment, UNKNOWN_DEPTH - self.depth, PACK, name)
+        return ORDER_KEY.pack(self.place, UNKNOWN_DEPTH - self.depth, PACK, name)
 
     def encode(self) -> bytes:
         """The row."""
@@ -125,6 +125,7 @@ class Chain(NamedTuple):
     """A manifest's packs, and when it was written."""
 
     moment: int
+    """Its place, too."""
     time: float
     flags: int
     packs: tuple[bytes, ...]

@@ -1,10 +1,17 @@
-"""Who was used when: what ``order`` lists is what may be evicted, first to go first.
+"""Who was used when, and who goes next: what ``order`` lists is what may be evicted, first to go first.
 
-One transaction is one moment. What is listed twice, or wrongly, by damage is passed over by whoever reads ``order``.
+1. A batch that uses anything is one moment, however many transactions are made for it. A pack is listed at a place: the
+   moment at which it came; a use at a later moment lists it as far behind that moment as it was listed before it
+   (``Recency._place``). A manifest is listed at the moment at which it was written.
+2. A place is at most twice the last moment. One that lies behind that comes from damage.
+3. The time of a use is greater than that of every use at an earlier moment, as long as no clock was wrong by a day.
+
+What is listed twice, or wrongly, by damage is passed over by whoever reads ``order``.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -20,6 +27,8 @@ _MAX_PINS = (1 << 32) - 1
 class Candidate(NamedTuple):
     """Something that may be evicted."""
 
+    key: bytes
+    """Of ``order``."""
     name: bytes
     """Namespace and pack id, or namespace and digest of the manifest's id."""
     is_manifest: bool
@@ -45,20 +54,36 @@ class Recency:
         self._txn, self._db = transaction
         before, seconds = read_clock(transaction)
         self.moment = before + 1
-        now = float(int(time.time()))
-        self.time = max(seconds, now) if seconds < now + _MOST_AHEAD_S else now  # a machine's clock may go back
-        self._used = False
+        now = time.time()
+        later = math.nextafter(seconds, math.inf)
+        self.time = max(later, now) if seconds < now + _MOST_AHEAD_S else now  # a machine's clock may go back
+        self._counts = False
 
     def add_pack(self, name: bytes, depth: int, pins: int) -> None:
         """List a new pack as used now."""
         self._put(name, Use(self.moment, self.time, depth, pins))
 
-    def touch(self, name: bytes) -> None:
-        """The pack was used now; nothing where it is not held."""
+    def touch(self, name: bytes, at_least: int = 0) -> int:
+        """The pack was used now; nothing where it is not held.
+
+        :param at_least: a place before which it is not to be listed.
+        :returns: the place at which it is listed, ``at_least`` where it is not held.
+        """
         use = Use.decode(self._txn.get(name, db=self._db.uses))
-        if use is not None and use.moment != self.moment:
+        if use is None:
+            return at_least
+        now = use._replace(place=max(self._place(use.place), at_least), time=self.time)
+        if now.place != use.place:
             self._unlist(use.order_key(name))
-            self._put(name, use._replace(moment=self.moment, time=self.time))
+            self._put(name, now)
+        elif now != use:
+            self._txn.put(name, now.encode(), db=self._db.uses)
+        return now.place
+
+    def _place(self, listed: int) -> int:
+        """Where to list what was used now: what came back after a pause is kept for as long again."""
+        now = self.moment
+        return max(listed, 2 * now - listed) if listed <= 2 * now else now
 
     def pin(self, name: bytes, count: int) -> None:
         """Add to a pack's pins; nothing where it is not held."""
@@ -102,9 +127,11 @@ class Recency:
         elif (use := Use.decode(txn.get(name, db=self._db.uses))) is not None:
             txn.put(name, use._replace(time=self.time).encode(), db=self._db.uses)
 
-    def oldest(self) -> Iterator[Candidate]:
-        """What may be evicted, first to go first; it may change while this runs."""
-        key = b""
+    def oldest(self, key: bytes = b"") -> Iterator[Candidate]:
+        """What may be evicted, first to go first; it may change while this runs.
+
+        :param key: of ``order``, from which on.
+        """
         while (found := self._next(key)) is not None:
             if (candidate := self._candidate(found)) is None:
                 self._unlist(found)
@@ -119,11 +146,15 @@ class Recency:
         _, _, kind, name = ORDER_KEY.unpack(found)
         row = self.chain(name) if kind == MANIFEST else Use.decode(self._txn.get(name, db=self._db.uses))
         listed = row is not None and row.order_key(name) == found
-        return Candidate(name, kind == MANIFEST, row.time) if row is not None and listed else None
+        return Candidate(found, name, kind == MANIFEST, row.time) if row is not None and listed else None
+
+    def count(self) -> None:
+        """The moment is one: the next transaction has another. Else both have the same."""
+        self._counts = True
 
     def finish(self) -> None:
-        """Count the moment, where something was used at it."""
-        if self._used:
+        """Write the clock, where the moment counts."""
+        if self._counts:
             write_clock(self._transaction, self.moment, self.time)
 
     def _next(self, key: bytes) -> bytes | None:
@@ -131,13 +162,11 @@ class Recency:
             return bytes(cursor.key()) if cursor.set_range(key) else None
 
     def _put(self, name: bytes, use: Use) -> None:
-        self._used = self._used or use.moment == self.moment
         self._txn.put(name, use.encode(), db=self._db.uses)
         if not use.pins:
             self._txn.put(use.order_key(name), b"", db=self._db.order)
 
     def _put_chain(self, name: bytes, chain: Chain) -> None:
-        self._used = self._used or chain.moment == self.moment
         self._txn.put(name, chain.encode(), db=self._db.chains)
         if not chain.pinned:
             self._txn.put(chain.order_key(name), b"", db=self._db.order)

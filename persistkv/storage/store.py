@@ -10,8 +10,8 @@ Invariants of this file:
    absent is taken; what is in flight or staged when a transaction fails is absent again.
 5. Failure of a transaction costs the blocks in it, never the store: they are dropped, counted, and stay absent.
 
-What was used (read, touched, offered though it is held, named by a manifest) goes to the backend with the next commit:
-it is evicted last. All state belongs to one thread; what may block runs where its ``Executor`` says.
+What was used (read, touched, offered though it is held, named by a manifest) goes to the backend with the next commit,
+which makes it go later. All state belongs to one thread; what may block runs where its ``Executor`` says.
 """
 
 from __future__ import annotations

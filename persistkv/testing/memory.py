@@ -87,7 +87,7 @@ class MemoryBackend(Backend):
             draft.expire(self._ttl_s)
         if (batch.packs or batch.manifests) and not draft.evict(self._fits):
             raise StoreFullError(f"the commit does not fit {self.capacity} bytes")
-        self._moment += 1
+        self._moment += batch.uses_anything
         self.spaces.update(draft.spaces)
         return CommitResult(draft.space.cursor, draft.evicted)
 

@@ -40,12 +40,14 @@ class StoredManifest(NamedTuple):
 
 
 class PackUse(NamedTuple):
-    """When a pack was used last."""
+    """When a pack was used last, and where that put it."""
 
     moment: int
     time: float
     """Seconds since the epoch."""
     depth: int
+    place: int
+    """In the order of eviction."""
 
 
 class Chain(NamedTuple):
@@ -122,7 +124,7 @@ class Space:
 class Candidate(NamedTuple):
     """Something that may be evicted; sorts as it goes."""
 
-    moment: int
+    place: int
     depth_left: int
     is_manifest: bool
     namespace: bytes
@@ -165,7 +167,7 @@ class Draft:
             self._touch(pack_id)
 
     def evict(self, enough: Callable[[int], bool]) -> bool:
-        """Take what was not used for longest, until what is held is little enough; whether it is."""
+        """Take what is listed first, until what is held is little enough; whether it is."""
         for candidate in self._oldest():
             if enough(self.held_bytes):
                 break
@@ -188,7 +190,7 @@ class Draft:
         for name, space in self.spaces.items():
             pinned = space.pinned_packs
             found += [
-                Candidate(use.moment, UNKNOWN_DEPTH - use.depth, False, name, pack_id, use.time)
+                Candidate(use.place, UNKNOWN_DEPTH - use.depth, False, name, pack_id, use.time)
                 for pack_id, use in space.uses.items()
                 if pack_id not in pinned and (name, pack_id) not in self._keep
             ]
@@ -207,9 +209,14 @@ class Draft:
         elif candidate.id in space.chains:
             self._drop(space, candidate.id)
 
-    def _touch(self, pack_id: bytes) -> None:
-        if (use := self.space.uses.get(pack_id)) is not None:
-            self.space.uses[pack_id] = use._replace(moment=self._moment, time=self._now)
+    def _touch(self, pack_id: bytes, at_least: int = 0) -> int:
+        """Used now, and listed at that place or behind it; its place."""
+        use = self.space.uses.get(pack_id)
+        if use is None:
+            return at_least
+        place = max(use.place, 2 * self._moment - use.place, at_least)
+        self.space.uses[pack_id] = use._replace(moment=self._moment, time=self._now, place=place)
+        return place
 
     def _add(self, pack: PackWriter) -> None:
         held = self.space.packs.get(pack.pack_id)
@@ -221,7 +228,7 @@ class Draft:
             payload += piece
         self.space.packs[pack.pack_id] = StoredPack(pack.table.encode(), payload)
         depth = min((frame.depth for frame in pack.table.frames), default=UNKNOWN_DEPTH)
-        self.space.uses[pack.pack_id] = PackUse(self._moment, self._now, depth)
+        self.space.uses[pack.pack_id] = PackUse(self._moment, self._now, depth, self._moment)
         self.space.note(pack.pack_id, True)
 
     def _put_manifest(self, write: ManifestWrite) -> None:
@@ -231,8 +238,9 @@ class Draft:
         self.space.chains[name] = Chain(
             self._moment, self._now, write.manifest.ordered, packs, before is not None and before.pinned
         )
-        for pack_id in packs:
-            self._touch(pack_id)
+        place = 0
+        for pack_id in reversed(packs):
+            place = self._touch(pack_id, place if write.manifest.ordered else 0)
 
     def _delete(self, space: Space, pack_id: bytes, *, alone: bool = False) -> None:
         """With the manifests that name it, and, but ``alone``, what only they made reachable behind it."""

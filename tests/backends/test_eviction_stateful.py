@@ -25,7 +25,7 @@ DEPTHS = (0, 4, 8, UNKNOWN_DEPTH)
 class Held:
     """A pack (number, depth) or a manifest (name, depth 0)."""
 
-    used: int
+    place: int
     depth: int
     packs: list[int] = field(default_factory=list)
     pinned: bool = False
@@ -54,10 +54,12 @@ class EvictionMachine(RuleBasedStateMachine):
 
     # The model
 
-    def use(self, *numbers: int) -> None:
-        for number in numbers:
-            if number in self.packs:
-                self.packs[number].used = self.moment
+    def use(self, number: int, at_least: int = 0) -> int:
+        if number not in self.packs:
+            return at_least
+        held = self.packs[number]
+        held.place = max(held.place, 2 * self.moment - held.place, at_least)
+        return held.place
 
     def delete(self, number: int) -> set[int]:
         gone = {number} if self.packs.pop(number, None) else set()
@@ -74,14 +76,14 @@ class EvictionMachine(RuleBasedStateMachine):
         while missing:
             pinned = {number for held in self.manifests.values() if held.pinned for number in held.packs}
             order = [
-                (held.used, UNKNOWN_DEPTH - held.depth, 0, number)
+                (held.place, UNKNOWN_DEPTH - held.depth, 0, number)
                 for number, held in self.packs.items()
                 if number not in pinned | self.kept
             ]
             order += [
-                (held.used, UNKNOWN_DEPTH, 1, name)
+                (held.place, UNKNOWN_DEPTH, 1, name)
                 for name, held in self.manifests.items()
-                if not held.pinned and held.used < self.moment
+                if not held.pinned and held.place < self.moment
             ]
             first = min(order)
             if isinstance(first[3], str):
@@ -114,7 +116,8 @@ class EvictionMachine(RuleBasedStateMachine):
         evicted = self.commit(batch)
         for number in numbers:
             self.packs.setdefault(number, Held(self.moment, DEPTHS[number % len(DEPTHS)]))
-        self.use(*numbers, *touched)
+        for number in {*numbers, *touched}:
+            self.use(number)
         self.evict(evicted)
         self.drop_aged_manifests()
 
@@ -128,7 +131,9 @@ class EvictionMachine(RuleBasedStateMachine):
             CommitBatch(manifests=[sample_manifest(name, packs=[self.ids[number] for number in numbers])])
         )
         self.manifests[name] = Held(self.moment, 0, numbers, pinned)
-        self.use(*numbers)
+        place = 0
+        for number in reversed(numbers):
+            place = self.use(number, place)
         self.evict(evicted)
         self.drop_aged_manifests()
 
@@ -137,7 +142,6 @@ class EvictionMachine(RuleBasedStateMachine):
         held_by_pins = sum(1 + number % 5 for held in self.manifests.values() if held.pinned for number in held.packs)
         if pinned and held_by_pins > 5:  # there is always room for what comes
             return
-        self.moment += 1
         assert not self.commit(CommitBatch(pins=[(name, pinned)]))
         if name in self.manifests:
             self.manifests[name].pinned = pinned
@@ -146,11 +150,11 @@ class EvictionMachine(RuleBasedStateMachine):
     def touch(self, numbers: list[int]) -> None:
         self.moment += 1
         assert not self.commit(CommitBatch(touches=[self.ids[number] for number in numbers]))
-        self.use(*numbers)
+        for number in numbers:
+            self.use(number)
 
     @rule(number=NUMBERS)
     def remove(self, number: int) -> None:
-        self.moment += 1
         self.kept: set[int] = set()
         assert set(self.commit(CommitBatch(deletions=[self.ids[number]]))) == self.delete(number)
 
@@ -161,8 +165,8 @@ class EvictionMachine(RuleBasedStateMachine):
             held = self.manifests.pop(name)
             assert not held.pinned
             pinned = {number for other in self.manifests.values() if other.pinned for number in other.packs}
-            free = [other.used for number, other in self.packs.items() if number not in pinned | self.kept]
-            assert all(held.used < used for used in free), "a younger manifest went before an older pack"
+            free = [other.place for number, other in self.packs.items() if number not in pinned | self.kept]
+            assert all(held.place < place for place in free), "a younger manifest went before an older pack"
 
     @invariant()
     def agree(self) -> None:

@@ -3,9 +3,11 @@ from __future__ import annotations
 import json
 import lzma
 import random
+from contextlib import closing
 
 import pytest
 
+from persistkv.storage.registry import open_backend
 from persistkv_tools.trace import distinct_blocks, lru_hits, read_trace
 
 BLOCK = 4096
@@ -46,6 +48,21 @@ def test_all_that_can_be_found_is_found_where_there_is_room(run, trace, tmp_path
     assert replayed["held_blocks"] <= found["distinct_blocks"]
 
 
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [((), [3, 4, 5, 8, 8]), (("--pack-blocks", "16"), [3, 12, 13]), (("--pack-blocks", "0"), [13, 15])],
+)
+def test_packs_are_as_large_as_was_said_and_cut_at_fixed_depths(run, tmp_path, options, sizes):
+    lines = [json.dumps({"hash_ids": list(range(length))}) + "\n" for length in (13, 28)]
+    (tmp_path / "trace.jsonl").write_text("".join(lines))
+    done = run("replay", f"lmdb://{tmp_path}/store", "trace.jsonl", "--block-size", "4KiB", *options, "--json")
+    assert done.returncode == 0, done.stderr
+    with closing(open_backend(f"lmdb://{tmp_path}/store", read_only=True)) as backend:
+        (namespace,) = backend.namespaces()
+        found = [len(table.keys) for table in backend.changes(namespace.id, None).added]
+    assert sorted(found) == sizes
+
+
 def test_each_share_has_a_store_of_its_own(run, trace, tmp_path):
     path, chains = trace
     packed = tmp_path / "trace.jsonl.xz"
@@ -58,7 +75,7 @@ def test_each_share_has_a_store_of_its_own(run, trace, tmp_path):
     assert half["capacity"] < whole["capacity"]
     assert 0 < half["hits"] <= whole["hits"]
     for found in (half, whole):
-        assert found["policy_hit_rates"].keys() == {"fifo", "lfu", "arc"}
+        assert found["policy_hit_rates"].keys() == {"fifo", "lfu", "arc", "pause"}
         assert all(rate <= found["best_hit_rate"] for rate in found["policy_hit_rates"].values())
         assert found["requests_sent"] == {}
         assert found["wrong_blocks"] == 0

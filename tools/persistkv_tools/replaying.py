@@ -3,6 +3,11 @@
 Each request looks its chain up, loads the longest prefix that is held (and compares the bytes), then stores its whole
 context and ends, as an engine would without a primary tier in front. Beside it stand caches of whole blocks, which need
 no room for an index, padding or requests: see ``trace``.
+
+What a store evicts is packs. They are cut at 32 MiB where depths are known, and hold 64 MiB at most. A trace's blocks,
+512 tokens, take 16 MiB with a model of 32 KiB a token: 2 of them are a pack, at most 4. With 12 KiB a token that is 4,
+at most 10; with 128 KiB, 1. Synthetic blocks are smaller by a factor of hundreds; so that their packs are not larger
+than real ones, counted in blocks, each pack's blocks are stored as a job of their own.
 """
 
 from __future__ import annotations
@@ -25,6 +30,8 @@ from persistkv_tools.trace import Request, clairvoyant_hits, lru_hits
 from persistkv_tools.trace_policies import OTHER_POLICIES
 
 TOKENS_PER_BLOCK = 512
+PACK_BLOCKS = 8
+"""Blocks in a pack at most, by default: a power of two as in real packs, and more than most models have."""
 _LOOK_EVERY = 100  # requests
 
 
@@ -77,11 +84,12 @@ class Comparison(msgspec.Struct, frozen=True):
 class _Replay:
     """One store and the rows that its blocks pass through: the first half is stored from, the second loaded to."""
 
-    def __init__(self, url: str, block_bytes: int, longest: int) -> None:
+    def __init__(self, url: str, block_bytes: int, longest: int, pack_blocks: int) -> None:
         self._rig = Rig(2 * longest, block_bytes)
         self._words = self._rig.rows.view(np.uint64)
         self._pattern = np.random.default_rng(0).integers(1, 1 << 63, block_bytes // 8, dtype=np.uint64)
         self._longest = longest
+        self._pack_blocks = pack_blocks or longest
         self._client: StoreClient = self._rig.client(url, "inline")
         self._client.open()
         self._job = 0
@@ -109,15 +117,25 @@ class _Replay:
         return self._pattern * (np.asarray(chain, dtype=np.uint64) * np.uint64(2) + np.uint64(1))[:, None]
 
     def _store(self, request: str, keys: list[bytes], chain: Request) -> None:
+        """Cut at fixed depths, as packs of engines are; small jobs of one name would wait and become one pack."""
         self._words[: len(chain)] = self._contents(chain)
-        self._job += 1
-        count = len(keys)
-        self._client.submit_store(self._job, request, keys, range(count), range(count), count * self._rig.block_bytes)
+        count, most = len(keys), self._pack_blocks
+        for start in range(0, count, most):
+            part = range(start, min(start + most, count))
+            self._job += 1
+            self._client.submit_store(
+                self._job,
+                f"{request}, from {start}",
+                keys[part.start : part.stop],
+                part,
+                part,
+                len(part) * self._rig.block_bytes,
+            )
         tokens = count * TOKENS_PER_BLOCK
         self._client.end_request(
             EndRequest(request, request, (PackedKeys.of(keys),), tokens, TOKENS_PER_BLOCK, True, {})
         )
-        finish(self._client, self._job)
+        finish(self._client, self._job)  # one step takes all of them, and writes them
 
     def look(self) -> HostStats:
         """Read the store's totals."""
@@ -149,15 +167,21 @@ def key_of(block: int) -> bytes:
 
 
 def replay(
-    requests: Sequence[Request], url: str, block_bytes: int, took: Callable[[int], None] = lambda num_bytes: None
+    requests: Sequence[Request],
+    url: str,
+    block_bytes: int,
+    took: Callable[[int], None] = lambda num_bytes: None,
+    *,
+    pack_blocks: int = PACK_BLOCKS,
 ) -> Outcome:
     """All requests, one after the other, against an empty store.
 
+    :param pack_blocks: blocks in a pack at most; 0: all that a request adds are one pack, up to the store's own bound.
     :param took: called with the bytes of each request's blocks.
     :raises StoreError: the store failed.
     """
     begin = time.monotonic()
-    run = _Replay(url, block_bytes, max(map(len, requests)))
+    run = _Replay(url, block_bytes, max(map(len, requests)), pack_blocks)
     try:
         for number, chain in enumerate(requests):
             if chain:

@@ -20,18 +20,18 @@ CHANGES_KEPT = 1024
 _SPARE_PAGES = 32  # left free by what adds, so that there is room to delete
 
 _OLDEST = """
-SELECT moment, depth, used, 1 AS is_pack, number, namespace, id FROM packs
+SELECT place, depth, used, 1 AS is_pack, number, namespace, id FROM packs
     WHERE used < :before AND NOT EXISTS (
         SELECT 1 FROM links JOIN manifests ON manifests.number = links.manifest
         WHERE links.pack = packs.number AND manifests.pinned)
 UNION ALL
-SELECT moment, -1, used, 0, number, namespace, id FROM manifests WHERE used < :before AND NOT pinned
-ORDER BY moment, depth DESC
-"""  # manifests have the depth -1: the last of their moment
+SELECT place, -1, used, 0, number, namespace, id FROM manifests WHERE used < :before AND NOT pinned
+ORDER BY place, depth DESC
+"""  # manifests have the depth -1: the last of their place
 
 
 class _Victim(NamedTuple):
-    moment: int
+    place: int
     depth: int
     used: float
     is_pack: bool
@@ -59,7 +59,7 @@ class Commit:
         self._keep = {pack.pack_id for pack in batch.packs}.union(*(write.packs for write in batch.manifests))
         moment, last = db.execute("SELECT moment, time FROM state").fetchone()
         self._moment, self._now = moment + 1, max(last, time.time())  # a machine's clock may go back
-        db.execute("UPDATE state SET moment = ?, time = ?", (self._moment, self._now))
+        db.execute("UPDATE state SET moment = moment + ?, time = ?", (batch.uses_anything, self._now))
 
     def run(self, max_pages: int | None, ttl_s: float | None) -> None:
         """Do all of it.
@@ -146,8 +146,10 @@ class Commit:
     # Adding
 
     def _touch(self, pack_ids: Iterable[bytes]) -> None:
+        """What came back after a pause is listed as far behind this moment as its place lay before it."""
         rows = [(self._moment, self._now, self._namespace, pack_id) for pack_id in pack_ids]
-        self._db.executemany("UPDATE packs SET moment = ?, used = ? WHERE namespace = ? AND id = ?", rows)
+        update = "UPDATE packs SET place = max(place, 2 * ? - place), used = ? WHERE namespace = ? AND id = ?"
+        self._db.executemany(update, rows)
 
     def _write(self, pack: PackWriter) -> None:
         """The first of a name wins, unless its row does not read: then its place, and what names it, stay."""
@@ -180,6 +182,15 @@ class Commit:
         row = self._db.execute("INSERT INTO manifests VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)", (*name, *body, *use))
         links = [(row.lastrowid, at, pack) for at, pack in enumerate(self._numbers(dict.fromkeys(write.packs)))]
         self._db.executemany("INSERT INTO links VALUES (?, ?, ?)", links)
+        if write.manifest.ordered:
+            self._line_up([pack for _, _, pack in links])
+
+    def _line_up(self, packs: list[int]) -> None:
+        """None of a chain is listed before those behind it."""
+        place = 0
+        for number in reversed(packs):
+            self._db.execute("UPDATE packs SET place = max(place, ?) WHERE number = ?", (place, number))
+            (place,) = self._db.execute("SELECT place FROM packs WHERE number = ?", (number,)).fetchone()
 
     def _numbers(self, pack_ids: Iterable[bytes]) -> list[int]:
         """Of those packs of the namespace that are held."""

@@ -11,7 +11,7 @@ import sqlite3
 from persistkv.errors import CorruptStoreError
 
 APPLICATION_ID = 0x504B5653  # "PKVS": what `PRAGMA application_id` of our files says
-VERSION = 1
+VERSION = 2
 PIECE_BYTES = 1 << 20  # 1 MiB
 
 _SCHEMA = (
@@ -34,7 +34,8 @@ _SCHEMA = (
         namespace BLOB NOT NULL, id BLOB NOT NULL,
         packed BLOB NOT NULL,         -- PackTable.encode()
         blocks INTEGER NOT NULL, raw_bytes INTEGER NOT NULL, stored_bytes INTEGER NOT NULL,
-        moment INTEGER NOT NULL, used REAL NOT NULL, depth INTEGER NOT NULL,
+        place INTEGER NOT NULL,       -- in the order of eviction
+        used REAL NOT NULL, depth INTEGER NOT NULL,
         UNIQUE (namespace, id)
     )""",
     """CREATE TABLE pieces (
@@ -45,7 +46,7 @@ _SCHEMA = (
         number INTEGER PRIMARY KEY,
         namespace BLOB NOT NULL, id TEXT NOT NULL,
         head BLOB NOT NULL, keys BLOB NOT NULL,
-        moment INTEGER NOT NULL, used REAL NOT NULL,
+        place INTEGER NOT NULL, used REAL NOT NULL,
         ordered INTEGER NOT NULL, pinned INTEGER NOT NULL,
         UNIQUE (namespace, id)
     )""",

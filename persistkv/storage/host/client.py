@@ -179,8 +179,9 @@ class StoreClient:
         self._side.send(message)
 
     def touch(self, keys: Collection[bytes]) -> None:
-        """Blocks were used: what was used last is evicted last. The next calls of ``poll`` say so; where too many wait,
-        some are not said.
+        """Blocks were used: they are evicted later. The next calls of ``poll`` say so.
+
+        Where too many wait, some are not said.
 
         :raises HostError: after a fork.
         """

@@ -185,5 +185,5 @@ def test_order_as_documented(open_store, identity, dump):
     assert order == [
         (1, 0, 0, namespace + packs[2].pack_id),
         (1, 0xFFFFFFFF, 0, namespace + packs[0].pack_id),
-        (2, 0xFFFFFFFF - 5, 0, namespace + packs[1].pack_id),
+        (3, 0xFFFFFFFF - 5, 0, namespace + packs[1].pack_id),  # used at 2, 1 after its place
     ]

@@ -17,7 +17,7 @@ from persistkv.storage.registry import open_backend
 from persistkv_tools import render
 from persistkv_tools.options import Json
 from persistkv_tools.progress import byte_progress, counted
-from persistkv_tools.replaying import Comparison, replay
+from persistkv_tools.replaying import PACK_BLOCKS, Comparison, replay
 from persistkv_tools.throttle import Throttle
 from persistkv_tools.trace import Request, distinct_blocks, lru_hits, read_trace
 from persistkv_tools.trace_policies import OTHER_POLICIES
@@ -67,7 +67,10 @@ def replay_(
         typer.Option(metavar="SHARE", help="Room for this share of the trace's blocks; may be given again."),
     ] = None,
     requests: Annotated[int | None, typer.Option(min=1, help="Only the first so many.", show_default=False)] = None,
-    block_size: Annotated[str, typer.Option(metavar="SIZE", help="Of the synthetic blocks.")] = "16KiB",
+    block_size: Annotated[str, typer.Option(metavar="SIZE", help="Of the synthetic blocks.")] = "64KiB",
+    pack_blocks: Annotated[
+        int, typer.Option(min=0, help="Blocks in a pack at most, which leave together. 0: all that a request adds.")
+    ] = PACK_BLOCKS,
     json: Json = False,
 ) -> None:
     """Replay a trace against new stores of small blocks: hit rates by capacity, beside other policies; requests, bytes.
@@ -86,7 +89,7 @@ def replay_(
     asked, distinct = sum(map(len, chains)), distinct_blocks(chains)
     urls = [_with_share(url, wanted, distinct * block_bytes) for wanted in share] if share else [url]
     with byte_progress() as progress:
-        runs = [_run(place, chains, distinct, block_bytes, progress) for place in urls]
+        runs = [_run(place, chains, distinct, block_bytes, pack_blocks, progress) for place in urls]
     unbounded = _rate(lru_hits(chains, distinct), asked)
     if json:
         render.print_json(
@@ -97,6 +100,7 @@ def replay_(
                 "blocks": asked,
                 "distinct_blocks": distinct,
                 "block_bytes": block_bytes,
+                "pack_blocks": pack_blocks,
                 "unbounded_hit_rate": unbounded,
                 "runs": runs,
             }
@@ -116,12 +120,12 @@ def replay_(
     )
 
 
-def _run(url: str, chains: list[Request], distinct: int, block_bytes: int, progress: Progress) -> Run:
+def _run(url: str, chains: list[Request], distinct: int, block_bytes: int, pack_blocks: int, progress: Progress) -> Run:
     asked = sum(map(len, chains))
     capacity = _check_empty(url)
     nominal = distinct if capacity is None else min(distinct, capacity // block_bytes)
     took = counted(progress, f"{nominal:,} blocks", asked * block_bytes, Throttle(None))
-    found = replay(chains, url, block_bytes, took)
+    found = replay(chains, url, block_bytes, took, pack_blocks=pack_blocks)
     beside = Comparison.of(chains, nominal, found.held_blocks)
     return Run(
         url,

@@ -1,0 +1,103 @@
+"""What the order of eviction is made of, where it is more than what the conformance tests see."""
+
+import struct
+
+import lmdb
+import pytest
+
+from persistkv.storage.backend import CommitBatch
+from persistkv.testing.conformance.suite import tables
+from persistkv.testing.samples import sample_manifest, sample_pack
+from persistkv_lmdb import recency
+
+HOUR_S = 3600
+
+
+@pytest.fixture
+def edit(path):
+    """Runs a function on named databases of the store, which nobody has open."""
+
+    def edit(change, *names):
+        with lmdb.open(str(path), max_dbs=32, map_size=64 << 20) as env:
+            opened = [env.open_db(name.encode()) for name in names]
+            with env.begin(write=True) as txn:
+                return change(txn, *opened)
+
+    return edit
+
+
+def test_place_that_no_moment_explains_is_given_up(open_store, identity, edit):
+    """Damage must not keep a pack for ever."""
+    backend = open_store()
+    namespace = backend.open_namespace(identity).id
+    pack = sample_pack(namespace, 1)
+    backend.commit(namespace, CommitBatch([pack]))
+    backend.close()
+    name = namespace + pack.pack_id
+
+    def damage(txn, uses, order):
+        row = txn.get(name, db=uses)
+        txn.put(name, struct.pack("<Q", 1 << 63) + row[8:], db=uses)
+        ((key, _),) = txn.cursor(db=order)
+        txn.delete(key, db=order)
+        txn.put(struct.pack(">Q", 1 << 63) + key[8:], b"", db=order)
+
+    edit(damage, "uses", "order")
+    backend = open_store()
+    backend.commit(namespace, CommitBatch(touches=[pack.pack_id]))
+    backend.close()
+    ((key, _),) = edit(lambda txn, order: list(txn.cursor(db=order)), "order")
+    assert struct.unpack_from(">Q", key) == (2,)
+
+
+def test_commit_that_makes_room_first_is_one_moment(open_store, identity, edit):
+    backend = open_store("?capacity=4MiB")
+    namespace = backend.open_namespace(identity).id
+    kept = sample_pack(namespace, 1)
+    evicted = len(backend.commit(namespace, CommitBatch([kept])).evicted)
+    for seed in range(2, 20):  # each takes most of the store, after one that was small
+        blocks = 28 if seed % 2 else 1
+        batch = CommitBatch([sample_pack(namespace, seed, blocks=blocks, block_bytes=80_000)], touches=[kept.pack_id])
+        evicted += len(backend.commit(namespace, batch).evicted)
+    assert evicted > 10
+    backend.close()
+    clock = edit(lambda txn, meta: txn.get(b"clock", db=meta), "meta")
+    assert struct.unpack_from("<Q", clock) == (19,)
+
+
+def test_what_is_old_and_listed_late_is_met_in_turns(open_store, identity, monkeypatch):
+    class Clock:
+        now = 2_000_000_000.0
+
+        def time(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(recency, "time", clock)
+    backend = open_store("?capacity=64MiB&ttl=1h")
+    namespace = backend.open_namespace(identity).id
+    back, busy = (sample_pack(namespace, seed, blocks=1, block_bytes=1) for seed in range(2))
+    backend.commit(namespace, CommitBatch([back, busy]))
+    for used in (busy, busy, busy, back):
+        backend.commit(namespace, CommitBatch(touches=[used.pack_id]))
+    clock.now += 0.6 * HOUR_S
+    young = [sample_pack(namespace, seed, blocks=1, block_bytes=1) for seed in range(10, 410)]
+    backend.commit(namespace, CommitBatch(young, touches=[busy.pack_id]))
+    clock.now += 0.6 * HOUR_S
+    gone = [[table.pack_id for table in backend.commit(namespace, CommitBatch()).evicted] for _ in range(5)]
+    assert gone[0] == [], "so many come before it"
+    assert [pack_id for some in gone for pack_id in some] == [back.pack_id]
+    assert set(tables(backend, namespace)) == {busy.pack_id, *(pack.pack_id for pack in young)}
+
+
+def test_use_within_the_same_second_counts(open_store, identity):
+    backend = open_store()
+    namespace = backend.open_namespace(identity).id
+    pack = sample_pack(namespace, 1)
+    backend.commit(namespace, CommitBatch([pack]))
+    backend.commit(namespace, CommitBatch(manifests=[sample_manifest("r", packs=[pack.pack_id])]))
+    (use,) = backend.uses(namespace, ["r"])
+    assert not use.reused, "it was listed before, and is named by its own request only"
+    backend.commit(namespace, CommitBatch(touches=[pack.pack_id]))
+    (use,) = backend.uses(namespace, ["r"])
+    assert use.reused

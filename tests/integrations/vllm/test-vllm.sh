@@ -4,7 +4,7 @@
 # the slow ones, too.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
-PYTHON=${VLLM_PYTHON:-.venv-vllm/bin/python}
+PYTHON=${VLLM_PYTHON:-${VLLM_VENV:-.venv-vllm-0.32.0}/bin/python}
 
 skip() {
   echo "test-vllm: SKIPPED: $1"

@@ -40,6 +40,13 @@ def get_offload_group_idx(key: OffloadKey) -> int:
     return int.from_bytes(key[-GROUP_INDEX_BYTES:], "big")
 
 
+def get_offload_group_indices(keys: Iterable[bytes]) -> list[int]:
+    """The groups of many keys, which are of few: several times as fast as one by one."""
+    ends = [key[-GROUP_INDEX_BYTES:] for key in keys]
+    group_of = {end: int.from_bytes(end, "big") for end in set(ends)}
+    return [group_of[end] for end in ends]
+
+
 class RequestDescription:
     """What an engine can tell of a request's whole context: the keys of each group in order, tokens, labels.
 

@@ -7,6 +7,7 @@ in 7 ms from huge ones, and read in 33 and 13 ms.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections.abc import Iterator
@@ -32,12 +33,35 @@ def use_huge_pages(fd: int, num_bytes: int, *, threads: int = _MAX_THREADS) -> b
         lies side by side; then some or all of it is as it was.
     """
     whole = num_bytes - num_bytes % HUGE_PAGE_BYTES
-    with _mapped(fd, whole) as address, ThreadPoolExecutor(min(threads, os.cpu_count() or 1)) as pool:
-        mapped = range(0, whole if address else 0, _STEP_BYTES)
-        steps = [(address + begin, min(_STEP_BYTES, whole - begin)) for begin in mapped]
-        if not steps or not _collapse(steps[0]):  # where the first cannot be, none can: ask no more
-            return not whole
-        return all(pool.map(_collapse, steps[1:]))
+    with _mapped(fd, whole) as address:
+        return not whole or (address != 0 and collapse(address, whole, threads=threads))
+
+
+def collapse(address: int, num_bytes: int, *, threads: int = _MAX_THREADS) -> bool:
+    """As ``use_huge_pages``, where the memory is mapped: our page table then has one entry for each, too.
+
+    :param address: a multiple of a huge page; what is no whole huge page behind it stays as it is.
+    """
+    whole = num_bytes - num_bytes % HUGE_PAGE_BYTES
+    steps = [(address + begin, min(_STEP_BYTES, whole - begin)) for begin in range(0, whole, _STEP_BYTES)]
+    with ThreadPoolExecutor(min(threads, os.cpu_count() or 1)) as pool:
+        # where the first cannot be, none can: ask no more
+        return not steps or (_collapse(steps[0]) and all(pool.map(_collapse, steps[1:])))
+
+
+def map_aligned(fd: int, num_bytes: int) -> int:
+    """Map a file, shared and writable, as long as this process lives, to a multiple of a huge page: ``mmap.mmap`` does
+    not see to it, and a huge page that is mapped to other addresses is 512 entries of a page table, which each transfer
+    and each checksum looks up. To read and verify 32 MiB took 4.5 ms of processor time so, and 2.1 ms like this.
+
+    :returns: the address.
+    :raises OSError: it cannot be mapped.
+    """
+    somewhere = libc.reserve(num_bytes + HUGE_PAGE_BYTES)
+    address = _aligned(somewhere)
+    if not somewhere or not libc.map_at(address, num_bytes, fd):
+        raise OSError(errno.ENOMEM, f"{num_bytes} bytes of shared memory cannot be mapped")
+    return address
 
 
 def huge_memory(num_bytes: int) -> mmap.mmap:
@@ -58,14 +82,18 @@ def _collapse(step: tuple[int, int]) -> bool:
 
 @contextmanager
 def _mapped(fd: int, num_bytes: int) -> Iterator[int]:
-    """Where the file is mapped, at a multiple of a huge page, which ``mmap.mmap`` does not see to; 0: it cannot be."""
+    """Where the file is mapped meanwhile, at a multiple of a huge page; 0: it cannot be."""
     reserved = num_bytes + HUGE_PAGE_BYTES
     somewhere = libc.reserve(reserved)
     if not somewhere:
         yield 0
         return
-    address = -(-somewhere // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    address = _aligned(somewhere)
     try:
         yield address if num_bytes and libc.map_at(address, num_bytes, fd) else 0
     finally:
         libc.unmap(somewhere, reserved)
+
+
+def _aligned(address: int) -> int:
+    return -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES

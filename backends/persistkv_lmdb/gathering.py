@@ -113,10 +113,7 @@ class Bounce:
         Aligned pieces come as they are. A stream whose length is no multiple of 4 KiB is filled up with zeros.
         """
         batch = _Batch(self._memory)
-        for piece in stream:
-            rest = memoryview(piece).cast("B")
-            if batch.take(rest):
-                continue
+        while (rest := batch.take(stream)) is not None:
             while rest:
                 if batch.full:  # not as soon as it is: so the stream has run to its end before the last one
                     tail = memoryview(bytes(batch.close()))
@@ -149,16 +146,22 @@ class _Batch:
             self._filled == len(self._memory) or self._length >= _BATCH_BYTES or len(self.buffers) >= _MOST_BUFFERS - 1
         )
 
-    def take(self, piece: memoryview) -> bool:
-        """Take the whole of an aligned piece where it lies, quickly; False: it has to be added."""
-        length = len(piece)
-        end = self._length + length
-        fits = self._begun == self._filled and end <= _BATCH_BYTES and len(self.buffers) < _MOST_BUFFERS - 1
-        if not fits or not length or length % PAGE_BYTES or not starts_aligned(piece):
-            return False
-        self.buffers.append(piece)
-        self._length = end
-        return True
+    def take(self, stream: Iterator[Buffer]) -> memoryview | None:
+        """Take aligned pieces where they lie, quickly; the first that has to be added, None at the stream's end."""
+        buffers, length = self.buffers, self._length
+        most = _MOST_BUFFERS - 1 if self._begun == self._filled else 0
+        try:
+            for piece in stream:
+                view = memoryview(piece).cast("B")
+                size = len(view)
+                fits = len(buffers) < most and length + size <= _BATCH_BYTES
+                if not fits or not size or size % PAGE_BYTES or not starts_aligned(view):
+                    return view
+                buffers.append(view)
+                length += size
+            return None
+        finally:
+            self._length = length
 
     def add(self, piece: memoryview) -> memoryview:
         """Take as much as fits, aligned pages where they lie; what is left."""

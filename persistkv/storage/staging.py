@@ -65,6 +65,10 @@ class Staging:
     def __contains__(self, key: bytes) -> bool:
         return key in self._pack_of
 
+    def held(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those of the keys that are found here, in order."""
+        return [key for key in keys if key in self._pack_of] if self._pack_of else []
+
     def fits(self, num_bytes: int) -> bool:
         """Whether so much more may be added."""
         return self.num_bytes + num_bytes <= self._max_bytes

@@ -21,9 +21,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import islice, repeat
+from itertools import islice
 
-from persistkv.base import OffloadKey, get_offload_group_idx
+from persistkv.base import get_offload_group_indices
 from persistkv.errors import IdentityMismatchError
 from persistkv.storage.backend import Backend, BackendStats
 from persistkv.storage.catalogue import Catalogue
@@ -146,18 +146,20 @@ class Store:
         absent = self._catalogue.index.absent(position_of)
         if self._flying:
             absent = [key for key in absent if key not in self._flying]
-        staged = [key for key in absent if key in self._staging]
+        staged = self._staging.held(absent)
         if staged:
             absent = [key for key in absent if key not in self._staging]
-        groups = [get_offload_group_idx(OffloadKey(key)) for key in absent]
+        groups = get_offload_group_indices(absent)
         if max(groups, default=0) >= len(self.rows.layout.groups):
             raise ValueError(f"key of group {max(groups)}; there are {len(self.rows.layout.groups)} groups")
         for key in staged:
             self._staging.claim(key, request)
-        positions = [position_of[key] for key in absent]
-        rows = [block_ids[position] for position in positions]
-        known = repeat(UNKNOWN_DEPTH) if depths is None else [depths[position] for position in positions]
-        return list(map(Block, absent, groups, rows, known))
+        known = [UNKNOWN_DEPTH] * len(keys) if depths is None else depths
+        if len(absent) < len(keys):
+            positions = [position_of[key] for key in absent]
+            block_ids = [block_ids[position] for position in positions]
+            known = [known[position] for position in positions]
+        return list(map(Block._make, zip(absent, groups, block_ids, known, strict=True)))
 
     def _take_in(self, request: str, pack: PlannedPack) -> None:
         """Copy what is small, or all where writing takes its time; write from the rows what has no room."""

@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from persistkv.base import get_offload_group_idx, get_offload_group_indices
 from persistkv.errors import CorruptPackError
 from persistkv.storage.keys import MAX_KEY_BYTES, PackedKeys
 
@@ -51,3 +52,8 @@ def test_parts_that_do_not_agree(packed, field):
     with pytest.raises(CorruptPackError) as caught:
         packed.unpack()
     assert caught.value.field == field
+
+
+@given(st.lists(st.binary(min_size=4, max_size=12) | st.just(bytes(3) + b"\2"), max_size=60))
+def test_groups_of_many_keys_are_those_of_each(keys):
+    assert get_offload_group_indices(keys) == [get_offload_group_idx(key) for key in keys]

@@ -166,6 +166,8 @@ def test_bad_rows_and_groups_are_refused_untouched(open_store: OpenStore, keys: 
         store.put("r", keys(2), [0, 64], None)
     with pytest.raises(ValueError, match="key of group 3"):
         store.put("r", keys(1, group=3), [0], None)
+    with pytest.raises(ValueError, match="shorter"):
+        store.put("r", keys(2), [0], None)
     with pytest.raises(ValueError, match="rows 99 to 99"):
         store.read(keys(1), [99])
     assert not store.wants_commit()

@@ -23,11 +23,11 @@ def main(engine_pid: int, socket_fd: int, region_fd: int, region_bytes: int) -> 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are the engine's; we end, with all committed, when it does
     _yield_to_the_engine()
-    region = map_rows(region_fd, region_bytes)
+    rows = map_rows(region_fd, region_bytes)
     connection = SocketConnection(socket.socket(fileno=socket_fd), ToStore)
     logging.getLogger().addHandler(NoticeHandler(connection))  # drivers log under names of their own
     logging.getLogger("persistkv").setLevel(logging.INFO)
-    serve(connection, memoryview(region), _watch(engine_pid), keep_out_of_collections)
+    serve(connection, rows, _watch(engine_pid), keep_out_of_collections)
 
 
 def _yield_to_the_engine() -> None:

@@ -38,7 +38,7 @@ class Warmed(msgspec.Struct, frozen=True):
 def warm(
     url: Url,
     requests: Annotated[
-        list[str] | None, Argument(metavar="REQUEST", help="Ids; their first letters are enough.")
+        list[str] | None, Argument(metavar="[REQUEST]...", help="Ids; their first letters are enough.")
     ] = None,
     label: Labels = None,
     namespace: InNamespace = None,

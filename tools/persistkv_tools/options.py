@@ -41,7 +41,7 @@ SmallerThan = Annotated[
 ]
 NeverHit = Annotated[bool, typer.Option("--never-hit", help="Only requests that nobody used after they were stored.")]
 Rate = Annotated[str | None, typer.Option("--rate", metavar="SIZE", help="Read so much a second at most, e.g. 200MiB.")]
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask before anything is deleted.")]
 
 
 def ensure_consent(what: str, url: str, ways: str, *, yes: bool, json: bool) -> None:

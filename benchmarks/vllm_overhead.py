@@ -5,7 +5,7 @@ is several batches, one after the other, so that what is stored of one goes on b
 stored at its end is waited for before the other engine has its turn, and is not in its time. It is in the processor's.
 
 Two processes of one engine are not equally fast: that is their luck with memory, and more pairs of the same two do not
-average it out. So both are started anew after every few pairs, in changing order, and the interval is a bootstrap over
+average it out. So both are started anew for every pair, in changing order, and the interval is a bootstrap over
 starts. With ``--same`` the other engine has no tier of ours either: what is found then is noise.
 """
 
@@ -25,8 +25,8 @@ MAX_SLOWDOWN = 0.03
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_options(parser)
-    parser.add_argument("--starts", type=int, default=20, help="of both engines")
-    parser.add_argument("--pairs", type=int, default=4, help="of turns for each start, after one that is not counted")
+    parser.add_argument("--starts", type=int, default=40, help="of both engines")
+    parser.add_argument("--pairs", type=int, default=1, help="of turns for each start, after one that is not counted")
     parser.add_argument("--batches", type=int, default=2, help="of one turn")
     parser.add_argument("--requests", type=int, default=2, help="of one batch")
     parser.add_argument("--tokens", type=int, default=512, help="of one prompt")

@@ -12,6 +12,7 @@ that was tried became smaller by as much (``benchmarks.codecs``).
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import tempfile
 import time
@@ -70,11 +71,16 @@ class Turn:
 
 
 class Contestant:
-    """An engine, and the processes that it started."""
+    """An engine, and the processes that it started.
+
+    The thread that computes is kept on one processor, the same for all contestants: they are not alike (one has the
+    disk's interrupts), and a process mostly stays where it came to lie. All other threads go where they like.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._process = psutil.Process(engine.pid)
+        os.sched_setaffinity(engine.pid, {min(os.sched_getaffinity(0))})
 
     def turn(self, prompts: list[list[int]], max_tokens: int, *, settle: bool = True) -> Turn:
         """Answer prompts, side by side.

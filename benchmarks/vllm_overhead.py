@@ -76,7 +76,7 @@ def one_start(field: Field, number: int, arguments: argparse.Namespace) -> Start
     kinds = {ALONE: ALONE, OURS: ALONE if arguments.same else OURS}
     contestants = {name: field.start(kinds[name]) for name in ([ALONE, OURS], [OURS, ALONE])[number % 2]}
     seeds = range(number * (arguments.pairs + 1), (number + 1) * (arguments.pairs + 1))
-    pairs = [pair(contestants, seed, arguments) for seed in seeds][1:]
+    pairs = [pair(contestants, seed, arguments, first=(number // 2 + seed) % 2) for seed in seeds][1:]
     stored = contestants[OURS].stored_bytes() / len(seeds)
     for contestant in contestants.values():
         contestant.close()
@@ -85,9 +85,12 @@ def one_start(field: Field, number: int, arguments: argparse.Namespace) -> Start
     return start
 
 
-def pair(contestants: dict[str, Contestant], seed: int, arguments: argparse.Namespace) -> Pair:
-    """A turn of each; who is first changes with the seed."""
-    order = ([ALONE, OURS], [OURS, ALONE])[seed % 2]
+def pair(contestants: dict[str, Contestant], seed: int, arguments: argparse.Namespace, first: int) -> Pair:
+    """A turn of each.
+
+    :param first: 0 or 1: whose is first.
+    """
+    order = ([ALONE, OURS], [OURS, ALONE])[first]
     taken = {name: turn(contestants[name], seed, arguments) for name in order}
     return Pair(taken[ALONE][0], taken[OURS][0], taken[ALONE][1], taken[OURS][1])
 

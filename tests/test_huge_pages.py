@@ -83,6 +83,9 @@ def test_mapping_begins_with_a_huge_page_and_is_shared(make_file, num_bytes):
 
 def test_mapping_that_cannot_be(make_file):
     fd, _ = make_file(mmap.PAGESIZE)
+    with pytest.raises(OSError, match=f"of a file of {mmap.PAGESIZE}"):
+        map_aligned(fd, mmap.PAGESIZE + 1)
+    os.ftruncate(fd, 1 << 62)
     with pytest.raises(OSError, match="cannot be mapped"):
         map_aligned(fd, 1 << 62)
     read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)

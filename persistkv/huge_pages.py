@@ -56,12 +56,16 @@ def map_aligned(fd: int, num_bytes: int) -> int:
 
     :returns: the address.
     :raises OSError: it cannot be mapped, or is smaller (what lies behind its end would kill who uses it).
+            Nothing stays mapped then.
     """
     if (size := os.fstat(fd).st_size) < num_bytes:
         raise OSError(errno.EINVAL, f"{num_bytes} bytes are to be mapped of a file of {size}")
-    somewhere = libc.reserve(num_bytes + HUGE_PAGE_BYTES)
+    reserved = num_bytes + HUGE_PAGE_BYTES
+    somewhere = libc.reserve(reserved)
     address = _aligned(somewhere)
     if not somewhere or not libc.map_at(address, num_bytes, fd):
+        if somewhere:
+            libc.unmap(somewhere, reserved)
         raise OSError(errno.ENOMEM, f"{num_bytes} bytes of shared memory cannot be mapped")
     return address
 

@@ -4,12 +4,11 @@ Those that rest on Zstandard and NumPy are imported when somebody asks for one: 
 holds decode nothing, and NumPy would be most of their start.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from persistkv.storage.codec.base import Buffer, Codec, CodecPolicy
 from persistkv.storage.codec.raw import RawCodec
-from persistkv.storage.codec.text import join_codecs, parse_codec, split_codecs, stored_codec
+from persistkv.storage.codec.text import POLICIES, join_codecs, parse_codec, policy_class, split_codecs, stored_codec
 
 if TYPE_CHECKING:
     from persistkv.storage.codec.auto import AutoCodec
@@ -30,10 +29,9 @@ __all__ = [
     "stored_codec",
 ]
 
-_WHEN_ASKED_FOR = {"AutoCodec": "auto", "PlanesCodec": "planes", "ZstdCodec": "zstd"}
-
 
 def __getattr__(name: str) -> object:
-    if name not in _WHEN_ASKED_FOR:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_WHEN_ASKED_FOR[name]}"), name)
+    for codec, policy in POLICIES.items():
+        if policy == name:
+            return policy_class(codec)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,6 +15,14 @@ class CodecPolicy(ABC):
 
     name: ClassVar[str]
 
+    @classmethod
+    @abstractmethod
+    def parse(cls, argument: str) -> CodecPolicy:
+        """The policy of what stands behind its name in a text, empty where nothing does.
+
+        :raises ConfigurationError: it takes no such argument.
+        """
+
     @abstractmethod
     def __str__(self) -> str:
         """The text that ``parse_codec`` makes this policy of."""

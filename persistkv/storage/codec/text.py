@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
 
@@ -10,10 +10,10 @@ from persistkv.errors import ConfigurationError, CorruptPackError
 from persistkv.storage.codec.base import Codec, CodecPolicy
 from persistkv.storage.codec.raw import RawCodec
 
-_POLICIES: Mapping[str, str] = MappingProxyType(
-    {"raw": "raw:RawCodec", "zstd": "zstd:ZstdCodec", "planes": "planes:PlanesCodec", "auto": "auto:AutoCodec"}
+POLICIES: Mapping[str, str] = MappingProxyType(
+    {"raw": "RawCodec", "zstd": "ZstdCodec", "planes": "PlanesCodec", "auto": "AutoCodec"}
 )
-"""Module and class of each. A module is imported when its codec is asked for: see the top of the package."""
+"""Class of each, in the module of the codec's name. See ``policy_class``."""
 _SEPARATOR = ","
 
 
@@ -23,12 +23,16 @@ def parse_codec(text: str) -> CodecPolicy:
     :raises ConfigurationError: naming the codecs that exist.
     """
     name, _, argument = text.partition(":")
-    if name not in _POLICIES:
-        expected = f"one of {', '.join(_POLICIES)} (zstd:LEVEL sets a level, planes:WIDTH the bytes of a value)"
+    if name not in POLICIES:
+        expected = f"one of {', '.join(POLICIES)} (zstd:LEVEL sets a level, planes:WIDTH the bytes of a value)"
         raise ConfigurationError("codec", text, expected)
-    module, _, policy = _POLICIES[name].partition(":")
-    parse: Callable[[str], CodecPolicy] = getattr(import_module(f"{__package__}.{module}"), policy).parse
-    return parse(argument)
+    return policy_class(name).parse(argument)
+
+
+def policy_class(name: str) -> type[CodecPolicy]:
+    """The class of a codec that stands in ``POLICIES``; imports its module."""
+    found: type[CodecPolicy] = getattr(import_module(f"{__package__}.{name}"), POLICIES[name])
+    return found
 
 
 def join_codecs(codecs: Sequence[Codec]) -> str:

@@ -4,7 +4,10 @@ from pathlib import Path
 import pytest
 
 from persistkv.config import StoreUrl
+from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
+from persistkv.storage.pack_writer import PackWriter
+from persistkv.testing.samples import sample_pack
 from persistkv_lmdb import LmdbBackend
 
 Opener = Callable[..., LmdbBackend]
@@ -53,3 +56,13 @@ def backend(open_store: Opener) -> LmdbBackend:
 @pytest.fixture
 def namespace(backend: LmdbBackend) -> bytes:
     return backend.open_namespace(IDENTITY).id
+
+
+@pytest.fixture
+def closed_pack(open_store: Opener) -> PackWriter:
+    """The only pack of a store that nobody has open."""
+    backend = open_store()
+    pack = sample_pack(backend.open_namespace(IDENTITY).id, 1)
+    backend.commit(pack.namespace, CommitBatch([pack]))
+    backend.close()
+    return pack

@@ -82,12 +82,7 @@ def test_nobody_reads_while_files_are_opened_for_writing(open_store, backend, na
     assert inside.is_set()
 
 
-def test_reading_goes_on_where_writing_cannot_join(open_store, monkeypatch, identity):
-    setup = open_store()
-    namespace = setup.open_namespace(identity).id
-    pack = sample_pack(namespace, 1)
-    setup.commit(namespace, CommitBatch([pack]))
-    setup.close()
+def test_reading_goes_on_where_writing_cannot_join(open_store, monkeypatch, closed_pack):
     reader = open_store(read_only=True)
     open_databases = environment.open_databases
 
@@ -99,7 +94,7 @@ def test_reading_goes_on_where_writing_cannot_join(open_store, monkeypatch, iden
     monkeypatch.setattr(environment, "open_databases", refuse_writing)
     with pytest.raises(CorruptStoreError, match="refused"):
         open_store()
-    assert read_all(reader, namespace, pack) == payload_of(pack)
+    assert read_all(reader, closed_pack.namespace, closed_pack) == payload_of(closed_pack)
 
 
 def test_store_made_anew_under_an_open_handle(open_store, path, identity):

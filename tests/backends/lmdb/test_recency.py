@@ -26,14 +26,9 @@ def edit(path):
     return edit
 
 
-def test_place_that_no_moment_explains_is_given_up(open_store, identity, edit):
+def test_place_that_no_moment_explains_is_given_up(open_store, closed_pack, edit):
     """Damage must not keep a pack for ever."""
-    backend = open_store()
-    namespace = backend.open_namespace(identity).id
-    pack = sample_pack(namespace, 1)
-    backend.commit(namespace, CommitBatch([pack]))
-    backend.close()
-    name = namespace + pack.pack_id
+    name = closed_pack.namespace + closed_pack.pack_id
 
     def damage(txn, uses, order):
         row = txn.get(name, db=uses)
@@ -44,7 +39,7 @@ def test_place_that_no_moment_explains_is_given_up(open_store, identity, edit):
 
     edit(damage, "uses", "order")
     backend = open_store()
-    backend.commit(namespace, CommitBatch(touches=[pack.pack_id]))
+    backend.commit(closed_pack.namespace, CommitBatch(touches=[closed_pack.pack_id]))
     backend.close()
     ((key, _),) = edit(lambda txn, order: list(txn.cursor(db=order)), "order")
     assert struct.unpack_from(">Q", key) == (2,)

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 OpenedT = TypeVar("OpenedT")
 
 FILE_NAME = "guard"
+_DATA = "data.mdb"
 OPENING_PATIENCE_S = 30.0
 """For the lock for writing: another process may hold it while it looks at what was left."""
 _CLEAN, _OPEN, _SUSPECT, _LOST = "clean", "open", "suspect", "lost"
@@ -225,7 +226,7 @@ class Guard:
 
     def _sync_what_was_left(self) -> None:
         """A process that was killed may have left a commit that reads and is not durable yet, or a new file's name."""
-        for sync, name in ((sync_file, "data.mdb"), (sync_directory, "."), (sync_directory, "segments")):
+        for sync, name in ((sync_file, _DATA), (sync_directory, "."), (sync_directory, "segments")):
             with suppress(FileNotFoundError):
                 sync(self._directory / name)
 
@@ -237,12 +238,17 @@ class Guard:
         for directory in self._directory.parents:  # whoever made them may have been killed before he did
             with suppress(OSError):
                 sync_directory(directory)
-        result = opened()
-        sync_directory(self._directory)
+        try:
+            result = opened()
+            sync_directory(self._directory)
+        except BaseException:  # half of a file that nothing marks as ours would be refused for ever
+            with suppress(OSError):
+                (self._directory / _DATA).unlink()
+            raise
         return result
 
     def _exists(self) -> bool:
-        return (self._directory / "data.mdb").exists()
+        return (self._directory / _DATA).exists()
 
     def _move_aside(self, reason: str) -> None:
         where, size, gone = move_aside(self._directory)

@@ -1,5 +1,6 @@
 """What lies on disk, and what is refused."""
 
+import errno
 import os
 import stat
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from persistkv.errors import CorruptStoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.samples import sample_pack
+from persistkv_lmdb import environment
 
 AS_ORDINARY_USER = """
 import os, sys
@@ -169,6 +171,21 @@ def test_creation_that_was_cut_short_is_finished(open_store, path, identity):
     namespace = backend.open_namespace(identity).id
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert backend.stats().packs == 1
+
+
+def test_creation_that_a_full_disk_cut_leaves_nothing_behind(open_store, path, monkeypatch):
+    def fill_the_disk(directory, **_):
+        (path / "data.mdb").write_bytes(bytes(4096))  # of two pages
+        error = lmdb.DiskError("mdb_env_open")
+        error.code, error.reason = errno.ENOSPC, os.strerror(errno.ENOSPC)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(environment.lmdb, "open", fill_the_disk)
+        with pytest.raises(StoreUnavailableError, match="No space left"):
+            open_store()
+    assert not (path / "data.mdb").exists()
+    assert list(open_store().namespaces()) == []
 
 
 def test_damaged_state_is_said_and_not_guessed(open_store, path, identity):

@@ -19,7 +19,7 @@ WHEEL_VENV := $(VENV)-wheel
 VLLM ?= 0.32.0
 VLLM_VENV := $(VENV)-vllm-$(VLLM)
 
-.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs screenshots test-wheel test-ceph test-vllm test-vllm-full test-writers test-faults fuzz crash damage powerloss bench bench-vllm bench-vllm-engine clean
+.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs screenshots test-wheel test-ceph test-vllm test-vllm-full test-writers test-faults fuzz crash damage powerloss diskfaults bench bench-vllm bench-vllm-engine clean
 
 help:
 	@echo "make demo        a model answers, is killed, and a new process answers from what it left"
@@ -38,6 +38,7 @@ help:
 	@echo "make crash       kill a writer N times (N=200) and look at what it left"
 	@echo "make damage      460 stores cut short or with a flipped bit, used as a host uses them"
 	@echo "make powerloss   cut the power CUTS times (CUTS=300), in a simulation; needs a C compiler"
+	@echo "make diskfaults  let the disk fail at each call of an engine's life, one after the other; needs a C compiler"
 	@echo "make bench       the figures in docs/benchmarks.md (minutes)"
 	@echo "make bench-vllm  the store beside vLLM's own fs tier (installs vLLM for CPUs, 2 GB)"
 	@echo "make bench-vllm-engine  vLLM engines with persistkv, with the fs tier, and with neither"
@@ -112,6 +113,9 @@ damage: setup
 
 powerloss: setup
 	$(BIN)/python -m tests.crash.power --cuts $(CUTS) --seed $(SEED) --seconds $(LIMIT_S)
+
+diskfaults: setup
+	$(BIN)/python -m tests.crash.disk_faults --seed $(SEED) --seconds $(LIMIT_S)
 
 bench: setup
 	$(BIN)/python -m benchmarks.open_store

@@ -35,6 +35,7 @@ from persistkv.testing.samples import payload_of
 from tests.crash.disk import Disk, Record, read_log
 from tests.crash.forks import Outcome, run_in_fork
 from tests.crash.loop import CAPACITY, NUMBERS_A_ROUND, PLACEMENTS, Expected, check, payload
+from tests.crash.recorder import build_recorder
 from tests.crash.writer import IDENTITY, make_pack
 
 SAID = Path("said")
@@ -42,23 +43,6 @@ STORE = Path("new/store")
 WRITERS = 6
 COMMITS = 12
 PATIENCE_S = 120.0
-_SOURCE = Path(__file__).with_name("record.c")
-
-
-def find_compiler() -> str | None:
-    """A C compiler; None where there is none."""
-    return next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-
-
-def build_recorder(directory: Path) -> Path:
-    """Compile the library that records.
-
-    :raises subprocess.CalledProcessError: it does not compile; the compiler said why on standard error.
-    """
-    library = directory / "record.so"
-    command = [str(find_compiler()), "-O1", "-shared", "-fPIC", "-o", str(library), str(_SOURCE), "-ldl", "-lpthread"]
-    subprocess.run(command, check=True)
-    return library
 
 
 def record(directory: Path, seed: int, placement: str) -> list[Record]:

@@ -1,10 +1,16 @@
-/* Records what a process asks of the disk below a directory: LD_PRELOAD, for tests.crash.power.
+/* Records what a process asks of the disk below a directory, and lets some of it fail: LD_PRELOAD, for
+   tests.crash.power and tests.crash.disk_faults.
 
    PERSISTKV_RECORD_ROOT  the directory
    PERSISTKV_RECORD_LOG   the file that records are appended to, elsewhere
    PERSISTKV_RECORD_DIE   where set to n: the process is killed in its n-th synchronous write (LMDB's meta page), when
                           the page cache has it and the disk not yet
    PERSISTKV_RECORD_DIE_AT  where set to n: the same in its n-th call of any kind; a sync has synced nothing then
+   PERSISTKV_RECORD_FAIL  where set to "k count errno how": from the k-th call on, so many fail with that errno. how is
+                          1: nothing of it is done, 2: all of it is done, 3: half of a write is done, which is no error
+                          (only writes are counted then)
+
+   They are read when the process starts, and whenever it calls persistkv_record_begin, which counts anew.
 
    A record: struct head, the path relative to the root, and for a write its bytes. They stand in the order in which the
    calls returned; one lock is held over each call. What is done to files by other means than those modelled here
@@ -28,7 +34,8 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { WRITE = 1, SYNCED_WRITE = 2, SYNC = 3, RESIZE = 4, ALLOCATE = 5, CREATE = 6, MKDIR = 7, UNMODELLED = 8 };
+enum { WRITE = 1, SYNCED_WRITE = 2, SYNC = 3, RESIZE = 4, ALLOCATE = 5, CREATE = 6, MKDIR = 7, UNMODELLED = 8, FAILED = 9 };
+enum { PASSES = 0, UNDONE = 1, DONE = 2, HALF = 3 };
 
 struct head {
     uint32_t op;
@@ -42,6 +49,8 @@ static char root[PATH_MAX];
 static size_t root_length;
 static int log_fd = -1;
 static long deadly, deadly_call;
+static long calls, first_failing, failing;
+static int fail_errno, fail_how;
 
 #define REAL(type, name, ...)                                      \
     static type (*real)(__VA_ARGS__);                              \
@@ -71,11 +80,25 @@ static void record_call(int op, const char *path, uint64_t offset, uint64_t leng
     if (dies) kill(getpid(), SIGKILL);
 }
 
-__attribute__((constructor)) static void begin(void) {
+/* How a call that changes something is to end; it is counted. */
+static int end_of(int op, const char *path) {
+    if (fail_how == HALF && op != WRITE) return PASSES;
+    if (++calls < first_failing || calls >= first_failing + failing) return PASSES;
+    record(FAILED, path, op, 0);
+    return fail_how;
+}
+
+long persistkv_record_calls(void) { return calls; }
+
+__attribute__((constructor)) void persistkv_record_begin(void) {
     const char *directory = getenv("PERSISTKV_RECORD_ROOT"), *log = getenv("PERSISTKV_RECORD_LOG");
-    const char *die = getenv("PERSISTKV_RECORD_DIE");
+    const char *die = getenv("PERSISTKV_RECORD_DIE"), *fail = getenv("PERSISTKV_RECORD_FAIL");
+    if (log_fd >= 0) close(log_fd);
+    log_fd = -1;
     if (!directory || !log || !realpath(directory, root)) return;
     root_length = strlen(root);
+    calls = first_failing = failing = fail_how = 0;
+    if (fail && sscanf(fail, "%ld %ld %d %d", &first_failing, &failing, &fail_errno, &fail_how) != 4) abort();
     const char *die_at = getenv("PERSISTKV_RECORD_DIE_AT");
     deadly = die ? atol(die) : 0;
     deadly_call = die_at ? atol(die_at) : 0;
@@ -123,8 +146,9 @@ static const char *path_at(int directory, const char *name, char *buffer) {
 
 /* Writes */
 
-static void record_write(int fd, const char *path, uint64_t offset, const struct iovec *parts, int count, uint64_t length) {
-    int synced = fcntl(fd, F_GETFL) & O_DSYNC, dies = is_last(&deadly_call) | (synced && is_last(&deadly));
+static void record_write(int fd, const char *path, uint64_t offset, const struct iovec *parts, int count,
+                         uint64_t length, int fails) {
+    int synced = !fails && fcntl(fd, F_GETFL) & O_DSYNC, dies = is_last(&deadly_call) | (synced && is_last(&deadly));
     record(synced && !dies ? SYNCED_WRITE : WRITE, path, offset, length);
     for (int i = 0; i < count && length; i++) {
         size_t part = parts[i].iov_len < length ? parts[i].iov_len : length;
@@ -141,15 +165,27 @@ static uint64_t position(int fd) {
     return now < 0 ? 0 : now;
 }
 
-#define RECORDED(fd, parts, count, offset, call)                                        \
+enum { AT, NEXT };
+
+/* Half of the first part, in whole pages where it has some: O_DIRECT takes nothing else. */
+static ssize_t write_half(int fd, const struct iovec *parts, int where, uint64_t offset) {
+    size_t half = parts->iov_len / 2;
+    if (half >= 4096) half -= half % 4096;
+    if (where == NEXT) return syscall(SYS_write, fd, parts->iov_base, half);
+    return syscall(SYS_pwrite64, fd, parts->iov_base, half, offset);
+}
+
+#define RECORDED(fd, parts, count, where, offset, call)                                 \
     char buffer[PATH_MAX];                                                              \
     const char *path = path_of(fd, buffer);                                             \
     if (!path) return call;                                                             \
     pthread_mutex_lock(&lock);                                                          \
     uint64_t at = offset;                                                               \
-    ssize_t done = call;                                                                \
-    int error = errno;                                                                  \
-    if (done > 0) record_write(fd, path, at, parts, count, done);                       \
+    int end = end_of(WRITE, path);                                                      \
+    ssize_t done = end == UNDONE ? -1 : end == HALF ? write_half(fd, parts, where, at) : call; \
+    int error = end == UNDONE ? fail_errno : errno;                                     \
+    if (done > 0) record_write(fd, path, at, parts, count, done, end == DONE);          \
+    if (end == DONE) done = -1, error = fail_errno;                                     \
     pthread_mutex_unlock(&lock);                                                        \
     errno = error;                                                                      \
     return done
@@ -157,19 +193,19 @@ static uint64_t position(int fd) {
 ssize_t write(int fd, const void *data, size_t length) {
     REAL(ssize_t, "write", int, const void *, size_t);
     struct iovec part = {(void *)data, length};
-    RECORDED(fd, &part, 1, position(fd), real(fd, data, length));
+    RECORDED(fd, &part, 1, NEXT, position(fd), real(fd, data, length));
 }
 
 ssize_t writev(int fd, const struct iovec *parts, int count) {
     REAL(ssize_t, "writev", int, const struct iovec *, int);
-    RECORDED(fd, parts, count, position(fd), real(fd, parts, count));
+    RECORDED(fd, parts, count, NEXT, position(fd), real(fd, parts, count));
 }
 
 #define PWRITE(name, offset_t)                                                          \
     ssize_t name(int fd, const void *data, size_t length, offset_t offset) {            \
         REAL(ssize_t, #name, int, const void *, size_t, offset_t);                      \
         struct iovec part = {(void *)data, length};                                     \
-        RECORDED(fd, &part, 1, offset, real(fd, data, length, offset));                 \
+        RECORDED(fd, &part, 1, AT, offset, real(fd, data, length, offset));             \
     }
 PWRITE(pwrite, off_t)
 PWRITE(pwrite64, off64_t)
@@ -177,7 +213,7 @@ PWRITE(pwrite64, off64_t)
 #define PWRITEV(name, offset_t)                                                         \
     ssize_t name(int fd, const struct iovec *parts, int count, offset_t offset) {       \
         REAL(ssize_t, #name, int, const struct iovec *, int, offset_t);                 \
-        RECORDED(fd, parts, count, offset, real(fd, parts, count, offset));             \
+        RECORDED(fd, parts, count, AT, offset, real(fd, parts, count, offset));         \
     }
 PWRITEV(pwritev, off_t)
 PWRITEV(pwritev64, off64_t)
@@ -185,38 +221,39 @@ PWRITEV(pwritev64, off64_t)
 #define PWRITEV2(name, offset_t)                                                        \
     ssize_t name(int fd, const struct iovec *parts, int count, offset_t offset, int flags) { \
         REAL(ssize_t, #name, int, const struct iovec *, int, offset_t, int);            \
-        RECORDED(fd, parts, count, offset, real(fd, parts, count, offset, flags));      \
+        RECORDED(fd, parts, count, AT, offset, real(fd, parts, count, offset, flags));  \
     }
 PWRITEV2(pwritev2, off_t)
 PWRITEV2(pwritev64v2, off64_t)
 
 /* All that is one record without bytes, where it succeeds */
 
-#define DONE_TO(fd, op, offset, length, call)                                           \
+#define DONE_TO(fd, op, offset, length, call, failed)                                   \
     char buffer[PATH_MAX];                                                              \
     const char *path = path_of(fd, buffer);                                             \
     if (!path) return call;                                                             \
     pthread_mutex_lock(&lock);                                                          \
-    int result = call, error = errno;                                                   \
-    if (!result) record_call(op, path, offset, length);                                      \
+    int end = end_of(op, path), result = end == UNDONE ? failed : call, error = errno;  \
+    if (!result && (end != DONE || op != SYNC)) record_call(op, path, offset, length);  \
+    if (end == DONE) result = failed;                                                   \
     pthread_mutex_unlock(&lock);                                                        \
-    errno = error;                                                                      \
+    errno = end == UNDONE || end == DONE ? fail_errno : error;                          \
     return result
 
 int fsync(int fd) {
     REAL(int, "fsync", int);
-    DONE_TO(fd, SYNC, 0, 0, real(fd));
+    DONE_TO(fd, SYNC, 0, 0, real(fd), -1);
 }
 
 int fdatasync(int fd) {
     REAL(int, "fdatasync", int);
-    DONE_TO(fd, SYNC, 0, 0, real(fd));
+    DONE_TO(fd, SYNC, 0, 0, real(fd), -1);
 }
 
 #define FTRUNCATE(name, offset_t)                                                       \
     int name(int fd, offset_t length) {                                                 \
         REAL(int, #name, int, offset_t);                                                \
-        DONE_TO(fd, RESIZE, 0, length, real(fd, length));                               \
+        DONE_TO(fd, RESIZE, 0, length, real(fd, length), -1);                           \
     }
 FTRUNCATE(ftruncate, off_t)
 FTRUNCATE(ftruncate64, off64_t)
@@ -224,7 +261,7 @@ FTRUNCATE(ftruncate64, off64_t)
 #define POSIX_FALLOCATE(name, offset_t)                                                 \
     int name(int fd, offset_t offset, offset_t length) {                                \
         REAL(int, #name, int, offset_t, offset_t);                                      \
-        DONE_TO(fd, ALLOCATE, offset, length, real(fd, offset, length));                \
+        DONE_TO(fd, ALLOCATE, offset, length, real(fd, offset, length), fail_errno);    \
     }
 POSIX_FALLOCATE(posix_fallocate, off_t)
 POSIX_FALLOCATE(posix_fallocate64, off64_t)
@@ -232,7 +269,7 @@ POSIX_FALLOCATE(posix_fallocate64, off64_t)
 #define FALLOCATE(name, offset_t)                                                       \
     int name(int fd, int mode, offset_t offset, offset_t length) {                      \
         REAL(int, #name, int, int, offset_t, offset_t);                                 \
-        DONE_TO(fd, mode ? UNMODELLED : ALLOCATE, offset, length, real(fd, mode, offset, length)); \
+        DONE_TO(fd, mode ? UNMODELLED : ALLOCATE, offset, length, real(fd, mode, offset, length), -1); \
     }
 FALLOCATE(fallocate, off_t)
 FALLOCATE(fallocate64, off64_t)
@@ -263,9 +300,11 @@ MMAP(mmap64, off64_t)
     pthread_mutex_lock(&lock);                                                          \
     struct stat status;                                                                 \
     int is_new = fstatat(directory, name, &status, AT_SYMLINK_NOFOLLOW) != 0;           \
-    int fd = call, error = errno;                                                       \
+    int end = is_new ? end_of(CREATE, path) : PASSES;                                   \
+    int fd = end == UNDONE ? -1 : call, error = end == UNDONE ? fail_errno : errno;     \
     if (fd >= 0 && is_new) record_call(CREATE, path, 0, 0);                                  \
     else if (fd >= 0 && flags & O_TRUNC) record_call(RESIZE, path, 0, 0);                    \
+    if (fd >= 0 && end == DONE) close(fd), fd = -1, error = fail_errno;                 \
     pthread_mutex_unlock(&lock);                                                        \
     errno = error;                                                                      \
     return fd
@@ -302,10 +341,11 @@ OPENAT(openat64)
     const char *path = path_at(directory, name, buffer);                                \
     if (!path) return call;                                                             \
     pthread_mutex_lock(&lock);                                                          \
-    int result = call, error = errno;                                                   \
+    int end = end_of(op, path), result = end == UNDONE ? -1 : call, error = errno;      \
     if (!result) record_call(op, path, 0, 0);                                                \
+    if (end == DONE) result = -1;                                                       \
     pthread_mutex_unlock(&lock);                                                        \
-    errno = error;                                                                      \
+    errno = end == UNDONE || end == DONE ? fail_errno : error;                          \
     return result
 
 int mkdir(const char *name, mode_t mode) {

@@ -2,13 +2,11 @@
 
 import random
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.crash.disk import ALLOCATE, CREATE, MKDIR, RESIZE, SYNC, SYNCED_WRITE, WRITE, Disk, Record
-from tests.crash.power import build_recorder, find_compiler
 from tests.crash.running import run_module
 
 FILE = Path("directory/file")
@@ -17,13 +15,8 @@ PAGE = 4096
 
 @pytest.mark.slow
 @pytest.mark.timeout(170)
-def test_what_was_acknowledged_survives_power_losses(tmp_path: Path) -> None:
-    if find_compiler() is None:
-        pytest.skip("there is no C compiler here, to build the recorder with")
-    try:
-        build_recorder(tmp_path)
-    except subprocess.CalledProcessError:
-        pytest.skip("the C compiler here builds no shared library")
+@pytest.mark.usefixtures("recorder")
+def test_what_was_acknowledged_survives_power_losses() -> None:
     lines = run_module("power", "--cuts", 10, "--seed", 2, "--seconds", 75)
     assert [line.split(":")[0] for line in lines] == ["inline", "extents"]
     for line in lines:

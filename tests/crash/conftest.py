@@ -1,0 +1,17 @@
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.crash.recorder import build_recorder, find_compiler
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Path:
+    """The library that records; the test is skipped where it cannot be built."""
+    if find_compiler() is None:
+        pytest.skip("there is no C compiler here, to build the recorder with")
+    try:
+        return build_recorder(tmp_path)
+    except subprocess.CalledProcessError:
+        pytest.skip("the C compiler here builds no shared library")

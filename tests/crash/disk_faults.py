@@ -1,0 +1,329 @@
+"""Let the disk fail at one call after the other: ``python -m tests.crash.disk_faults --seed 1``.
+
+An engine opens a new store, stores requests until some are evicted, promotes what it has, and closes. Its k-th call
+that changes something on the disk fails (``record.c``), for each k and each of ``FAULTS``. Then:
+
+1. Nothing that the engine called raised; but opening may, and works when it is tried again. Each block that was handed
+   over is held, was evicted, or is counted as dropped; what was promoted is right; what comes next is stored.
+2. In the store that the next process opens, each block that the engine knew to be held is there. Whatever is there
+   reads, and is right; each manifest names blocks that are there; the request that was persisted last is one of them.
+3. Totals equal a recount, free and used extents the files; nothing was moved aside. It can be written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import errno
+import gc
+import json
+import logging
+import mmap
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from persistkv.config import GroupLayout, RowLayout
+from persistkv.errors import StoreError
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.launch import InlineHost
+from persistkv.storage.host.protocol import EndRequest, Hello
+from persistkv.storage.identity import Identity
+from persistkv.storage.keys import PackedKeys
+from persistkv.storage.records import StoreOptions
+from persistkv.storage.registry import open_backend
+from persistkv.storage.rows import Rows
+from persistkv.storage.store import Store
+from persistkv.testing.conformance.suite import check_totals
+from persistkv.testing.samples import sample_blocks, sample_keys
+from persistkv_lmdb import LmdbBackend
+from persistkv_lmdb.check import find_faults
+from persistkv_lmdb.space import Space
+from tests.crash.disk import ALLOCATE, CREATE, FAILED, MKDIR, PAGE_BYTES, RESIZE, SYNC, UNMODELLED, WRITE, read_log
+from tests.crash.forks import Outcome, run_in_fork
+from tests.crash.loop import PLACEMENTS
+from tests.crash.recorder import build_recorder
+
+IDENTITY = Identity.of({"test": "disk faults"})
+BLOCK_BYTES = 16 << 10  # 16 KiB
+REQUESTS = (6, 24, 40, 12, 30, 9)
+"""Blocks of each; together more than the store holds."""
+LAST = len(REQUESTS)
+"""One more request, as long as the first."""
+PREFIX = 4
+"""Blocks that all requests begin with."""
+CAPACITY = 2 << 20  # 2 MiB
+OPTIONS = StoreOptions(staging_bytes=16 << 20)
+"""16 MiB: what a request hands over is copied, and written with its manifest in one transaction."""
+PATIENCE_S = 120.0
+STORED, DROPPED = "stored all", "dropped some"
+_LAYOUT = RowLayout(BLOCK_BYTES, (GroupLayout(((0, BLOCK_BYTES),)),))
+_UNDONE, _DONE, _HALF = 1, 2, 3  # as in record.c
+_CALLS = {
+    WRITE: "write to",
+    SYNC: "sync of",
+    RESIZE: "resize of",
+    ALLOCATE: "allocation in",
+    CREATE: "creation of",
+    MKDIR: "creation of",
+    UNMODELLED: "removal of",
+}
+
+
+class Fault(NamedTuple):
+    """How a call fails."""
+
+    name: str
+    errno: int
+    how: int
+
+
+FAULTS = (
+    Fault("no space", errno.ENOSPC, _UNDONE),
+    Fault("an error", errno.EIO, _UNDONE),
+    Fault("an error, and all was done", errno.EIO, _DONE),
+    Fault("half a write", 0, _HALF),
+)
+
+
+class Known(NamedTuple):
+    """What an engine knew at its end."""
+
+    held: Sequence[str]
+    """Keys, hexadecimal."""
+    persisted: int | None
+    """The last request whose whole context was durable."""
+
+
+@lru_cache(maxsize=32)
+def content(request: int) -> dict[bytes, bytes]:
+    """The blocks of a request, by their keys, in order."""
+    return _sample(99, PREFIX) | _sample(request, REQUESTS[request % len(REQUESTS)])
+
+
+def _sample(seed: int, count: int) -> dict[bytes, bytes]:
+    return dict(zip(sample_keys(seed, count), map(bytes, sample_blocks(seed, count, BLOCK_BYTES)), strict=True))
+
+
+def everything() -> dict[bytes, bytes]:
+    """Every block that is ever stored."""
+    return {key: block for request in range(LAST + 1) for key, block in content(request).items()}
+
+
+class Engine:
+    """An engine's side of the store, which runs in its stack."""
+
+    def __init__(self, url: str) -> None:
+        """:raises StoreError: the store does not open."""
+        self.offered: list[bytes] = []
+        self.removed: set[bytes] = set()
+        self.persisted: int | None = None
+        """The last request whose whole context is durable."""
+        self._rows = mmap.mmap(-1, len(everything()) * BLOCK_BYTES)
+        hello = Hello(url, IDENTITY.encode(), _LAYOUT, OPTIONS)
+        self._client = StoreClient(InlineHost(memoryview(self._rows)), hello, max_queue_bytes=1 << 30)
+        self._client.open()
+        self._jobs = 0
+
+    def held(self) -> list[bytes]:
+        """What it knows to be there."""
+        return list(filter(self._client.contains, everything()))
+
+    def store(self, request: int) -> None:
+        """Hand a request over, and wait until it is durable or dropped."""
+        blocks = content(request)
+        keys, rows = list(blocks), range(len(blocks))
+        self._rows[: len(blocks) * BLOCK_BYTES] = b"".join(blocks.values())
+        self.offered += keys
+        self._client.submit_store(self._next_job(), str(request), keys, rows, rows, len(blocks) * BLOCK_BYTES)
+        chains = (PackedKeys.of(keys),)
+        self._client.end_request(EndRequest(str(request), str(request), chains, 16 * len(keys), 16, True, {}))
+        assert self._client.flush(PATIENCE_S), "what was handed over does not end"
+        self._end_job()
+        for name, whole in self._client.take_persisted().items():
+            self.persisted = int(name) if whole else self.persisted
+        self.removed.update(self._client.take_removed())
+
+    def promote(self) -> None:
+        """Load all that is held, and compare it."""
+        held, right = self.held(), everything()
+        self._client.submit_load(self._next_job(), held, range(len(held)))
+        failed = self._end_job()
+        assert not failed, f"{len(failed)} of {len(held)} blocks that are held were not promoted"
+        for row, key in enumerate(held):
+            loaded = self._rows[row * BLOCK_BYTES : (row + 1) * BLOCK_BYTES]
+            assert loaded == right[key], "wrong bytes were promoted"
+        self.removed.update(self._client.take_removed())
+
+    def account(self) -> int:
+        """Blocks that were dropped, once each block is known to have gone one of its ways."""
+        stats = self._client.stats().host
+        assert stats is not None
+        counters = stats.counters
+        counted = counters.stored_blocks + counters.held_blocks + counters.dropped_blocks
+        assert counted == len(self.offered), f"{len(self.offered)} blocks handed over, {counters}"
+        lost = {*self.offered} - {*self.held()} - self.removed
+        assert len(lost) <= counters.dropped_blocks, f"{len(lost)} blocks went without a word, {counters}"
+        return counters.dropped_blocks
+
+    def close(self) -> None:
+        """Have the store's side end."""
+        assert self._client.close(PATIENCE_S), "the store's side does not end"
+
+    def _next_job(self) -> int:
+        self._jobs += 1
+        return self._jobs
+
+    def _end_job(self) -> list[bytes]:
+        """The keys that the only job in flight was not good for."""
+        (outcome,) = self._client.poll()
+        assert outcome.job_id == self._jobs
+        return outcome.failed
+
+
+def live(url: str, root: Path, log: Path, fault: Fault, k: int) -> Outcome:
+    """An engine's life. ``count`` is how many of its calls may fail so, ``detail`` what the engine knew at its end.
+
+    :param k: 0: none fails.
+    """
+    recorder = ctypes.CDLL(None)
+    os.environ["PERSISTKV_RECORD_ROOT"], os.environ["PERSISTKV_RECORD_LOG"] = str(root), str(log)
+    os.environ["PERSISTKV_RECORD_FAIL"] = f"{k} {min(k, 1)} {fault.errno} {fault.how}"
+    recorder.persistkv_record_begin()
+    engine = _open(url)
+    for request in range(LAST):
+        engine.store(request)
+    engine.promote()
+    mended = recorder.persistkv_record_calls() > k
+    engine.store(LAST)
+    assert engine.persisted == LAST or not mended, "the disk is mended, and nothing is stored"
+    assert engine.removed, "nothing was evicted"
+    dropped = engine.account()
+    known = Known([key.hex() for key in engine.held()], engine.persisted)
+    engine.close()
+    return Outcome(DROPPED if dropped else STORED, recorder.persistkv_record_calls(), json.dumps(known))
+
+
+def _open(url: str) -> Engine:
+    """Again where it does not open, as whoever starts an engine does."""
+    with suppress(StoreError):
+        return Engine(url)
+    return Engine(url)
+
+
+def look(url: str, store: Path, known: Known) -> Outcome:
+    """What the next process finds."""
+    right = everything()
+    rows = Rows(memoryview(bytearray(len(right) * BLOCK_BYTES)), _LAYOUT)
+    opened = Store(open_backend(url), IDENTITY, rows, OPTIONS, url=url)
+    assert not list(store.glob("damaged-*")), "the store was moved aside"
+    held = [key for key in right if opened.contains(key)]
+    missing = {*map(bytes.fromhex, known.held)} - {*held}
+    assert not missing, f"{len(missing)} blocks that were held are gone"
+    assert len(opened.index) == len(held), "there are blocks that nobody stored"
+    assert not opened.read(held, range(len(held))), "what is there does not read"
+    assert all(bytes(rows.places(0, row)[0]) == right[key] for row, key in enumerate(held)), "wrong bytes"
+    backend = opened.medium.backend
+    assert isinstance(backend, LmdbBackend)
+    manifests = {manifest.id for manifest in backend.manifests(opened.namespace)}
+    assert known.persisted != LAST or str(LAST) in manifests, "the request that was persisted last is gone"
+    for name in manifests:
+        (chain,) = backend.manifest_keys(opened.namespace, name) or ()
+        assert {*chain.unpack()} <= {*held}, f"request {name} names blocks that are gone"
+    check_totals(backend)
+    faults = find_faults(backend._environment)
+    assert not faults, faults
+    _write_more(opened, backend)
+    opened.close()
+    return Outcome("right", len(held))
+
+
+def _write_more(opened: Store, backend: LmdbBackend) -> None:
+    """It takes what is new; then its files are as long as it says."""
+    blocks = content(LAST)
+    opened.rows.array[: len(blocks)] = [np.frombuffer(block, np.uint8) for block in blocks.values()]
+    opened.put("more", list(blocks), range(len(blocks)), range(len(blocks)))
+    opened.flush()
+    assert all(map(opened.contains, blocks)), "nothing can be written"
+    backend.commit(opened.namespace, CommitBatch())
+    faults = find_faults(backend._environment)
+    assert not faults, faults
+    environment = backend._environment
+    with environment.transaction() as transaction:
+        recorded = {segment: pages * PAGE_BYTES for segment, pages in Space(transaction).segments().items()}
+    assert environment.files.lengths() == recorded, "files are longer than the extents in them"
+
+
+def run_case(directory: Path, placement: str, fault: Fault, k: int) -> Outcome:
+    """One life, and a look at what it left.
+
+    :raises AssertionError: saying what is wrong, and which call failed.
+    """
+    root, log = directory / "root", directory / "log"
+    shutil.rmtree(root, ignore_errors=True)
+    log.unlink(missing_ok=True)
+    root.mkdir()
+    url = f"lmdb://{root}/store?capacity={CAPACITY}&placement={placement}"
+    lived = run_in_fork(lambda: live(url, root, log, fault, k), PATIENCE_S)
+    failed = [f"{_CALLS[record.offset]} {record.path}" for record in read_log(log) if record.op == FAILED]
+    where = f"{placement}, {fault.name}, call {k} ({failed[0] if failed else 'none'})"
+    assert lived.kind in (STORED, DROPPED), f"{where}: {lived.kind}: {lived.detail}"
+    known = Known(*json.loads(lived.detail))
+    found = run_in_fork(lambda: look(url, root / "store", known), PATIENCE_S)
+    assert found.kind == "right", f"{where}: {lived.kind}; then {found.kind}: {found.detail}"
+    return lived
+
+
+def run(cases: int, seed: int, directory: Path, seconds: float, placement: str) -> Counter[str]:
+    """So many of the cases, in an order of the seed, or as many as the time allows; how they ended, counted.
+
+    :raises AssertionError: as ``run_case``.
+    """
+    deadline = time.monotonic() + seconds
+    gc.freeze()
+    seen: Counter[str] = Counter()
+    calls = {fault.how: run_case(directory, placement, fault, 0).count for fault in FAULTS}
+    every = [(fault, k) for fault in FAULTS for k in range(1, calls[fault.how] + 1)]
+    seen["possible"] = len(every)
+    for fault, k in random.Random(seed).sample(every, min(cases, len(every))):
+        if time.monotonic() > deadline:
+            break
+        seen[run_case(directory, placement, fault, k).kind] += 1
+    return seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=100_000, help="for each placement, at most")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="stop after so long, for each placement")
+    arguments = parser.parse_args()
+    if not hasattr(ctypes.CDLL(None), "persistkv_record_begin"):
+        with tempfile.TemporaryDirectory() as directory:
+            environment = {**os.environ, "LD_PRELOAD": str(build_recorder(Path(directory)))}
+            command = [sys.executable, "-m", "tests.crash.disk_faults", *sys.argv[1:]]
+            sys.exit(subprocess.run(command, env=environment, check=False).returncode)
+    logging.disable(logging.CRITICAL)
+    for placement in PLACEMENTS:
+        with tempfile.TemporaryDirectory() as directory:
+            seen = run(arguments.cases, arguments.seed, Path(directory), arguments.seconds, placement)
+        possible = seen.pop("possible")
+        ends = ", ".join(f"{count} {kind}" for kind, count in sorted(seen.items()))
+        print(f"{placement}: {seen.total()} of {possible} faults of the disk ({ends}): 0 lost, 0 wrong")
+
+
+if __name__ == "__main__":
+    main()

@@ -162,9 +162,13 @@ class Committing:
         return Amount(catalogue, spared.payload - need.payload)
 
     def _begin(self, transaction: Transaction) -> Commit | None:
-        """None where others committed after what the caller has seen."""
-        commit = Commit(transaction, self._environment.payloads(transaction), self._namespace, self._keep)
-        return None if self._seen is not None and self._seen != commit.state.cursor else commit
+        """None where others committed after what the caller has seen; what became free meanwhile is recorded then."""
+        payloads = self._environment.payloads(transaction)
+        commit = Commit(transaction, payloads, self._namespace, self._keep)
+        if self._seen is None or self._seen == commit.state.cursor:
+            return commit
+        payloads.finish()
+        return None
 
     def _stale(self) -> CommitResult:
         """What was evicted meanwhile is among the changes since then."""

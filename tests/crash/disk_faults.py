@@ -1,7 +1,8 @@
 """Let the disk fail at one call after the other: ``python -m tests.crash.disk_faults --seed 1``.
 
 An engine opens a new store, stores requests until some are evicted, promotes what it has, and closes. Its k-th call
-that changes something on the disk fails (``record.c``), for each k and each of ``FAULTS``. Then:
+that changes something on the disk fails (``record.c``), for each k and each of ``FAULTS``; where the fault lasts, all
+that come after it do, until the engine has tried to promote. Then:
 
 1. Nothing that the engine called raised; but opening may, and works when it is tried again. Each block that was handed
    over is held, was evicted, or is counted as dropped; what was promoted is right; what comes next is stored.
@@ -72,6 +73,7 @@ PATIENCE_S = 120.0
 STORED, DROPPED = "stored all", "dropped some"
 _LAYOUT = RowLayout(BLOCK_BYTES, (GroupLayout(((0, BLOCK_BYTES),)),))
 _UNDONE, _DONE, _HALF = 1, 2, 3  # as in record.c
+_MANY = 1 << 30
 _CALLS = {
     WRITE: "write to",
     SYNC: "sync of",
@@ -84,11 +86,18 @@ _CALLS = {
 
 
 class Fault(NamedTuple):
-    """How a call fails."""
+    """How calls fail."""
 
     name: str
     errno: int
     how: int
+    count: int = 1
+    """From the k-th on."""
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the disk is mended only once the engine has met the fault in all that it does."""
+        return self.count == _MANY
 
 
 FAULTS = (
@@ -96,7 +105,10 @@ FAULTS = (
     Fault("an error", errno.EIO, _UNDONE),
     Fault("an error, and all was done", errno.EIO, _DONE),
     Fault("half a write", 0, _HALF),
+    Fault("no space from then on", errno.ENOSPC, _UNDONE, _MANY),
+    Fault("errors from then on", errno.EIO, _UNDONE, _MANY),
 )
+_NEVER = "0 0 0 0"
 
 
 class Known(NamedTuple):
@@ -157,16 +169,16 @@ class Engine:
             self.persisted = int(name) if whole else self.persisted
         self.removed.update(self._client.take_removed())
 
-    def promote(self) -> None:
-        """Load all that is held, and compare it."""
+    def promote(self) -> int:
+        """Load all that is held, and compare it; how much of it is missed."""
         held, right = self.held(), everything()
         self._client.submit_load(self._next_job(), held, range(len(held)))
         failed = self._end_job()
-        assert not failed, f"{len(failed)} of {len(held)} blocks that are held were not promoted"
         for row, key in enumerate(held):
             loaded = self._rows[row * BLOCK_BYTES : (row + 1) * BLOCK_BYTES]
-            assert loaded == right[key], "wrong bytes were promoted"
+            assert key in failed or loaded == right[key], "wrong bytes were promoted"
         self.removed.update(self._client.take_removed())
+        return len(failed)
 
     def account(self) -> int:
         """Blocks that were dropped, once each block is known to have gone one of its ways."""
@@ -201,27 +213,38 @@ def live(url: str, root: Path, log: Path, fault: Fault, k: int) -> Outcome:
     """
     recorder = ctypes.CDLL(None)
     os.environ["PERSISTKV_RECORD_ROOT"], os.environ["PERSISTKV_RECORD_LOG"] = str(root), str(log)
-    os.environ["PERSISTKV_RECORD_FAIL"] = f"{k} {min(k, 1)} {fault.errno} {fault.how}"
-    recorder.persistkv_record_begin()
-    engine = _open(url)
+    _arm(recorder, f"{k} {fault.count if k else 0} {fault.errno} {fault.how}")
+    engine = _open(recorder, url, fault)
     for request in range(LAST):
         engine.store(request)
-    engine.promote()
+    missed = engine.promote()
+    assert fault.lasts or not missed, f"{missed} blocks that are held were not promoted"
     mended = recorder.persistkv_record_calls() > k
+    if k and fault.lasts:
+        _arm(recorder, _NEVER)
     engine.store(LAST)
     assert engine.persisted == LAST or not mended, "the disk is mended, and nothing is stored"
-    assert engine.removed, "nothing was evicted"
+    assert engine.removed or fault.lasts, "nothing was evicted"
     dropped = engine.account()
     known = Known([key.hex() for key in engine.held()], engine.persisted)
     engine.close()
     return Outcome(DROPPED if dropped else STORED, recorder.persistkv_record_calls(), json.dumps(known))
 
 
-def _open(url: str) -> Engine:
-    """Again where it does not open, as whoever starts an engine does."""
-    with suppress(StoreError):
-        return Engine(url)
+def _open(recorder: ctypes.CDLL, url: str, fault: Fault) -> Engine:
+    """Again where it does not open, as whoever starts an engine does, and once the disk is mended."""
+    for _ in range(2):
+        with suppress(StoreError):
+            return Engine(url)
+    assert fault.lasts, "the store does not open"
+    _arm(recorder, _NEVER)
     return Engine(url)
+
+
+def _arm(recorder: ctypes.CDLL, fail: str) -> None:
+    """:param fail: as in ``record.c``."""
+    os.environ["PERSISTKV_RECORD_FAIL"] = fail
+    recorder.persistkv_record_begin()
 
 
 def look(url: str, store: Path, known: Known) -> Outcome:

@@ -426,3 +426,11 @@ def test_disk_that_fails_once(backend, namespace, monkeypatch, call, code):
     assert read_pack(backend, namespace, pack.table) == payload_of(pack)
     assert read_pack(backend, namespace, held.table) == payload_of(held)
     assert find_faults(backend._environment) == []
+
+
+def test_commit_that_comes_too_late_leaves_the_totals_right(backend, namespace):
+    pack = sample_pack(namespace, 1)
+    seen = backend.commit(namespace, CommitBatch([pack])).cursor
+    backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))  # its pages are free for the next one
+    assert backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)], seen=seen)).stale
+    assert find_faults(backend._environment) == []

@@ -3,8 +3,8 @@
 Two processes of one engine are not equally fast, whatever lies behind their CPU tiers (by 19 % once): that is their
 luck with memory. So there is one engine with two connectors, and only one of them is asked at a time: one with the CPU
 tier alone, and one with persistkv behind its own (``vllm_switch``). Weights, KV tensors and the pages that both lie in
-are the same; what an idle store costs, which is there in both turns, is shown beside: the processor's time of an engine
-that is asked nothing.
+are the same; what an idle store costs, which is there in both turns, is shown beside: the processor's time of its process
+while the engine is asked nothing.
 
 A pair is a turn of each, in changing order, with prompts that never come again. A turn is several batches, one after
 the other, so that what is stored of one goes on beside the next; what is left to be stored at its end is waited for
@@ -73,7 +73,7 @@ class Start:
     stored_bytes: float
     """In one turn."""
     idle: float
-    """Processors that it used while nobody asked it."""
+    """Processors that the store's process used while nobody asked the engine."""
 
 
 def one_start(field: Field, number: int, arguments: argparse.Namespace) -> Start:
@@ -84,10 +84,10 @@ def one_start(field: Field, number: int, arguments: argparse.Namespace) -> Start
     engine = field.start_both(ALONE if arguments.same else OURS, bare_first=number % 2 == 0)
     seeds = range(number * (arguments.pairs + 1), (number + 1) * (arguments.pairs + 1))
     pairs = [pair(engine, seed, arguments, ours_first=(number // 2 + seed) % 2 == 1) for seed in seeds][1:]
-    start = Start(pairs, engine.stored_bytes() / len(seeds), engine.processors(IDLE_S))
+    start = Start(pairs, engine.stored_bytes() / len(seeds), engine.idle_processors(IDLE_S))
     engine.close()
     slowdown = statistics.median(each.slowdown for each in pairs)
-    print(f"start {number + 1}: {slowdown:+.2%}, idle {start.idle:.2%} of a processor", flush=True)
+    print(f"start {number + 1}: {slowdown:+.2%}, idle store {start.idle:.2%} of a processor", flush=True)
     return start
 
 
@@ -133,7 +133,11 @@ def report(found: Sequence[Start], arguments: argparse.Namespace) -> None:
             ["KV stored in one turn", f"{statistics.median(start.stored_bytes for start in found) / 1e6:.0f} MB", ""],
             ["processor, all processes, more", f"{statistics.median(cpu):+.2%}", ""],
             ["the same, 95 % interval", "{:+.2%} to {:+.2%}".format(*median_interval(cpu)), ""],
-            ["processor, nothing asked", f"{statistics.median(start.idle for start in found):.2%}", ""],
+            [
+                "processor, the store's process, nothing asked",
+                f"{statistics.median(start.idle for start in found):.2%}",
+                "",
+            ],
         ],
     )
 

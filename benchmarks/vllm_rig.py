@@ -96,11 +96,7 @@ class Contestant:
         return Turn(answer["seconds"], spent, answer["ttft"], answer["tokens"], answer["cached"])
 
     def _cpu_seconds(self) -> float:
-        total = 0.0
-        for process in [self._process, *self._process.children(recursive=True)]:
-            times = process.cpu_times()
-            total += times.user + times.system
-        return total
+        return sum(map(_cpu_seconds, [self._process, *self._process.children(recursive=True)]))
 
     def _settle(self) -> None:
         """Until nothing goes on; a step in between takes what has ended, and may begin what waited for it."""
@@ -134,11 +130,12 @@ class Switched(Contestant):
         """Who it is from now on."""
         self._engine.ask(do="use", tiered=tiered)
 
-    def processors(self, seconds: float) -> float:
-        """Processors that its processes use while nobody asks it anything."""
-        before = self._cpu_seconds()
+    def idle_processors(self, seconds: float) -> float:
+        """Processors that what it started, the store's process, uses while nobody asks it anything."""
+        children = self._process.children(recursive=True)
+        before = sum(map(_cpu_seconds, children))
         time.sleep(seconds)
-        return (self._cpu_seconds() - before) / seconds
+        return (sum(map(_cpu_seconds, children)) - before) / seconds
 
 
 class Field:
@@ -224,6 +221,11 @@ def field_of(arguments: argparse.Namespace) -> Iterator[Field]:
             yield field
         finally:
             field.close()
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 def prompts_of(seed: int, count: int, length: int) -> list[list[int]]:

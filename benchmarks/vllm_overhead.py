@@ -3,7 +3,7 @@
 Two processes of one engine are not equally fast, whatever lies behind their CPU tiers (by 19 % once): that is their
 luck with memory. So there is one engine with two connectors, and only one of them is asked at a time: one with the CPU
 tier alone, and one with persistkv behind its own (``vllm_switch``). Weights, KV tensors and the pages that both lie in
-are the same; what an idle store costs, which is there in both turns, is shown beside: the processor's time of its process
+are the same. What an idle store costs is there in both turns, and is shown beside: the processor's time of its process
 while the engine is asked nothing.
 
 A pair is a turn of each, in changing order, with prompts that never come again. A turn is several batches, one after

@@ -74,6 +74,9 @@ class Start:
     """In one turn."""
     idle: float
     """Processors that the store's process used while nobody asked the engine."""
+    in_calls: float
+    """How much longer the connector's own calls took than those of the other, by the time of all turns of the latter.
+    """
 
 
 def one_start(field: Field, number: int, arguments: argparse.Namespace) -> Start:
@@ -83,11 +86,17 @@ def one_start(field: Field, number: int, arguments: argparse.Namespace) -> Start
     """
     engine = field.start_both(ALONE if arguments.same else OURS, bare_first=number % 2 == 0)
     seeds = range(number * (arguments.pairs + 1), (number + 1) * (arguments.pairs + 1))
-    pairs = [pair(engine, seed, arguments, ours_first=(number // 2 + seed) % 2 == 1) for seed in seeds][1:]
-    start = Start(pairs, engine.stored_bytes() / len(seeds), engine.idle_processors(IDLE_S))
+    before = engine.connector_seconds()
+    pairs = [pair(engine, seed, arguments, ours_first=(number // 2 + seed) % 2 == 1) for seed in seeds]
+    alone, ours = (after - earlier for after, earlier in zip(engine.connector_seconds(), before, strict=True))
+    in_calls = (ours - alone) / sum(each.alone for each in pairs)
+    start = Start(pairs[1:], engine.stored_bytes() / len(seeds), engine.idle_processors(IDLE_S), in_calls)
     engine.close()
-    slowdown = statistics.median(each.slowdown for each in pairs)
-    print(f"start {number + 1}: {slowdown:+.2%}, idle store {start.idle:.2%} of a processor", flush=True)
+    slowdown = statistics.median(each.slowdown for each in start.pairs)
+    print(
+        f"start {number + 1}: {slowdown:+.2%}, in calls {start.in_calls:+.2%}, an idle store {start.idle:.2%}",
+        flush=True,
+    )
     return start
 
 
@@ -130,6 +139,7 @@ def report(found: Sequence[Start], arguments: argparse.Namespace) -> None:
             ["generated tokens/s, persistkv", f"{rate(ours, requests, arguments):.1f}", ""],
             ["slow-down, median", f"{statistics.median(slowdowns):+.2%}", ""],
             ["slow-down, 95 % interval", f"{low:+.2%} to {high:+.2%}", f"upper end ≤ {MAX_SLOWDOWN:.0%}: {verdict}"],
+            ["of it in the connector's calls", f"{statistics.median(start.in_calls for start in found):+.2%}", ""],
             ["KV stored in one turn", f"{statistics.median(start.stored_bytes for start in found) / 1e6:.0f} MB", ""],
             ["processor, all processes, more", f"{statistics.median(cpu):+.2%}", ""],
             ["the same, 95 % interval", "{:+.2%} to {:+.2%}".format(*median_interval(cpu)), ""],

@@ -130,6 +130,11 @@ class Switched(Contestant):
         """Who it is from now on."""
         self._engine.ask(do="use", tiered=tiered)
 
+    def connector_seconds(self) -> list[float]:
+        """That were spent in calls of the connector with nothing behind its CPU tier so far, and of the other one."""
+        seconds: list[float] = self._engine.ask(do="seconds")
+        return seconds
+
     def idle_processors(self, seconds: float) -> float:
         """Processors that what it started, the store's process, uses while nobody asks it anything."""
         children = self._process.children(recursive=True)

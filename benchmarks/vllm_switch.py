@@ -2,15 +2,17 @@
 process, on the same weights, the same KV tensors and the same pages of memory.
 
 Both are vLLM's own ``OffloadingConnector`` with a CPU tier of its own; behind one of them stands a secondary tier.
-Every call goes to the one in use, at the same small cost for both. It may be changed while no request runs and nothing
-is being stored.
+Every call goes to the one in use, and is timed, at the same small cost for both. It may be changed while no request
+runs and nothing is being stored.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
@@ -34,6 +36,8 @@ class SwitchConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is not
 
     tiered = False
     """Whether the one with secondary tiers is asked, by the scheduler as by the worker."""
+    seconds: ClassVar[dict[bool, float]] = {False: 0.0, True: 0.0}
+    """That were spent in calls of each."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         bare_first = vllm_config.kv_transfer_config.kv_connector_extra_config[BARE_FIRST]
@@ -47,7 +51,19 @@ class SwitchConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is not
         both = object.__getattribute__(self, "_both")
         if name in FOR_BOTH:
             return lambda *arguments, **options: [getattr(each, name)(*arguments, **options) for each in both.values()]
-        return getattr(both[SwitchConnector.tiered], name)
+        found = getattr(both[SwitchConnector.tiered], name)
+        return found if name.startswith("__") or not callable(found) else _timed(found)
+
+
+def _timed(call: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(*arguments: Any, **options: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return call(*arguments, **options)
+        finally:
+            SwitchConnector.seconds[SwitchConnector.tiered] += time.perf_counter() - begin
+
+    return timed
 
 
 def _config_of(vllm_config: Any, *, tiered: bool) -> Any:

@@ -1,4 +1,4 @@
-"""``engine_process`` for an engine with ``SwitchConnector``: it takes one command more."""
+"""``engine_process`` for an engine with ``SwitchConnector``: it takes two commands more."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ class SwitchServer(Server):
         """From now on, for the requests to come."""
         SwitchConnector.tiered = tiered
         return tiered
+
+    def seconds(self) -> list[float]:
+        """That were spent in calls of the connector without secondary tiers so far, and of the one with them."""
+        return [SwitchConnector.seconds[tiered] for tiered in (False, True)]
 
 
 if __name__ == "__main__":

@@ -35,8 +35,22 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def median_interval(values: Sequence[float], confidence: float = 0.95, resamples: int = 10_000) -> tuple[float, float]:
     """Bootstrap interval of the median, with a fixed seed."""
+    return nested_median_interval([values], confidence, resamples)
+
+
+def nested_median_interval(
+    groups: Sequence[Sequence[float]], confidence: float = 0.95, resamples: int = 10_000
+) -> tuple[float, float]:
+    """The same of the median of all values, where those of one group may share an error: groups are drawn, and then
+    values of each.
+    """
     draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(resamples))
+    medians = sorted(
+        statistics.median(
+            [value for group in draw.choices(groups, k=len(groups)) for value in draw.choices(group, k=len(group))]
+        )
+        for _ in range(resamples)
+    )
     tail = (1 - confidence) / 2
     return medians[int(resamples * tail)], medians[int(resamples * (1 - tail)) - 1]
 

@@ -24,10 +24,11 @@ from typing import Any
 
 import psutil
 
-from tests.integrations.vllm.engines import ENVIRONMENT, Engine, spawn_engine
+from tests.integrations.vllm.engines import ENVIRONMENT, PROGRAM, Engine, spawn_engine
 from tests.integrations.vllm.programs import Zygote
 from tests.integrations.vllm.tiny_model import VOCABULARY, make_model
 
+BARE_FIRST = "bare_first"  # as in vllm_switch, which is for vLLM's own environment
 ALONE, FS, OURS = "CPU tier alone", "fs", "persistkv"
 MODEL: dict[str, Any] = {
     "hidden_size": 1024,
@@ -95,11 +96,7 @@ class Contestant:
         return Turn(answer["seconds"], spent, answer["ttft"], answer["tokens"], answer["cached"])
 
     def _cpu_seconds(self) -> float:
-        total = 0.0
-        for process in [self._process, *self._process.children(recursive=True)]:
-            times = process.cpu_times()
-            total += times.user + times.system
-        return total
+        return sum(map(_cpu_seconds, [self._process, *self._process.children(recursive=True)]))
 
     def _settle(self) -> None:
         """Until nothing goes on; a step in between takes what has ended, and may begin what waited for it."""
@@ -124,6 +121,26 @@ class Contestant:
         self._engine.close()
         self._engine.release()
         psutil.wait_procs(children, timeout=120)
+
+
+class Switched(Contestant):
+    """One engine that is two contestants; see ``vllm_switch``."""
+
+    def use(self, *, tiered: bool) -> None:
+        """Who it is from now on."""
+        self._engine.ask(do="use", tiered=tiered)
+
+    def connector_seconds(self) -> list[float]:
+        """That were spent in calls of the connector with nothing behind its CPU tier so far, and of the other one."""
+        seconds: list[float] = self._engine.ask(do="seconds")
+        return seconds
+
+    def idle_processors(self, seconds: float) -> float:
+        """Processors that what it started, the store's process, uses while nobody asks it anything."""
+        children = self._process.children(recursive=True)
+        before = sum(map(_cpu_seconds, children))
+        time.sleep(seconds)
+        return (sum(map(_cpu_seconds, children)) - before) / seconds
 
 
 class Field:
@@ -156,16 +173,39 @@ class Field:
 
     def start(self, name: str) -> Contestant:
         """An engine, by the name of what lies behind its CPU tier."""
+        contestant = Contestant(self._engine(name, self._settings(name), PROGRAM))
+        contestant.turn(prompts_of(-1, 1, 100), 4)  # kernels, allocators
+        return contestant
+
+    def start_both(self, name: str, *, bare_first: bool) -> Switched:
+        """One engine with two connectors: one with what has this name behind its CPU tier, and one with nothing there.
+
+        :param bare_first: the latter is built first.
+        """
+        settings = self._settings(name)
+        settings["connector"] |= {BARE_FIRST: bare_first}
+        settings["transfer"] = {
+            "kv_connector": "SwitchConnector",
+            "kv_connector_module_path": "benchmarks.vllm_switch",
+        }
+        switched = Switched(self._engine(name, settings, "benchmarks.vllm_switch_engine"))
+        for tiered in (False, True):
+            switched.use(tiered=tiered)
+            switched.turn(prompts_of(-1 - tiered, 1, 100), 4)  # kernels, allocators
+        return switched
+
+    def _settings(self, name: str) -> dict[str, Any]:
         connector = {
             "spec_name": "PersistKVSpec",
             "cpu_bytes_to_use": CPU_TIER_BYTES,
             "secondary_tiers": self._tiers[name],
         }
         engine = {"dtype": "bfloat16", "max_model_len": 4096, "block_size": 32}
-        settings = {"model": str(self._model), "connector": connector, "engine": engine}
-        contestant = Contestant(Engine(spawn_engine(self._zygote, settings, self._environment), self._log(name)))
-        contestant.turn(prompts_of(-1, 1, 100), 4)  # kernels, allocators
-        return contestant
+        return {"model": str(self._model), "connector": connector, "engine": engine}
+
+    def _engine(self, name: str, settings: dict[str, Any], program: str) -> Engine:
+        spawn = spawn_engine(self._zygote, settings, self._environment, program=program)
+        return Engine(spawn, self._log(name))
 
     def _log(self, name: str) -> Path:
         return self.directory / f"{name}.log"
@@ -186,6 +226,11 @@ def field_of(arguments: argparse.Namespace) -> Iterator[Field]:
             yield field
         finally:
             field.close()
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 def prompts_of(seed: int, count: int, length: int) -> list[list[int]]:

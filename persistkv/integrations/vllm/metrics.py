@@ -37,6 +37,7 @@ GAUGES: Mapping[str, str] = {
 }
 
 
+_LONGEST_S = 1.0  # between two readings
 _BREAKER = {"half-open": 1.0, "open": 2.0}
 
 
@@ -70,6 +71,21 @@ class MetricsReader:
     def __init__(self, store: str) -> None:
         self._labels = (store,)
         self._last: dict[str, float] = {}
+        self._observed: tuple[float, ...] = ()
+        self._next_s = 0.0
+
+    def is_due(self, observed: Observed, now: float) -> bool:
+        """Whether a reading is worth its time: the tier counted something, or a second has passed.
+
+        It is asked in every step, and in most of them nothing happened.
+
+        :param now: seconds, of a clock that never goes back.
+        """
+        counted = tuple(vars(observed).values())
+        if counted == self._observed and now < self._next_s:
+            return False
+        self._observed, self._next_s = counted, now + _LONGEST_S
+        return True
 
     def read(self, observed: Observed, stats: StoreStats, held_chunks: int) -> Any:
         """An ``OffloadingConnectorStats``."""

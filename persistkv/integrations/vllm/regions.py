@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from persistkv.cpu.prefault import prefault
+from persistkv.huge_pages import use_huge_pages
+
 
 class Mapping(NamedTuple):
     """One line of ``/proc/PID/maps``."""
@@ -62,6 +65,25 @@ def open_region(rows: memoryview) -> int | None:
             return fd
         os.close(fd)
     return None
+
+
+def ready(rows: memoryview) -> None:
+    """Have the rows in huge pages, and all of them in this process's page table, before they are first used.
+
+    The store's process asks for huge pages, too, but later: what the kernel then moves leaves the page tables of all,
+    and each small page of it is a fault of some microseconds in the step of an engine that next copies into it. Where
+    the pages are huge by then, nothing is moved.
+
+    :param rows: as of ``open_region``; others may use them meanwhile, no byte changes.
+    """
+    fd = open_region(rows)
+    if fd is None:
+        return
+    try:
+        use_huge_pages(fd, rows.nbytes)
+    finally:
+        os.close(fd)
+    prefault(rows, 0, rows.nbytes, rows.nbytes)
 
 
 def _source(address: int, num_bytes: int) -> Mapping | None:

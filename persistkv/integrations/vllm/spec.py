@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
+import torch
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from persistkv.integrations.vllm.regions import ready
 from persistkv.integrations.vllm.worker import CPUOffloadingWorker
 
 
@@ -28,4 +31,11 @@ class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not
         )
         sizes = [canonical.page_size_bytes * self.blocks_per_chunk for canonical in kv_caches.tensors]
         rows = [region.create_next_worker_view(size) for size in sizes]
+        ready(_memory_of(rows[0]))
         return CPUOffloadingWorker(kv_caches, rows, self.blocks_per_chunk, region.cleanup)
+
+
+def _memory_of(rows: torch.Tensor) -> memoryview:
+    """All of the memory that a tensor is a part of, bytes."""
+    storage = rows.untyped_storage()
+    return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast("B")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -219,6 +220,9 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         return metric_definitions()
 
     def get_stats(self) -> Any:
+        """What changed; None where nothing did since the last call, or only what can be told a moment later."""
+        if not self._metrics.is_due(self._observed, time.monotonic()):
+            return None
         return self._metrics.read(self._observed, self._tier.glance(), self._tier.num_held_blocks)
 
     def shutdown(self) -> None:

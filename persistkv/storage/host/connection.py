@@ -171,6 +171,7 @@ class SocketConnection(ServedConnection):
         self._socket = sock
         self._decoder = msgspec.msgpack.Decoder(receives)
         self._encoder = msgspec.msgpack.Encoder()
+        self._arriving = bytearray(_RECEIVE_BYTES)
         self._inbox = bytearray()
         self._outbox: deque[memoryview] = deque()
         self._outbox_bytes = 0
@@ -247,18 +248,21 @@ class SocketConnection(ServedConnection):
         return any(fd == engine_pidfd for fd, _ in ready)
 
     def _pull(self) -> bool:
-        """Take bytes from the socket; False where there are none."""
+        """Take bytes from the socket; False where there are none, as in most steps of an engine: into memory that
+        stays, since ``recv`` would have as much allocated for each look.
+        """
         if self._ended:
             return False
         try:
-            data = self._socket.recv(_RECEIVE_BYTES)
+            size = self._socket.recv_into(self._arriving)
         except BlockingIOError:
             return False
         except OSError:
-            data = b""
-        self._inbox += data
-        self._ended = not data
-        return bool(data)
+            size = 0
+        with memoryview(self._arriving) as arrived:
+            self._inbox += arrived[:size]
+        self._ended = not size
+        return size > 0
 
     def _decoded(self) -> list[Any]:
         messages: list[Any] = []

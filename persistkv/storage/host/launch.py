@@ -29,6 +29,8 @@ class Host(ABC):
     name: ClassVar[str]
     restartable: ClassVar[bool]
     """Whether ``start`` may be called again once it is dead."""
+    idle_look_s: ClassVar[float]
+    """While it owes nothing: seconds between two looks for news of it, such as what others stored or removed."""
 
     @abstractmethod
     def start(self) -> Connection:
@@ -61,6 +63,7 @@ class ProcessHost(Host):
 
     name = "process"
     restartable = True
+    idle_look_s = 0.05  # a look is a system call, with cold caches some 25 us of an engine's step
 
     def __init__(self, region_fd: int, region_bytes: int) -> None:
         """:param region_fd: descriptor of the primary tier's memory; stays the caller's."""
@@ -113,6 +116,7 @@ class ThreadHost(Host):
 
     name = "thread"
     restartable = False
+    idle_look_s = 0.0
 
     def __init__(self, rows_buffer: memoryview) -> None:
         self._buffer: memoryview | None = rows_buffer
@@ -147,6 +151,7 @@ class InlineHost(Host):
 
     name = "inline"
     restartable = False
+    idle_look_s = 0.0
 
     def __init__(self, rows_buffer: memoryview) -> None:
         self._buffer: memoryview | None = rows_buffer

@@ -81,6 +81,11 @@ class Replica:
         if len(self._touched) + len(keys) <= _MOST_TOUCHED:
             self._touched |= self.held.intersection(keys)
 
+    @property
+    def has_touched(self) -> bool:
+        """Whether ``take_touched`` has any."""
+        return bool(self._touched)
+
     def take_touched(self) -> list[bytes]:
         """Some of the keys that were used, a bounded number."""
         return [self._touched.pop() for _ in range(min(len(self._touched), _TOUCHED_A_STEP))]

@@ -15,7 +15,13 @@ from typing import Any
 class Server:
     """The engine and its commands."""
 
-    def __init__(self, model: str, connector: dict[str, Any] | None, engine: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        model: str,
+        connector: dict[str, Any] | None,
+        engine: dict[str, Any],
+        transfer: dict[str, Any] | None = None,
+    ) -> None:
         from vllm import LLM
 
         options: dict[str, Any] = {"max_model_len": 2048, "dtype": "float32", "seed": 0, "block_size": 32} | engine
@@ -25,7 +31,7 @@ class Server:
                 "kv_connector": "OffloadingConnector",
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": connector,
-            }
+            } | (transfer or {})
         self._llm = LLM(
             model, skip_tokenizer_init=True, enforce_eager=True, disable_log_stats=False, max_num_seqs=4, **options
         )
@@ -71,10 +77,11 @@ def _answers(outputs: list[Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(kind: type[Server] = Server) -> None:
+    """Be one of a kind of them."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what vLLM prints
-    server = Server(**json.loads(sys.argv[1]))
+    server = kind(**json.loads(sys.argv[1]))
     print(json.dumps({"ready": os.getpid()}), file=answers)
     for line in sys.stdin:
         command = json.loads(line)

@@ -50,10 +50,14 @@ class Engine(Program):
 
 
 def spawn_engine(
-    zygote: Zygote, settings: dict[str, Any], environment: dict[str, str], command: list[str] | None = None
+    zygote: Zygote,
+    settings: dict[str, Any],
+    environment: dict[str, str],
+    command: list[str] | None = None,
+    program: str = PROGRAM,
 ) -> Spawn:
-    """``engine_process`` as a fork, or by a command that ends in a Python."""
+    """``engine_process``, or a program like it, as a fork, or by a command that ends in a Python."""
     arguments = [json.dumps(settings)]
     if command is None:
-        return zygote.fork(PROGRAM, arguments, environment)
-    return new_process([*command, "-m", PROGRAM, *arguments], ENVIRONMENT | environment)
+        return zygote.fork(program, arguments, environment)
+    return new_process([*command, "-m", program, *arguments], ENVIRONMENT | environment)

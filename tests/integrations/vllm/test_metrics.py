@@ -35,6 +35,16 @@ def test_counters_tell_their_growth_also_after_the_stores_process_began_anew():
     assert growth == [10, 20, 0, 5]
 
 
+def test_a_reading_is_due_when_something_was_counted_and_each_second():
+    reader, observed = MetricsReader("lmdb"), Observed()
+    assert reader.is_due(observed, 10.0)
+    assert not reader.is_due(observed, 10.9)
+    observed.lookup_misses += 1
+    assert reader.is_due(observed, 10.9)
+    assert not reader.is_due(observed, 11.8)
+    assert reader.is_due(observed, 11.9)
+
+
 def test_breaker():
     states = [None, "closed", "half-open", "open"]
     found = [levels(StoreStats("open", ClientCounters(), host(breaker=state)), 3)["breaker"] for state in states]

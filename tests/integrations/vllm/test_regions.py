@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 
 from persistkv.integrations.vllm import leftovers
 from persistkv.integrations.vllm.leftovers import remove_leftovers
-from persistkv.integrations.vllm.regions import open_region
+from persistkv.integrations.vllm.regions import open_region, ready
 
 ROWS, STRIDE = 4, 4096
 
@@ -52,6 +53,29 @@ def test_finds_a_file_whose_descriptor_was_closed(file):
     fd = open_region(rows)
     assert fd is not None
     check_leads_to(fd, rows)
+
+
+def test_rows_that_are_ready_keep_their_bytes_and_are_written_without_faults():
+    size = 8 << 20  # four huge pages
+    fd = os.memfd_create("rows")
+    os.posix_fallocate(fd, 0, size)
+    pattern = np.random.default_rng(5).integers(0, 256, size, np.uint8)
+    os.pwrite(fd, pattern, 0)
+    rows = np.frombuffer(mmap.mmap(fd, size), np.uint8)
+    ready(memoryview(rows))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    rows[:: mmap.PAGESIZE] ^= 1
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    pattern[:: mmap.PAGESIZE] ^= 1
+    assert (np.frombuffer(os.pread(fd, size, 0), np.uint8) == pattern).all()
+    assert faults < size // mmap.PAGESIZE // 4
+    os.close(fd)
+
+
+def test_memory_that_is_no_file_is_left_as_it_is():
+    rows = np.zeros((ROWS, STRIDE), np.uint8)
+    ready(memoryview(rows))
+    assert not rows.any()
 
 
 def test_memory_of_this_process_alone_has_no_file():

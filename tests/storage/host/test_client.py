@@ -25,6 +25,24 @@ from persistkv.storage.records import StoreOptions
 from tests.storage.host.jobs import BLOCK, KINDS, end, names, pid_of, wait_for
 
 
+def test_a_client_that_rests_hears_what_others_store(hosted: Any, tmp_path: Path) -> None:
+    url = f"lmdb://{tmp_path}/store"
+    resting, writing = hosted.connect(url), hosted.connect(url)
+    resting.open()
+    writing.open()
+    keys = names(3)
+    resting.poll()
+    assert resting.poll() == []
+    writing.submit_store(1, "a", keys, range(3), range(3), 3 * BLOCK)
+    writing.end_request(end("a", keys))
+    assert writing.flush(90)
+    deadline = time.monotonic() + 90
+    while not all(map(resting.contains, keys)):
+        assert time.monotonic() < deadline
+        assert resting.poll() == []
+        time.sleep(0.001)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_store_load_and_reopen(hosted: Any, tmp_path: Path, kind: str) -> None:
     url = f"lmdb://{tmp_path}/store"

@@ -1,0 +1,79 @@
+"""Two KV connectors in one vLLM engine, and which of them is asked: so that what they cost can be compared within one
+process, on the same weights, the same KV tensors and the same pages of memory.
+
+Both are vLLM's own ``OffloadingConnector`` with a CPU tier of its own; behind one of them stands a secondary tier.
+Every call goes to the one in use, and is timed, at the same small cost for both. It may be changed while no request
+runs and nothing is being stored.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+FOR_BOTH = (
+    "register_kv_caches",
+    "set_host_xfer_buffer_ops",
+    "bind_kv_cache_manager",
+    "bind_gpu_block_pool",
+    "shutdown",
+)
+"""What is told once, before and after all requests."""
+TIERS = "secondary_tiers"
+BARE_FIRST = "bare_first"
+
+
+class SwitchConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """The connector that its configuration describes, and the same one without secondary tiers.
+
+    With ``"bare_first": true`` in that configuration the latter is built first.
+    """
+
+    tiered = False
+    """Whether the one with secondary tiers is asked, by the scheduler as by the worker."""
+    seconds: ClassVar[dict[bool, float]] = {False: 0.0, True: 0.0}
+    """That were spent in calls of each."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        bare_first = vllm_config.kv_transfer_config.kv_connector_extra_config[BARE_FIRST]
+        both = {
+            tiered: OffloadingConnector(_config_of(vllm_config, tiered=tiered), role, kv_cache_config)
+            for tiered in (not bare_first, bare_first)
+        }
+        object.__setattr__(self, "_both", both)
+
+    def __getattribute__(self, name: str) -> Any:
+        both = object.__getattribute__(self, "_both")
+        if name in FOR_BOTH:
+            return lambda *arguments, **options: [getattr(each, name)(*arguments, **options) for each in both.values()]
+        found = getattr(both[SwitchConnector.tiered], name)
+        return found if name.startswith("__") or not callable(found) else _timed(found)
+
+
+def _timed(call: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(*arguments: Any, **options: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return call(*arguments, **options)
+        finally:
+            SwitchConnector.seconds[SwitchConnector.tiered] += time.perf_counter() - begin
+
+    return timed
+
+
+def _config_of(vllm_config: Any, *, tiered: bool) -> Any:
+    """The engine's configuration for one of the two; each has a file of rows, by the name of its engine."""
+    transfer = vllm_config.kv_transfer_config
+    extra = {name: value for name, value in transfer.kv_connector_extra_config.items() if name != BARE_FIRST}
+    mine = copy.copy(vllm_config)
+    mine.kv_transfer_config = dataclasses.replace(
+        transfer,
+        engine_id=f"{transfer.engine_id}-{'tiered' if tiered else 'bare'}",
+        kv_connector_extra_config=extra if tiered else extra | {TIERS: []},
+    )
+    return mine

@@ -3,7 +3,8 @@
 A job is cut into parts of some MiB, which are read beside each other. Frames that lie side by side in a pack become one
 span. Nothing is copied where the medium or the codec can write into the rows: blocks of raw frames are read straight
 into them, wanted or not for the whole frame; encoded frames are decoded straight into rows that lie side by side. What
-is not wanted, and what is still encoded, goes to scratch memory.
+is not wanted, and what is still encoded, goes to scratch memory. A driver may tell of frames as they come: they are
+verified and decoded while it reads on.
 
 Over a network each call takes long, so encoded frames that lie side by side are one call there: they come through the
 memory of one frame, and are decoded as they arrive.

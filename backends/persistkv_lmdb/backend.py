@@ -151,7 +151,7 @@ class LmdbBackend(Backend):
         with shared.transaction() as transaction:
             names = [namespace + span.pack_id for span in spans]
             return [
-                read_payload(transaction, shared.files, name, span.offset, span.buffers, cached=self._cached)
+                read_payload(transaction, shared.files, name, span, cached=self._cached)
                 for name, span in zip(names, spans, strict=True)
             ]
 

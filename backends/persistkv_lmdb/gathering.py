@@ -15,7 +15,7 @@ from persistkv.config import PAGE_BYTES
 from persistkv.storage.codec import Buffer
 from persistkv.storage.pack import align
 
-_MOST_BUFFERS = 1024  # IOV_MAX
+MOST_BUFFERS = 1024  # of one call: IOV_MAX
 _BOUNCE_BYTES = 4 << 20  # 4 MiB
 _BATCH_BYTES = 32 << 20  # 32 MiB: a pack that was cut at fixed depths in one call, which is what the disk does best
 
@@ -65,7 +65,7 @@ def write_all(fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1
     """
     rest = list(buffers)
     while rest:
-        done = os.pwritev(fd, rest[:_MOST_BUFFERS], offset)
+        done = os.pwritev(fd, rest[:MOST_BUFFERS], offset)
         done -= done % unit
         if not done:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -91,10 +91,10 @@ def read_all(fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1)
     """Fill the buffers; False: the file ends before, or something ends a call within a ``unit``."""
     rest = list(buffers)
     while rest:
-        done = os.preadv(fd, rest[:_MOST_BUFFERS], offset)
+        done = os.preadv(fd, rest[:MOST_BUFFERS], offset)
         if not done or done % unit:
             return False
-        if len(rest) <= _MOST_BUFFERS and done == sum(map(len, rest)):
+        if len(rest) <= MOST_BUFFERS and done == sum(map(len, rest)):
             return True
         rest = behind(rest, done)
         offset += done
@@ -143,13 +143,13 @@ class _Batch:
     def full(self) -> bool:
         """Whether it is to be written now."""
         return (
-            self._filled == len(self._memory) or self._length >= _BATCH_BYTES or len(self.buffers) >= _MOST_BUFFERS - 1
+            self._filled == len(self._memory) or self._length >= _BATCH_BYTES or len(self.buffers) >= MOST_BUFFERS - 1
         )
 
     def take(self, stream: Iterator[Buffer]) -> memoryview | None:
         """Take aligned pieces where they lie, quickly; the first that has to be added, None at the stream's end."""
         buffers, length = self.buffers, self._length
-        most = _MOST_BUFFERS - 1 if self._begun == self._filled else 0
+        most = MOST_BUFFERS - 1 if self._begun == self._filled else 0
         try:
             for piece in stream:
                 view = memoryview(piece).cast("B")

@@ -198,19 +198,18 @@ def read_payload(
     transaction: Transaction,
     files: SegmentFiles,
     name: bytes,
-    offset: int,
-    buffers: Sequence[memoryview],
+    span: ReadSpan,
     *,
     cached: bool = False,
 ) -> bool:
-    """Fill ``buffers`` from ``offset`` on, from wherever the payload lies; False: not all of that is there.
+    """Fill a span's buffers, from wherever the payload lies; False: not all of that is there.
 
     :param cached: through the page cache, whatever it holds.
     """
     extents = read_extents(transaction, name)
     if extents is None:
-        return read_pieces(transaction, name, offset, buffers)
-    return files.read(extents, offset, buffers, cached=cached)
+        return read_pieces(transaction, name, span.offset, span.buffers)
+    return files.read(extents, span.offset, span.buffers, cached=cached, pieces=span.pieces, arrived=span.arrived)
 
 
 def scan_payloads(

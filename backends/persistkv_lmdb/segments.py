@@ -21,8 +21,10 @@ from typing import NamedTuple
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreError
 from persistkv.storage.codec import Buffer
+from persistkv_lmdb.arriving import ArrivingReads
 from persistkv_lmdb.errors import translated_io
 from persistkv_lmdb.gathering import (
+    MOST_BUFFERS,
     Bounce,
     behind,
     front,
@@ -32,12 +34,14 @@ from persistkv_lmdb.gathering import (
     write_all,
     write_direct,
 )
+from persistkv_lmdb.kernel_aio import Read
 from persistkv_lmdb.page_cache import is_cached
 from persistkv_lmdb.space import Extent
 
 logger = logging.getLogger(__name__)
 
 _DIRECTORY = "segments"
+_CALL_BYTES = 4 << 20  # 4 MiB: what is one call, of reads that are used as they come
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 
 
@@ -76,6 +80,7 @@ class SegmentFiles:
         """Whether a file may be missing after a power loss: its directory was not synced since it was made."""
         self._bounce = Bounce()
         self._direct = True
+        self._arriving = ArrivingReads()
 
     def grow(self, segment: int, before: int, pages: int) -> None:
         """Make a file so many pages long, with space for all of them.
@@ -143,21 +148,60 @@ class SegmentFiles:
                 self._unnamed = False
 
     def read(
-        self, extents: Sequence[Extent], offset: int, buffers: Sequence[memoryview], *, cached: bool = False
+        self,
+        extents: Sequence[Extent],
+        offset: int,
+        buffers: Sequence[memoryview],
+        *,
+        cached: bool = False,
+        pieces: Sequence[int] = (),
+        arrived: Callable[[int], None] | None = None,
     ) -> bool:
         """Fill ``buffers`` from a payload's ``offset`` on; False: not all of that is there.
 
         :param cached: through the page cache, whatever it holds.
+        :param pieces: with ``arrived``, as in ``ReadSpan``.
         :raises StoreError: the disk failed.
         """
         rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
         length = sum(map(len, rest))
         with translated_io(self._path):
-            for run in _runs(extents, offset, length):
+            runs = list(_runs(extents, offset, length))
+            if arrived is not None and not cached and len(runs) == 1 and len(pieces) > 1 and sum(pieces) == len(rest):
+                cut = list(_cut(runs[0], rest, pieces))
+                if (done := self._read_arriving(runs[0], cut, arrived)) is not None:
+                    return done
+            for run in runs:
                 if not self._read(run, rest if run.length == length else front(rest, run.length), cached=cached):
                     return False
                 rest = behind(rest, run.length)
         return not rest
+
+    def _read_arriving(self, run: _Run, pieces: Sequence[_Piece], arrived: Callable[[int], None]) -> bool | None:
+        """Past the page cache, as the pieces come; None: all of it is better read, or can only be read, as a whole."""
+        calls = list(_calls(pieces))
+        if len(calls) < 2:
+            return None
+        try:
+            descriptors = self._descriptors(run.segment)
+        except FileNotFoundError:
+            return False
+        if descriptors.direct is None or not self._direct or not _past_the_cache(descriptors, run):
+            return None
+        reads = [_one_read(number, descriptors.direct, call) for number, call in enumerate(calls)]
+
+        def came(number: int) -> None:
+            for piece in calls[number]:
+                arrived(piece.number)
+
+        left = self._arriving.read(reads, came)
+        if len(left) == len(reads):
+            return None
+        for piece in (piece for read in left for piece in calls[read.number]):
+            if not self._read(piece.run, piece.buffers):
+                return False
+            arrived(piece.number)
+        return True
 
     def scan(self, wanted: Sequence[tuple[Sequence[Extent], int, Sequence[memoryview]]]) -> list[bool]:
         """As ``read`` for many payloads, each with its extents, offset and buffers: what lies side by side is read with
@@ -205,6 +249,7 @@ class SegmentFiles:
         for fd in [fd for descriptors in self._open.values() for fd in descriptors if fd is not None]:
             os.close(fd)
         self._open.clear()
+        self._arriving.close()
 
     def _write_runs(self, runs: Sequence[_Run], buffers: list[memoryview]) -> None:
         with translated_io(self._path):
@@ -302,6 +347,37 @@ class SegmentFiles:
 
 def _past_the_cache(descriptors: _Descriptors, run: _Run) -> bool:
     return not run.length % PAGE_BYTES and not is_cached(descriptors.buffered, run.offset, run.length)
+
+
+def _cut(run: _Run, buffers: Sequence[memoryview], counts: Sequence[int]) -> Iterator[_Piece]:
+    """A run as pieces of so many buffers each."""
+    offset, first = run.offset, 0
+    for number, count in enumerate(counts):
+        some = buffers[first : first + count]
+        length = sum(map(len, some))
+        yield _Piece(number, _Run(run.segment, offset, length), some)
+        offset += length
+        first += count
+
+
+def _calls(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
+    """Neighbouring pieces in calls as long as disks like them, also where the kernel waits for each (tmpfs)."""
+    call: list[_Piece] = []
+    length = buffers = 0
+    for piece in pieces:
+        if call and (length >= _CALL_BYTES or buffers + len(piece.buffers) > MOST_BUFFERS):
+            yield call
+            call, length, buffers = [], 0, 0
+        call.append(piece)
+        length += piece.run.length
+        buffers += len(piece.buffers)
+    if call:
+        yield call
+
+
+def _one_read(number: int, fd: int, pieces: Sequence[_Piece]) -> Read:
+    buffers = [buffer for piece in pieces for buffer in piece.buffers]
+    return Read(number, fd, buffers, pieces[0].run.offset, sum(piece.run.length for piece in pieces))
 
 
 def _runs(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_Run]:

@@ -3,7 +3,8 @@
 A job is cut into parts of some MiB, which are read beside each other. Frames that lie side by side in a pack become one
 span. Nothing is copied where the medium or the codec can write into the rows: blocks of raw frames are read straight
 into them, wanted or not for the whole frame; encoded frames are decoded straight into rows that lie side by side. What
-is not wanted, and what is still encoded, goes to scratch memory.
+is not wanted, and what is still encoded, goes to scratch memory. A driver may tell of frames as they come: they are
+verified and decoded while it reads on.
 
 Over a network each call takes long, so encoded frames that lie side by side are one call there: they come through the
 memory of one frame, and are decoded as they arrive.
@@ -13,9 +14,10 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby
+from functools import partial
+from itertools import accumulate, groupby, zip_longest
 
 import numpy as np
 
@@ -226,6 +228,11 @@ class _Placed:
     direct: bool
     """The wanted blocks are in their rows once the buffers are filled."""
 
+    @property
+    def end(self) -> int:
+        """Where its buffers end in the pack."""
+        return self.read.frame.offset + sum(map(len, self.buffers))
+
 
 def read_part(
     backend: Backend, namespace: bytes, rows: Rows, scratch: Scratch, part: Sequence[FrameRead]
@@ -272,12 +279,25 @@ def _read_streamed(
 def _read_placed(
     backend: Backend, namespace: bytes, rows: Rows, lease: Lease, placed: Sequence[_Placed]
 ) -> ReadOutcome:
+    """Each frame is finished as soon as the backend says that it came. What came before a failure stays."""
     outcome = ReadOutcome()
-    spans = list(_spans(placed, lease))
-    answers = backend.read(namespace, [span for span, _ in spans])
+    padding = lease.take(align(1))
     raw = lease.take(max(one.read.frame.raw_length for one in placed))
-    for (_, frames), filled in zip(spans, answers, strict=True):
-        for frame in frames:
+    left = [dict(enumerate(frames)) for frames in _side_by_side(placed)]
+
+    def arrived(span: dict[int, _Placed], number: int) -> None:
+        _finish(span[number], namespace, rows, raw, outcome, True)
+        del span[number]
+
+    try:
+        answers = backend.read(
+            namespace, [_span(list(span.values()), padding, partial(arrived, span)) for span in left]
+        )
+    except Exception as error:
+        outcome.add(_give_up([one.read for span in left for one in span.values()], error))
+        return outcome
+    for span, filled in zip(left, answers, strict=True):
+        for frame in span.values():
             _finish(frame, namespace, rows, raw, outcome, filled)
     return outcome
 
@@ -301,24 +321,30 @@ def _place(read: FrameRead, rows: Rows, lease: Lease) -> _Placed:
     return _Placed(read, [buffer for buffer in buffers if buffer], True)
 
 
-def _spans(placed: Sequence[_Placed], lease: Lease) -> Iterator[tuple[ReadSpan, list[_Placed]]]:
-    """Neighbouring frames of a pack as one span; the padding between them goes nowhere."""
-    padding = lease.take(align(1))
+def _side_by_side(placed: Iterable[_Placed]) -> Iterator[list[_Placed]]:
+    """Frames of one pack that follow one another, but for padding."""
     frames: list[_Placed] = []
-    buffers: list[memoryview] = []
-    end = 0
     for one in placed:
-        pack, frame = one.read.pack, one.read.frame
-        if frames and (frames[0].read.pack is not pack or frame.offset != align(end)):
-            yield ReadSpan(frames[0].read.pack.pack_id, frames[0].read.frame.offset, buffers), frames
-            frames, buffers = [], []
-        elif frame.offset != end and frames:
-            buffers.append(padding[: frame.offset - end])
+        if frames and (frames[0].read.pack is not one.read.pack or one.read.frame.offset != align(frames[-1].end)):
+            yield frames
+            frames = []
         frames.append(one)
-        buffers += one.buffers
-        end = frame.offset + sum(map(len, one.buffers))
     if frames:
-        yield ReadSpan(frames[0].read.pack.pack_id, frames[0].read.frame.offset, buffers), frames
+        yield frames
+
+
+def _span(frames: Sequence[_Placed], padding: memoryview, arrived: Callable[[int], None]) -> ReadSpan:
+    """Neighbours as one span, each a piece of it; the padding between them goes nowhere."""
+    buffers: list[memoryview] = []
+    pieces: list[int] = []
+    for one, following in zip_longest(frames, frames[1:]):
+        begin = len(buffers)
+        buffers += one.buffers
+        if following is not None and following.read.frame.offset != one.end:
+            buffers.append(padding[: following.read.frame.offset - one.end])
+        pieces.append(len(buffers) - begin)
+    first = frames[0].read
+    return ReadSpan(first.pack.pack_id, first.frame.offset, buffers, pieces, arrived)
 
 
 def _finish(placed: _Placed, namespace: bytes, rows: Rows, raw: memoryview, outcome: ReadOutcome, filled: bool) -> None:

@@ -43,7 +43,7 @@ def test_any_stream_comes_out_aligned(rows, cut, bounce, batch, most):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gathering, "_BOUNCE_BYTES", PAGE * bounce)
         patch.setattr(gathering, "_BATCH_BYTES", PAGE * batch)
-        patch.setattr(gathering, "_MOST_BUFFERS", most)
+        patch.setattr(gathering, "MOST_BUFFERS", most)
         written = bytearray()
         for buffers in Bounce().aligned(iter(chunks)):
             assert all(len(buffer) and not len(buffer) % PAGE and starts_aligned(buffer) for buffer in buffers)

@@ -1,0 +1,102 @@
+"""Reads past the page cache whose pieces are used as they come, while others are on their way.
+
+1. Nothing returns or raises here before the kernel has ended all that was begun: it writes into the caller's buffers.
+2. A piece arrives once, as a whole. What does not come so is left to the caller, who reads it as ever, and so learns
+   what is wrong.
+
+A disk may tell of nothing before it has done all that it was given (virtio disks do, whose host serves a queue until it
+is empty). So the last quarter is handed over only once something has come: it is read while the rest is verified, and
+little is left to do behind the last byte. A disk that tells of each read has the quarter long before it runs dry.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+
+from persistkv_lmdb.kernel_aio import DEPTH, Queue, Read
+
+logger = logging.getLogger(__name__)
+
+
+class ArrivingReads:
+    """Thread-safe: as many queues as there were ever threads inside."""
+
+    def __init__(self) -> None:
+        self._free: list[Queue] = []
+        self._refused = False
+
+    def read(self, reads: Sequence[Read], arrived: Callable[[int], None]) -> list[Read]:
+        """Read pieces, which are numbered; those that did not come, or not whole, in their order.
+
+        :param arrived: called with the number of each that came. What it raises is raised here.
+        """
+        queue = self._queue()
+        if queue is None:
+            return list(reads)
+        flight = _Flight(queue, reads)
+        try:
+            flight.run(arrived)
+        except BaseException:
+            queue.close()  # which waits; what is in flight may not even be known
+            raise
+        self._free.append(queue)
+        return sorted(flight.left, key=attrgetter("number"))
+
+    def close(self) -> None:
+        """Nobody may be inside."""
+        while self._free:
+            self._free.pop().close()
+
+    def _queue(self) -> Queue | None:
+        if self._refused:
+            return None
+        try:
+            return self._free.pop()
+        except IndexError:
+            pass
+        try:
+            return Queue()
+        except OSError as error:
+            self._refused = True
+            logger.info("the kernel's asynchronous I/O is refused (%s); threads wait for the disk", error)
+            return None
+
+
+class _Flight:
+    def __init__(self, queue: Queue, reads: Sequence[Read]) -> None:
+        self._queue = queue
+        self._waiting = list(reads)
+        self._begun: dict[int, Read] = {}
+        self.left: list[Read] = []
+
+    def run(self, arrived: Callable[[int], None]) -> None:
+        first = max(1, len(self._waiting) * 3 // 4)
+        self._begin(1)  # the disk has something to do while the others are described
+        self._begin(first - 1)
+        while self._queue.in_flight or self._waiting:
+            ended = self._queue.wait()
+            self._begin(len(self._waiting))
+            for number, result in ended:
+                read = self._begun.pop(number)
+                if result == read.length:
+                    arrived(number)
+                else:
+                    self.left.append(read)
+
+    def _begin(self, count: int) -> None:
+        """So many more, as far as there is room; one that cannot be begun is left."""
+        while some := self._waiting[: min(count, DEPTH - self._queue.in_flight)]:
+            try:
+                begun = self._queue.begin(some)
+            except OSError as error:
+                if error.errno == errno.EAGAIN and self._queue.in_flight:
+                    return
+                begun = 1
+                self.left.append(some[0])
+            else:
+                self._begun.update((read.number, read) for read in some[:begun])
+            count -= begun
+            del self._waiting[:begun]

@@ -133,7 +133,7 @@ class Commit:
         return old
 
     def finish(self) -> None:
-        """Write totals and the clock, shorten the log, and make payloads durable, which the disk was busy with meanwhile."""
+        """Write totals and the clock, shorten the log, and make payloads durable: the disk had them till now."""
         self._recency.finish()
         for name, state in self._states.items():
             if (row := state.encode()) != self._before[name]:

@@ -135,7 +135,7 @@ class PackWriter:
 
     @property
     def table(self) -> PackTable:
-        """The pack's table; there once ``stream`` has run to its end. The checksums of raw frames are computed when it is
+        """The pack's table; there once ``stream`` has run to its end. Checksums of raw frames are computed when it is
         first asked for: a backend that writes beside its own work has begun to write them by then.
 
         :raises ValueError: before that.

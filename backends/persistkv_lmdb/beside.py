@@ -40,12 +40,16 @@ class Beside:
 
         Where the wait is interrupted, it can be called again.
         """
-        for call in self._calls:
-            call.ended.wait()
-        calls, self._calls = self._calls, []
-        for call in calls:
-            if call.error is not None:
-                raise call.error
+        for ended in [call.ended for call in self._calls]:
+            ended.wait()
+        taken = map(_Call.take_error, self._calls)
+        errors = [error for error in taken if error is not None]
+        self._calls.clear()
+        try:
+            if errors:
+                raise errors[0]
+        finally:
+            del errors  # by its traceback, an error that is kept here would keep itself, and what its call was given
 
     def close(self) -> None:
         """End the threads; idempotent."""
@@ -60,15 +64,20 @@ class _Call:
     def __init__(self, call: Callable[[], None]) -> None:
         self.begun = threading.Event()
         self.ended = threading.Event()
-        self.error: BaseException | None = None
         self._call = call
+        self._error: BaseException | None = None
 
     def __call__(self) -> None:
         self.begun.set()
         try:
             self._call()
         except BaseException as error:  # raised again by ``settle``
-            self.error = error
+            self._error = error
         finally:
             del self._call
             self.ended.set()
+
+    def take_error(self) -> BaseException | None:
+        """What it raised, once."""
+        error, self._error = self._error, None
+        return error

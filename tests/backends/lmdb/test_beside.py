@@ -2,6 +2,8 @@
 
 import os
 import threading
+from contextlib import suppress
+from functools import partial
 
 import pytest
 
@@ -42,6 +44,19 @@ def test_settle_waits_for_all_and_raises_the_first(beside):
         beside.settle()
     assert sorted(ended) == ["first", "second", "waited"]
     beside.settle()
+
+
+def test_a_failure_keeps_nothing_of_what_its_call_was_given(beside):
+    """It may be rows, which could not be unmapped then."""
+
+    def fail(rows):
+        raise OSError(len(rows))
+
+    memory = bytearray(8)
+    beside.begin(partial(fail, memoryview(memory)))
+    with suppress(OSError):
+        beside.settle()
+    memory.extend(b"BufferError, were it held")
 
 
 def test_call_has_begun_where_a_thread_is_idle(beside):

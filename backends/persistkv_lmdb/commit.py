@@ -133,13 +133,13 @@ class Commit:
         return old
 
     def finish(self) -> None:
-        """Make payloads durable, write totals and the clock, and shorten the log."""
+        """Write totals and the clock, shorten the log, and make payloads durable: the disk had them till now."""
         self._recency.finish()
-        self.payloads.finish()
         for name, state in self._states.items():
             if (row := state.encode()) != self._before[name]:
                 self._txn.put(name, row, db=self._db.states)
                 self._shorten_log(name, state)
+        self.payloads.finish()
 
     # Packs
 

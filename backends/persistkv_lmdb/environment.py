@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -118,13 +118,24 @@ class Environment:
                 with self._gate.entered():
                     begun = self._begin(write)
                     if isinstance(begun, lmdb.Transaction):
-                        with begun:
+                        with begun, self._settled(write):
                             yield Transaction(begun, self._db)
                             self._begin_commit(write)
                         self._end_commit(write)
                         return
                 begun()
         raise StoreError(f"{self.path}: no transaction could begin in {_BEGIN_ATTEMPTS} attempts")
+
+    @contextmanager
+    def _settled(self, write: bool) -> Iterator[None]:
+        """A transaction that is undone leaves no write to its extents on its way: the next one may take them."""
+        try:
+            yield
+        except BaseException:
+            if write:
+                with suppress(Exception):  # why it is undone is known already
+                    self.files.settle()
+            raise
 
     def _begin_commit(self, write: bool) -> None:
         if write and self._guard is not None:

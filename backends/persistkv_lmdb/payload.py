@@ -25,7 +25,7 @@ _SEGMENT_BYTES = 1 << 30  # 1 GiB
 _MOST_SEGMENTS = 64
 """In a store so large that segments of 1 GiB would be more, they are larger: each takes two descriptors."""
 _STEPS = 16  # a file grows by 1/16 of what there is, and by no more than 1/16 of what there may be
-_STEP_BYTES = (1 << 20, 64 << 20)  # 1 MiB to 64 MiB: the least and the most of a step
+_STEP_BYTES = (1 << 20, 128 << 20)  # 1 MiB to 128 MiB: the least and the most of a step
 _LARGE_BYTES = 16 << 20  # 16 MiB
 _LEAST_STEP_BYTES = 1 << 16  # 64 KiB: where all that there may be is less than 16 MiB
 
@@ -34,7 +34,7 @@ class PayloadWriter(Protocol):
     """How new payloads are written."""
 
     def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
-        """Write a pack's payload.
+        """Write a pack's payload, or begin to: what the stream gave is read until the transaction ends.
 
         :param name: namespace and pack id.
         :param at_most: bytes that the stream has at most.
@@ -105,11 +105,11 @@ class ExtentPayloads:
     def _step(self, most: int, pages: int) -> int:
         """Pages: few in a store that holds little, so that it takes little more than it holds.
 
-        Twice what a large pack takes: the next one will be large, too, and stores took 5 % longer where each commit had
-        to grow a file.
+        Four times what a large pack takes: the next ones will be large, too, and a commit that grows a file takes half
+        a millisecond longer, whatever the step.
         """
         least, largest = (number // PAGE_BYTES for number in _STEP_BYTES)
-        ahead = 2 * pages if pages * PAGE_BYTES >= _LARGE_BYTES else 0
+        ahead = 4 * pages if pages * PAGE_BYTES >= _LARGE_BYTES else 0
         step = min(max(self._space.total // _STEPS, least, ahead), largest, most // _STEPS)
         return max(step, _LEAST_STEP_BYTES // PAGE_BYTES)
 
@@ -179,9 +179,9 @@ class Payloads:
                 excess -= count
 
     def finish(self) -> None:
-        """Make what was written durable, and record what is free."""
-        self._files.sync()
+        """Record what is free, and make what was written durable: the last to be done before a commit."""
         self.space.finish()
+        self._files.sync()
 
 
 def payload_bound(pack: PackWriter) -> int:

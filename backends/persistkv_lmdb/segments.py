@@ -5,6 +5,8 @@
 2. Space is allocated, never a hole: a full disk is met when a file grows, not when it is written.
 3. A file is never removed, only cut: an open descriptor means the same file in all processes.
 4. Before a file gets its first pages, its name is durable, whoever made it and was killed or failed before it was.
+5. Writes run beside the transaction that asks for them, and within it: they have ended when it commits or is undone.
+   Where the process is killed, the lock for writing is held until they have ended, because the file's descriptor is.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +25,7 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreError
 from persistkv.storage.codec import Buffer
 from persistkv_lmdb.arriving import ArrivingReads
+from persistkv_lmdb.beside import Beside
 from persistkv_lmdb.errors import translated_io
 from persistkv_lmdb.gathering import (
     MOST_BUFFERS,
@@ -43,6 +47,8 @@ logger = logging.getLogger(__name__)
 _DIRECTORY = "segments"
 _CALL_BYTES = 4 << 20  # 4 MiB: what is one call, of reads that are used as they come
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+_WRITES_AT_ONCE = 2  # the disk is to find the next one when one has ended
+_BESIDE_BYTES = 1 << 20  # 1 MiB: what is shorter is written before another thread would have woken up
 
 
 class _Descriptors(NamedTuple):
@@ -78,7 +84,8 @@ class SegmentFiles:
         self._touched: set[int] = set()
         self._unnamed = False
         """Whether a file may be missing after a power loss: its directory was not synced since it was made."""
-        self._bounce = Bounce()
+        self._writes = Beside("persistkv-segments", _WRITES_AT_ONCE)
+        self._bounce = Bounce(self.settle)
         self._direct = True
         self._arriving = ArrivingReads()
 
@@ -116,12 +123,12 @@ class SegmentFiles:
                     os.posix_fallocate(fd, held, expected - held)
 
     def write(self, extents: Sequence[Extent], stream: Iterator[Buffer]) -> int:
-        """Write a payload to where it is to lie.
+        """Begin to write a payload to where it is to lie; the stream's pieces are read until ``settle`` or ``sync``.
 
-        In the caller's thread: while it waits for the disk, checksums are computed and frames encoded in others.
-
-        :returns: its length in bytes, a multiple of 4 KiB; what the extents have beyond was not written.
-        :raises StoreFullError: the file system wants space for what it had given, or the extents are too short.
+        :returns: its length in bytes, a multiple of 4 KiB; what the extents have beyond is not written.
+        :raises StoreFullError: the file system wants space for what it had given. ``settle`` and ``sync`` may raise it,
+            too.
+        :raises StoreError: the extents are too short, or the disk failed.
         """
         written = 0
         for buffers in self._bounce.aligned(stream):
@@ -129,9 +136,23 @@ class SegmentFiles:
             runs = list(_runs(extents, written, length))
             if sum(run.length for run in runs) < length:
                 raise StoreError(f"{self._path}: a payload is longer than it said")
-            self._write_runs(runs, buffers)
+            self._touched.update(run.segment for run in runs)
+            self._begin(partial(self._write_runs, runs, buffers), length)
             written += length
         return written
+
+    def _begin(self, write: Callable[[], None], length: int) -> None:
+        if length < _BESIDE_BYTES:
+            write()
+        else:
+            self._writes.begin(write)
+
+    def settle(self) -> None:
+        """Wait for all writes that were begun: nobody reads what they were given any more.
+
+        :raises StoreError: one of them failed.
+        """
+        self._writes.settle()
 
     def sync(self) -> None:
         """Make durable what was written, how long files are, and what they are called.
@@ -139,6 +160,7 @@ class SegmentFiles:
         :raises StoreError: some of it is lost, and a second call would not tell: nothing that was written may be
             published.
         """
+        self.settle()
         with translated_io(self._path):
             for segment in sorted(self._touched):
                 os.fdatasync(self._descriptors(segment).buffered)
@@ -242,6 +264,7 @@ class SegmentFiles:
 
     def close(self) -> None:
         """Close all descriptors; nobody may be inside."""
+        self._writes.close()
         self._close_files()
         os.close(self._store)
 
@@ -258,7 +281,6 @@ class SegmentFiles:
                 buffers = behind(buffers, run.length)
 
     def _write(self, run: _Run, buffers: Sequence[memoryview]) -> None:
-        self._touched.add(run.segment)
         descriptors = self._descriptors(run.segment)
         if not self._try_direct(write_direct, descriptors, buffers, run.offset):
             write_all(descriptors.buffered, buffers, run.offset)

@@ -129,8 +129,8 @@ class ThreadExecutor(Executor):
         self.threads = threads
         self._wake = wake
         self._ended: SimpleQueue[_Calls[Any]] = SimpleQueue()
-        self._writer = _Lane("persistkv-writer", 1)
-        self._readers = _Lane("persistkv-reader", threads)
+        self._writer = Lane("persistkv-writer", 1)
+        self._readers = Lane("persistkv-reader", threads)
 
     async def write(self, call: Callable[[], T]) -> T:
         return (await _Calls(self._writer, [call]))[0]
@@ -208,7 +208,7 @@ class _Result(Generic[T]):
 class _Calls(Generic[T]):
     """Calls that one flow waits for."""
 
-    def __init__(self, lane: _Lane, calls: Sequence[Callable[[], T]]) -> None:
+    def __init__(self, lane: Lane, calls: Sequence[Callable[[], T]]) -> None:
         self._lane = lane
         self._calls = calls
         self._results: dict[int, _Result[T]] = {}
@@ -258,10 +258,11 @@ class _Run(Generic[T]):
         self._end_one(self._calls)
 
 
-class _Lane:
-    """Threads that run what is put, in order."""
+class Lane:
+    """Threads that run what is put, in order. They are daemons."""
 
     def __init__(self, name: str, threads: int) -> None:
+        """Start them."""
         self._waiting: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._since: list[float | None] = [None] * threads
         self._threads = [
@@ -282,6 +283,7 @@ class _Lane:
             self._since[number] = None
 
     def longest_s(self) -> float:
+        """For how many seconds the oldest call has been running; 0 where none is."""
         now = time.monotonic()
         return max((now - since for since in self._since if since is not None), default=0.0)
 

@@ -114,8 +114,7 @@ class PackWriter:
     _codec_numbers: dict[int, int] = field(init=False)
     """For each group, which of ``codecs``, counted from 1."""
     ahead: Ahead | None = None
-    """Begins the encoding of frames ahead of those that are asked for, and computes the checksums of the others while
-    they are written; None: all of that is done when it is asked for."""
+    """Begins the encoding of frames ahead of those that are asked for; None: they are encoded when they are."""
     _table: PackTable | None = field(init=False, default=None)
     _begun: deque[Callable[[], _StoredFrame]] = field(init=False, default_factory=deque)
     _finishing: Callable[[], PackTable] | None = field(init=False, default=None)
@@ -136,7 +135,8 @@ class PackWriter:
 
     @property
     def table(self) -> PackTable:
-        """The pack's table; there once ``stream`` has run to its end. May wait for checksums.
+        """The pack's table; there once ``stream`` has run to its end. Checksums of raw frames are computed when it is
+        first asked for: a backend that writes beside its own work has begun to write them by then.
 
         :raises ValueError: before that.
         """
@@ -149,8 +149,7 @@ class PackWriter:
         """The payload in order, padding included. Raw frames come as the rows that they lie in; every piece stays valid
         while it is referenced, so that many can be written with one call.
         """
-        self.settle()
-        self._table = None
+        self.restart()
         frames: list[Frame] = []
         raw: list[tuple[int, _StoredFrame]] = []
         offset = 0
@@ -163,8 +162,7 @@ class PackWriter:
             offset = align(frame.offset + frame.stored_length)
             if padding := offset - frame.offset - frame.stored_length:
                 yield bytes(padding)
-        finish = partial(self._make_table, frames, raw, offset)
-        self._finishing = finish if self.ahead is None else self.ahead(finish)
+        self._finishing = partial(self._make_table, frames, raw, offset)
 
     def _make_table(self, frames: list[Frame], raw: Iterable[tuple[int, _StoredFrame]], end: int) -> PackTable:
         for number, stored in raw:
@@ -180,6 +178,7 @@ class PackWriter:
 
     def restart(self) -> None:
         """Forget what an attempt that failed has written: another process's pack may be found in its place now."""
+        self._finishing = None
         self.settle()
         self._table = None
 

@@ -6,7 +6,7 @@ prefix cut the same packs, which then have the same names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
@@ -19,6 +19,28 @@ TARGET_PACK_BYTES = 32 << 20  # 32 MiB: the largest pack that a cut at fixed dep
 DIRECT_BYTES = 4 << 20  # 4 MiB: smaller packs wait in staging for company
 
 
+class Blocks(NamedTuple):
+    """The blocks of a job, as columns: thousands of them cost little until somebody looks at one."""
+
+    keys: Sequence[bytes]
+    groups: Sequence[int]
+    rows: Sequence[int]
+    depths: Sequence[int]
+    """UNKNOWN_DEPTH where nobody told."""
+
+    def part(self, start: int, stop: int) -> Blocks:
+        """Some that stand side by side."""
+        return Blocks._make(column[start:stop] for column in self)
+
+    @property
+    def chained(self) -> bool:
+        """Whether they are of one group, and each is known to follow the one before it: so most jobs are."""
+        if not self.keys or UNKNOWN_DEPTH in self.depths:
+            return False
+        first, count = self.depths[0], len(self.keys)
+        return list(self.depths) == list(range(first, first + count)) and self.groups.count(self.groups[0]) == count
+
+
 class Block(NamedTuple):
     """One block of a job."""
 
@@ -26,7 +48,7 @@ class Block(NamedTuple):
     group: int
     row: int
     depth: int
-    """UNKNOWN_DEPTH where nobody told."""
+    """As in ``Blocks``."""
 
 
 @dataclass
@@ -47,16 +69,18 @@ def blocks_per_pack(rows: Rows, max_bytes: int = TARGET_PACK_BYTES) -> int:
     return 1 << max(0, (min(TARGET_PACK_BYTES, max_bytes) // one_of_each).bit_length() - 1)
 
 
-def plan_packs(rows: Rows, blocks: Iterable[Block], max_bytes: int = MAX_PACK_BYTES) -> list[PlannedPack]:
+def plan_packs(rows: Rows, blocks: Blocks, max_bytes: int = MAX_PACK_BYTES) -> list[PlannedPack]:
     """Cut blocks into packs: by depth where it is known, else whenever one is full.
 
     :param max_bytes: raw bytes of a pack, unless one block has more. Stores cut the same packs of a prefix where it is
         at least the target, or the same in both.
     """
     cut = blocks_per_pack(rows, max_bytes)
+    if blocks.chained:
+        return [PlannedPack([_segment(rows, part)]) for part in _parts(blocks, cut)]
     by_bucket: dict[int, list[Block]] = {}
     unknown: list[Block] = []
-    for block in blocks:
+    for block in map(Block._make, zip(*blocks, strict=True)):
         if block.depth == UNKNOWN_DEPTH:
             unknown.append(block)
         else:
@@ -65,6 +89,15 @@ def plan_packs(rows: Rows, blocks: Iterable[Block], max_bytes: int = MAX_PACK_BY
         PlannedPack(_segments(rows, sorted(bucket, key=attrgetter("group", "depth")))) for bucket in by_bucket.values()
     ]
     return packs + [PlannedPack(_segments(rows, run)) for run in _full_runs(rows, unknown, max_bytes)]
+
+
+def _parts(blocks: Blocks, cut: int) -> Iterator[Blocks]:
+    """Of blocks that follow one another, those of each pack."""
+    start = 0
+    while start < len(blocks.keys):
+        stop = start + cut - blocks.depths[start] % cut
+        yield blocks.part(start, stop)
+        start = stop
 
 
 def _full_runs(rows: Rows, blocks: Iterable[Block], max_bytes: int) -> Iterable[list[Block]]:
@@ -91,10 +124,11 @@ def _segments(rows: Rows, blocks: Sequence[Block]) -> list[Segment]:
         else:
             runs.append([block])
         expected = block.group, block.depth + (block.depth != UNKNOWN_DEPTH)
-    return [_segment(rows, run) for run in runs]
+    return [_segment(rows, Blocks._make(zip(*run, strict=True))) for run in runs]
 
 
-def _segment(rows: Rows, run: Sequence[Block]) -> Segment:
-    group = run[0].group
-    source = RowBlocks(rows, group, [block.row for block in run])
-    return Segment(group, rows.layout.groups[group].block_bytes, [b.key for b in run], source, run[0].depth)
+def _segment(rows: Rows, run: Blocks) -> Segment:
+    group = run.groups[0]
+    return Segment(
+        group, rows.layout.groups[group].block_bytes, run.keys, RowBlocks(rows, group, run.rows), run.depths[0]
+    )

@@ -35,7 +35,7 @@ from persistkv.storage.medium import Medium
 from persistkv.storage.memory import MemoryShares
 from persistkv.storage.pack import UNKNOWN_DEPTH
 from persistkv.storage.pack_writer import PackWriter, Segment
-from persistkv.storage.planning import DIRECT_BYTES, Block, PlannedPack, plan_packs
+from persistkv.storage.planning import DIRECT_BYTES, Blocks, PlannedPack, plan_packs
 from persistkv.storage.reading import ReadOutcome, make_scratch, part_bytes, plan_reads, read_part
 from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions, parse_durability
 from persistkv.storage.resuming import Resumption
@@ -115,6 +115,10 @@ class Store:
         """Whether the key's bytes are durable or copied: its row is not needed any more."""
         return key in self._catalogue.index or key in self._staging
 
+    def took_all(self, keys: Iterable[bytes]) -> bool:
+        """Whether ``took`` says so of all of them."""
+        return all(key in self._staging for key in self._catalogue.index.absent(keys))
+
     def in_flight(self, keys: Iterable[bytes]) -> set[bytes]:
         """Those of the keys that are written from rows: whoever offered them keeps his rows meanwhile."""
         return self._flying.intersection(keys)
@@ -132,8 +136,8 @@ class Store:
         if not self._writable:
             return True
         blocks = self._absent(request, keys, block_ids, depths)
-        self.counters.held_blocks += len(keys) - len(blocks)
-        if len(blocks) < len(keys):
+        self.counters.held_blocks += len(keys) - len(blocks.keys)
+        if len(blocks.keys) < len(keys):
             self.touch(keys)
         for pack in plan_packs(self.rows, blocks, self._shares.transaction):
             self._take_in(request, pack)
@@ -141,7 +145,7 @@ class Store:
 
     def _absent(
         self, request: str, keys: Sequence[bytes], block_ids: Sequence[int], depths: Sequence[int] | None
-    ) -> list[Block]:
+    ) -> Blocks:
         position_of = {key: position for position, key in enumerate(keys)}
         absent = self._catalogue.index.absent(position_of)
         if self._flying:
@@ -159,7 +163,7 @@ class Store:
             positions = [position_of[key] for key in absent]
             block_ids = [block_ids[position] for position in positions]
             known = [known[position] for position in positions]
-        return list(map(Block._make, zip(absent, groups, block_ids, known, strict=True)))
+        return Blocks(absent, groups, block_ids, known)
 
     def _take_in(self, request: str, pack: PlannedPack) -> None:
         """Copy what is small, or all where writing takes its time; write from the rows what has no room."""

@@ -306,6 +306,9 @@ class StoreServer:
 
     def _settle(self, store: Store, job: _Job) -> None:
         """What another job had in flight, and lost, is taken from this one's rows."""
+        if store.took_all(job.keys):
+            self._done(job)
+            return
         places = [place for place, key in enumerate(job.keys) if not store.took(key)]
         job.failed += [job.keys[place] for place in places if job.keys[place] not in job.borrowed]
         again = [place for place in places if job.keys[place] in job.borrowed]

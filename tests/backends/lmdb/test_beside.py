@@ -1,0 +1,101 @@
+"""Writes that run beside a transaction: they have ended when it does, however it does."""
+
+import os
+import threading
+from contextlib import suppress
+from functools import partial
+
+import pytest
+
+from persistkv.errors import StoreError
+from persistkv.storage.backend import CommitBatch
+from persistkv.testing.samples import sample_pack
+from persistkv_lmdb.beside import Beside
+from persistkv_lmdb.check import find_faults
+from persistkv_lmdb.commit import Commit
+
+SECONDS = 30.0  # of patience
+
+
+@pytest.fixture
+def beside():
+    made = Beside("test", 2)
+    yield made
+    made.close()
+
+
+def test_settle_waits_for_all_and_raises_the_first(beside):
+    may_end = threading.Event()
+    ended = []
+
+    def fail(name):
+        ended.append(name)
+        raise OSError(name)
+
+    def wait():
+        assert may_end.wait(SECONDS)
+        ended.append("waited")
+
+    beside.begin(wait)
+    beside.begin(lambda: fail("first"))
+    beside.begin(lambda: fail("second"))
+    beside.begin(may_end.set)
+    with pytest.raises(OSError, match="first"):
+        beside.settle()
+    assert sorted(ended) == ["first", "second", "waited"]
+    beside.settle()
+
+
+def test_a_failure_keeps_nothing_of_what_its_call_was_given(beside):
+    """It may be rows, which could not be unmapped then."""
+
+    def fail(rows):
+        raise OSError(len(rows))
+
+    memory = bytearray(8)
+    beside.begin(partial(fail, memoryview(memory)))
+    with suppress(OSError):
+        beside.settle()
+    memory.extend(b"BufferError, were it held")
+
+
+def test_call_has_begun_where_a_thread_is_idle(beside):
+    begun, may_end = [], threading.Event()
+    for number in range(2):
+        beside.begin(lambda number=number: (begun.append(number), may_end.wait(SECONDS)))
+    assert len(beside._calls) == 2
+    assert all(call.begun.is_set() for call in beside._calls)
+    beside.begin(lambda: begun.append(2))  # no thread is idle: this one waits for its turn, and not we
+    may_end.set()
+    beside.settle()
+    assert sorted(begun) == [0, 1, 2]
+
+
+def test_undone_transaction_leaves_no_write_on_its_way(backend, namespace, placement, monkeypatch):
+    """Its extents may be taken by the next one, and its blocks are in rows that are free once the commit has failed."""
+    if placement == "inline":
+        pytest.skip("LMDB writes its own")
+    may_write, running, writes = threading.Event(), [], []
+    pwritev = os.pwritev
+
+    def slow(*arguments):
+        running.append(True)
+        assert may_write.wait(SECONDS)
+        writes.append(pwritev(*arguments))
+        running.pop()
+        return writes[-1]
+
+    def fail(self):
+        threading.Timer(0.1, may_write.set).start()
+        raise StoreError("undone")
+
+    pack = sample_pack(namespace, 1, blocks=3, block_bytes=1 << 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", slow)
+        patch.setattr(Commit, "finish", fail)
+        with pytest.raises(StoreError, match="undone"):
+            backend.commit(namespace, CommitBatch([pack]))
+        assert writes
+        assert not running
+    backend.commit(namespace, CommitBatch([pack]))
+    assert find_faults(backend._environment) == []

@@ -36,8 +36,8 @@ class ArrivingReads:
         queue = self._queue()
         if queue is None:
             return list(reads)
-        flight = _Flight(queue, reads)
         try:
+            flight = _Flight(queue, reads)
             flight.run(arrived)
         except BaseException:
             queue.close()  # which waits; what is in flight may not even be known
@@ -73,7 +73,7 @@ class _Flight:
         self.left: list[Read] = []
 
     def run(self, arrived: Callable[[int], None]) -> None:
-        first = max(1, len(self._waiting) * 3 // 4)
+        first = len(self._waiting) - len(self._waiting) // 4  # of fewer than four, none is held back
         self._begin(1)  # the disk has something to do while the others are described
         self._begin(first - 1)
         while self._queue.in_flight or self._waiting:

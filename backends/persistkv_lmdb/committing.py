@@ -71,7 +71,10 @@ class Committing:
                 full = error
             if not seen:
                 break
-        raise full
+        try:
+            raise full
+        finally:
+            del full  # by its traceback, it would keep itself, and the rows that were being written
 
     def _write(self) -> CommitResult:
         """The batch in one transaction.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -133,9 +133,19 @@ class Environment:
             yield
         except BaseException:
             if write:
-                with suppress(Exception):  # why it is undone is known already
-                    self.files.settle()
+                self._settle()
             raise
+
+    def _settle(self) -> None:
+        """Wait for what is on its way, also where somebody interrupts the wait: it is undone, and why is known."""
+        while True:
+            try:
+                self.files.settle()
+            except Exception:
+                return
+            except BaseException:
+                continue
+            return
 
     def _begin_commit(self, write: bool) -> None:
         if write and self._guard is not None:

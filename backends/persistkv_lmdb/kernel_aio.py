@@ -1,7 +1,8 @@
 """The kernel's asynchronous I/O (AIO): reads that one thread begins, and is told the end of.
 
 1. The kernel writes into the buffers of a read until it has ended. Whoever began some waits for all, or closes the
-   queue: that waits, too, and so does the kernel when the process ends.
+   queue: that waits, too. So does the kernel when a process ends, but where somebody holds its memory (who just reads
+   ``/proc/PID/maps``) he waits in its place, and the process may be gone before: its owner is to allow for that.
 2. What describes a read (iocb, iovec) is the kernel's for the length of the call that begins it only.
 """
 

@@ -189,7 +189,8 @@ class SegmentFiles:
         length = sum(map(len, rest))
         with translated_io(self._path):
             runs = list(_runs(extents, offset, length))
-            if arrived is not None and not cached and len(runs) == 1 and len(pieces) > 1 and sum(pieces) == len(rest):
+            in_one = len(runs) == 1 and runs[0].length == length
+            if arrived is not None and not cached and in_one and len(pieces) > 1 and sum(pieces) == len(rest):
                 cut = list(_cut(runs[0], rest, pieces))
                 if (done := self._read_arriving(runs[0], cut, arrived)) is not None:
                     return done

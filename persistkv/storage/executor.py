@@ -268,8 +268,13 @@ class Lane:
         self._threads = [
             threading.Thread(target=self._run, args=(number,), name=name, daemon=True) for number in range(threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError:  # no more threads: those that there are end
+            for _ in self._threads:
+                self._waiting.put(None)
+            raise
 
     def put(self, call: Callable[[], None]) -> None:
         """From any thread. ``call`` does not raise."""

@@ -286,8 +286,11 @@ def _read_placed(
     left = [dict(enumerate(frames)) for frames in _side_by_side(placed)]
 
     def arrived(span: dict[int, _Placed], number: int) -> None:
-        _finish(span[number], namespace, rows, raw, outcome, True)
-        del span[number]
+        frame = span.pop(number)
+        try:
+            _finish(frame, namespace, rows, raw, outcome, True)
+        except Exception as error:  # no failure of the backend, which called
+            outcome.add(_give_up([frame.read], error))
 
     try:
         answers = backend.read(

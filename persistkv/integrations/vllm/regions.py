@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from persistkv.cpu.prefault import prefault
 from persistkv.huge_pages import use_huge_pages
+from persistkv.libc import MADV_POPULATE_WRITE, madvise
 
 
 class Mapping(NamedTuple):
@@ -51,8 +51,7 @@ def open_region(rows: memoryview) -> int | None:
     :param rows: the whole region, contiguous, writable.
     :returns: None where the rows are not mapped, shared, from one file alone.
     """
-    address = int(np.frombuffer(rows.cast("B"), np.uint8).ctypes.data)
-    source = _source(address, rows.nbytes)
+    source = _source(_address(rows), rows.nbytes)
     if source is None:
         return None
     for candidate in _candidates(source):
@@ -83,7 +82,11 @@ def ready(rows: memoryview) -> None:
         use_huge_pages(fd, rows.nbytes)
     finally:
         os.close(fd)
-    prefault(rows, 0, rows.nbytes, rows.nbytes)
+    madvise(_address(rows), rows.nbytes, MADV_POPULATE_WRITE)  # where it cannot be, the first use of each row does it
+
+
+def _address(rows: memoryview) -> int:
+    return int(np.frombuffer(rows.cast("B"), np.uint8).ctypes.data)
 
 
 def _source(address: int, num_bytes: int) -> Mapping | None:

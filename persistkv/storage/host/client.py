@@ -217,8 +217,8 @@ class StoreClient:
         self._check_process()
         if self._may_rest():
             return []
-        if self.state in (State.OPENING, State.OPEN):
-            self._receive()
+        if self.state in (State.OPENING, State.OPEN) and self._receive():
+            self._next_look = 0.0  # there may be more
         self._tell_touched()
         if self._side.is_buried():
             self._flights.lose_all()

@@ -10,6 +10,7 @@ import pytest
 
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import StoreError
+from persistkv.storage import reading
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.executor import ThreadExecutor
 from persistkv.storage.pack import FRAME_BYTES
@@ -19,6 +20,7 @@ from persistkv.storage.store import Store
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_lmdb import arriving
 from persistkv_lmdb.kernel_aio import Ended, Queue, Read
+from persistkv_lmdb.payload import read_extents
 
 PIECE = FRAME_BYTES
 COUNT = 20
@@ -90,6 +92,12 @@ class Stored:
 
     def piece(self, number):
         return self.payload[number * PIECE : (number + 1) * PIECE]
+
+
+def extents_of(stored):
+    """Of the one pack that is stored."""
+    with stored.backend._environment.transaction() as transaction:
+        return [read_extents(transaction, stored.namespace + stored.pack.pack_id)]
 
 
 def needs_aio(queues):
@@ -219,6 +227,18 @@ def test_a_file_that_ends_within(stored, path, queues):
     assert stored.room[: 7 * PIECE] == stored.payload[: 7 * PIECE]
 
 
+def test_extents_that_are_too_short_for_what_is_wanted(stored, queues):
+    assert stored.read()
+    needs_aio(queues)
+    stored.came.clear()
+    (extents,) = extents_of(stored)
+    short = [extents[0]._replace(pages=extents[0].pages // 2)]
+    pieces = [4] * COUNT
+    files = stored.backend._environment.files
+    assert not files.read(short, 0, stored.buffers(), pieces=pieces, arrived=stored.came.append)
+    assert stored.came == []
+
+
 def test_nothing_is_in_flight_once_it_raises(stored, queues):
     """Whatever was begun has ended: its bytes are there, and none comes later."""
 
@@ -334,6 +354,30 @@ def test_a_bad_frame_costs_no_other(open_whole, queues, path):
         held[number] for number in range(BLOCKS) if number not in bad
     ]
     assert store.counters.verification_failures == 1
+
+
+def test_a_frame_that_cannot_be_finished_is_no_fault_of_the_store(open_whole, queues, monkeypatch):
+    store = open_whole()
+    store.put("r", names(0, BLOCKS), range(BLOCKS), range(BLOCKS))
+    store.flush()
+    held = [row.tobytes() for row in store.rows.array[:BLOCKS]]
+    verify, calls = reading._verify_pieces, []
+
+    def runs_out_of_memory_once(*arguments):
+        calls.append(arguments)
+        if len(calls) == 5:
+            raise MemoryError
+        verify(*arguments)
+
+    monkeypatch.setattr(reading, "_verify_pieces", runs_out_of_memory_once)
+    found = loaded(store, range(BLOCKS))
+    needs_aio(queues)
+    assert found.count(None) == FRAME_BYTES // BLOCK
+    assert all(one in (None, other) for one, other in zip(found, held, strict=True))
+    assert store.counters.verification_failures == 0
+    calls.clear()
+    monkeypatch.setattr(reading, "_verify_pieces", verify)
+    assert loaded(store, range(BLOCKS)) == held
 
 
 def test_rows_are_free_once_the_calls_have_ended(open_whole, queues):

@@ -92,7 +92,7 @@ def test_a_host_that_dies_while_it_opens_is_started_again(hosted: Any, tmp_path:
     else:
         with pytest.raises(HostError, match="died while it opened"):
             client.open()
-        assert host.dead()
+        assert host.wait(1)
     assert host.started == min(deaths + 1, 4)
 
 

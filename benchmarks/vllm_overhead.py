@@ -32,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_options(parser)
     parser.add_argument("--starts", type=int, default=4)
-    parser.add_argument("--pairs", type=int, default=30, help="of turns for each start, after one that is not counted")
+    parser.add_argument("--pairs", type=int, default=20, help="of turns for each start, after one that is not counted")
     parser.add_argument("--batches", type=int, default=2, help="of one turn")
     parser.add_argument("--requests", type=int, default=2, help="of one batch")
     parser.add_argument("--tokens", type=int, default=512, help="of one prompt")

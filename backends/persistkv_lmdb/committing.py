@@ -61,17 +61,17 @@ class Committing:
             if not (self._batch.packs or self._batch.manifests):
                 raise
             full = error
-        for more in _MORE:
-            if not self._make_room(more):
-                return self._stale()
-            seen = self._environment.wait_for_readers(self._freed_by, _PATIENCE_S)
-            try:
-                return self._write()
-            except StoreFullError as error:
-                full = error
-            if not seen:
-                break
         try:
+            for more in _MORE:
+                if not self._make_room(more):
+                    return self._stale()
+                seen = self._environment.wait_for_readers(self._freed_by, _PATIENCE_S)
+                try:
+                    return self._write()
+                except StoreFullError as error:
+                    full = error
+                if not seen:
+                    break
             raise full
         finally:
             del full  # by its traceback, it would keep itself, and the rows that were being written

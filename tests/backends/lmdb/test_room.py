@@ -1,8 +1,14 @@
 """What a full store has for payload: the catalogue takes what it needs, and little is kept free."""
 
+import gc
+import weakref
+from contextlib import suppress
+
 import pytest
 
+from persistkv.errors import StoreFullError
 from persistkv.storage.backend import CommitBatch
+from persistkv.testing.conformance.suite import tables
 from persistkv.testing.samples import sample_pack
 from persistkv_lmdb import committing
 
@@ -44,6 +50,31 @@ def test_full_store_is_mostly_payload(open_store, identity, second_attempts):
     assert turn_over(backend, namespace, 500, blocks=4, block_bytes=64 << 10) <= 64 * MIB
     assert backend.stats().stored_bytes > 0.95 * 64 * MIB
     assert not second_attempts, "a commit like the ones before it waits for nothing"
+
+
+@pytest.fixture
+def no_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize(("blocks", "stored"), [(96, True), (512, False)])
+def test_what_found_no_room_at_once_is_not_kept(open_store, identity, second_attempts, no_collector, blocks, stored):
+    """Rows that were written are the engine's again: nothing waits for the collector to let them go."""
+    backend = open_store("?capacity=16MiB")
+    namespace = backend.open_namespace(identity).id
+    turn_over(backend, namespace, 80, blocks=4, block_bytes=64 << 10)
+    second_attempts.clear()
+    pack = sample_pack(namespace, 1000, blocks=blocks, block_bytes=64 << 10)
+    pack_id, alive = pack.pack_id, weakref.ref(pack)
+    with suppress(StoreFullError):
+        backend.commit(namespace, CommitBatch([pack]))
+    del pack
+    assert second_attempts
+    assert alive() is None
+    assert (pack_id in tables(backend, namespace)) is stored
 
 
 @pytest.mark.slow

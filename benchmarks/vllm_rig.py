@@ -28,7 +28,7 @@ from tests.integrations.vllm.engines import ENVIRONMENT, PROGRAM, Engine, spawn_
 from tests.integrations.vllm.programs import Zygote
 from tests.integrations.vllm.tiny_model import VOCABULARY, make_model
 
-BARE_FIRST = "bare_first"  # as in vllm_switch, which is for vLLM's own environment
+BARE_FIRST = "bare_first"
 ALONE, FS, OURS = "CPU tier alone", "fs", "persistkv"
 MODEL: dict[str, Any] = {
     "hidden_size": 1024,

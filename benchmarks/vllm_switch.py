@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
+from benchmarks.vllm_rig import BARE_FIRST
+
 FOR_BOTH = (
     "register_kv_caches",
     "set_host_xfer_buffer_ops",
@@ -25,7 +27,6 @@ FOR_BOTH = (
 )
 """What is told once, before and after all requests."""
 TIERS = "secondary_tiers"
-BARE_FIRST = "bare_first"
 
 
 class SwitchConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is not installed where types are checked

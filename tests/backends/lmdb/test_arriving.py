@@ -172,13 +172,19 @@ class Grudging(Watched):
         return super().begin(reads[:1])
 
 
-def test_a_kernel_that_takes_few_at_a_time(open_store, identity, monkeypatch):
-    queues = use(monkeypatch, Grudging)
-    stored = Stored(open_store("?capacity=128MiB"), identity)
+def read_whole_by(queue_type, monkeypatch, backend, identity):
+    """In which order the pieces of a pack come; all of them do."""
+    queues = use(monkeypatch, queue_type)
+    stored = Stored(backend, identity)
     assert stored.read()
     assert stored.room == stored.payload
     needs_aio(queues)
     assert sorted(stored.came) == list(range(COUNT))
+    return stored.came
+
+
+def test_a_kernel_that_takes_few_at_a_time(backend, identity, monkeypatch):
+    read_whole_by(Grudging, monkeypatch, backend, identity)
 
 
 class Failing(Watched):
@@ -188,14 +194,9 @@ class Failing(Watched):
         return [Ended(number, BAD.get(number, result)) for number, result in super().wait()]
 
 
-def test_what_did_not_come_is_read_again(open_store, identity, monkeypatch):
-    queues = use(monkeypatch, Failing)
-    stored = Stored(open_store("?capacity=128MiB"), identity)
-    assert stored.read()
-    assert stored.room == stored.payload
-    needs_aio(queues)
-    assert sorted(stored.came) == list(range(COUNT))
-    assert set(stored.came[-len(BAD_PIECES) :]) == BAD_PIECES
+def test_what_did_not_come_is_read_again(backend, identity, monkeypatch):
+    came = read_whole_by(Failing, monkeypatch, backend, identity)
+    assert set(came[-len(BAD_PIECES) :]) == BAD_PIECES
 
 
 def test_a_disk_that_fails(open_store, identity, monkeypatch):

@@ -21,7 +21,7 @@ from persistkv.storage.host.protocol import ToEngine, ToStore
 from persistkv.storage.host.server import StoreServer
 
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from persistkv.storage.host.child import main; main{arguments!r}"
-_LAST_READS_S = 0.25
+_LAST_READS_S = 0.25  # how long the kernel may write on into the rows of a process that was killed: see ``dead``
 _SOCKET_BYTES = 4 << 20  # 4 MiB: room for hundreds of jobs while the store's side is inside a commit
 
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from persistkv.libc import MADV_POPULATE_WRITE, madvise
+from persistkv.libc import MADV_POPULATE_WRITE, address_of, madvise
 
 _CHUNK_BYTES = 64 << 20  # 64 MiB, what one thread takes at a time
 _MAX_THREADS = 16
@@ -29,7 +29,7 @@ def prefault(memory: memoryview, first: int, length: int, stride: int) -> None:
     :param memory: one-dimensional, writable, page-aligned.
     """
     started = time.monotonic()
-    address = np.frombuffer(memory, np.uint8).ctypes.data
+    address = address_of(memory)
     chunks = list(_chunks(len(memory), first, length, stride))
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1, len(chunks)), "persistkv-prefault") as pool:
         results = list(pool.map(lambda chunk: _populate(address, chunk), chunks))

@@ -11,6 +11,7 @@ import pytest
 
 from persistkv.cpu import prefault as module
 from persistkv.cpu.prefault import prefault
+from persistkv.libc import address_of
 
 PAGE = mmap.PAGESIZE
 
@@ -21,7 +22,7 @@ def memory() -> memoryview:
 
 
 def resident(memory: memoryview) -> list[bool]:
-    address = np.frombuffer(memory, np.uint8).ctypes.data
+    address = address_of(memory)
     entries = np.fromfile(Path("/proc/self/pagemap"), np.uint64, len(memory) // PAGE, offset=address // PAGE * 8)
     return [bool(entry >> np.uint64(63)) for entry in entries]
 

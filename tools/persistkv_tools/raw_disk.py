@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from persistkv.libc import address_of
+
 FRAME_BYTES = 1 << 20  # 1 MiB: what one checksum covers
 MAX_BUFFERS = 1024  # of one system call
 _SLOTS = 8  # jobs that the preallocated files have room for
@@ -157,7 +159,7 @@ def _resident_bytes(fd: int) -> int:
         return 0
     memory = mmap.mmap(fd, size, prot=mmap.PROT_READ)
     pages = np.zeros(-(-size // mmap.PAGESIZE), dtype=np.uint8)
-    address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
+    address = address_of(memoryview(memory))
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data)):
         raise OSError(ctypes.get_errno(), "mincore")

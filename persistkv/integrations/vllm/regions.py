@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
-import numpy as np
-
 from persistkv.huge_pages import use_huge_pages
-from persistkv.libc import MADV_POPULATE_WRITE, madvise
+from persistkv.libc import MADV_POPULATE_WRITE, address_of, madvise
 
 
 class Mapping(NamedTuple):
@@ -51,7 +49,7 @@ def open_region(rows: memoryview) -> int | None:
     :param rows: the whole region, contiguous, writable.
     :returns: None where the rows are not mapped, shared, from one file alone.
     """
-    source = _source(_address(rows), rows.nbytes)
+    source = _source(address_of(rows), rows.nbytes)
     if source is None:
         return None
     for candidate in _candidates(source):
@@ -82,11 +80,7 @@ def ready(rows: memoryview) -> None:
         use_huge_pages(fd, rows.nbytes)
     finally:
         os.close(fd)
-    madvise(_address(rows), rows.nbytes, MADV_POPULATE_WRITE)  # where it cannot be, the first use of each row does it
-
-
-def _address(rows: memoryview) -> int:
-    return int(np.frombuffer(rows.cast("B"), np.uint8).ctypes.data)
+    madvise(address_of(rows), rows.nbytes, MADV_POPULATE_WRITE)  # where it cannot be, the first use of each row does it
 
 
 def _source(address: int, num_bytes: int) -> Mapping | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from persistkv.integrations.vllm.regions import ready
 from persistkv.integrations.vllm.worker import CPUOffloadingWorker
+from persistkv.libc import memory_at
 
 
 class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not installed where types are checked
@@ -38,4 +38,4 @@ class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not
 def _memory_of(rows: torch.Tensor) -> memoryview:
     """All of the memory that a tensor is a part of, bytes."""
     storage = rows.untyped_storage()
-    return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+    return memory_at(storage.data_ptr(), storage.nbytes())

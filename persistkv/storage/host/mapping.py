@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 
 from persistkv.huge_pages import collapse, map_aligned
-from persistkv.libc import MADV_POPULATE_READ, madvise
+from persistkv.libc import MADV_POPULATE_READ, madvise, memory_at
 
 _STEP_BYTES = 16 << 20  # 16 MiB: 2 ms, in which nothing else of this process's memory can be mapped
 
@@ -25,7 +24,7 @@ def map_rows(region_fd: int, region_bytes: int) -> memoryview:
     finally:
         os.close(own)
     threading.Thread(target=_ready, args=(address, region_bytes), name="persistkv-rows", daemon=True).start()
-    return memoryview((ctypes.c_ubyte * region_bytes).from_address(address)).cast("B")
+    return memory_at(address, region_bytes)
 
 
 def _ready(address: int, num_bytes: int) -> None:

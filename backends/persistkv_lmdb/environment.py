@@ -217,14 +217,12 @@ class Environment:
         wanted = align(max(catalogue_share(self.capacity) - LOCK_FILE_BYTES, held + max(held // 8, _MIN_ROOM)))
         return min(wanted, align(max(held, self.capacity - LOCK_FILE_BYTES - PAGE_BYTES)))
 
-    def segment_limit_bytes(self, transaction: Transaction, *, as_it_is: bool = False) -> int:
+    def _segment_limit_bytes(self, transaction: Transaction) -> int:
         """What all segments may have together: what the catalogue leaves of the capacity, or of what the disk has.
 
         What the catalogue will want stops them from growing; they give back no more than what it has already.
         """
         held, segments = self.file_bytes(), recorded_bytes(transaction)
-        if as_it_is:
-            return segments
         disk = LOCK_FILE_BYTES + held + segments + free_disk_bytes(self.path)
         whole, catalogue = (self.capacity, self._map_bytes) if disk >= self.capacity else (disk, held)
         left = max(0, whole - LOCK_FILE_BYTES - catalogue)
@@ -235,8 +233,7 @@ class Environment:
 
         :raises StoreFullError: a file was lost or cut, and there is no room for it.
         """
-        limit = self.segment_limit_bytes(transaction)
-        payloads = Payloads(transaction, self.placement, self.files, limit)
+        payloads = Payloads(transaction, self.placement, self.files, self._segment_limit_bytes(transaction))
         self.files.fit(payloads.space.segments())  # a transaction may have been undone, of a process that is gone
         if payloads.space.aging:
             payloads.space.ripen(self._snapshots.oldest(self._env, transaction.txn.id() - 1))

@@ -124,7 +124,8 @@ class Payloads:
     """The payloads of one write transaction."""
 
     def __init__(self, transaction: Transaction, placement: Placement, files: SegmentFiles, limit: int) -> None:
-        """:param limit: bytes that all segments may have."""
+        self.limit = limit
+        """Bytes that all segments may have."""
         self.space = Space(transaction)
         self.freed = 0
         """Bytes that left LMDB."""

@@ -15,7 +15,7 @@ from persistkv_lmdb.options import Placement
 from persistkv_lmdb.payload import Payloads, payload_bound
 from persistkv_lmdb.pieces import page_bytes
 from persistkv_lmdb.shares import CATALOGUE_AHEAD, MIN_CATALOGUE
-from persistkv_lmdb.space import read_extents
+from persistkv_lmdb.space import read_extents, recorded_bytes
 
 _MAX_AHEAD = 256 << 20  # 256 MiB: a commit of 128 MiB, and the one before it, whose pages are not free yet
 _ROWS_BYTES = 1 << 10
@@ -53,7 +53,7 @@ class Room:
         self._transaction = transaction
         self._payloads = payloads
         self._placement = environment.placement
-        segments = environment.segment_limit_bytes(transaction, as_it_is=as_it_is)
+        segments = recorded_bytes(transaction) if as_it_is else payloads.limit
         self.limit = Amount(
             environment.limit_bytes(as_it_is=as_it_is), _NO_LIMIT if self._placement is Placement.INLINE else segments
         )

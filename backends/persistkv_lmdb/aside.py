@@ -8,10 +8,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from persistkv_lmdb.layout import DATA_FILE, LOCK_FILE
 from persistkv_lmdb.syncs import sync_directory
 
 PREFIX = "damaged-"
-_FILES = ("segments", "lock.mdb", "data.mdb")
+_FILES = ("segments", LOCK_FILE, DATA_FILE)
 
 
 def move_aside(directory: Path) -> tuple[Path, int, list[str]]:

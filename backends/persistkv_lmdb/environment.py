@@ -28,6 +28,8 @@ from persistkv_lmdb.guard import FILE_NAME as GUARD_FILE
 from persistkv_lmdb.guard import Guard
 from persistkv_lmdb.inspection import DAMAGE, inspect, is_cut_short
 from persistkv_lmdb.layout import (
+    DATA_FILE,
+    LOCK_FILE,
     Databases,
     Transaction,
     open_databases,
@@ -46,7 +48,7 @@ from persistkv_lmdb.snapshots import Snapshots
 from persistkv_lmdb.space import recorded_bytes
 
 _MAX_READERS = 512
-_FILES = ("data.mdb", "lock.mdb", GUARD_FILE)
+_FILES = (DATA_FILE, LOCK_FILE, GUARD_FILE)
 _MIN_HEADROOM = 256 << 10  # 256 KiB
 _MAX_HEADROOM = 64 << 20  # 64 MiB
 _MIN_ROOM = 1 << 20  # 1 MiB
@@ -415,7 +417,7 @@ class Environment:
 def file_id(path: Path) -> tuple[int, int] | None:
     """What tells a store's files from others', whatever their path; None where there are none yet."""
     try:
-        status = (path / "data.mdb").stat()
+        status = (path / DATA_FILE).stat()
     except OSError:  # opening it says why
         return None
     return status.st_dev, status.st_ino

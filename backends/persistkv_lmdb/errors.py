@@ -13,6 +13,7 @@ from pathlib import Path
 import lmdb
 
 from persistkv.errors import CorruptStoreError, StoreError, StoreFullError, StoreUnavailableError
+from persistkv_lmdb.layout import DATA_FILE
 
 _FULL = (lmdb.MapFullError, lmdb.DiskError, lmdb.TxnFullError)
 _CORRUPT = (
@@ -87,7 +88,7 @@ def free_disk_bytes(path: Path) -> int:
         status = os.statvfs(path)
         free = status.f_bavail * status.f_frsize
         if longest != resource.RLIM_INFINITY:
-            free = min(free, max(0, longest - (path / "data.mdb").stat().st_size))
+            free = min(free, max(0, longest - (path / DATA_FILE).stat().st_size))
     except OSError:  # moved away: nothing to tell by
         return _NEARLY_FULL
     return free

@@ -32,6 +32,7 @@ from persistkv.errors import CorruptStoreError, StoreBusyError, StoreError
 from persistkv_lmdb.aside import move_aside
 from persistkv_lmdb.errors import FULL_CODES, translated_at_open, translated_io
 from persistkv_lmdb.inspection import DAMAGE, inspect
+from persistkv_lmdb.layout import DATA_FILE
 from persistkv_lmdb.syncs import sync_directory, sync_file
 from persistkv_lmdb.writer_lock import WriterLock
 
@@ -39,7 +40,6 @@ logger = logging.getLogger(__name__)
 OpenedT = TypeVar("OpenedT")
 
 FILE_NAME = "guard"
-_DATA = "data.mdb"
 OPENING_PATIENCE_S = 30.0
 """For the lock for writing: another process may hold it while it looks at what was left."""
 _CLEAN, _OPEN, _SUSPECT, _LOST = "clean", "open", "suspect", "lost"
@@ -226,7 +226,7 @@ class Guard:
 
     def _sync_what_was_left(self) -> None:
         """A process that was killed may have left a commit that reads and is not durable yet, or a new file's name."""
-        for sync, name in ((sync_file, _DATA), (sync_directory, "."), (sync_directory, "segments")):
+        for sync, name in ((sync_file, DATA_FILE), (sync_directory, "."), (sync_directory, "segments")):
             with suppress(FileNotFoundError):
                 sync(self._directory / name)
 
@@ -243,12 +243,12 @@ class Guard:
             sync_directory(self._directory)
         except BaseException:  # half of a file that nothing marks as ours would be refused for ever
             with suppress(OSError):
-                (self._directory / _DATA).unlink()
+                (self._directory / DATA_FILE).unlink()
             raise
         return result
 
     def _exists(self) -> bool:
-        return (self._directory / _DATA).exists()
+        return (self._directory / DATA_FILE).exists()
 
     def _move_aside(self, reason: str) -> None:
         where, size, gone = move_aside(self._directory)

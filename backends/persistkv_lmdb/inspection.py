@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from persistkv_lmdb.layout import DATA_FILE
+
 logger = logging.getLogger(__name__)
 
 _LEAST_CPU_S = 60
@@ -68,7 +70,7 @@ def is_cut_short(directory: Path) -> bool:
     LMDB may have given out pages at the end and never written them: ``inspect`` tells. Others may write meanwhile.
     """
     try:
-        with (directory / "data.mdb").open("rb") as file:
+        with (directory / DATA_FILE).open("rb") as file:
             found = [_end_of(file.read(_META_BYTES))]
             if found[0] is not None:
                 file.seek(found[0][1])
@@ -94,7 +96,7 @@ def inspect(directory: Path) -> Finding:
     goes in circles. Nobody may write meanwhile.
     """
     try:
-        size = (directory / "data.mdb").stat().st_size
+        size = (directory / DATA_FILE).stat().st_size
     except OSError as error:
         return Finding(Verdict.UNKNOWN, str(error))
     limit_s = _LEAST_CPU_S + size // _BYTES_A_SECOND

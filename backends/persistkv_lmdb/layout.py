@@ -23,6 +23,7 @@ from persistkv_lmdb.options import MAX_CAPACITY, MIN_CAPACITY, Placement
 if TYPE_CHECKING:
     from lmdb import _Database
 
+DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"  # as LMDB names them
 FORMAT_VERSION = 2
 _CAPACITY_ROW = b"capacity"
 _CAPACITY = struct.Struct("<Q")

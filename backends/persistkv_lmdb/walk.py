@@ -25,6 +25,7 @@ from persistkv.storage.pack import ID_BYTES
 from persistkv_lmdb.check import space_faults
 from persistkv_lmdb.inspection import Verdict
 from persistkv_lmdb.layout import (
+    DATA_FILE,
     ORDER_KEY,
     Chain,
     Databases,
@@ -74,7 +75,7 @@ def end_with(parent: int) -> None:
 
 def examine(directory: Path) -> tuple[Verdict, str]:
     """What there is, and a line about it. Nobody may write meanwhile."""
-    data = directory / "data.mdb"
+    data = directory / DATA_FILE
     if not data.exists() or not data.stat().st_size:
         return Verdict.FINE, "it is empty"
     try:

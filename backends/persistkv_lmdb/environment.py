@@ -46,6 +46,7 @@ from persistkv_lmdb.segments import SegmentFiles
 from persistkv_lmdb.shares import LOCK_FILE_BYTES, Shares, catalogue_share, read_shares, wanted_catalogue_bytes
 from persistkv_lmdb.snapshots import Snapshots
 from persistkv_lmdb.space import recorded_bytes
+from persistkv_lmdb.syncs import sync_directory
 
 _MAX_READERS = 512
 _FILES = (DATA_FILE, LOCK_FILE, GUARD_FILE)
@@ -337,6 +338,7 @@ class Environment:
         with translated_at_open(self.path):
             if is_cut_short(self.path) and (found := inspect(self.path)).verdict in DAMAGE:
                 raise CorruptStoreError(f"{self.path}: {found.reason}")
+            is_there = file_id(self.path) is not None
             env = lmdb.open(
                 str(self.path),
                 map_size=0,
@@ -350,7 +352,10 @@ class Environment:
             try:
                 env.reader_check()
                 self.file_id = file_id(self.path)
-                return env, open_databases(env, placement)
+                databases = open_databases(env, placement)
+                if not is_there:
+                    sync_directory(self.path)
+                return env, databases
             except BaseException:
                 env.close()
                 raise

@@ -82,7 +82,8 @@ class Guard:
     def open(self, opened: Callable[[], OpenedT]) -> OpenedT:
         """Open the environment, where nobody else alive has it open only after a look at how that ended.
 
-        :param opened: opens it; called again where what it met was ours, damaged, and is moved aside.
+        :param opened: opens it, and makes the names of the files that it makes durable; leaves nothing open where it
+            raises. Called again where what it met was ours, damaged, and is moved aside.
         :raises StoreBusyError: another process keeps it from being written.
         :raises StoreUnavailableError: what is damaged cannot be moved aside.
         :raises CorruptStoreError: by ``opened``: not ours, not damaged, or somebody alive has it open.
@@ -239,13 +240,13 @@ class Guard:
             with suppress(OSError):
                 sync_directory(directory)
         try:
-            result = opened()
-            sync_directory(self._directory)
-        except BaseException:  # half of a file that nothing marks as ours would be refused for ever
+            return opened()
+        except BaseException:
+            # Half of a file that nothing marks as ours would be refused for ever, and nobody would sync the name of a
+            # whole one. No other process has written it: that takes the lock that is held here.
             with suppress(OSError):
                 (self._directory / DATA_FILE).unlink()
             raise
-        return result
 
     def _exists(self) -> bool:
         return (self._directory / DATA_FILE).exists()

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from persistkv.errors import StoreError
+from persistkv.errors import StoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
@@ -162,3 +162,24 @@ def test_guard_that_cannot_be_written_costs_no_commit(backend, namespace, monkey
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert len(tables(backend, namespace)) == 1
     backend.close()
+
+
+def test_creation_whose_names_cannot_be_made_durable_is_undone(open_store, path, identity, monkeypatch):
+    """All of it: LMDB refuses to open what this process has open still, and nobody syncs what is there already."""
+    fsync = os.fsync
+
+    def fails_behind(fd):
+        if os.readlink(f"/proc/self/fd/{fd}") == str(path) and (path / "data.mdb").exists():
+            fails()
+        fsync(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails_behind)
+        with pytest.raises(StoreUnavailableError, match="Input/output error") as caught:
+            open_store()
+    assert not (path / "data.mdb").exists()
+    backend = open_store()  # while that error, and all that it refers to, is there
+    assert caught.value.__traceback__ is not None
+    namespace = backend.open_namespace(identity).id
+    backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
+    assert len(tables(backend, namespace)) == 1

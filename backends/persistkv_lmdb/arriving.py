@@ -5,20 +5,22 @@
    what is wrong.
 
 A disk may tell of nothing before it has done all that it was given (virtio disks do, whose host serves a queue until it
-is empty). So the last quarter is handed over only once something has come: it is read while the rest is verified, and
-little is left to do behind the last byte. A disk that tells of each read has the quarter long before it runs dry.
+is empty). So the last of four reads or more is handed over only once something has come: it is read while the rest is
+verified, and little is left to do behind the last byte. A disk that tells of each read has it long before it runs dry.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 
-from persistkv_lmdb.kernel_aio import DEPTH, Queue, Read
+from persistkv_lmdb.kernel_aio import DEPTH, Ended, Queue, Read
 
 logger = logging.getLogger(__name__)
+
+_HOLDS_BACK_FROM = 3  # reads in flight: of fewer, none is held back
 
 
 class ArrivingReads:
@@ -28,17 +30,18 @@ class ArrivingReads:
         self._free: list[Queue] = []
         self._refused = False
 
-    def read(self, reads: Sequence[Read], arrived: Callable[[int], None]) -> list[Read]:
+    def read(self, reads: Iterable[Read], arrived: Callable[[int], None]) -> list[Read]:
         """Read pieces, which are numbered; those that did not come, or not whole, in their order.
 
+        :param reads: each is begun before the next one is asked for.
         :param arrived: called with the number of each that came. What it raises is raised here.
         """
         queue = self._queue()
         if queue is None:
             return list(reads)
         try:
-            flight = _Flight(queue, reads)
-            flight.run(arrived)
+            flight = _Flight(queue, arrived)
+            flight.run(reads)
         except BaseException:
             queue.close()  # which waits; what is in flight may not even be known
             raise
@@ -66,37 +69,45 @@ class ArrivingReads:
 
 
 class _Flight:
-    def __init__(self, queue: Queue, reads: Sequence[Read]) -> None:
+    def __init__(self, queue: Queue, arrived: Callable[[int], None]) -> None:
         self._queue = queue
-        self._waiting = list(reads)
+        self._arrived = arrived
         self._begun: dict[int, Read] = {}
         self.left: list[Read] = []
 
-    def run(self, arrived: Callable[[int], None]) -> None:
-        first = len(self._waiting) - len(self._waiting) // 4  # of fewer than four, none is held back
-        self._begin(1)  # the disk has something to do while the others are described
-        self._begin(first - 1)
-        while self._queue.in_flight or self._waiting:
-            ended = self._queue.wait()
-            self._begin(len(self._waiting))
-            for number, result in ended:
-                read = self._begun.pop(number)
-                if result == read.length:
-                    arrived(number)
-                else:
-                    self.left.append(read)
+    def run(self, reads: Iterable[Read]) -> None:
+        last = None
+        for read in reads:
+            if last is not None:
+                self._begin(last)
+            last = read
+        ended = self._queue.wait() if self._queue.in_flight >= _HOLDS_BACK_FROM else []
+        if last is not None:
+            self._begin(last)
+        self._tell(ended)
+        while self._queue.in_flight:
+            self._tell(self._queue.wait())
 
-    def _begin(self, count: int) -> None:
-        """So many more, as far as there is room; one that cannot be begun is left."""
-        while some := self._waiting[: min(count, DEPTH - self._queue.in_flight)]:
-            try:
-                begun = self._queue.begin(some)
-            except OSError as error:
-                if error.errno == errno.EAGAIN and self._queue.in_flight:
-                    return
-                begun = 1
-                self.left.append(some[0])
+    def _tell(self, ended: Iterable[Ended]) -> None:
+        for number, result in ended:
+            read = self._begun.pop(number)
+            if result == read.length:
+                self._arrived(number)
             else:
-                self._begun.update((read.number, read) for read in some[:begun])
-            count -= begun
-            del self._waiting[:begun]
+                self.left.append(read)
+
+    def _begin(self, read: Read) -> None:
+        """One more, once there is room; one that cannot be begun is left."""
+        while True:
+            if self._queue.in_flight == DEPTH:
+                self._tell(self._queue.wait())
+            try:
+                self._queue.begin(read)
+            except OSError as error:
+                if error.errno != errno.EAGAIN or not self._queue.in_flight:
+                    self.left.append(read)
+                    return
+                self._tell(self._queue.wait())
+            else:
+                self._begun[read.number] = read
+                return

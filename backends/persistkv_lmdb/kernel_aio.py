@@ -16,6 +16,8 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from persistkv.libc import address_of
+
 DEPTH = 64  # reads in flight at most
 
 _SETUP, _DESTROY, _SUBMIT, _GET_EVENTS = range(4)
@@ -23,7 +25,6 @@ _NUMBERS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}.get(platfor
 _PREADV = 7
 _IOCB = struct.Struct("=QIIHhIQQqQII")  # where the order of key and flags depends on the byte order, both are 0
 _IOVEC = struct.Struct("@PN")
-_POINTER = struct.Struct("@P")
 _EVENT = struct.Struct("=QQqq")
 
 _syscall = ctypes.CDLL(None, use_errno=True).syscall  # which gives the GIL up: each of them may wait
@@ -61,26 +62,23 @@ class Queue:
         self._events = ctypes.create_string_buffer(DEPTH * _EVENT.size)
         self._call(_SETUP, DEPTH, ctypes.byref(self._context))
 
-    def begin(self, reads: Sequence[Read]) -> int:
-        """Begin some, in order; how many were begun.
+    def begin(self, read: Read) -> None:
+        """Begin one more.
 
-        :raises OSError: none was: EAGAIN where there is no room, else the first one cannot be.
+        :raises OSError: it was not begun: EAGAIN where there is no room for it, else it cannot be.
         """
-        iovecs = ctypes.create_string_buffer(sum(len(read.buffers) for read in reads) * _IOVEC.size)
-        iocbs = ctypes.create_string_buffer(len(reads) * _IOCB.size)
-        pointers = ctypes.create_string_buffer(len(reads) * _POINTER.size)
-        vector, control = ctypes.addressof(iovecs), ctypes.addressof(iocbs)
+        number, fd, buffers, offset, _ = read
+        vectors = ctypes.create_string_buffer(len(buffers) * _IOVEC.size)
         place = 0
-        for position, (number, fd, buffers, offset, _) in enumerate(reads):
-            fields = (number, 0, 0, _PREADV, 0, fd, vector + place, len(buffers), offset, 0, 0, 0)
-            _IOCB.pack_into(iocbs, position * _IOCB.size, *fields)
-            _POINTER.pack_into(pointers, position * _POINTER.size, control + position * _IOCB.size)
-            for buffer in buffers:
-                _IOVEC.pack_into(iovecs, place, _address(buffer), len(buffer))
-                place += _IOVEC.size
-        begun = self._call(_SUBMIT, self._context, ctypes.c_long(len(reads)), pointers)
-        self.in_flight += begun
-        return begun
+        for buffer in buffers:
+            _IOVEC.pack_into(vectors, place, address_of(buffer), len(buffer))
+            place += _IOVEC.size
+        fields = (number, 0, 0, _PREADV, 0, fd, ctypes.addressof(vectors), len(buffers), offset, 0, 0, 0)
+        control = ctypes.create_string_buffer(_IOCB.pack(*fields), _IOCB.size)
+        pointer = ctypes.c_void_p(ctypes.addressof(control))
+        if not self._call(_SUBMIT, self._context, ctypes.c_long(1), ctypes.byref(pointer)):
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        self.in_flight += 1
 
     def wait(self) -> list[Ended]:
         """Those that ended since the last call, once there is one; none where none is in flight."""
@@ -110,7 +108,3 @@ class Queue:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
         return done
-
-
-def _address(buffer: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 _DIRECTORY = "segments"
 _CALL_BYTES = 4 << 20  # 4 MiB: what is one call, of reads that are used as they come
+_FIRST_BYTES = 1 << 20  # 1 MiB: the first of them
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _WRITES_AT_ONCE = 2  # the disk is to find the next one when one has ended
 _BESIDE_BYTES = 1 << 20  # 1 MiB: what is shorter is written before another thread would have woken up
@@ -64,9 +65,18 @@ class _Run(NamedTuple):
     length: int
 
 
+class _Call(NamedTuple):
+    """What is read at once."""
+
+    pieces: range
+    """Their numbers."""
+    run: _Run
+    buffers: Sequence[memoryview]
+
+
 class _Piece(NamedTuple):
     number: int
-    """Of the payload that it is of."""
+    """Of the piece in its span, or of the payload that it is of in a scan."""
     run: _Run
     buffers: Sequence[memoryview]
 
@@ -188,42 +198,49 @@ class SegmentFiles:
         rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
         length = sum(map(len, rest))
         with translated_io(self._path):
-            runs = list(_runs(extents, offset, length))
-            in_one = len(runs) == 1 and runs[0].length == length
-            if arrived is not None and not cached and in_one and len(pieces) > 1 and sum(pieces) == len(rest):
-                cut = list(_cut(runs[0], rest, pieces))
-                if (done := self._read_arriving(runs[0], cut, arrived)) is not None:
-                    return done
-            for run in runs:
-                if not self._read(run, rest if run.length == length else front(rest, run.length), cached=cached):
+            for run in _runs(extents, offset, length):
+                try:
+                    descriptors = self._descriptors(run.segment)
+                except FileNotFoundError:
+                    return False
+                direct = not cached and _past_the_cache(descriptors, run)
+                if direct and arrived is not None and run.length == length and sum(pieces) == len(rest):
+                    return self._read_arriving(descriptors, run, rest, pieces, arrived)
+                if not self._read(descriptors, run, front(rest, run.length), direct=direct):
                     return False
                 rest = behind(rest, run.length)
         return not rest
 
-    def _read_arriving(self, run: _Run, pieces: Sequence[_Piece], arrived: Callable[[int], None]) -> bool | None:
-        """Past the page cache, as the pieces come; None: all of it is better read, or can only be read, as a whole."""
-        calls = list(_calls(pieces))
-        if len(calls) < 2:
-            return None
-        try:
-            descriptors = self._descriptors(run.segment)
-        except FileNotFoundError:
-            return False
-        if descriptors.direct is None or not self._direct or not _past_the_cache(descriptors, run):
-            return None
-        reads = [_one_read(number, descriptors.direct, call) for number, call in enumerate(calls)]
+    def _read_arriving(
+        self,
+        descriptors: _Descriptors,
+        run: _Run,
+        buffers: Sequence[memoryview],
+        pieces: Sequence[int],
+        arrived: Callable[[int], None],
+    ) -> bool:
+        """Past the page cache, in calls whose pieces are told of as they come; what is short is one call."""
+        calls: list[_Call] = []
+
+        def reads(fd: int) -> Iterator[Read]:
+            for call in _calls(run, buffers, pieces):
+                calls.append(call)
+                yield Read(len(calls) - 1, fd, call.buffers, call.run.offset, call.run.length)
 
         def came(number: int) -> None:
-            for piece in calls[number]:
-                arrived(piece.number)
+            for piece in calls[number].pieces:
+                arrived(piece)
 
-        left = self._arriving.read(reads, came)
-        if len(left) == len(reads):
-            return None
-        for piece in (piece for read in left for piece in calls[read.number]):
-            if not self._read(piece.run, piece.buffers):
-                return False
-            arrived(piece.number)
+        if descriptors.direct is None or not self._direct or run.length <= _CALL_BYTES:
+            return self._read(descriptors, run, buffers, direct=True)
+        left = self._arriving.read(reads(descriptors.direct), came)
+        if len(left) == len(calls):
+            return self._read(descriptors, run, buffers, direct=True)
+        for call in (calls[read.number] for read in left):
+            for piece in _cut(call, pieces):
+                if not self._read(descriptors, piece.run, piece.buffers, direct=True):
+                    return False
+                arrived(piece.number)
         return True
 
     def scan(self, wanted: Sequence[tuple[Sequence[Extent], int, Sequence[memoryview]]]) -> list[bool]:
@@ -238,9 +255,17 @@ class SegmentFiles:
             for neighbours in _neighbours(pieces):
                 whole = self._scan(neighbours)
                 for piece in neighbours:
-                    if whole or self._read(piece.run, piece.buffers):
+                    if whole or self._read_alone(piece):
                         filled[piece.number] += piece.run.length
         return [count == sum(map(len, buffers)) for count, (_, _, buffers) in zip(filled, wanted, strict=True)]
+
+    def _read_alone(self, piece: _Piece) -> bool:
+        try:
+            descriptors = self._descriptors(piece.run.segment)
+        except FileNotFoundError:
+            return False
+        direct = _past_the_cache(descriptors, piece.run)
+        return self._read(descriptors, piece.run, piece.buffers, direct=direct)
 
     def _scan(self, neighbours: Sequence[_Piece]) -> bool:
         """Past the page cache; False: it is to be tried through it, one after the other."""
@@ -286,13 +311,8 @@ class SegmentFiles:
         if not self._try_direct(write_direct, descriptors, buffers, run.offset):
             write_all(descriptors.buffered, buffers, run.offset)
 
-    def _read(self, run: _Run, buffers: Sequence[memoryview], *, cached: bool = False) -> bool:
-        """Past the page cache, straight into rows, unless it holds all of it already."""
-        try:
-            descriptors = self._descriptors(run.segment)
-        except FileNotFoundError:
-            return False
-        direct = not cached and _past_the_cache(descriptors, run)
+    def _read(self, descriptors: _Descriptors, run: _Run, buffers: Sequence[memoryview], *, direct: bool) -> bool:
+        """:param direct: past the page cache, straight into rows, where that can be."""
         if direct and self._try_direct(read_direct, descriptors, buffers, run.offset):
             return True
         return read_all(descriptors.buffered, buffers, run.offset)
@@ -372,35 +392,31 @@ def _past_the_cache(descriptors: _Descriptors, run: _Run) -> bool:
     return not run.length % PAGE_BYTES and not is_cached(descriptors.buffered, run.offset, run.length)
 
 
-def _cut(run: _Run, buffers: Sequence[memoryview], counts: Sequence[int]) -> Iterator[_Piece]:
-    """A run as pieces of so many buffers each."""
-    offset, first = run.offset, 0
-    for number, count in enumerate(counts):
-        some = buffers[first : first + count]
+def _calls(run: _Run, buffers: Sequence[memoryview], counts: Sequence[int]) -> Iterator[_Call]:
+    """A run, whose pieces have so many buffers each, in calls: a short one, so that the disk has something to do while
+    the others are described, then as long as disks like them.
+    """
+    first = first_buffer = buffer = length = 0
+    offset = run.offset
+    least = _FIRST_BYTES
+    for piece, count in enumerate(counts):
+        if length >= least or buffer + count - first_buffer > MOST_BUFFERS:
+            yield _Call(range(first, piece), _Run(run.segment, offset, length), buffers[first_buffer:buffer])
+            first, first_buffer, offset, length, least = piece, buffer, offset + length, 0, _CALL_BYTES
+        length += sum(map(len, buffers[buffer : buffer + count]))
+        buffer += count
+    yield _Call(range(first, len(counts)), _Run(run.segment, offset, length), buffers[first_buffer:])
+
+
+def _cut(call: _Call, counts: Sequence[int]) -> Iterator[_Piece]:
+    """The pieces of a call."""
+    offset, first = call.run.offset, 0
+    for number in call.pieces:
+        some = call.buffers[first : first + counts[number]]
         length = sum(map(len, some))
-        yield _Piece(number, _Run(run.segment, offset, length), some)
+        yield _Piece(number, _Run(call.run.segment, offset, length), some)
         offset += length
-        first += count
-
-
-def _calls(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
-    """Neighbouring pieces in calls as long as disks like them, also where the kernel waits for each (tmpfs)."""
-    call: list[_Piece] = []
-    length = buffers = 0
-    for piece in pieces:
-        if call and (length >= _CALL_BYTES or buffers + len(piece.buffers) > MOST_BUFFERS):
-            yield call
-            call, length, buffers = [], 0, 0
-        call.append(piece)
-        length += piece.run.length
-        buffers += len(piece.buffers)
-    if call:
-        yield call
-
-
-def _one_read(number: int, fd: int, pieces: Sequence[_Piece]) -> Read:
-    buffers = [buffer for piece in pieces for buffer in piece.buffers]
-    return Read(number, fd, buffers, pieces[0].run.offset, sum(piece.run.length for piece in pieces))
+        first += counts[number]
 
 
 def _runs(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_Run]:

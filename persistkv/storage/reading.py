@@ -30,6 +30,8 @@ from persistkv.storage.scratch import Lease, Scratch
 
 logger = logging.getLogger(__name__)
 
+_UNWANTED = -1
+
 _REMOTE_PART_BYTES = 36 << 20  # 36 MiB: a pack that is cut at fixed depths, padding included, in one request
 _PART_BYTES = (1 << 20, 16 << 20)
 """1 to 16 MiB, an equal share for each thread: 32 MiB in two parts took 15 to 16 ms, in four 17 to 20, in sixteen 17 to
@@ -66,7 +68,7 @@ class ReadOutcome:
         self.raw_bytes += other.raw_bytes
 
 
-@dataclass
+@dataclass(slots=True)
 class FrameRead:
     """One frame, and where its blocks are wanted."""
 
@@ -74,25 +76,34 @@ class FrameRead:
     frame: Frame
     keys: Sequence[bytes]
     """Those of its blocks."""
-    rows: dict[int, list[int]] = field(default_factory=dict)
-    """For each wanted position in the frame, the rows."""
+    rows: list[int]
+    """For each block, the row that it is wanted in, or ``_UNWANTED``."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """(position in the frame, row): where a block is wanted beside that."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of its blocks are wanted."""
+        return _UNWANTED not in self.rows
 
     @property
     def wanted(self) -> list[bytes]:
         """The keys, as often as they are wanted."""
-        return [self.keys[position] for position, rows in self.rows.items() for _ in rows]
+        once = [key for key, row in zip(self.keys, self.rows, strict=True) if row != _UNWANTED]
+        return once + [self.keys[position] for position, _ in self.copies]
 
 
 def plan_reads(
     index: Index,
     rows: Rows,
-    wanted: Collection[tuple[bytes, int]],
+    keys: Sequence[bytes],
+    block_ids: Sequence[int],
     part_bytes: int,
     scratch_bytes: int,
     *,
     remote: bool = False,
 ) -> tuple[list[list[FrameRead]], list[bytes]]:
-    """The frames that hold the keys of ``wanted``, (key, row), in parts; and the missing.
+    """The frames that hold ``keys``, which are wanted in the rows ``block_ids``, in parts; and the missing.
 
     :param part_bytes: stored bytes of a part. A new one begins with each pack, unless what is there is small.
     :param scratch_bytes: of those, what cannot be read straight into rows.
@@ -101,13 +112,17 @@ def plan_reads(
     fitting: list[FrameRead] = []
     streamed: list[list[FrameRead]] = []
     missing: list[bytes] = []
-    for pack, wants in _by_pack(index, wanted):
+    for pack, some, places in _by_pack(index, keys, block_ids):
         if pack is None:
-            missing += [key for key, _ in wants]
+            missing += some
             continue
-        reads = _frames(pack, wants)
-        missing += [key for read in reads if not _fits(read.frame, rows) for key in read.wanted]
-        for run in _neighbours([read for read in reads if _fits(read.frame, rows)]):
+        reads = []
+        for read in _frames(pack, some, places):
+            if _fits(read.frame, rows):
+                reads.append(read)
+            else:
+                missing += read.wanted
+        for run in _neighbours(reads) if remote else [reads]:
             if remote and _is_streamed(run):
                 streamed += _cut(run, part_bytes)
             else:
@@ -116,16 +131,18 @@ def plan_reads(
 
 
 def _by_pack(
-    index: Index, wanted: Collection[tuple[bytes, int]]
-) -> Iterable[tuple[HeldPack | None, Sequence[tuple[bytes, int]]]]:
+    index: Index, keys: Sequence[bytes], block_ids: Sequence[int]
+) -> list[tuple[HeldPack | None, Sequence[bytes], Sequence[int]]]:
     """Packs, and what is wanted of each; None has what no pack holds."""
-    holders = [index.pack_of(key) for key, _ in wanted]
+    holders = list(map(index.pack_of, keys))
     if holders and holders.count(holders[0]) == len(holders):  # the usual case: a context that was stored as one
-        return [(holders[0], list(wanted))]
-    found: dict[HeldPack | None, list[tuple[bytes, int]]] = {}
-    for pack, want in zip(holders, wanted, strict=True):
-        found.setdefault(pack, []).append(want)
-    return found.items()
+        return [(holders[0], keys, block_ids)]
+    found: dict[HeldPack | None, tuple[list[bytes], list[int]]] = {}
+    for pack, key, row in zip(holders, keys, block_ids, strict=True):
+        some, places = found.setdefault(pack, ([], []))
+        some.append(key)
+        places.append(row)
+    return [(pack, *wanted) for pack, wanted in found.items()]
 
 
 def _neighbours(reads: Iterable[FrameRead]) -> Iterator[list[FrameRead]]:
@@ -150,39 +167,44 @@ def _cut(run: Sequence[FrameRead], part_bytes: int) -> Iterator[list[FrameRead]]
         yield list(part)
 
 
-def _frames(pack: HeldPack, wanted: Sequence[tuple[bytes, int]]) -> list[FrameRead]:
+def _frames(pack: HeldPack, keys: Sequence[bytes], block_ids: Sequence[int]) -> list[FrameRead]:
     """In the order they lie in the pack."""
-    keys: tuple[bytes, ...] = tuple(key for key, _ in wanted)
     first = pack.keys.index(keys[0])
-    if pack.keys[first : first + len(keys)] == keys:  # the usual case, and several times as fast
-        return _run_of_frames(pack, first, [row for _, row in wanted])
+    if pack.keys[first : first + len(keys)] == tuple(keys):  # the usual case, and several times as fast
+        return _run_of_frames(pack, first, block_ids)
     frames = pack.frames
     starts = list(accumulate((frame.block_count for frame in frames[:-1]), initial=0))
     places = {key: position for position, key in enumerate(pack.keys)}
     reads: dict[int, FrameRead] = {}
-    for key, row in wanted:
+    for key, row in zip(keys, block_ids, strict=True):
         position = places[key]
         number = bisect_right(starts, position) - 1
         start, frame = starts[number], frames[number]
         if number not in reads:
-            reads[number] = FrameRead(pack, frame, pack.keys[start : start + frame.block_count])
-        reads[number].rows.setdefault(position - start, []).append(row)
+            keys_there = pack.keys[start : start + frame.block_count]
+            reads[number] = FrameRead(pack, frame, keys_there, [_UNWANTED] * frame.block_count)
+        read = reads[number]
+        if read.rows[position - start] == _UNWANTED:
+            read.rows[position - start] = row
+        else:
+            read.copies.append((position - start, row))
     return [reads[number] for number in sorted(reads)]
 
 
-def _run_of_frames(pack: HeldPack, first: int, rows: Sequence[int]) -> list[FrameRead]:
+def _run_of_frames(pack: HeldPack, first: int, block_ids: Sequence[int]) -> list[FrameRead]:
     """The frames of consecutive blocks.
 
     :param first: position of the first one in the pack.
     """
     reads = []
-    start, end = 0, first + len(rows)
+    start, end = 0, first + len(block_ids)
     for frame in pack.frames:
         stop = start + frame.block_count
         if start < end and stop > first:
-            wanted = range(max(start, first), min(stop, end))
-            places = {position - start: [rows[position - first]] for position in wanted}
-            reads.append(FrameRead(pack, frame, pack.keys[start:stop], places))
+            before, behind = max(0, first - start), max(0, stop - end)
+            rows = [*block_ids[start + before - first : stop - behind - first]]
+            rows = [_UNWANTED] * before + rows + [_UNWANTED] * behind
+            reads.append(FrameRead(pack, frame, pack.keys[start:stop], rows))
         start = stop
     return reads
 
@@ -211,7 +233,7 @@ def _parts(reads: Iterable[FrameRead], part_bytes: int, scratch_bytes: int) -> I
 
 def _needs_scratch(read: FrameRead) -> bool:
     """Whether some of its stored bytes do not go straight into rows."""
-    return read.frame.encoded or len(read.rows) < read.frame.block_count
+    return read.frame.encoded or not read.whole
 
 
 def make_scratch(part_bytes: int) -> Scratch:
@@ -310,15 +332,14 @@ def _place(read: FrameRead, rows: Rows, lease: Lease) -> _Placed:
     frame = read.frame
     if frame.encoded:  # with its padding: whole pages are what is read past the page cache
         return _Placed(read, [lease.take(align(frame.stored_length))], False)
-    if len(read.rows) == frame.block_count:
-        first_rows = [read.rows[position][0] for position in range(frame.block_count)]
-        return _Placed(read, rows.pieces(frame.group, first_rows), True)
+    if read.whole:
+        return _Placed(read, rows.pieces(frame.group, read.rows), True)
     size, aside = frame.block_bytes, lease.take(frame.stored_length)
     buffers: list[memoryview] = []
     begin = 0
-    for first, end in runs(sorted(read.rows)):
+    for first, end in runs([position for position, row in enumerate(read.rows) if row != _UNWANTED]):
         buffers.append(aside[begin * size : first * size])
-        buffers += rows.pieces(frame.group, [read.rows[position][0] for position in range(first, end)])
+        buffers += rows.pieces(frame.group, read.rows[first:end])
         begin = end
     buffers.append(aside[begin * size :])
     return _Placed(read, [buffer for buffer in buffers if buffer], True)
@@ -372,7 +393,8 @@ def _finish(placed: _Placed, namespace: bytes, rows: Rows, raw: memoryview, outc
             outcome.bad_frames += 1
             outcome.suspects[read.pack.pack_id] = read.pack
     else:
-        outcome.raw_bytes += len(read.wanted) * read.frame.block_bytes
+        blocks = len(read.rows) - read.rows.count(_UNWANTED) + len(read.copies)
+        outcome.raw_bytes += blocks * read.frame.block_bytes
 
 
 def _verify_pieces(frame: Frame, pieces: Iterable[memoryview], seed: int) -> None:
@@ -383,22 +405,20 @@ def _verify_pieces(frame: Frame, pieces: Iterable[memoryview], seed: int) -> Non
 def _copy_repeated(read: FrameRead, rows: Rows) -> None:
     """One job may want a block in several rows; it was read into the first."""
     group = read.frame.group
-    for first, *others in read.rows.values():
-        for row in others:
-            rows.scatter(group, [row], rows.gather(group, [first]))
+    for position, row in read.copies:
+        rows.scatter(group, [row], rows.gather(group, [read.rows[position]]))
 
 
 def _decode(read: FrameRead, stored: memoryview, rows: Rows, raw: memoryview) -> None:
     frame, codecs = read.frame, read.pack.codecs
-    positions = sorted(read.rows)
-    if len(positions) == frame.block_count:
-        places = rows.pieces(frame.group, [read.rows[position][0] for position in positions])
+    if read.whole:
+        places = rows.pieces(frame.group, read.rows)
         if len(places) == 1:
             decode_frame(codecs, frame, stored, places[0])
             _copy_repeated(read, rows)
             return
     out = raw[: frame.raw_length]
     decode_frame(codecs, frame, stored, out)
-    wants = [(position, row) for position, places in read.rows.items() for row in places]
+    wants = [(position, row) for position, row in enumerate(read.rows) if row != _UNWANTED] + read.copies
     blocks = np.frombuffer(out, dtype=np.uint8).reshape(frame.block_count, frame.block_bytes)
     rows.scatter(frame.group, [row for _, row in wants], blocks[[position for position, _ in wants]])

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 
@@ -306,16 +306,18 @@ class Store:
 
         :param then: called with the keys that could not be served; what their rows hold is undefined. A bad pack is
             deleted, once a second look at the catalogue has shown that it was not merely replaced.
-        :raises ValueError: a row that does not exist; nothing is written.
+        :raises ValueError: a row that does not exist, or not one for each key; nothing is written.
         """
+        if len(keys) != len(block_ids):
+            raise ValueError(f"{len(keys)} keys for {len(block_ids)} rows")
         self.rows.check(block_ids)
-        self.medium.executor.begin(self._read(list(zip(keys, block_ids, strict=True)), then))
+        self.medium.executor.begin(self._read(keys, block_ids, then))
 
-    async def _read(self, wanted: Collection[tuple[bytes, int]], then: Callable[[ReadOutcome], None]) -> None:
+    async def _read(self, keys: Sequence[bytes], block_ids: Sequence[int], then: Callable[[ReadOutcome], None]) -> None:
         medium = self.medium
-        size = part_bytes(len(wanted) * self.rows.layout.row_stride, medium.executor.threads, remote=self._remote)
+        size = part_bytes(len(keys) * self.rows.layout.row_stride, medium.executor.threads, remote=self._remote)
         bounds = (size, self._shares.part)
-        parts, missing = plan_reads(self._catalogue.index, self.rows, wanted, *bounds, remote=self._remote)
+        parts, missing = plan_reads(self._catalogue.index, self.rows, keys, block_ids, *bounds, remote=self._remote)
         self._touch({read.pack.pack_id: None for part in parts for read in part})
         outcome = ReadOutcome(missing)
         calls = [partial(read_part, medium.backend, self.namespace, self.rows, self._scratch, part) for part in parts]
@@ -323,7 +325,7 @@ class Store:
             outcome.add(part)
         self.counters.verification_failures += outcome.bad_frames
         self.counters.missed_blocks += len(outcome.failed)
-        self.counters.loaded_blocks += len(wanted) - len(outcome.failed)
+        self.counters.loaded_blocks += len(keys) - len(outcome.failed)
         self.counters.loaded_bytes += outcome.raw_bytes
         if outcome.suspects:  # out of the index before the caller hears of it: what he computes again is not held
             self._catalogue.distrust(outcome.suspects.values())

@@ -24,9 +24,9 @@ from persistkv_lmdb.payload import read_extents
 
 PIECE = FRAME_BYTES
 COUNT = 20
-CALL = 4  # pieces
+CALLS = [range(1), *(range(first, min(first + 4, COUNT)) for first in range(1, COUNT, 4))]  # pieces of each
 BAD = {3: -errno.EIO, 1: 4096}  # what is said of some calls
-BAD_PIECES = {CALL * call + number for call in BAD for number in range(CALL)}
+BAD_PIECES = {piece for call in BAD for piece in CALLS[call]}
 PAGE = 4096
 
 
@@ -44,10 +44,9 @@ class Watched(Queue):
         self.closed = False
         self.opened.append(self)  # see ``use``
 
-    def begin(self, reads):
-        count = super().begin(reads)
-        self.begun += reads[:count]
-        return count
+    def begin(self, read):
+        super().begin(read)
+        self.begun.append(read)
 
     def close(self):
         super().close()
@@ -122,6 +121,7 @@ def test_each_piece_arrives_once_with_its_bytes(stored, queues):
     needs_aio(queues)
     assert sorted(stored.came) == list(range(COUNT))
     assert b"".join(buffers) == stored.payload
+    assert [read.length for read in queues[0].begun] == [PIECE * len(pieces) for pieces in CALLS]
     assert len(queues) == 1
     assert queues[0].in_flight == 0
 
@@ -164,12 +164,12 @@ def test_buffers_that_are_not_aligned(stored, queues):
 
 
 class Grudging(Watched):
-    """Takes one read at a time, and has room for two."""
+    """Has room for two reads."""
 
-    def begin(self, reads):
+    def begin(self, read):
         if self.in_flight == 2:
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        return super().begin(reads[:1])
+        super().begin(read)
 
 
 def read_whole_by(queue_type, monkeypatch, backend, identity):
@@ -253,12 +253,12 @@ def test_nothing_is_in_flight_once_it_raises(stored, queues):
         pytest.fail("it does not read")
     needs_aio(queues)
     stored.room[:] = bytes(len(stored.room))
-    first = len(queues[0].begun)
+    before = len(queues[0].begun)
     with pytest.raises(Interrupted):
         stored.read(arrived=arrived)
     assert queues[0].closed
-    for read in queues[0].begun[first:]:
-        begin = read.number * CALL * PIECE
+    for read in queues[0].begun[before:]:
+        begin = CALLS[read.number][0] * PIECE
         assert stored.room[begin : begin + read.length] == stored.payload[begin : begin + read.length]
     assert stored.read()
     assert len(queues) == 2

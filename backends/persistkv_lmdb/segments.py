@@ -28,7 +28,6 @@ from persistkv_lmdb.arriving import ArrivingReads
 from persistkv_lmdb.beside import Beside
 from persistkv_lmdb.errors import translated_io
 from persistkv_lmdb.gathering import (
-    MOST_BUFFERS,
     Bounce,
     behind,
     front,
@@ -40,13 +39,12 @@ from persistkv_lmdb.gathering import (
 )
 from persistkv_lmdb.kernel_aio import Read
 from persistkv_lmdb.page_cache import is_cached
+from persistkv_lmdb.runs import CALL_BYTES, Call, Piece, Run, calls_of, neighbours_of, pieces_of, placed_pieces, runs_of
 from persistkv_lmdb.space import Extent
 
 logger = logging.getLogger(__name__)
 
 _DIRECTORY = "segments"
-_CALL_BYTES = 4 << 20  # 4 MiB: what is one call, of reads that are used as they come
-_FIRST_BYTES = 1 << 20  # 1 MiB: the first of them
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _WRITES_AT_ONCE = 2  # the disk is to find the next one when one has ended
 _BESIDE_BYTES = 1 << 20  # 1 MiB: what is shorter is written before another thread would have woken up
@@ -55,30 +53,6 @@ _BESIDE_BYTES = 1 << 20  # 1 MiB: what is shorter is written before another thre
 class _Descriptors(NamedTuple):
     buffered: int
     direct: int | None
-
-
-class _Run(NamedTuple):
-    """Consecutive bytes of one file."""
-
-    segment: int
-    offset: int
-    length: int
-
-
-class _Call(NamedTuple):
-    """What is read at once."""
-
-    pieces: range
-    """Their numbers."""
-    run: _Run
-    buffers: Sequence[memoryview]
-
-
-class _Piece(NamedTuple):
-    number: int
-    """Of the piece in its span, or of the payload that it is of in a scan."""
-    run: _Run
-    buffers: Sequence[memoryview]
 
 
 class SegmentFiles:
@@ -143,7 +117,7 @@ class SegmentFiles:
         written = 0
         for buffers in self._bounce.aligned(stream):
             length = sum(map(len, buffers))
-            runs = list(_runs(extents, written, length))
+            runs = list(runs_of(extents, written, length))
             if sum(run.length for run in runs) < length:
                 raise StoreError(f"{self._path}: a payload is longer than it said")
             self._touched.update(run.segment for run in runs)
@@ -198,7 +172,7 @@ class SegmentFiles:
         rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
         length = sum(map(len, rest))
         with translated_io(self._path):
-            for run in _runs(extents, offset, length):
+            for run in runs_of(extents, offset, length):
                 try:
                     descriptors = self._descriptors(run.segment)
                 except FileNotFoundError:
@@ -214,16 +188,16 @@ class SegmentFiles:
     def _read_arriving(
         self,
         descriptors: _Descriptors,
-        run: _Run,
+        run: Run,
         buffers: Sequence[memoryview],
         pieces: Sequence[int],
         arrived: Callable[[int], None],
     ) -> bool:
         """Past the page cache, in calls whose pieces are told of as they come; what is short is one call."""
-        calls: list[_Call] = []
+        calls: list[Call] = []
 
         def reads(fd: int) -> Iterator[Read]:
-            for call in _calls(run, buffers, pieces):
+            for call in calls_of(run, buffers, pieces):
                 calls.append(call)
                 yield Read(len(calls) - 1, fd, call.buffers, call.run.offset, call.run.length)
 
@@ -231,13 +205,13 @@ class SegmentFiles:
             for piece in calls[number].pieces:
                 arrived(piece)
 
-        if descriptors.direct is None or not self._direct or run.length <= _CALL_BYTES:
+        if descriptors.direct is None or not self._direct or run.length <= CALL_BYTES:
             return self._read(descriptors, run, buffers, direct=True)
         left = self._arriving.read(reads(descriptors.direct), came)
         if len(left) == len(calls):
             return self._read(descriptors, run, buffers, direct=True)
         for call in (calls[read.number] for read in left):
-            for piece in _cut(call, pieces):
+            for piece in pieces_of(call, pieces):
                 if not self._read(descriptors, piece.run, piece.buffers, direct=True):
                     return False
                 arrived(piece.number)
@@ -249,17 +223,17 @@ class SegmentFiles:
 
         :raises StoreError: the disk failed.
         """
-        pieces = [piece for number, one in enumerate(wanted) for piece in _pieces(number, *one)]
+        pieces = [piece for number, one in enumerate(wanted) for piece in placed_pieces(number, *one)]
         filled = [0] * len(wanted)
         with translated_io(self._path):
-            for neighbours in _neighbours(pieces):
+            for neighbours in neighbours_of(pieces):
                 whole = self._scan(neighbours)
                 for piece in neighbours:
                     if whole or self._read_alone(piece):
                         filled[piece.number] += piece.run.length
         return [count == sum(map(len, buffers)) for count, (_, _, buffers) in zip(filled, wanted, strict=True)]
 
-    def _read_alone(self, piece: _Piece) -> bool:
+    def _read_alone(self, piece: Piece) -> bool:
         try:
             descriptors = self._descriptors(piece.run.segment)
         except FileNotFoundError:
@@ -267,7 +241,7 @@ class SegmentFiles:
         direct = _past_the_cache(descriptors, piece.run)
         return self._read(descriptors, piece.run, piece.buffers, direct=direct)
 
-    def _scan(self, neighbours: Sequence[_Piece]) -> bool:
+    def _scan(self, neighbours: Sequence[Piece]) -> bool:
         """Past the page cache; False: it is to be tried through it, one after the other."""
         first = neighbours[0].run
         buffers = [buffer for piece in neighbours for buffer in piece.buffers]
@@ -300,18 +274,18 @@ class SegmentFiles:
         self._open.clear()
         self._arriving.close()
 
-    def _write_runs(self, runs: Sequence[_Run], buffers: list[memoryview]) -> None:
+    def _write_runs(self, runs: Sequence[Run], buffers: list[memoryview]) -> None:
         with translated_io(self._path):
             for run in runs:
                 self._write(run, front(buffers, run.length))
                 buffers = behind(buffers, run.length)
 
-    def _write(self, run: _Run, buffers: Sequence[memoryview]) -> None:
+    def _write(self, run: Run, buffers: Sequence[memoryview]) -> None:
         descriptors = self._descriptors(run.segment)
         if not self._try_direct(write_direct, descriptors, buffers, run.offset):
             write_all(descriptors.buffered, buffers, run.offset)
 
-    def _read(self, descriptors: _Descriptors, run: _Run, buffers: Sequence[memoryview], *, direct: bool) -> bool:
+    def _read(self, descriptors: _Descriptors, run: Run, buffers: Sequence[memoryview], *, direct: bool) -> bool:
         """:param direct: past the page cache, straight into rows, where that can be."""
         if direct and self._try_direct(read_direct, descriptors, buffers, run.offset):
             return True
@@ -388,65 +362,5 @@ class SegmentFiles:
         return [int(name[:8]) for name in names if name[8:] == ".seg" and name[:8].isdecimal()]
 
 
-def _past_the_cache(descriptors: _Descriptors, run: _Run) -> bool:
+def _past_the_cache(descriptors: _Descriptors, run: Run) -> bool:
     return not run.length % PAGE_BYTES and not is_cached(descriptors.buffered, run.offset, run.length)
-
-
-def _calls(run: _Run, buffers: Sequence[memoryview], counts: Sequence[int]) -> Iterator[_Call]:
-    """A run, whose pieces have so many buffers each, in calls: a short one, so that the disk has something to do while
-    the others are described, then as long as disks like them.
-    """
-    first = first_buffer = buffer = length = 0
-    offset = run.offset
-    least = _FIRST_BYTES
-    for piece, count in enumerate(counts):
-        if length >= least or buffer + count - first_buffer > MOST_BUFFERS:
-            yield _Call(range(first, piece), _Run(run.segment, offset, length), buffers[first_buffer:buffer])
-            first, first_buffer, offset, length, least = piece, buffer, offset + length, 0, _CALL_BYTES
-        length += sum(map(len, buffers[buffer : buffer + count]))
-        buffer += count
-    yield _Call(range(first, len(counts)), _Run(run.segment, offset, length), buffers[first_buffer:])
-
-
-def _cut(call: _Call, counts: Sequence[int]) -> Iterator[_Piece]:
-    """The pieces of a call."""
-    offset, first = call.run.offset, 0
-    for number in call.pieces:
-        some = call.buffers[first : first + counts[number]]
-        length = sum(map(len, some))
-        yield _Piece(number, _Run(call.run.segment, offset, length), some)
-        offset += length
-        first += counts[number]
-
-
-def _runs(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_Run]:
-    """Where a part of a payload lies, as far as it lies anywhere."""
-    for extent in extents:
-        size = extent.pages * PAGE_BYTES
-        if length and offset < size:
-            count = min(length, size - offset)
-            yield _Run(extent.segment, extent.page * PAGE_BYTES + offset, count)
-            length -= count
-            offset = size
-        offset -= size
-
-
-def _pieces(number: int, extents: Sequence[Extent], offset: int, buffers: Sequence[memoryview]) -> Iterator[_Piece]:
-    rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
-    for run in _runs(extents, offset, sum(map(len, rest))):
-        yield _Piece(number, run, front(rest, run.length))
-        rest = behind(rest, run.length)
-
-
-def _neighbours(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
-    """Those that lie side by side, as far as they stand in that order."""
-    together: list[_Piece] = []
-    end = (-1, 0)
-    for piece in pieces:
-        if together and (piece.run.segment, piece.run.offset) != end:
-            yield together
-            together = []
-        together.append(piece)
-        end = (piece.run.segment, piece.run.offset + piece.run.length)
-    if together:
-        yield together

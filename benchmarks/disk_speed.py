@@ -9,9 +9,10 @@ bounds what a full store that reuses its space could reach.
 
 A warm promotion (all files were read before: a store itself writes and reads past the page cache) is held against
 preadv of the same buffers out of the page cache and the xxh3 of each MiB, a cold one (all files dropped from the page
-cache, which is checked) against the faster of two raw cold reads: O_DIRECT, or through the page cache. Rows are
-shuffled, as an engine's are, and lie in huge pages, as the primary tier does. What was loaded is compared with what was
-stored.
+cache, which is checked) against the faster of two raw cold reads: O_DIRECT, or through the page cache. A cold one is
+taken alone and in a line of four, too, against raw reads of as many bytes: what a job needs before its first read and
+behind its last one, the disk has other jobs' reads to do with. Rows are shuffled, as an engine's are, and lie in huge
+pages, as the primary tier does. What was loaded is compared with what was stored.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ FIRST_IN_LINE = 1 << 20  # their numbers begin here
 WARM_UP = 2  # rounds that are not counted
 
 Seconds = dict[str, list[float]]
+Stored = list[list[bytes]]
+"""The keys of one job, and those of each in a line."""
 
 
 def main() -> None:
@@ -57,7 +60,7 @@ def main() -> None:
     rows = []
     for count in arguments.blocks:
         with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-            seconds = measure(Job(count, JOB_BYTES), Path(directory), arguments)
+            seconds = measure(Job(count, JOB_BYTES, IN_LINE), Path(directory), arguments)
         rows += table(f"{count} x {JOB_BYTES // count >> 10} KiB", seconds, arguments)
     columns = ["32 MiB job", "median", "GB/s", "÷ raw", "target", "÷ raw overwrite"]
     show("At the disk's speed: durable store, promotion warm and cold", columns, rows)
@@ -73,8 +76,8 @@ def measure(job: Job, directory: Path, arguments: argparse.Namespace) -> Seconds
         for host in arguments.hosts
     }
     seconds: Seconds = defaultdict(list)
-    keys = warm(job, raw, stores, seconds, arguments)
-    cold(job, raw, stores, seconds, keys)
+    stored = warm(job, raw, stores, seconds, arguments)
+    cold(job, raw, stores, seconds, stored)
     raw.close()
     return seconds
 
@@ -85,12 +88,12 @@ def warm(
     stores: dict[str, tuple[Path, str, str]],
     seconds: Seconds,
     arguments: argparse.Namespace,
-) -> list[list[bytes]]:
-    """Stores and warm loads; the keys of each round."""
+) -> list[Stored]:
+    """Stores and warm loads; what each round stored."""
     clients = {name: open_client(job, *store) for name, store in stores.items()}
     stored = []
     for run in range(arguments.runs + WARM_UP):
-        keys = fresh_keys(len(job.source))
+        keys = [fresh_keys(len(job.source)) for _ in range(1 + IN_LINE)]
         taken = warm_round(job, raw, clients, {name: store[0] for name, store in stores.items()}, run, keys, arguments)
         if run >= WARM_UP:
             stored.append(keys)
@@ -107,20 +110,21 @@ def warm_round(
     clients: dict[str, StoreClient],
     paths: dict[str, Path],
     run: int,
-    keys: list[bytes],
+    keys: Stored,
     arguments: argparse.Namespace,
 ) -> Seconds:
     """One turn of each, in an order that depends on the round."""
     taken: Seconds = defaultdict(list)
 
+    alone, *line = keys
+
     def use(name: str, client: StoreClient) -> None:
-        line = [fresh_keys(len(keys)) for _ in range(IN_LINE)]
         taken[f"store, {IN_LINE} in line, {name}"].append(
             job.store_in_line(client, FIRST_IN_LINE + IN_LINE * run, line) / IN_LINE
         )
-        taken[f"store, {name}"].append(job.store(client, run, keys))
+        taken[f"store, {name}"].append(job.store(client, run, alone))
         fill_page_cache([paths[name]])
-        taken[f"warm, {name}"] += [job.load(client, run, keys) for _ in range(arguments.loads)]
+        taken[f"warm, {name}"] += [job.load(client, run, alone) for _ in range(arguments.loads)]
 
     turns: list[Callable[[], None]] = [
         lambda: taken["raw new"].append(raw.write_new()),
@@ -135,30 +139,32 @@ def warm_round(
 
 
 def cold(
-    job: Job, raw: RawDisk, stores: dict[str, tuple[Path, str, str]], seconds: Seconds, stored: list[list[bytes]]
+    job: Job, raw: RawDisk, stores: dict[str, tuple[Path, str, str]], seconds: Seconds, stored: list[Stored]
 ) -> None:
     """Loads by clients that were just opened, with nothing of the store in the page cache but what opening read.
 
     All wait before they read: a disk that was just read from answers sooner.
     """
 
-    def read_raw(run: int, *, direct: bool) -> float:
+    def read_raw(run: int, jobs: int, *, direct: bool) -> float:
         time.sleep(PAUSE_S)
-        return raw.read_cold(run, direct=direct)
+        return raw.read_cold(run, direct=direct, jobs=jobs) / jobs
 
-    def load(run: int, store: tuple[Path, str, str]) -> float:
+    def load(run: int, jobs: int, store: tuple[Path, str, str]) -> float:
         drop_page_cache([store[0]])
         client = open_client(job, *store)
         time.sleep(PAUSE_S)
-        taken = job.load(client, run, stored[run])
+        alone, *line = stored[run]
+        taken = job.load_in_line(client, run, line if jobs > 1 else [alone]) / jobs
         client.close()
         return taken
 
-    turns: dict[str, Callable[[int], float]] = {
-        "raw cold, O_DIRECT": partial(read_raw, direct=True),
-        "raw cold, buffered": partial(read_raw, direct=False),
-        **{f"cold, {name}": partial(load, store=store) for name, store in stores.items()},
-    }
+    turns: dict[str, Callable[[int], float]] = {}
+    for jobs, line in ((1, ""), (IN_LINE, f" {IN_LINE} in line,")):
+        turns[f"raw cold,{line} O_DIRECT"] = partial(read_raw, jobs=jobs, direct=True)
+        turns[f"raw cold,{line} buffered"] = partial(read_raw, jobs=jobs, direct=False)
+        for name, store in stores.items():
+            turns[f"cold,{line} {name}"] = partial(load, jobs=jobs, store=store)
     for run in range(len(stored)):
         for name in random.Random(run).sample(list(turns), len(turns)):
             seconds[name].append(turns[name](run))
@@ -179,17 +185,21 @@ def name_of(host: str, options: str) -> str:
 def table(size: str, seconds: Seconds, arguments: argparse.Namespace) -> list[list[str]]:
     """The rows of one size of blocks."""
     median = {name: statistics.median(values) for name, values in seconds.items()}
-    raw_cold = min(median["raw cold, O_DIRECT"], median["raw cold, buffered"])
+    line = f" {IN_LINE} in line,"
+    cold, cold_in_line = (
+        min(median[f"raw cold,{some} O_DIRECT"], median[f"raw cold,{some} buffered"]) for some in ("", line)
+    )
     yardsticks = {
         "store": (median["raw new"], STORE_TARGET),
         "warm": (median["raw warm"], WARM_TARGET),
-        "cold": (raw_cold, COLD_TARGET),
+        "cold": (cold, COLD_TARGET),
+        f"cold,{line}": (cold_in_line, COLD_TARGET),
     }
     rows = []
     for name in sorted(median, key=lambda name: (order_of(name), name)):
         row = [f"{size}: {name}", f"{median[name] * 1e3:.1f} ms", f"{JOB_BYTES / median[name] / 1e9:.2f}"]
-        kind = name.split(",")[0]
-        if kind in yardsticks:
+        kind = max((kind for kind in yardsticks if name.startswith(kind)), key=len, default=None)
+        if kind is not None:
             base, target = yardsticks[kind]
             ratio = base / median[name]
             row += [f"{ratio:.2f}", f">= {target}: {'yes' if ratio >= target else 'NO'}"]

@@ -80,12 +80,16 @@ class RawDisk:
             list(pool.map(read, parts))
             return time.perf_counter() - begin
 
-    def read_cold(self, run: int, *, direct: bool) -> float:
-        """With an empty page cache, past it or through it. Seconds."""
+    def read_cold(self, run: int, *, direct: bool, jobs: int = 1) -> float:
+        """With an empty page cache, past it or through it. Seconds.
+
+        :param jobs: how many are read, one after the other.
+        """
         drop_page_cache(self._paths)
         fd = self._preallocated if direct else self._buffered
         begin = time.perf_counter()
-        transfer(os.preadv, fd, self._targets, run % _SLOTS * self._num_bytes)
+        for slot in range(run, run + jobs):
+            transfer(os.preadv, fd, self._targets, slot % _SLOTS * self._num_bytes)
         return time.perf_counter() - begin
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from persistkv.storage.host.protocol import Hello
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
 
-_NAP_S = 0.0002
+_NAP_S = 0.0001
 
 
 class Rig:
@@ -56,18 +56,20 @@ class Rig:
 
 
 class Job:
-    """One job's rows: the first half of a rig is stored from, the second loaded to, both in shuffled order.
+    """A job's rows: the first ones of a rig are stored from, the others loaded to, all in shuffled order.
 
     :param count: blocks.
     :param num_bytes: of all blocks.
+    :param in_line: jobs that can be loaded at once, each to rows of its own.
     """
 
-    def __init__(self, count: int, num_bytes: int) -> None:
+    def __init__(self, count: int, num_bytes: int, in_line: int = 1) -> None:
         self.num_bytes = num_bytes
-        self.rig = Rig(2 * count, num_bytes // count)
+        self.rig = Rig((1 + in_line) * count, num_bytes // count)
         order = np.random.default_rng(0).permutation(count)
         self.source = [int(row) for row in order]
-        self.target = [int(row) + count for row in order]
+        self.targets = [[int(row) + count * number for row in order] for number in range(1, 1 + in_line)]
+        self.target = self.targets[0]
 
     def buffers(self, rows: list[int]) -> list[memoryview]:
         """The rows' bytes."""
@@ -94,7 +96,7 @@ class Job:
             for outcome in client.poll():
                 self._check(outcome.failed)
                 waiting.discard(outcome.job_id)
-            time.sleep(_NAP_S / 2)
+            time.sleep(_NAP_S)
         return time.perf_counter() - begin
 
     def load(self, client: StoreClient, job_id: int, keys: list[bytes]) -> float:
@@ -102,15 +104,24 @@ class Job:
 
         :raises StoreError: some were not loaded, or are not what was stored.
         """
+        return self.load_in_line(client, job_id, [keys])
+
+    def load_in_line(self, client: StoreClient, job_id: int, jobs: Sequence[list[bytes]]) -> float:
+        """Seconds until the rows of several jobs, handed over at once, are filled; as ``load``.
+
+        :param job_id: of the first job; the others follow it.
+        """
         begin = time.perf_counter()
-        client.submit_load(job_id, keys, self.target)
-        failed = finish(client, job_id).failed
+        for number, keys in enumerate(jobs):
+            client.submit_load(job_id + number, keys, self.targets[number])
+        failed = [key for outcome in finish_all(client, range(job_id, job_id + len(jobs))) for key in outcome.failed]
         seconds = time.perf_counter() - begin
         self._check(failed)
-        half = len(self.rig.rows) // 2
-        if not np.array_equal(self.rig.rows[half:], self.rig.rows[:half]):
-            raise StoreError("what was loaded is not what was stored")
-        self.rig.rows[half:] = 0
+        count = len(self.source)
+        for first in range(count, count * (1 + len(jobs)), count):
+            if not np.array_equal(self.rig.rows[first : first + count], self.rig.rows[:count]):
+                raise StoreError("what was loaded is not what was stored")
+        self.rig.rows[count:] = 0
         return seconds
 
     def _check(self, failed: list[bytes]) -> None:
@@ -129,10 +140,16 @@ def finish(client: StoreClient, job_id: int, timeout_s: float = 120.0) -> JobOut
 
     :raises StoreError: it did not.
     """
+    return finish_all(client, [job_id], timeout_s)[0]
+
+
+def finish_all(client: StoreClient, job_ids: Collection[int], timeout_s: float = 120.0) -> list[JobOutcome]:
+    """As ``finish`` for several jobs; what came of them, in the order in which they ended."""
     deadline = time.monotonic() + timeout_s
+    ended: list[JobOutcome] = []
     while time.monotonic() < deadline:
-        for outcome in client.poll():
-            if outcome.job_id == job_id:
-                return outcome
+        ended += [outcome for outcome in client.poll() if outcome.job_id in job_ids]
+        if len(ended) == len(job_ids):
+            return ended
         time.sleep(_NAP_S)
-    raise StoreError(f"job {job_id} did not end in {timeout_s} s")
+    raise StoreError(f"of jobs {list(job_ids)}, {len(job_ids) - len(ended)} did not end in {timeout_s} s")

@@ -178,8 +178,10 @@ class SegmentFiles:
                 except FileNotFoundError:
                     return False
                 direct = not cached and _past_the_cache(descriptors, run)
-                if direct and arrived is not None and run.length == length and sum(pieces) == len(rest):
-                    return self._read_arriving(descriptors, run, rest, pieces, arrived)
+                if run.length == length:  # the usual case, which need not be cut
+                    if direct and arrived is not None and sum(pieces) == len(rest):
+                        return self._read_arriving(descriptors, run, rest, pieces, arrived)
+                    return self._read(descriptors, run, rest, direct=direct)
                 if not self._read(descriptors, run, front(rest, run.length), direct=direct):
                     return False
                 rest = behind(rest, run.length)

@@ -134,7 +134,7 @@ def _by_pack(
     index: Index, keys: Sequence[bytes], block_ids: Sequence[int]
 ) -> list[tuple[HeldPack | None, Sequence[bytes], Sequence[int]]]:
     """Packs, and what is wanted of each; None has what no pack holds."""
-    holders = list(map(index.pack_of, keys))
+    holders = index.packs_of(keys)
     if holders and holders.count(holders[0]) == len(holders):  # the usual case: a context that was stored as one
         return [(holders[0], keys, block_ids)]
     found: dict[HeldPack | None, tuple[list[bytes], list[int]]] = {}

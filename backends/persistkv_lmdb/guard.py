@@ -85,7 +85,8 @@ class Guard:
             raises. Called again where what it met was ours, damaged, and is moved aside. Where this fails after it has
             returned, what it opened is the caller's to close.
         :raises StoreBusyError: another process keeps it from being written.
-        :raises StoreUnavailableError: what is damaged cannot be moved aside.
+        :raises StoreUnavailableError: what is damaged cannot be moved aside, or the guard not be written.
+        :raises StoreError: the lock for writing cannot be, or what a process that was killed left not be made durable.
         :raises CorruptStoreError: by ``opened``: not ours, not damaged, or somebody alive has it open.
         """
         with self._writer_lock.held(OPENING_PATIENCE_S), translated_at_open(self._directory):

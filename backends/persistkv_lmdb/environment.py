@@ -12,27 +12,24 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
 import lmdb
 
 from persistkv.config import PAGE_BYTES
-from persistkv.errors import ConfigurationError, CorruptStoreError, StoreBusyError, StoreError, StoreFullError
+from persistkv.errors import ConfigurationError, StoreBusyError, StoreError, StoreFullError
 from persistkv.storage.pack import align
 from persistkv_lmdb.aside import found_aside
 from persistkv_lmdb.errors import free_disk_bytes, translated, translated_at_open
 from persistkv_lmdb.gate import Gate
 from persistkv_lmdb.guard import FILE_NAME as GUARD_FILE
 from persistkv_lmdb.guard import Guard
-from persistkv_lmdb.inspection import DAMAGE, inspect, is_cut_short
 from persistkv_lmdb.layout import (
     DATA_FILE,
     LOCK_FILE,
-    Databases,
     Transaction,
-    open_databases,
     read_capacity,
     read_clock,
     read_placement,
@@ -40,15 +37,14 @@ from persistkv_lmdb.layout import (
     write_clock,
     write_placement,
 )
+from persistkv_lmdb.opening import open_environment
 from persistkv_lmdb.options import DEFAULT_CAPACITY, DEFAULT_PLACEMENT, Placement
 from persistkv_lmdb.payload import Payloads
 from persistkv_lmdb.segments import SegmentFiles
 from persistkv_lmdb.shares import LOCK_FILE_BYTES, Shares, catalogue_share, read_shares, wanted_catalogue_bytes
 from persistkv_lmdb.snapshots import Snapshots
 from persistkv_lmdb.space import recorded_bytes
-from persistkv_lmdb.syncs import sync_directory
 
-_MAX_READERS = 512
 _FILES = (DATA_FILE, LOCK_FILE, GUARD_FILE)
 _MIN_HEADROOM = 256 << 10  # 256 KiB
 _MAX_HEADROOM = 64 << 20  # 64 MiB
@@ -82,29 +78,19 @@ class Environment:
         self._map_bytes = 0
         self._guard = None if read_only else Guard(path)
         self.capacity = DEFAULT_CAPACITY
-        opening = partial(self._open, read_only, placement or DEFAULT_PLACEMENT)
-        try:
-            self._env, self._db = opening() if self._guard is None else self._guard.open(opening)
-        except BaseException:
-            self._leave()
-            raise
-        try:
+        with ExitStack() as undone:  # where this fails, however far it came
+            undone.callback(self._leave)
+            self._open_first(placement or DEFAULT_PLACEMENT, undone)
             with translated_at_open(path):
                 self.files = SegmentFiles(path, read_only=read_only)
-        except BaseException:
-            self._env.close()
-            self._leave()
-            raise
-        try:
+            undone.callback(self.files.close)
             self.capacity = self._recorded_capacity() or DEFAULT_CAPACITY
             self.check_placement(placement)
             if not read_only:
                 self.set_capacity(capacity or self.capacity)
             self.aside = found_aside(path)
             """What was moved aside when this was opened, or before, with the bytes that it takes."""
-        except BaseException:
-            self.close()
-            raise
+            undone.pop_all()
 
     @contextmanager
     def transaction(self, *, write: bool = False) -> Iterator[Transaction]:
@@ -333,32 +319,20 @@ class Environment:
             self._guard.suspect()
             raise
 
-    def _open(self, read_only: bool, placement: Placement = DEFAULT_PLACEMENT) -> tuple[lmdb.Environment, Databases]:
-        """A map size of 0 takes the recorded one; ``set_capacity`` sets what is wanted."""
-        with translated_at_open(self.path):
-            if is_cut_short(self.path) and (found := inspect(self.path)).verdict in DAMAGE:
-                raise CorruptStoreError(f"{self.path}: {found.reason}")
-            is_there = file_id(self.path) is not None
-            env = lmdb.open(
-                str(self.path),
-                map_size=0,
-                readonly=read_only,
-                mode=0o600,
-                create=False,
-                max_dbs=len(Databases._fields),
-                max_readers=_MAX_READERS,
-                max_spare_txns=0,  # a spare one keeps its reader's slot, also across a fork
-            )
-            try:
-                env.reader_check()
-                self.file_id = file_id(self.path)
-                databases = open_databases(env, placement)
-                if not is_there:
-                    sync_directory(self.path)
-                return env, databases
-            except BaseException:
-                env.close()
-                raise
+    def _open_first(self, placement: Placement, undone: ExitStack) -> None:
+        """Open it, and let ``undone`` close it: the guard has its say after LMDB, and may fail in that."""
+
+        def opened() -> None:
+            self._open(self.read_only, placement)
+            undone.callback(lambda: self._env.close())  # the one that it has by then
+
+        if self._guard is None:
+            opened()
+        else:
+            self._guard.open(opened)
+
+    def _open(self, read_only: bool, placement: Placement = DEFAULT_PLACEMENT) -> None:
+        self._env, self.file_id, self._db = open_environment(self.path, placement, read_only=read_only)
 
     def _reopen_alone(self, read_only: bool) -> None:
         with self._gate.alone():
@@ -367,9 +341,9 @@ class Environment:
     def _reopen(self, read_only: bool) -> None:
         self._env.close()
         try:
-            self._env, self._db = self._open(read_only)
+            self._open(read_only)
         except BaseException:
-            self._env, self._db = self._open(self.read_only)
+            self._open(self.read_only)
             raise
         finally:
             self._fit_map()
@@ -417,15 +391,6 @@ class Environment:
     def _revive(self) -> None:
         with self._guarded(write=True):
             self._reopen_alone(self.read_only)
-
-
-def file_id(path: Path) -> tuple[int, int] | None:
-    """What tells a store's files from others', whatever their path; None where there are none yet."""
-    try:
-        status = (path / DATA_FILE).stat()
-    except OSError:  # opening it says why
-        return None
-    return status.st_dev, status.st_ino
 
 
 def _headroom_bytes(file: int) -> int:

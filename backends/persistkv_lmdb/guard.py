@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from persistkv.errors import CorruptStoreError, StoreBusyError, StoreError
 from persistkv_lmdb.aside import move_aside
@@ -37,7 +37,6 @@ from persistkv_lmdb.syncs import sync_directory, sync_file
 from persistkv_lmdb.writer_lock import WriterLock
 
 logger = logging.getLogger(__name__)
-OpenedT = TypeVar("OpenedT")
 
 FILE_NAME = "guard"
 OPENING_PATIENCE_S = 30.0
@@ -79,24 +78,25 @@ class Guard:
                 self._writer_lock.close()
                 raise
 
-    def open(self, opened: Callable[[], OpenedT]) -> OpenedT:
+    def open(self, opened: Callable[[], None]) -> None:
         """Open the environment, where nobody else alive has it open only after a look at how that ended.
 
         :param opened: opens it, and makes the names of the files that it makes durable; leaves nothing open where it
-            raises. Called again where what it met was ours, damaged, and is moved aside.
+            raises. Called again where what it met was ours, damaged, and is moved aside. Where this fails after it has
+            returned, what it opened is the caller's to close.
         :raises StoreBusyError: another process keeps it from being written.
-        :raises StoreUnavailableError: what is damaged cannot be moved aside.
+        :raises StoreUnavailableError: what is damaged cannot be moved aside, or the guard not be written.
+        :raises StoreError: the lock for writing cannot be, or what a process that was killed left not be made durable.
         :raises CorruptStoreError: by ``opened``: not ours, not damaged, or somebody alive has it open.
         """
         with self._writer_lock.held(OPENING_PATIENCE_S), translated_at_open(self._directory):
             if self._locked(fcntl.LOCK_EX):
-                result = self._open_alone(opened)
+                self._open_alone(opened)
                 self._writer_lock.mark(begun=False)
             else:
                 self._recover()
-                result = opened()
+                opened()
             self._share()
-            return result
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -174,26 +174,26 @@ class Guard:
 
     # Opening
 
-    def _open_alone(self, opened: Callable[[], OpenedT]) -> OpenedT:
+    def _open_alone(self, opened: Callable[[], None]) -> None:
         """Nobody alive has it open for writing, and nobody can open it meanwhile."""
         before = self._read()
         self._deaths = self._look(before)
         if before is None and self._exists():
-            return opened()
+            opened()
+            return
         try:
             self._write(_State(_OPEN, self._deaths + 1))
             try:
-                result = self._create_or_open(opened)
+                self._create_or_open(opened)
             except CorruptStoreError as error:
                 if inspect(self._directory).verdict not in DAMAGE:
                     raise
                 self._move_aside(str(error))
-                result = self._create_or_open(opened)
+                self._create_or_open(opened)
         except BaseException:
             self._restore(before)
             raise
         self._write(_State(_OPEN, self._deaths))
-        return result
 
     def _look(self, before: _State | None) -> int:
         """Move aside what is not to be opened.
@@ -231,16 +231,17 @@ class Guard:
             with suppress(FileNotFoundError):
                 sync(self._directory / name)
 
-    def _create_or_open(self, opened: Callable[[], OpenedT]) -> OpenedT:
+    def _create_or_open(self, opened: Callable[[], None]) -> None:
         if self._exists():
-            return opened()
+            opened()
+            return
         os.fsync(self._fd)  # first: it tells a creation that a power loss cut short from somebody else's files
         sync_directory(self._directory)
         for directory in self._directory.parents:  # whoever made them may have been killed before he did
             with suppress(OSError):
                 sync_directory(directory)
         try:
-            return opened()
+            opened()
         except BaseException:
             # Half of a file that nothing marks as ours would be refused for ever, and nobody would sync the name of a
             # whole one. No other process has written it: that takes the lock that is held here.

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from persistkv.errors import StoreBusyError
 from persistkv_lmdb import guard
-from persistkv_lmdb.environment import Environment, file_id
+from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.errors import translated_at_open
+from persistkv_lmdb.opening import file_id
 from persistkv_lmdb.options import Placement
 
 

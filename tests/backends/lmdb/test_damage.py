@@ -174,7 +174,7 @@ for read_only in (True, False):
 
 
 def test_a_store_whose_end_was_never_written_is_no_damage(open_store, path, filled, monkeypatch):
-    monkeypatch.setattr("persistkv_lmdb.environment.is_cut_short", lambda _: True)
+    monkeypatch.setattr("persistkv_lmdb.opening.is_cut_short", lambda _: True)
     assert len(list(open_store().namespaces())) == 1
 
 
@@ -261,8 +261,8 @@ def test_death_while_it_is_opened_counts(open_store, path, filled, monkeypatch):
     dies = """
 import os, signal, sys
 from persistkv.config import StoreUrl
-from persistkv_lmdb import LmdbBackend, environment
-environment.open_databases = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+from persistkv_lmdb import LmdbBackend, opening
+opening.open_databases = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
 """
     for number in range(1, 4):

@@ -12,7 +12,7 @@ import pytest
 from persistkv.errors import CorruptStoreError, StoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_lmdb import environment
+from persistkv_lmdb import opening
 
 
 def read_all(backend, namespace, pack):
@@ -84,14 +84,14 @@ def test_nobody_reads_while_files_are_opened_for_writing(open_store, backend, na
 
 def test_reading_goes_on_where_writing_cannot_join(open_store, monkeypatch, closed_pack):
     reader = open_store(read_only=True)
-    open_databases = environment.open_databases
+    open_databases = opening.open_databases
 
     def refuse_writing(env, placement):
         if not env.flags()["readonly"]:
             raise CorruptStoreError("refused")
         return open_databases(env, placement)
 
-    monkeypatch.setattr(environment, "open_databases", refuse_writing)
+    monkeypatch.setattr(opening, "open_databases", refuse_writing)
     with pytest.raises(CorruptStoreError, match="refused"):
         open_store()
     assert read_all(reader, closed_pack.namespace, closed_pack) == payload_of(closed_pack)
@@ -391,7 +391,7 @@ def test_unreadable_environment_is_unavailable(open_store, path, monkeypatch):
         error.code, error.reason = 12, "Cannot allocate memory"
         raise error
 
-    monkeypatch.setattr(environment.lmdb, "open", fail)
+    monkeypatch.setattr(opening.lmdb, "open", fail)
     with pytest.raises(StoreUnavailableError, match=f"{path}: Cannot allocate memory"):
         open_store()
     assert {entry.name: entry.stat().st_size for entry in path.iterdir()} == {"guard": 0, "writer.lock": 0}

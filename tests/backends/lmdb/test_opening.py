@@ -14,7 +14,7 @@ import pytest
 from persistkv.errors import CorruptStoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.samples import sample_pack
-from persistkv_lmdb import environment
+from persistkv_lmdb import opening
 
 AS_ORDINARY_USER = """
 import os, sys
@@ -181,7 +181,7 @@ def test_creation_that_a_full_disk_cut_leaves_nothing_behind(open_store, path, m
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(environment.lmdb, "open", fill_the_disk)
+        patch.setattr(opening.lmdb, "open", fill_the_disk)
         with pytest.raises(StoreUnavailableError, match="No space left"):
             open_store()
     assert not (path / "data.mdb").exists()

@@ -1,0 +1,116 @@
+"""An opening that fails once LMDB has its environment leaves nothing open, whoever still refers to the error."""
+
+import errno
+import fcntl
+import os
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from persistkv.errors import StoreBusyError, StoreError, StoreUnavailableError
+from persistkv.storage.backend import CommitBatch
+from persistkv.testing.conformance.suite import read_pack, tables
+from persistkv.testing.samples import payload_of, sample_pack
+from persistkv_lmdb import guard
+
+
+def write_that_fails(name, number):
+    """The disk refuses one of the writes to a file."""
+
+    @contextmanager
+    def failing(path, monkeypatch):
+        pwrite, seen = os.pwrite, []
+
+        def counting(fd, data, offset):
+            if os.readlink(f"/proc/self/fd/{fd}") == str(path / name):
+                seen.append(data)
+                if len(seen) == number:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return pwrite(fd, data, offset)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", counting)
+            yield
+        assert len(seen) == number
+
+    return failing
+
+
+@contextmanager
+def first_word_that_fails(path, monkeypatch):
+    """What the guard said was lost: it speaks once the store is open."""
+    (path / "guard").write_bytes(b"")
+    with write_that_fails("guard", 1)(path, monkeypatch):
+        yield
+
+
+@contextmanager
+def somebody_who_does_not_end_closing(path, monkeypatch):
+    """Another's lock on the guard, which makes it wait; the file is there before the store is."""
+    path.mkdir(exist_ok=True)
+    with (path / "guard").open("a+") as other, monkeypatch.context() as patch:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        patch.setattr(guard, "_PATIENCE_S", 0.05)
+        yield
+
+
+FAILURES = {
+    "guard": (write_that_fails("guard", 2), StoreUnavailableError),  # the first says that it is being opened
+    "mark": (write_that_fails("writer.lock", 1), StoreError),
+    "busy": (somebody_who_does_not_end_closing, StoreBusyError),
+}
+FAILURES_OF_WHAT_IS_THERE = FAILURES | {"first word": (first_word_that_fails, StoreUnavailableError)}
+
+
+def opened_files(path):
+    """Names of what this process has open of a store."""
+    links = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            links.add(os.readlink(entry))
+        except FileNotFoundError:  # the directory's own
+            continue
+    return {Path(link).name for link in links if Path(link).is_relative_to(path)}
+
+
+def fail_to_open(open_store, failure, path, monkeypatch):
+    failing, kind = failure
+    with failing(path, monkeypatch), pytest.raises(kind) as caught:
+        open_store()
+    return caught
+
+
+@pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
+def test_creation_can_be_tried_again(open_store, path, identity, monkeypatch, failure):
+    caught = fail_to_open(open_store, failure, path, monkeypatch)
+    assert not opened_files(path)
+    backend = open_store()
+    assert caught.value.__traceback__ is not None
+    namespace = backend.open_namespace(identity).id
+    backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
+    assert len(tables(backend, namespace)) == 1
+
+
+@pytest.mark.parametrize("failure", FAILURES_OF_WHAT_IS_THERE.values(), ids=FAILURES_OF_WHAT_IS_THERE)
+def test_opening_can_be_tried_again(open_store, path, closed_pack, monkeypatch, failure):
+    caught = fail_to_open(open_store, failure, path, monkeypatch)
+    assert not opened_files(path)
+    backend = open_store()
+    assert caught.value.__traceback__ is not None
+    backend.commit(closed_pack.namespace, CommitBatch([sample_pack(closed_pack.namespace, 2)]))
+    assert read_pack(backend, closed_pack.namespace, closed_pack.table) == payload_of(closed_pack)
+
+
+@pytest.mark.parametrize("failure", FAILURES_OF_WHAT_IS_THERE.values(), ids=FAILURES_OF_WHAT_IS_THERE)
+def test_opening_beside_a_reader_can_be_tried_again(open_store, path, closed_pack, monkeypatch, failure):
+    """It shares the reader's environment, which stays."""
+    with closing(open_store(read_only=True)) as reader:
+        before = opened_files(path)
+        caught = fail_to_open(open_store, failure, path, monkeypatch)
+        assert opened_files(path) == before
+        assert read_pack(reader, closed_pack.namespace, closed_pack.table) == payload_of(closed_pack)
+        backend = open_store()
+        assert caught.value.__traceback__ is not None
+        backend.commit(closed_pack.namespace, CommitBatch([sample_pack(closed_pack.namespace, 2)]))
+        assert len(tables(reader, closed_pack.namespace)) == 2

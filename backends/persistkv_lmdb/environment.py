@@ -411,7 +411,7 @@ class Environment:
             self._fit_map()
 
     def _revive(self) -> None:
-        with self._guarded(write=True):
+        with nullcontext() if self._guard is None else self._guard.excluding_writers():
             self._reopen_alone(self.read_only)
 
 

@@ -79,6 +79,16 @@ def is_cut_short(directory: Path) -> bool:
     return any(end is not None and end[0] > size for end in found)
 
 
+def meta_bytes(directory: Path) -> int:
+    """How long LMDB's two meta pages are, with which ``data.mdb`` begins; 0 where it does not begin so.
+
+    :raises OSError: it cannot be read.
+    """
+    with (directory / "data.mdb").open("rb") as file:
+        found = _end_of(file.read(_META_BYTES))
+    return 0 if found is None else 2 * found[1]
+
+
 def _end_of(page: bytes) -> tuple[int, int] | None:
     """Where the last page ends by a meta page, and how long a page is; None where it is no meta page."""
     for header in _PAGE_HEADERS:

@@ -1,8 +1,9 @@
 """Let the disk fail at one call after the other: ``python -m tests.crash.disk_faults --seed 1``.
 
 An engine opens a new store, stores requests until some are evicted, promotes what it has, and closes. Its k-th call
-that changes something on the disk fails (``record.c``), for each k and each of ``FAULTS``; where the fault lasts, all
-that come after it do, until the engine has tried to promote. Then:
+that changes something on the disk fails (``record.c``), for each k and each of ``FAULTS``; or that one and those behind
+it, so that what is to undo it, or to make up for it, fails as well. Where the fault lasts, all that come after it do,
+until the engine has tried to promote. Then:
 
 1. Nothing that the engine called raised; but opening may, and works when it is tried again. Each block that was handed
    over is held, was evicted, or is counted as dropped; what was promoted is right; what comes next is stored.
@@ -72,7 +73,7 @@ OPTIONS = StoreOptions(staging_bytes=16 << 20)
 PATIENCE_S = 120.0
 STORED, DROPPED = "stored all", "dropped some"
 _LAYOUT = RowLayout(BLOCK_BYTES, (GroupLayout(((0, BLOCK_BYTES),)),))
-_UNDONE, _DONE, _HALF = 1, 2, 3  # as in record.c
+_UNDONE, _DONE, _HALF, _DONE_ONCE = 1, 2, 3, 4  # as in record.c
 _MANY = 1 << 30
 _CALLS = {
     WRITE: "write to",
@@ -105,6 +106,10 @@ FAULTS = (
     Fault("an error", errno.EIO, _UNDONE),
     Fault("an error, and all was done", errno.EIO, _DONE),
     Fault("half a write", 0, _HALF),
+    Fault("two errors", errno.EIO, _UNDONE, 2),
+    Fault("four errors", errno.EIO, _UNDONE, 4),
+    Fault("four errors, and all of the first was done", errno.EIO, _DONE_ONCE, 4),
+    Fault("four times no space", errno.ENOSPC, _UNDONE, 4),
     Fault("no space from then on", errno.ENOSPC, _UNDONE, _MANY),
     Fault("errors from then on", errno.EIO, _UNDONE, _MANY),
 )
@@ -224,7 +229,7 @@ def live(url: str, root: Path, log: Path, fault: Fault, k: int) -> Outcome:
         _arm(recorder, _NEVER)
     engine.store(LAST)
     assert engine.persisted == LAST or not mended, "the disk is mended, and nothing is stored"
-    assert engine.removed or fault.lasts, "nothing was evicted"
+    assert engine.removed or fault.count > 1, "nothing was evicted"
     dropped = engine.account()
     known = Known([key.hex() for key in engine.held()], engine.persisted)
     engine.close()
@@ -233,7 +238,7 @@ def live(url: str, root: Path, log: Path, fault: Fault, k: int) -> Outcome:
 
 def _open(recorder: ctypes.CDLL, url: str, fault: Fault) -> Engine:
     """Again where it does not open, as whoever starts an engine does, and once the disk is mended."""
-    for _ in range(2):
+    for _ in range(2 if fault.lasts else fault.count + 1):
         with suppress(StoreError):
             return Engine(url)
     assert fault.lasts, "the store does not open"
@@ -310,7 +315,9 @@ def run_case(directory: Path, placement: str, fault: Fault, k: int) -> Outcome:
     return lived
 
 
-def run(cases: int, seed: int, directory: Path, seconds: float, placement: str) -> Counter[str]:
+def run(
+    cases: int, seed: int, directory: Path, seconds: float, placement: str, faults: Sequence[Fault] = FAULTS
+) -> Counter[str]:
     """So many of the cases, in an order of the seed, or as many as the time allows; how they ended, counted.
 
     :raises AssertionError: as ``run_case``.
@@ -318,8 +325,8 @@ def run(cases: int, seed: int, directory: Path, seconds: float, placement: str) 
     deadline = time.monotonic() + seconds
     gc.freeze()
     seen: Counter[str] = Counter()
-    calls = {fault.how: run_case(directory, placement, fault, 0).count for fault in FAULTS}
-    every = [(fault, k) for fault in FAULTS for k in range(1, calls[fault.how] + 1)]
+    calls = {fault.how: run_case(directory, placement, fault, 0).count for fault in faults}
+    every = [(fault, k) for fault in faults for k in range(1, calls[fault.how] + 1)]
     seen["possible"] = len(every)
     for fault, k in random.Random(seed).sample(every, min(cases, len(every))):
         if time.monotonic() > deadline:
@@ -329,11 +336,14 @@ def run(cases: int, seed: int, directory: Path, seconds: float, placement: str) 
 
 
 def main() -> None:
+    by_name = {fault.name: fault for fault in FAULTS}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=100_000, help="for each placement, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=3600.0, help="stop after so long, for each placement")
+    parser.add_argument("--fault", choices=sorted(by_name), help="this one only")
     arguments = parser.parse_args()
+    faults = FAULTS if arguments.fault is None else (by_name[arguments.fault],)
     if not hasattr(ctypes.CDLL(None), "persistkv_record_begin"):
         with tempfile.TemporaryDirectory() as directory:
             environment = {**os.environ, "LD_PRELOAD": str(build_recorder(Path(directory)))}
@@ -342,7 +352,7 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     for placement in PLACEMENTS:
         with tempfile.TemporaryDirectory() as directory:
-            seen = run(arguments.cases, arguments.seed, Path(directory), arguments.seconds, placement)
+            seen = run(arguments.cases, arguments.seed, Path(directory), arguments.seconds, placement, faults)
         possible = seen.pop("possible")
         ends = ", ".join(f"{count} {kind}" for kind, count in sorted(seen.items()))
         print(f"{placement}: {seen.total()} of {possible} faults of the disk ({ends}): 0 lost, 0 wrong")

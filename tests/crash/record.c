@@ -8,7 +8,7 @@
    PERSISTKV_RECORD_DIE_AT  where set to n: the same in its n-th call of any kind; a sync has synced nothing then
    PERSISTKV_RECORD_FAIL  where set to "k count errno how": from the k-th call on, so many fail with that errno. how is
                           1: nothing of it is done, 2: all of it is done, 3: half of a write is done, which is no error
-                          (only writes are counted then)
+                          (only writes are counted then), 4: all of the first is done, and nothing of those behind it
 
    They are read when the process starts, and whenever it calls persistkv_record_begin, which counts anew.
 
@@ -35,7 +35,7 @@
 #include <unistd.h>
 
 enum { WRITE = 1, SYNCED_WRITE = 2, SYNC = 3, RESIZE = 4, ALLOCATE = 5, CREATE = 6, MKDIR = 7, UNMODELLED = 8, FAILED = 9 };
-enum { PASSES = 0, UNDONE = 1, DONE = 2, HALF = 3 };
+enum { PASSES = 0, UNDONE = 1, DONE = 2, HALF = 3, DONE_ONCE = 4 };
 
 struct head {
     uint32_t op;
@@ -85,6 +85,7 @@ static int end_of(int op, const char *path) {
     if (fail_how == HALF && op != WRITE) return PASSES;
     if (++calls < first_failing || calls >= first_failing + failing) return PASSES;
     record(FAILED, path, op, 0);
+    if (fail_how == DONE_ONCE) return calls == first_failing ? DONE : UNDONE;
     return fail_how;
 }
 

@@ -27,6 +27,10 @@ def test_what_makes_up_for_a_failing_call_may_fail_too() -> None:
     tried(10, 60, "--fault", "four errors, and all of the first was done")
 
 
+def test_store_in_a_process_of_its_own_meets_a_failing_disk() -> None:
+    tried(4, 60, "--host", "process")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(170)
 def test_many_failing_calls_one_at_a_time() -> None:

@@ -28,10 +28,20 @@ def write_again(path: Path, count: int) -> None:
 
     :raises OSError: they cannot be read or written, or the disk failed; what they read as is the same.
     """
+    with path.open("rb") as file:
+        held = file.read(count)
+    write_durably(path, held, 0)
+
+
+def write_durably(path: Path, content: bytes, offset: int) -> None:
+    """Write part of a file, and make it durable. Nobody else may be writing it.
+
+    :raises OSError: the disk failed; some of it may be written.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        if held := os.pread(fd, count, 0):
-            write_all(fd, [memoryview(held)], 0)
+        if content:
+            write_all(fd, [memoryview(content)], offset)
         os.fsync(fd)
     finally:
         os.close(fd)

@@ -4,6 +4,7 @@ import errno
 import mmap
 import os
 import signal
+import struct
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_lmdb import gathering, guard, segments, syncs
+from persistkv_lmdb.inspection import Verdict, inspect
 
 DIES_IN_ITS_COMMIT = """
 import os, signal, sys
@@ -163,6 +165,29 @@ def test_handle_recovers_from_a_failed_meta_page(backend, namespace):
     shared._env = PanickingOnce(shared._env)
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert backend.stats().packs == 1
+
+
+def test_commit_that_nobody_knows_of_is_taken_back(backend, namespace, path):
+    """Its meta page is in the file, and LMDB's table of who has it open tells of the one before."""
+    shared = backend._environment
+    held = sample_pack(namespace, 1)
+    backend.commit(namespace, CommitBatch([held]))
+    with shared.transaction() as transaction:
+        number = transaction.txn.id() + 1
+    content = bytearray((path / "data.mdb").read_bytes()[: 2 * mmap.PAGESIZE])
+    known = content[(1 - number % 2) * mmap.PAGESIZE :][: mmap.PAGESIZE]
+    struct.pack_into("=Q", known, 144, number)
+    with (path / "data.mdb").open("r+b") as file:
+        file.seek(number % 2 * mmap.PAGESIZE + 8)
+        file.write(known[8:])
+    assert shared._env.info()["last_txnid"] == number
+    with shared.transaction(write=True) as transaction:
+        assert transaction.txn.id() == number
+        assert shared._env.info()["last_txnid"] == number - 1
+    backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
+    assert inspect(path).verdict is Verdict.FINE
+    assert len(tables(backend, namespace)) == 2
+    assert read_pack(backend, namespace, held.table) == payload_of(held)
 
 
 def test_handle_reads_while_what_it_failed_to_commit_cannot_be_made_durable(backend, namespace, forgetful):

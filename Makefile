@@ -116,6 +116,7 @@ powerloss: setup
 
 diskfaults: setup
 	$(BIN)/python -m tests.crash.disk_faults --seed $(SEED) --seconds $(LIMIT_S)
+	$(BIN)/python -m tests.crash.disk_faults --seed $(SEED) --seconds $(LIMIT_S) --host process --cases 200
 
 bench: setup
 	$(BIN)/python -m benchmarks.open_store

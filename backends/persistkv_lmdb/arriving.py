@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import time
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 
@@ -21,6 +22,9 @@ from persistkv_lmdb.kernel_aio import DEPTH, Ended, Queue, Read
 logger = logging.getLogger(__name__)
 
 _HOLDS_BACK_FROM = 3  # reads in flight: of fewer, none is held back
+_AGAIN_S = 60.0
+"""How long nobody asks a kernel again whose AIO others have taken up (``fs.aio-max-nr``): they may end. Other refusals
+do not pass."""
 
 
 class ArrivingReads:
@@ -29,6 +33,7 @@ class ArrivingReads:
     def __init__(self) -> None:
         self._free: list[Queue] = []
         self._refused = False
+        self._again_at = 0.0
 
     def read(self, reads: Iterable[Read], arrived: Callable[[int], None]) -> list[Read]:
         """Read pieces, which are numbered; those that did not come, or not whole, in their order.
@@ -59,12 +64,15 @@ class ArrivingReads:
         try:
             return self._free.pop()
         except IndexError:
-            pass
+            if time.monotonic() < self._again_at:
+                return None
         try:
             return Queue()
         except OSError as error:
-            self._refused = True
-            logger.info("the kernel's asynchronous I/O is refused (%s); threads wait for the disk", error)
+            self._refused = error.errno != errno.EAGAIN
+            self._again_at = time.monotonic() + _AGAIN_S
+            until = "" if self._refused else f" for {_AGAIN_S:g} s"
+            logger.info("the kernel's asynchronous I/O is refused (%s); threads wait for the disk%s", error, until)
             return None
 
 

@@ -1,4 +1,8 @@
-"""Calls that run beside what their owner does meanwhile, on threads that begin with the first of them."""
+"""Calls that run beside what their owner does meanwhile, on threads that begin with the first of them.
+
+An interrupt (KeyboardInterrupt) may come between any two steps of the owner's. So a call is known before it is given to
+a thread, and given again by whoever waits for it where nobody knows whether it was: it runs once, however often.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +34,27 @@ class Beside:
         if self._lane is None:
             self._lane = Lane(self._name, self._threads)
         running = sum(not call.ended.is_set() for call in self._calls)
-        self._calls.append(_Call(call))
-        self._lane.put(self._calls[-1])
+        made = _Call(call)
+        self._calls.append(made)
+        self._lane.put(made)
+        made.given = True
         if running < self._threads:
-            self._calls[-1].begun.wait()
+            made.begun.wait()
 
     def settle(self) -> None:
         """Wait until all that was begun has ended, then raise what the first of them raised that did.
 
-        Where the wait is interrupted, it can be called again.
+        Where it or a ``begin`` is interrupted, it can be called again; a call whose ``begin`` was may run until then.
         """
-        for ended in [call.ended for call in self._calls]:
-            ended.wait()
-        taken = map(_Call.take_error, self._calls)
-        errors = [error for error in taken if error is not None]
+        calls = list(self._calls)
+        for call in calls:
+            if not call.given and self._lane is not None:
+                self._lane.put(call)
+            call.ended.wait()
+        errors = [call.error for call in calls if call.error is not None]
         self._calls.clear()
+        for call in calls:
+            call.error = None
         try:
             if errors:
                 raise errors[0]
@@ -64,20 +74,21 @@ class _Call:
     def __init__(self, call: Callable[[], None]) -> None:
         self.begun = threading.Event()
         self.ended = threading.Event()
+        self.given = False
+        """Whether a thread is sure to run it."""
+        self.error: BaseException | None = None
+        """What it raised."""
         self._call = call
-        self._error: BaseException | None = None
+        self._claim = threading.Lock()
 
     def __call__(self) -> None:
+        if not self._claim.acquire(blocking=False):
+            return
         self.begun.set()
         try:
             self._call()
         except BaseException as error:  # raised again by ``settle``
-            self._error = error
+            self.error = error
         finally:
             del self._call
             self.ended.set()
-
-    def take_error(self) -> BaseException | None:
-        """What it raised, once."""
-        error, self._error = self._error, None
-        return error

@@ -22,10 +22,11 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import ConfigurationError, StoreBusyError, StoreError, StoreFullError
 from persistkv.storage.pack import align
 from persistkv_lmdb.aside import found_aside
-from persistkv_lmdb.errors import free_disk_bytes, translated, translated_at_open
+from persistkv_lmdb.errors import free_disk_bytes, translated, translated_at_open, translated_io
 from persistkv_lmdb.gate import Gate
 from persistkv_lmdb.guard import FILE_NAME as GUARD_FILE
 from persistkv_lmdb.guard import Guard
+from persistkv_lmdb.inspection import disown
 from persistkv_lmdb.layout import (
     DATA_FILE,
     LOCK_FILE,
@@ -375,6 +376,8 @@ class Environment:
         except lmdb.PanicError:  # a page of LMDB's own could not be written: the files are right, the handle is not
             return self._revive
         try:
+            if write:
+                self._take_back(begun)
             fits = not write or read_shares(Transaction(begun, self._db)) == self._fitted
         except BaseException:
             begun.abort()  # not when the error is forgotten: it holds the lock for writing
@@ -384,12 +387,21 @@ class Environment:
         begun.abort()
         return self._remap
 
+    def _take_back(self, begun: lmdb.Transaction[memoryview]) -> None:
+        """Where a commit's last write failed, and LMDB's undoing of it too, the file has a snapshot of which those that
+        have it open know nothing: they go on from the one before, over its pages. Whoever opens it later, or after a
+        power loss, must not find it.
+        """
+        if self._env.info()["last_txnid"] >= begun.id():
+            with translated_io(self.path):
+                disown(self.path, begun.id(), int(self._env.stat()["psize"]))
+
     def _remap(self) -> None:
         with self._gate.alone():
             self._fit_map()
 
     def _revive(self) -> None:
-        with self._guarded(write=True):
+        with nullcontext() if self._guard is None else self._guard.excluding_writers():
             self._reopen_alone(self.read_only)
 
 

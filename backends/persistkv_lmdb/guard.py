@@ -9,31 +9,32 @@ LMDB reads through a memory map: a damaged environment can end the process that 
 3. What is damaged is moved aside, never changed, and only while nobody alive has it open for writing.
 4. Where three processes in a row died while they opened it or wrote, before any of them had committed, it is moved
    aside although nothing is found: no damage ends processes for ever. Other ends, however many, do not count.
-5. What such an end left is made durable before anybody promises anything of it or writes over what it freed: by the
-   next to open the store, and by those that have it open, before their next transaction. Where the disk has lost some
-   of it, nobody writes any more, and the next to open it alone moves it aside: to ask the disk again proves nothing.
+5. What such an end left, or a commit that failed, is made durable before anybody promises anything of it or writes over
+   what it freed: by the next to open the store, and by those that have it open, before their next transaction. To ask
+   the disk again after it has lost something proves nothing, so what may be lost is *written* again. That is LMDB's two
+   meta pages: all that either of them names was durable before it was written, and what neither names is nobody's.
+   As long as the disk refuses, nobody writes, and nothing is moved.
 6. An empty guard file says nothing: what lies beside it may be somebody else's, and is left as it is. So is another
    release's store, whatever the guard says.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from persistkv.errors import CorruptStoreError, StoreBusyError, StoreError
 from persistkv_lmdb.aside import move_aside
-from persistkv_lmdb.errors import FULL_CODES, translated_at_open, translated_io
-from persistkv_lmdb.inspection import DAMAGE, inspect
+from persistkv_lmdb.errors import translated_at_open
+from persistkv_lmdb.inspection import DAMAGE, inspect, meta_bytes
 from persistkv_lmdb.layout import DATA_FILE
-from persistkv_lmdb.syncs import sync_directory, sync_file
+from persistkv_lmdb.syncs import sync_directory, write_again
 from persistkv_lmdb.writer_lock import WriterLock
 
 logger = logging.getLogger(__name__)
@@ -41,10 +42,7 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "guard"
 OPENING_PATIENCE_S = 30.0
 """For the lock for writing: another process may hold it while it looks at what was left."""
-_CLEAN, _OPEN, _SUSPECT, _LOST = "clean", "open", "suspect", "lost"
-_LOST_CODES = FULL_CODES | {errno.EIO}
-"""With which a sync says that what was written is gone."""
-_LOST_REASON = "the disk has lost what a process wrote that was killed"
+_CLEAN, _OPEN, _SUSPECT = "clean", "open", "suspect"
 _ROW_BYTES = 32
 _MAX_DEATHS = 3
 _PATIENCE_S = 5.0  # for another process that closes: it holds the lock alone for microseconds
@@ -53,8 +51,7 @@ _NAP_S = 0.001
 
 class _State(NamedTuple):
     word: str
-    """``clean``, ``open``, ``suspect``: open, and LMDB or a row of it did not read, or ``lost``: open, and not all that
-    was written is on the disk."""
+    """``clean``, ``open``, or ``suspect``: open, and LMDB or a row of it did not read."""
     deaths: int = 0
     """Processes in a row that died while they opened it or in a write transaction, before any had committed."""
 
@@ -103,7 +100,8 @@ class Guard:
         """The lock for writing, for the length of the block.
 
         :raises StoreBusyError: another process holds it for too long; the block does not run.
-        :raises StoreError: what a process that was killed left cannot be made durable; the block does not run.
+        :raises StoreError: what a commit left that did not end cannot be made durable; the block does not run, and the
+            next one tries again.
         """
         with self._writer_lock.held():
             self._recover()
@@ -115,6 +113,13 @@ class Guard:
                 yield
             finally:
                 self._set_deaths(self._deaths)
+
+    def excluding_writers(self) -> AbstractContextManager[None]:
+        """The same for a block that writes nothing: what a commit left that did not end stays as it is.
+
+        :raises StoreBusyError: another process holds it for too long; the block does not run.
+        """
+        return self._writer_lock.held()
 
     def begin_commit(self) -> None:
         """LMDB is to be asked to commit: if this process is killed in there, or it fails, the next one finds out."""
@@ -129,16 +134,9 @@ class Guard:
         """Make durable what a commit left that did not end: LMDB shows it once the next transaction begins."""
         if not self._writer_lock.interrupted:
             return
-        with translated_io(self._directory):
-            state = self._read()
-        if state is not None and state.word == _LOST:
-            raise StoreError(f"{self._directory}: {_LOST_REASON}; it is written again once all have closed it")
         try:
-            self._sync_what_was_left()
-        except OSError as error:
-            if error.errno in _LOST_CODES:
-                with suppress(OSError):
-                    self._write(_State(_LOST, self._deaths))
+            self._write_what_was_left()
+        except OSError as error:  # a full disk, too: to evict would not help
             raise StoreError(f"{self._directory}: {error.strerror or error}") from error
         self._writer_lock.mark(begun=False)
 
@@ -151,9 +149,7 @@ class Guard:
     def suspect(self) -> None:
         """Something of it did not read: the next one to open it while nobody has it open is to look first."""
         with suppress(OSError):
-            state = self._read()
-            if state is None or state.word != _LOST:
-                self._write(_State(_SUSPECT, self._deaths))
+            self._write(_State(_SUSPECT, self._deaths))
 
     def close(self) -> None:
         """Leave; the last one to leave ends it cleanly. Idempotent."""
@@ -208,28 +204,29 @@ class Guard:
         return before.deaths
 
     def _damage(self, before: _State) -> str | None:
-        """Why it is to be moved aside; None: it is good, and what was left is durable."""
-        if before.word == _LOST:
-            return _LOST_REASON
+        """Why it is to be moved aside; None: it is good, and what was left is durable.
+
+        :raises OSError: it is good, and the disk does not take it now.
+        """
         if before.deaths >= _MAX_DEATHS:
             return f"{before.deaths} processes in a row died while they opened it or wrote"
         found = inspect(self._directory)
         if found.verdict in DAMAGE:
             return found.reason
         logger.info("%s was not closed; it was looked at: %s", self._directory, found.reason)
-        try:
-            self._sync_what_was_left()
-        except OSError as error:
-            if error.errno not in _LOST_CODES:
-                raise
-            return f"{_LOST_REASON}: {error.strerror}"
+        self._write_what_was_left()
         return None
 
-    def _sync_what_was_left(self) -> None:
-        """A process that was killed may have left a commit that reads and is not durable yet, or a new file's name."""
-        for sync, name in ((sync_file, DATA_FILE), (sync_directory, "."), (sync_directory, "segments")):
+    def _write_what_was_left(self) -> None:
+        """A process that was killed may have left a commit that reads and is not durable yet, or a new file's name.
+
+        :raises OSError: the disk does not take it now.
+        """
+        with suppress(FileNotFoundError):
+            write_again(self._directory / DATA_FILE, meta_bytes(self._directory))
+        for name in (".", "segments"):
             with suppress(FileNotFoundError):
-                sync(self._directory / name)
+                sync_directory(self._directory / name)
 
     def _create_or_open(self, opened: Callable[[], None]) -> None:
         if self._exists():
@@ -300,7 +297,7 @@ class Guard:
         if not row:
             return None
         word, _, deaths = row.decode("ascii", "replace").strip().partition(" ")
-        if word not in (_CLEAN, _OPEN, _SUSPECT, _LOST) or not (deaths.isascii() and deaths.isdigit()):
+        if word not in (_CLEAN, _OPEN, _SUSPECT) or not (deaths.isascii() and deaths.isdigit()):
             return _State(_OPEN)
         return _State(word, int(deaths))
 

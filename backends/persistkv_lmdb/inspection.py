@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from persistkv_lmdb.layout import DATA_FILE
+from persistkv_lmdb.syncs import write_durably
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,31 @@ def is_cut_short(directory: Path) -> bool:
     except OSError:  # opening it says why
         return False
     return any(end is not None and end[0] > size for end in found)
+
+
+def meta_bytes(directory: Path) -> int:
+    """How long LMDB's two meta pages are, with which ``data.mdb`` begins; 0 where it does not begin so.
+
+    :raises OSError: it cannot be read.
+    """
+    with (directory / DATA_FILE).open("rb") as file:
+        found = _end_of(file.read(_META_BYTES))
+    return 0 if found is None else 2 * found[1]
+
+
+def disown(directory: Path, number: int, page_bytes: int) -> None:
+    """Have the meta page of transaction ``number`` tell of what the one before it left, as an older one. The caller
+    holds LMDB's lock for writing.
+
+    :raises OSError: the disk failed; it may tell of either.
+    """
+    data = directory / DATA_FILE
+    with data.open("rb") as file:
+        file.seek((1 - number % 2) * page_bytes)
+        page = bytearray(file.read(page_bytes))
+    header = next(size for size in _PAGE_HEADERS if _U32.unpack_from(page, size)[0] == _MAGIC)
+    _U64.pack_into(page, header + _LAST_PAGE_AT + _U64.size, number - 2)
+    write_durably(data, bytes(page[_U64.size :]), number % 2 * page_bytes + _U64.size)  # behind the page's own number
 
 
 def _end_of(page: bytes) -> tuple[int, int] | None:

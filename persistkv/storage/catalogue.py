@@ -90,6 +90,7 @@ class Catalogue:
         for writer in writers:
             if writer.written:
                 self._stored(writer)
+        self.count_held([writer for writer in writers if not writer.written])
         mine = [pack for pack in result.evicted if pack.namespace == self._medium.namespace]
         self._counters.evicted_blocks += sum(len(pack.keys) for pack in mine)
         self._forget([pack.pack_id for pack in mine])
@@ -97,6 +98,10 @@ class Catalogue:
             self.cursor = None  # the backend holds a pack that our index does not know: learn it anew
         if unknown or not followed:
             await self.refresh_or_complain()
+
+    def count_held(self, writers: Iterable[PackWriter]) -> None:
+        """Packs that somebody else stored meanwhile, or a commit of ours that failed and was done all the same."""
+        self._counters.held_blocks += sum(len(writer.keys) for writer in writers)
 
     def _stored(self, writer: PackWriter) -> None:
         table = writer.table

@@ -6,6 +6,9 @@ What POSIX promises, and no more:
    may be on the disk or not, in any order; where it is, each 512 bytes may be new or not.
 2. The same for a file's length, and for space that was allocated.
 3. A file or directory that is new may be missing until its directory was synced.
+4. What was not durable when a sync failed is not made durable by a later one: the kernel takes it for written. It may
+   be on the disk or not, until the page is written once more and synced. The same for a length. (A directory's sync can
+   be asked for again: a file system whose journal fails takes nothing more.)
 """
 
 from __future__ import annotations
@@ -56,6 +59,9 @@ class _File:
         """Page number to what it held after each write that is not durable."""
         self.lengths: list[int] = []
         """Each length it had that is not durable."""
+        self.adrift: dict[int, list[bytes]] = {}
+        """The same as ``versions``, of pages that no sync will write."""
+        self.adrift_lengths: list[int] = []
 
     def resize(self, length: int) -> None:
         if length < len(self.now):
@@ -67,12 +73,17 @@ class _File:
         self.now.extend(bytes(length - len(self.now)))
         self.lengths.append(length)
 
-    def write(self, offset: int, data: memoryview, *, synced: bool) -> None:
+    def write(self, offset: int, data: memoryview, *, synced: bool, failed: bool = False) -> None:
         end = offset + len(data)
         if end > len(self.now):
             self.resize(end)
         self.now[offset:end] = data
         pages = range(offset // PAGE_BYTES, -(-end // PAGE_BYTES))
+        if failed:
+            for page in pages:
+                older = self.versions.pop(page, [])
+                self.adrift.setdefault(page, []).extend([*older, self._page(self.now, page)])
+            return
         if not synced:
             for page in pages:
                 self.versions.setdefault(page, []).append(self._page(self.now, page))
@@ -80,15 +91,28 @@ class _File:
         if end > len(self.durable):
             self.durable.extend(bytes(end - len(self.durable)))
         self.lengths = [length for length in self.lengths if length > end]
+        self.adrift_lengths = [length for length in self.adrift_lengths if length > end]
         for page in pages:
             self._keep(page)
 
     def sync(self) -> None:
         length = len(self.now)
+        if not self.lengths:
+            written = max(self.versions, default=-1) + 1
+            length = max(len(self.durable), min(length, written * PAGE_BYTES))
         del self.durable[length:]
         self.durable.extend(bytes(length - len(self.durable)))
         for page in list(self.versions):
             self._keep(page)
+        self.adrift_lengths = [] if self.lengths else [other for other in self.adrift_lengths if other > length]
+        self.lengths.clear()
+
+    def fail_to_sync(self) -> None:
+        """What is not durable may never be."""
+        for page, versions in self.versions.items():
+            self.adrift.setdefault(page, []).extend(versions)
+        self.versions.clear()
+        self.adrift_lengths += self.lengths
         self.lengths.clear()
 
     def after_a_loss(self, draw: random.Random, kept: float) -> bytes:
@@ -97,11 +121,12 @@ class _File:
         :param kept: how likely a page's newest version is on the disk.
         """
         length = len(self.durable)
-        if self.lengths and draw.random() < kept:
-            length = draw.choice(self.lengths)
+        if (lengths := self.adrift_lengths + self.lengths) and draw.random() < kept:
+            length = draw.choice(lengths)
         content = bytearray(self.durable[:length])
         content.extend(bytes(length - len(content)))
-        for page, versions in self.versions.items():
+        for page in sorted({*self.adrift, *self.versions}):
+            versions = self.adrift.get(page, []) + self.versions.get(page, [])
             if page * PAGE_BYTES >= length or draw.random() >= kept:
                 continue
             new = versions[-1] if kept == 1 else draw.choice(versions)
@@ -117,6 +142,7 @@ class _File:
         if end > start:
             self.durable[start:end] = self.now[start:end]
         self.versions.pop(page, None)
+        self.adrift.pop(page, None)
 
     @staticmethod
     def _page(content: bytearray, page: int) -> bytes:
@@ -134,6 +160,8 @@ class Disk:
     def __init__(self) -> None:
         self._files: dict[Path, _File] = {}
         self._directories: set[Path] = set()
+        self._failed: Path | None = None
+        """Where the call before this one failed to write: what comes next is what it did all the same."""
         self._unnamed: set[Path] = set()
         """New files and directories whose own directory was not synced since."""
 
@@ -143,6 +171,7 @@ class Disk:
         :raises NotImplementedError: it is not modelled.
         """
         op, path, offset, length, data = record
+        failed, self._failed = self._failed, None
         if op in (CREATE, MKDIR):
             self._unnamed.add(path)
         if op == MKDIR:
@@ -150,12 +179,17 @@ class Disk:
         elif op == CREATE:
             self._files[path] = _File()
         elif op in (WRITE, SYNCED_WRITE):
-            self._files[path].write(offset, data, synced=op == SYNCED_WRITE)
+            self._files[path].write(offset, data, synced=op == SYNCED_WRITE, failed=path == failed)
+        elif op == FAILED and offset == SYNC and path in self._files:
+            self._files[path].fail_to_sync()
+        elif op == FAILED:
+            self._failed = path if offset == WRITE else None
         elif op == RESIZE:
             self._files[path].resize(length)
         elif op == ALLOCATE:
             file = self._files[path]
-            file.resize(max(len(file.now), offset + length))
+            if offset + length > len(file.now):
+                file.resize(offset + length)
         elif op == SYNC and path in self._files:
             self._files[path].sync()
         elif op == SYNC:

@@ -1,8 +1,10 @@
 """Let the disk fail at one call after the other: ``python -m tests.crash.disk_faults --seed 1``.
 
 An engine opens a new store, stores requests until some are evicted, promotes what it has, and closes. Its k-th call
-that changes something on the disk fails (``record.c``), for each k and each of ``FAULTS``; where the fault lasts, all
-that come after it do, until the engine has tried to promote. Then:
+that changes something on the disk fails (``record.c``), for each k and each of ``FAULTS``; or that one and those behind
+it, so that what is to undo it, or to make up for it, fails as well. Where the fault lasts, all that come after it do,
+until the engine has tried to promote. The store runs in the engine's stack, or with ``--host process`` in a process of
+its own, which is killed where the disk is mended. Then:
 
 1. Nothing that the engine called raised; but opening may, and works when it is tried again. Each block that was handed
    over is held, was evicted, or is counted as dropped; what was promoted is right; what comes next is stored.
@@ -23,12 +25,13 @@ import mmap
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -39,9 +42,11 @@ import numpy as np
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.host.answers import JobOutcome
 from persistkv.storage.host.client import StoreClient
-from persistkv.storage.host.launch import InlineHost
+from persistkv.storage.host.launch import InlineHost, ProcessHost
 from persistkv.storage.host.protocol import EndRequest, Hello
+from persistkv.storage.host.side import State
 from persistkv.storage.identity import Identity
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.records import StoreOptions
@@ -70,9 +75,10 @@ CAPACITY = 2 << 20  # 2 MiB
 OPTIONS = StoreOptions(staging_bytes=16 << 20)
 """16 MiB: what a request hands over is copied, and written with its manifest in one transaction."""
 PATIENCE_S = 120.0
+INLINE, PROCESS = InlineHost.name, ProcessHost.name
 STORED, DROPPED = "stored all", "dropped some"
 _LAYOUT = RowLayout(BLOCK_BYTES, (GroupLayout(((0, BLOCK_BYTES),)),))
-_UNDONE, _DONE, _HALF = 1, 2, 3  # as in record.c
+_UNDONE, _DONE, _HALF, _DONE_ONCE = 1, 2, 3, 4  # as in record.c
 _MANY = 1 << 30
 _CALLS = {
     WRITE: "write to",
@@ -105,6 +111,10 @@ FAULTS = (
     Fault("an error", errno.EIO, _UNDONE),
     Fault("an error, and all was done", errno.EIO, _DONE),
     Fault("half a write", 0, _HALF),
+    Fault("two errors", errno.EIO, _UNDONE, 2),
+    Fault("four errors", errno.EIO, _UNDONE, 4),
+    Fault("four errors, and all of the first was done", errno.EIO, _DONE_ONCE, 4),
+    Fault("four times no space", errno.ENOSPC, _UNDONE, 4),
     Fault("no space from then on", errno.ENOSPC, _UNDONE, _MANY),
     Fault("errors from then on", errno.EIO, _UNDONE, _MANY),
 )
@@ -136,19 +146,24 @@ def everything() -> dict[bytes, bytes]:
 
 
 class Engine:
-    """An engine's side of the store, which runs in its stack."""
+    """An engine's side of the store."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, host: str) -> None:
         """:raises StoreError: the store does not open."""
         self.offered: list[bytes] = []
         self.removed: set[bytes] = set()
         self.persisted: int | None = None
         """The last request whose whole context is durable."""
-        self._rows = mmap.mmap(-1, len(everything()) * BLOCK_BYTES)
+        size = len(everything()) * BLOCK_BYTES
+        region = os.memfd_create("rows")
+        os.ftruncate(region, size)
+        self._rows = mmap.mmap(region, size)
         hello = Hello(url, IDENTITY.encode(), _LAYOUT, OPTIONS)
-        self._client = StoreClient(InlineHost(memoryview(self._rows)), hello, max_queue_bytes=1 << 30)
+        self._host = ProcessHost(region, size) if host == PROCESS else InlineHost(memoryview(self._rows))
+        self._client = StoreClient(self._host, hello, max_queue_bytes=1 << 30)
         self._client.open()
         self._jobs = 0
+        self._ended: list[JobOutcome] = []
 
     def held(self) -> list[bytes]:
         """What it knows to be there."""
@@ -191,6 +206,19 @@ class Engine:
         assert len(lost) <= counters.dropped_blocks, f"{len(lost)} blocks went without a word, {counters}"
         return counters.dropped_blocks
 
+    def kill(self) -> None:
+        """End the store's process, and wait for the one that comes after it."""
+        assert isinstance(self._host, ProcessHost)
+        assert self._host.pid is not None
+        os.kill(self._host.pid, signal.SIGKILL)
+        self._await(lambda: self._client.state is not State.OPEN, "nobody sees that the store's process is dead")
+        self._await(lambda: self._client.state is State.OPEN, "the store's process does not come back")
+
+    @property
+    def restarts(self) -> int:
+        """How often the store's process ended, and was started again."""
+        return self._client.counters.restarts
+
     def close(self) -> None:
         """Have the store's side end."""
         assert self._client.close(PATIENCE_S), "the store's side does not end"
@@ -201,50 +229,91 @@ class Engine:
 
     def _end_job(self) -> list[bytes]:
         """The keys that the only job in flight was not good for."""
-        (outcome,) = self._client.poll()
+        self._await(lambda: not self._client.num_jobs, "a job does not end")
+        (outcome,) = self._ended
+        self._ended.clear()
         assert outcome.job_id == self._jobs
         return outcome.failed
 
+    def _await(self, reached: Callable[[], bool], complaint: str) -> None:
+        """Take steps until something has come true, and one more."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not reached():
+            assert time.monotonic() < deadline, complaint
+            self._ended += self._client.poll()
+            time.sleep(0.001)
+        self._ended += self._client.poll()
 
-def live(url: str, root: Path, log: Path, fault: Fault, k: int) -> Outcome:
-    """An engine's life. ``count`` is how many of its calls may fail so, ``detail`` what the engine knew at its end.
+
+def live(url: str, root: Path, log: Path, fault: Fault, k: int, host: str) -> Outcome:
+    """An engine's life. ``count`` is how many of its calls may fail so, where its stack makes them, ``detail`` what the
+    engine knew at its end.
 
     :param k: 0: none fails.
     """
-    recorder = ctypes.CDLL(None)
-    os.environ["PERSISTKV_RECORD_ROOT"], os.environ["PERSISTKV_RECORD_LOG"] = str(root), str(log)
-    _arm(recorder, f"{k} {fault.count if k else 0} {fault.errno} {fault.how}")
-    engine = _open(recorder, url, fault)
+    disk = _Disk(root, log, host)
+    disk.fail(f"{k} {fault.count if k else 0} {fault.errno} {fault.how}")
+    engine = _open(disk, url, fault, host)
     for request in range(LAST):
         engine.store(request)
     missed = engine.promote()
     assert fault.lasts or not missed, f"{missed} blocks that are held were not promoted"
-    mended = recorder.persistkv_record_calls() > k
+    mended = disk.failed(k, 1 if fault.lasts else fault.count)
+    dropped = engine.account()
+    assert not engine.restarts, "a fault of the disk ended the store's process"
     if k and fault.lasts:
-        _arm(recorder, _NEVER)
+        disk.fail(_NEVER)
+        if host == PROCESS:
+            engine.kill()
     engine.store(LAST)
     assert engine.persisted == LAST or not mended, "the disk is mended, and nothing is stored"
-    assert engine.removed or fault.lasts, "nothing was evicted"
-    dropped = engine.account()
+    assert engine.removed or fault.count > 1, "nothing was evicted"
+    if not engine.restarts:
+        dropped = engine.account()
     known = Known([key.hex() for key in engine.held()], engine.persisted)
     engine.close()
-    return Outcome(DROPPED if dropped else STORED, recorder.persistkv_record_calls(), json.dumps(known))
+    return Outcome(DROPPED if dropped else STORED, disk.calls, json.dumps(known))
 
 
-def _open(recorder: ctypes.CDLL, url: str, fault: Fault) -> Engine:
+class _Disk:
+    """The disk of an engine, or of its store's process: that one reads how it fails when it starts."""
+
+    def __init__(self, root: Path, log: Path, host: str) -> None:
+        os.environ["PERSISTKV_RECORD_ROOT"], os.environ["PERSISTKV_RECORD_LOG"] = str(root), str(log)
+        self._log = log
+        self._recorder = None if host == PROCESS else ctypes.CDLL(None)
+
+    def fail(self, how: str) -> None:
+        """From now on.
+
+        :param how: as in ``record.c``.
+        """
+        os.environ["PERSISTKV_RECORD_FAIL"] = how
+        if self._recorder is not None:
+            self._recorder.persistkv_record_begin()
+
+    @property
+    def calls(self) -> int:
+        """That may fail, of this process."""
+        return 0 if self._recorder is None else int(self._recorder.persistkv_record_calls())
+
+    def failed(self, k: int, count: int) -> bool:
+        """Whether so many calls from the k-th on are behind it."""
+        if self._recorder is None:
+            return sum(record.op == FAILED for record in read_log(self._log)) >= count
+        return self.calls >= k + count
+
+
+def _open(disk: _Disk, url: str, fault: Fault, host: str) -> Engine:
     """Again where it does not open, as whoever starts an engine does, and once the disk is mended."""
-    for _ in range(2):
+    for _ in range(2 if fault.lasts else fault.count + 1):
         with suppress(StoreError):
-            return Engine(url)
+            return Engine(url, host)
+        if host == PROCESS:
+            disk.fail(_NEVER)  # else the next process would count anew
     assert fault.lasts, "the store does not open"
-    _arm(recorder, _NEVER)
-    return Engine(url)
-
-
-def _arm(recorder: ctypes.CDLL, fail: str) -> None:
-    """:param fail: as in ``record.c``."""
-    os.environ["PERSISTKV_RECORD_FAIL"] = fail
-    recorder.persistkv_record_begin()
+    disk.fail(_NEVER)
+    return Engine(url, host)
 
 
 def look(url: str, store: Path, known: Known) -> Outcome:
@@ -290,7 +359,7 @@ def _write_more(opened: Store, backend: LmdbBackend) -> None:
     assert environment.files.lengths() == recorded, "files are longer than the extents in them"
 
 
-def run_case(directory: Path, placement: str, fault: Fault, k: int) -> Outcome:
+def run_case(directory: Path, placement: str, fault: Fault, k: int, host: str = INLINE) -> Outcome:
     """One life, and a look at what it left.
 
     :raises AssertionError: saying what is wrong, and which call failed.
@@ -300,7 +369,7 @@ def run_case(directory: Path, placement: str, fault: Fault, k: int) -> Outcome:
     log.unlink(missing_ok=True)
     root.mkdir()
     url = f"lmdb://{root}/store?capacity={CAPACITY}&placement={placement}"
-    lived = run_in_fork(lambda: live(url, root, log, fault, k), PATIENCE_S)
+    lived = run_in_fork(lambda: live(url, root, log, fault, k, host), 2 * PATIENCE_S)
     failed = [f"{_CALLS[record.offset]} {record.path}" for record in read_log(log) if record.op == FAILED]
     where = f"{placement}, {fault.name}, call {k} ({failed[0] if failed else 'none'})"
     assert lived.kind in (STORED, DROPPED), f"{where}: {lived.kind}: {lived.detail}"
@@ -310,7 +379,9 @@ def run_case(directory: Path, placement: str, fault: Fault, k: int) -> Outcome:
     return lived
 
 
-def run(cases: int, seed: int, directory: Path, seconds: float, placement: str) -> Counter[str]:
+def run(
+    cases: int, seed: int, directory: Path, seconds: float, placement: str, faults: Sequence[Fault], host: str
+) -> Counter[str]:
     """So many of the cases, in an order of the seed, or as many as the time allows; how they ended, counted.
 
     :raises AssertionError: as ``run_case``.
@@ -318,22 +389,26 @@ def run(cases: int, seed: int, directory: Path, seconds: float, placement: str) 
     deadline = time.monotonic() + seconds
     gc.freeze()
     seen: Counter[str] = Counter()
-    calls = {fault.how: run_case(directory, placement, fault, 0).count for fault in FAULTS}
-    every = [(fault, k) for fault in FAULTS for k in range(1, calls[fault.how] + 1)]
+    calls = {fault.how: run_case(directory, placement, fault, 0).count for fault in faults}
+    every = [(fault, k) for fault in faults for k in range(1, calls[fault.how] + 1)]
     seen["possible"] = len(every)
     for fault, k in random.Random(seed).sample(every, min(cases, len(every))):
         if time.monotonic() > deadline:
             break
-        seen[run_case(directory, placement, fault, k).kind] += 1
+        seen[run_case(directory, placement, fault, k, host).kind] += 1
     return seen
 
 
 def main() -> None:
+    by_name = {fault.name: fault for fault in FAULTS}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=100_000, help="for each placement, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=3600.0, help="stop after so long, for each placement")
+    parser.add_argument("--fault", choices=sorted(by_name), help="this one only")
+    parser.add_argument("--host", choices=(INLINE, PROCESS), default=INLINE, help="where the store runs")
     arguments = parser.parse_args()
+    faults = FAULTS if arguments.fault is None else (by_name[arguments.fault],)
     if not hasattr(ctypes.CDLL(None), "persistkv_record_begin"):
         with tempfile.TemporaryDirectory() as directory:
             environment = {**os.environ, "LD_PRELOAD": str(build_recorder(Path(directory)))}
@@ -342,7 +417,9 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     for placement in PLACEMENTS:
         with tempfile.TemporaryDirectory() as directory:
-            seen = run(arguments.cases, arguments.seed, Path(directory), arguments.seconds, placement)
+            seen = run(
+                arguments.cases, arguments.seed, Path(directory), arguments.seconds, placement, faults, arguments.host
+            )
         possible = seen.pop("possible")
         ends = ", ".join(f"{count} {kind}" for kind, count in sorted(seen.items()))
         print(f"{placement}: {seen.total()} of {possible} faults of the disk ({ends}): 0 lost, 0 wrong")

@@ -44,6 +44,8 @@ class Expected:
     """Acknowledged and not evicted: pack id to number."""
     running: list[int] = field(default_factory=list)
     """Numbers of the commit that did not return."""
+    failed: list[list[int]] = field(default_factory=list)
+    """Those of commits before it that raised, since the last one that did not: each was done, or not."""
     manifest: str = ""
     pinned: bool = False
     """Whether the request that is pinned was acknowledged, or found by the next writer."""
@@ -56,6 +58,8 @@ class Expected:
     def hear(self, line: dict[str, object]) -> None:
         """Take one line of the writer."""
         if "intent" in line:
+            if line["failed"]:
+                self.failed.append(self.running)
             self.running, self.manifest = list(line["intent"]), str(line["manifest"])
             return
         for number in line["done"]:
@@ -66,7 +70,7 @@ class Expected:
         self.acknowledged += len(line["done"])
         self.pinned = self.pinned or (self.manifest == PINNED and self._ran())
         self.cursor = bytes.fromhex(str(line["cursor"]))
-        self.running = []
+        self.running, self.failed = [], []
 
     def _ran(self) -> bool:
         """Whether the commit that was running is there: a writer that was killed in its first one leaves no request."""
@@ -104,13 +108,15 @@ def check(backend: LmdbBackend, expected: Expected) -> None:
     lost = set(expected.packs) - set(held)
     assert not lost, f"{len(lost)} acknowledged packs are lost"
 
-    running = {make_pack(namespace, number).pack_id: number for number in expected.running}
+    for group in filter(None, [*expected.failed, expected.running]):
+        names = {make_pack(namespace, number).pack_id: number for number in group}
+        names = {pack_id: number for pack_id, number in names.items() if pack_id not in changes.removed}
+        assert all(name in held for name in names) or held.keys().isdisjoint(names), "a commit was done in part"
+        expected.packs.update({pack_id: number for pack_id, number in names.items() if pack_id in held})
     manifests = {manifest.id for manifest in backend.manifests(namespace)}
-    there = [pack_id in held for pack_id in running]
-    if running:
-        assert all(there) or not any(there), "a commit was done in part"
-        assert (expected.manifest in manifests) == all(there), "a commit was done in part"
-    expected.packs.update({pack_id: number for pack_id, number in running.items() if pack_id in held})
+    if expected.running:
+        there = make_pack(namespace, expected.running[0]).pack_id in held
+        assert (expected.manifest in manifests) == there, "a commit was done in part"
     assert set(held) == set(expected.packs), "packs that nobody wrote, or that were evicted, are there"
     for pack_id, number in expected.packs.items():
         assert read_pack(backend, namespace, held[pack_id]) == payload(namespace, number), "wrong bytes"

@@ -2,7 +2,8 @@
 
 Writers (``tests.crash.writer``) store requests under a library that records what they ask of the disk (``record.c``).
 One after the other is killed, in a write of LMDB's meta page or in any other call, and the next one goes on: half of
-them had the store open all the time. Then, for many moments of that record, a disk that forgets what was not synced
+them had the store open all the time. Most meet a disk that fails for some calls before that: what such a sync was to
+make durable, no later one does. Then, for many moments of that record, a disk that forgets what was not synced
 (``disk``) gives back the files, and in the store that is opened on them:
 
 1. Every pack whose commit had returned, or that the next writer found, is there, byte for byte.
@@ -13,6 +14,7 @@ them had the store open all the time. Then, for many moments of that record, a d
 from __future__ import annotations
 
 import argparse
+import errno
 import gc
 import json
 import logging
@@ -32,7 +34,7 @@ from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.registry import open_backend
 from persistkv.testing.conformance.suite import check_totals, read_pack
 from persistkv.testing.samples import payload_of
-from tests.crash.disk import Disk, Record, read_log
+from tests.crash.disk import FAILED, Disk, Record, read_log
 from tests.crash.forks import Outcome, run_in_fork
 from tests.crash.loop import CAPACITY, NUMBERS_A_ROUND, PLACEMENTS, Expected, check, payload
 from tests.crash.recorder import build_recorder
@@ -43,6 +45,7 @@ STORE = Path("new/store")
 WRITERS = 6
 COMMITS = 12
 PATIENCE_S = 120.0
+_UNDONE, _DONE, _DONE_ONCE = 1, 2, 4  # as in record.c
 
 
 def record(directory: Path, seed: int, placement: str) -> list[Record]:
@@ -54,6 +57,7 @@ def record(directory: Path, seed: int, placement: str) -> list[Record]:
         "LD_PRELOAD": str(build_recorder(directory)),
         "PERSISTKV_RECORD_ROOT": str(root),
         "PERSISTKV_RECORD_LOG": str(log),
+        "PERSISTKV_RECORD_SPARE": str(SAID),
     }
     url = f"lmdb://{root / STORE}?capacity={CAPACITY}&placement={placement}"
     draw = random.Random(f"{seed} {placement}")
@@ -62,11 +66,12 @@ def record(directory: Path, seed: int, placement: str) -> list[Record]:
         for number in range(WRITERS):
             arguments = [url, NUMBERS_A_ROUND * number, seed + number, COMMITS]
             deadly = _deadly(draw) if number < WRITERS - 1 else {}
+            deadly |= _failing(draw) if number else {}
             writer = waiting or _start(arguments, {**environment, **deadly}, said)
             waiting = None
             if number % 2 and number < WRITERS - 1:  # it has the store open while this one is killed
                 arguments = [url, NUMBERS_A_ROUND * (number + 1), seed + number + 1, COMMITS, "wait"]
-                following = _deadly(draw) if number < WRITERS - 2 else {}
+                following = _failing(draw) | (_deadly(draw) if number < WRITERS - 2 else {})
                 waiting = _start(arguments, {**environment, **following}, said)
                 _await_open(waiting)
             code = _end(writer)
@@ -79,6 +84,17 @@ def _deadly(draw: random.Random) -> dict[str, str]:
     if draw.random() < 0.6:
         return {"PERSISTKV_RECORD_DIE": str(draw.randint(2, COMMITS))}
     return {"PERSISTKV_RECORD_DIE_AT": str(draw.randint(1, 20 * COMMITS))}
+
+
+def _failing(draw: random.Random) -> dict[str, str]:
+    """Calls of a writer that fail with EIO, or none."""
+    kind = draw.random()
+    if kind < 0.2:
+        return {}
+    if kind < 0.6:  # of a commit's last write, and of what is to undo it
+        return {"PERSISTKV_RECORD_FAIL": f"{-draw.randint(1, COMMITS)} {draw.randint(2, 4)} {errno.EIO} {_DONE_ONCE}"}
+    how = draw.choice((_UNDONE, _DONE, _DONE_ONCE))
+    return {"PERSISTKV_RECORD_FAIL": f"{draw.randint(1, 15 * COMMITS)} {draw.randint(1, 4)} {errno.EIO} {how}"}
 
 
 def _start(arguments: Sequence[object], environment: dict[str, str], said: BinaryIO) -> subprocess.Popen[bytes]:
@@ -115,7 +131,8 @@ class _Heard(Expected):
     def hear(self, line: dict[str, object]) -> None:
         self.namespace_promised = True
         if "held" in line:
-            names = {make_pack(self.namespace, number).pack_id: number for number in self.running} | self.packs
+            unknown = [number for group in (*self.failed, self.running) for number in group]
+            names = {make_pack(self.namespace, number).pack_id: number for number in unknown} | self.packs
             held = {bytes.fromhex(str(pack_id)) for pack_id in list(line["held"])}  # type: ignore[call-overload]
             assert held <= set(names), "a writer found packs that nobody wrote"
             self.packs = {pack_id: names[pack_id] for pack_id in held}
@@ -145,17 +162,18 @@ def _write_more(backend: Backend) -> None:
 def _moments(records: Sequence[Record], cuts: int, draw: random.Random) -> list[int]:
     """Counts of records after which the power goes. Some are right behind what a writer said, where most is promised;
     some behind what it found, until its first commits have ended: what a killed writer had not synced is promised from
-    then on, and what that one freed is written over."""
+    then on, and what that one freed is written over. Some behind a call that failed, for the same reason."""
     said = [number + 1 for number, record in enumerate(records) if record.path == SAID]
     found = [number for number in said if any(line.get("held") for line in _lines(records[number - 1]))]
     assert found, "no writer found anything"
+    failed = [number + 1 for number, record in enumerate(records) if record.op == FAILED]
 
     def moment() -> int:
         kind = draw.random()
         if kind < 0.25:
             return draw.choice(said)
         if kind < 0.75:
-            return min(draw.choice(found) + draw.randint(0, 80), len(records))
+            return min(draw.choice(failed if failed and kind < 0.5 else found) + draw.randint(0, 80), len(records))
         return draw.randint(1, len(records))
 
     return sorted(moment() for _ in range(cuts))

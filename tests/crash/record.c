@@ -6,9 +6,11 @@
    PERSISTKV_RECORD_DIE   where set to n: the process is killed in its n-th synchronous write (LMDB's meta page), when
                           the page cache has it and the disk not yet
    PERSISTKV_RECORD_DIE_AT  where set to n: the same in its n-th call of any kind; a sync has synced nothing then
-   PERSISTKV_RECORD_FAIL  where set to "k count errno how": from the k-th call on, so many fail with that errno. how is
+   PERSISTKV_RECORD_FAIL  where set to "k count errno how": from the k-th call on, so many fail with that errno; where k
+                          is negative, from the -k-th synchronous write on. how is
                           1: nothing of it is done, 2: all of it is done, 3: half of a write is done, which is no error
-                          (only writes are counted then)
+                          (only writes are counted then), 4: all of the first is done, and nothing of those behind it
+   PERSISTKV_RECORD_SPARE  the one path, relative to the root, whose calls do not fail and are not counted for that
 
    They are read when the process starts, and whenever it calls persistkv_record_begin, which counts anew.
 
@@ -35,7 +37,7 @@
 #include <unistd.h>
 
 enum { WRITE = 1, SYNCED_WRITE = 2, SYNC = 3, RESIZE = 4, ALLOCATE = 5, CREATE = 6, MKDIR = 7, UNMODELLED = 8, FAILED = 9 };
-enum { PASSES = 0, UNDONE = 1, DONE = 2, HALF = 3 };
+enum { PASSES = 0, UNDONE = 1, DONE = 2, HALF = 3, DONE_ONCE = 4 };
 
 struct head {
     uint32_t op;
@@ -51,6 +53,7 @@ static int log_fd = -1;
 static long deadly, deadly_call;
 static long calls, first_failing, failing;
 static int fail_errno, fail_how;
+static const char *spared;
 
 #define REAL(type, name, ...)                                      \
     static type (*real)(__VA_ARGS__);                              \
@@ -82,9 +85,13 @@ static void record_call(int op, const char *path, uint64_t offset, uint64_t leng
 
 /* How a call that changes something is to end; it is counted. */
 static int end_of(int op, const char *path) {
-    if (fail_how == HALF && op != WRITE) return PASSES;
-    if (++calls < first_failing || calls >= first_failing + failing) return PASSES;
-    record(FAILED, path, op, 0);
+    if (fail_how == HALF && op != WRITE && op != SYNCED_WRITE) return PASSES;
+    if (spared && !strcmp(path, spared)) return PASSES;
+    calls++;
+    if (first_failing < 0 && op == SYNCED_WRITE && !++first_failing) first_failing = calls;
+    if (first_failing <= 0 || calls < first_failing || calls >= first_failing + failing) return PASSES;
+    record(FAILED, path, op == SYNCED_WRITE ? WRITE : op, 0);
+    if (fail_how == DONE_ONCE) return calls == first_failing ? DONE : UNDONE;
     return fail_how;
 }
 
@@ -99,6 +106,7 @@ __attribute__((constructor)) void persistkv_record_begin(void) {
     root_length = strlen(root);
     calls = first_failing = failing = fail_how = 0;
     if (fail && sscanf(fail, "%ld %ld %d %d", &first_failing, &failing, &fail_errno, &fail_how) != 4) abort();
+    spared = getenv("PERSISTKV_RECORD_SPARE");
     const char *die_at = getenv("PERSISTKV_RECORD_DIE_AT");
     deadly = die ? atol(die) : 0;
     deadly_call = die_at ? atol(die_at) : 0;
@@ -181,7 +189,7 @@ static ssize_t write_half(int fd, const struct iovec *parts, int where, uint64_t
     if (!path) return call;                                                             \
     pthread_mutex_lock(&lock);                                                          \
     uint64_t at = offset;                                                               \
-    int end = end_of(WRITE, path);                                                      \
+    int end = end_of(fcntl(fd, F_GETFL) & O_DSYNC ? SYNCED_WRITE : WRITE, path);        \
     ssize_t done = end == UNDONE ? -1 : end == HALF ? write_half(fd, parts, where, at) : call; \
     int error = end == UNDONE ? fail_errno : errno;                                     \
     if (done > 0) record_write(fd, path, at, parts, count, done, end == DONE);          \

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.disk import ALLOCATE, CREATE, MKDIR, RESIZE, SYNC, SYNCED_WRITE, WRITE, Disk, Record
+from tests.crash.disk import ALLOCATE, CREATE, FAILED, MKDIR, RESIZE, SYNC, SYNCED_WRITE, WRITE, Disk, Record
 from tests.crash.running import run_module
 
 FILE = Path("directory/file")
@@ -76,6 +76,21 @@ def test_length_that_was_not_synced_may_be_the_old_one(tmp_path: Path) -> None:
     found = outcomes(disk_of(write(b"a" * PAGE), SYNCED, (RESIZE, FILE, 0, 0, b"")), tmp_path)
     assert {b"a" * PAGE, b""} <= found
     assert {len(content) for content in found if content is not None} == {0, PAGE}
+
+
+FAILED_SYNC = (FAILED, FILE, SYNC, 0, b"")
+
+
+def test_what_a_sync_lost_no_later_one_brings_back(tmp_path: Path) -> None:
+    old, new = b"a" * PAGE, b"b" * PAGE
+    found = outcomes(disk_of(write(old), SYNCED, write(new), FAILED_SYNC, SYNCED), tmp_path)
+    assert {old, new} <= found
+
+
+def test_what_is_written_again_after_a_failed_sync_stays(tmp_path: Path) -> None:
+    new = b"b" * PAGE
+    disk = disk_of(write(b"a" * PAGE), SYNCED, write(new), FAILED_SYNC, write(new), SYNCED)
+    assert outcomes(disk, tmp_path) == {new}
 
 
 def test_new_file_may_be_missing_until_its_directory_is_synced(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """The process that is killed: commits random requests to a full LMDB store, and says what it is about to do and did.
 
-One JSON line before each commit (``intent``) and one when it has returned (``done``), on standard output. With ``wait``
-behind the other arguments it opens the store, says so on standard error, and begins once it gets a line.
+One JSON line before each commit (``intent``) and one when it has returned (``done``), on standard output. Where the
+disk is made to fail, the next commit says that this one did, and the first that does not says what is there (``held``).
+With ``wait`` behind the other arguments it opens the store, says so on standard error, and begins once it gets a line.
 """
 
 from __future__ import annotations
@@ -10,8 +11,12 @@ import json
 import os
 import random
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
 
 from persistkv.config import StoreUrl
+from persistkv.errors import StoreError
 from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
 from persistkv.storage.codec import RawCodec
 from persistkv.storage.identity import Identity
@@ -24,6 +29,8 @@ from persistkv_lmdb import LmdbBackend
 IDENTITY = Identity.of({"test": "crash"})
 BLOCK_BYTES = 16 << 10  # 16 KiB
 PINNED = "pinned"
+_ATTEMPTS = 10
+_Result = TypeVar("_Result")
 
 
 def make_pack(namespace: bytes, number: int) -> PackWriter:
@@ -47,15 +54,26 @@ def say(**line: object) -> None:
     os.write(1, json.dumps(line).encode() + b"\n")
 
 
+def insist(call: Callable[[], _Result]) -> _Result:
+    """Try again where the disk fails, a few times.
+
+    :raises StoreError: it fails for good.
+    """
+    for _ in range(_ATTEMPTS - 1):
+        with suppress(StoreError):
+            return call()
+    return call()
+
+
 def work(backend: Backend, first: int, seed: int, commits: int | None = None) -> None:
     """Commit until killed, or so many times. Pack numbers count from ``first``."""
     draw = random.Random(seed)
-    namespace = backend.open_namespace(IDENTITY).id
-    changes = backend.changes(namespace, None)
+    namespace = insist(lambda: backend.open_namespace(IDENTITY)).id
+    changes = insist(lambda: backend.changes(namespace, None))
     held = [table.pack_id for table in changes.added]
     say(done=[], evicted=[], cursor=changes.cursor.hex(), held=[pack_id.hex() for pack_id in held])
+    failures = 0
     while commits is None or commits > 0:
-        commits = None if commits is None else commits - 1
         numbers = list(range(first, first + draw.randint(1, 4)))
         first += len(numbers)
         packs = [make_pack(namespace, number) for number in numbers]
@@ -67,22 +85,40 @@ def work(backend: Backend, first: int, seed: int, commits: int | None = None) ->
             touches=draw.sample(held, min(len(held), draw.randint(0, 4))),
             pins=[(PINNED, True)] if pinned else (),
         )
-        say(intent=numbers, manifest=name)
-        result = backend.commit(namespace, batch)
+        say(intent=numbers, manifest=name, failed=failures > 0)
+        try:
+            result = backend.commit(namespace, batch)
+        except StoreError:
+            failures += 1
+            if failures == _ATTEMPTS:
+                raise
+            continue
+        commits = None if commits is None else commits - 1
         gone = {table.pack_id for table in result.evicted}
         held = [pack_id for pack_id in [*held, *(pack.pack_id for pack in packs)] if pack_id not in gone]
-        say(done=numbers, evicted=[pack_id.hex() for pack_id in gone], cursor=result.cursor.hex())
+        found = {}
+        if failures:  # those that failed may have been done, and evicted some
+            now = insist(lambda: backend.changes(namespace, None))
+            held = [table.pack_id for table in now.added]
+            found = {"held": [pack_id.hex() for pack_id in held]}
+            failures = 0
+        say(done=numbers, evicted=[pack_id.hex() for pack_id in gone], cursor=result.cursor.hex(), **found)
+
+
+def _see(backend: LmdbBackend) -> None:
+    """From here on it sees what a killed writer left."""
+    with backend._environment.transaction(write=True):
+        pass
 
 
 if __name__ == "__main__":
     *numbers, last = sys.argv[2:]
-    opened = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
+    opened = insist(lambda: LmdbBackend.open(StoreUrl.parse(sys.argv[1])))
     if last == "wait":
-        opened.open_namespace(IDENTITY)
+        insist(lambda: opened.open_namespace(IDENTITY))
         os.write(2, b"open\n")
         sys.stdin.readline()
-        with opened._environment.transaction(write=True):
-            """From here on it sees what a killed writer left."""
+        insist(lambda: _see(opened))
     else:
         numbers.append(last)
     work(opened, *map(int, numbers))

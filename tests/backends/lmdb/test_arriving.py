@@ -4,6 +4,7 @@ import errno
 import mmap
 import os
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -153,6 +154,35 @@ def test_where_the_kernel_refuses_reads_are_as_ever(open_store, identity, monkey
         stored.room[:] = bytes(len(stored.room))
     assert stored.came == []
     assert len(asked) <= 1  # it is asked once
+
+
+@pytest.mark.parametrize(("code", "passes"), [(errno.EAGAIN, True), (errno.ENOSYS, False)])
+def test_kernel_whose_aio_others_had_taken_up_is_asked_again(open_store, identity, monkeypatch, code, passes):
+    now, refuses, asked = 1000.0, True, 0
+
+    class Refused(Queue):
+        def __init__(self):
+            nonlocal asked
+            asked += 1
+            if refuses:
+                raise OSError(code, os.strerror(code))
+            super().__init__()
+
+    monkeypatch.setattr(arriving, "Queue", Refused)
+    monkeypatch.setattr(arriving, "time", SimpleNamespace(monotonic=lambda: now))
+    stored = Stored(open_store("?capacity=128MiB"), identity)
+    if stored.read() and not asked:
+        pytest.skip("this file system takes no reads past the page cache")
+    for _ in range(2):
+        now += 25.0
+        assert stored.read()
+    assert asked == 1, "not with each read"
+    now += 25.0
+    refuses = False
+    assert stored.read()
+    assert stored.room == stored.payload
+    assert asked == 1 + passes
+    assert bool(stored.came) == passes
 
 
 def test_buffers_that_are_not_aligned(stored, queues):

@@ -1,6 +1,7 @@
 """Writes that run beside a transaction: they have ended when it does, however it does."""
 
 import os
+import sys
 import threading
 from contextlib import suppress
 from functools import partial
@@ -69,6 +70,76 @@ def test_call_has_begun_where_a_thread_is_idle(beside):
     may_end.set()
     beside.settle()
     assert sorted(begun) == [0, 1, 2]
+
+
+def interrupted_at(step, function, call):
+    """Run ``call``, and interrupt it before so many steps (bytecodes) of a function; tells whether it was."""
+    left = step
+
+    def trace(frame, event, _):
+        nonlocal left
+        if frame.f_code is not function.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if not left:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def settled(beside):
+    """Whether a wait ends."""
+    waiting = threading.Thread(target=beside.settle, daemon=True)
+    waiting.start()
+    waiting.join(SECONDS)
+    return not waiting.is_alive()
+
+
+def test_interrupt_in_begin_leaves_nothing_that_is_waited_for_in_vain():
+    step, interrupted, ran = 0, True, []
+    while interrupted:
+        step += 1
+        ran = []
+        made = Beside("test", 1)
+        made.begin(partial(ran.append, "before"))
+        interrupted = interrupted_at(
+            step, Beside.begin, lambda ran=ran, made=made: made.begin(lambda: ran.append("it"))
+        )
+        assert settled(made), f"a wait does not end after an interrupt at step {step}"
+        known = list(ran)
+        assert known in (["before"], ["before", "it"])
+        made.begin(partial(ran.append, "behind"))
+        made.settle()
+        made.close()
+        assert ran == [*known, "behind"], "what was waited for runs later, or again"
+    assert step > 20
+    assert ran == ["before", "it", "behind"]
+
+
+def test_interrupt_in_settle_leaves_a_wait_that_ends():
+    step, interrupted = 0, True
+    while interrupted:
+        step += 1
+        made = Beside("test", 2)
+        ran = []
+        for number in range(4):
+            made.begin(partial(ran.append, number))
+        interrupted = interrupted_at(step, Beside.settle, made.settle)
+        assert settled(made), f"a wait does not end after an interrupt at step {step}"
+        assert sorted(ran) == [0, 1, 2, 3]
+        made.close()
+    assert step > 20
 
 
 def test_undone_transaction_leaves_no_write_on_its_way(backend, namespace, placement, monkeypatch):

@@ -1,18 +1,22 @@
 """What is promised is on the disk, also where the process that wrote it was killed before it was, or the disk fails."""
 
 import errno
+import mmap
 import os
 import signal
+import struct
 import subprocess
 import sys
 
+import lmdb
 import pytest
 
 from persistkv.errors import StoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
-from persistkv_lmdb import guard, segments
+from persistkv_lmdb import gathering, guard, segments, syncs
+from persistkv_lmdb.inspection import Verdict, inspect
 
 DIES_IN_ITS_COMMIT = """
 import os, signal, sys
@@ -36,19 +40,32 @@ def die_in_a_commit(path, namespace):
 
 @pytest.fixture
 def synced(monkeypatch):
-    """Names of what is synced outside of LMDB's own commits."""
+    """Names of what is made durable outside of LMDB's own commits."""
     names = []
 
     def noting(sync):
-        def noted(path):
+        def noted(path, *arguments):
             names.append(path.name)
-            sync(path)
+            sync(path, *arguments)
 
         return noted
 
-    for kind in ("sync_file", "sync_directory"):
+    for kind in ("write_again", "sync_directory"):
         monkeypatch.setattr(guard, kind, noting(getattr(guard, kind)))
     return names
+
+
+class PanickingOnce:
+    """An environment of LMDB whose next transaction does not begin."""
+
+    def __init__(self, env):
+        self.env = env
+
+    def begin(self, **_):
+        raise lmdb.PanicError("mdb_txn_begin")
+
+    def close(self):
+        self.env.close()
 
 
 def fails(*_):
@@ -82,30 +99,108 @@ def test_what_a_killed_writer_left_is_synced_by_who_opens_or_closes(open_store, 
     assert len(tables(open_store(), namespace)) == 2
 
 
-def test_what_the_disk_lost_is_not_asked_for_again(open_store, backend, namespace, path, monkeypatch, caplog):
-    """After EIO the kernel forgets what it could not write: a second sync would succeed, and mean nothing."""
+@pytest.fixture
+def forgetful(monkeypatch):
+    """A kernel that could not write what a process left in ``data.mdb``: the pages of it that were not written anew
+    since then. It says so as often as is asked for."""
+    errors, lost, written = [], {0, 1}, []
+    fsync, pwritev = os.fsync, os.pwritev
+
+    def sync(fd):
+        fsync(fd)
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("data.mdb"):
+            if errors:
+                errors.pop()
+                written.clear()
+                fails()
+            lost.difference_update(written)
+
+    def write(fd, buffers, offset, *flags):
+        done = pwritev(fd, buffers, offset, *flags)
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("data.mdb"):
+            written.extend(range(offset // mmap.PAGESIZE, (offset + done) // mmap.PAGESIZE))
+        return done
+
+    monkeypatch.setattr(syncs.os, "fsync", sync)
+    monkeypatch.setattr(gathering.os, "pwritev", write)
+    return errors, lost
+
+
+def test_what_the_disk_lost_is_written_again(open_store, backend, namespace, path, forgetful):
+    """After EIO the kernel takes what it could not write for written: a second sync would succeed, and mean nothing."""
+    errors, lost = forgetful
     held = sample_pack(namespace, 3)
     backend.commit(namespace, CommitBatch([held]))
     die_in_a_commit(path, namespace)
-    with monkeypatch.context() as patch:
-        patch.setattr(guard, "sync_file", fails)
+    errors += [True, True]
+    for _ in range(2):
         with pytest.raises(StoreError, match="Input/output error"):
             backend.commit(namespace, CommitBatch([sample_pack(namespace, 4)]))
-    for _ in range(2):
-        with pytest.raises(StoreError, match="the disk has lost"):
-            backend.commit(namespace, CommitBatch([sample_pack(namespace, 4)]))
-    assert read_pack(backend, namespace, held.table) == payload_of(held)
+        assert read_pack(backend, namespace, held.table) == payload_of(held)
+    assert lost == {0, 1}
+    backend.commit(namespace, CommitBatch([sample_pack(namespace, 4)]))
+    assert lost == set()
     backend.close()
-    assert list(open_store().namespaces()) == []
-    assert "the disk has lost" in caplog.text
+    assert len(tables(open_store(), namespace)) == 4
+    assert not list(path.glob("damaged-*"))
 
 
-def test_store_whose_last_commit_cannot_be_synced_is_moved_aside(open_store, backend, namespace, path, monkeypatch):
+def test_store_that_the_disk_does_not_take_is_kept_and_opens_later(open_store, backend, namespace, path, forgetful):
+    """Its last process was killed, or wrote in vain until its end; now a bad disk is no reason to lose the rest."""
+    errors, lost = forgetful
     backend.close()
     die_in_a_commit(path, namespace)
-    monkeypatch.setattr(guard, "sync_file", fails)
-    assert list(open_store().namespaces()) == []
-    assert len(list(path.glob("damaged-*"))) == 1
+    errors += [True] * 4
+    for _ in range(4):  # more often than deaths are counted
+        with pytest.raises(StoreUnavailableError, match="Input/output error"):
+            open_store()
+    assert lost == {0, 1}
+    assert len(tables(open_store(), namespace)) == 2
+    assert lost == set()
+    assert not list(path.glob("damaged-*"))
+
+
+def test_handle_recovers_from_a_failed_meta_page(backend, namespace):
+    shared = backend._environment
+    shared._env = PanickingOnce(shared._env)
+    backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
+    assert backend.stats().packs == 1
+
+
+def test_commit_that_nobody_knows_of_is_taken_back(backend, namespace, path):
+    """Its meta page is in the file, and LMDB's table of who has it open tells of the one before."""
+    shared = backend._environment
+    held = sample_pack(namespace, 1)
+    backend.commit(namespace, CommitBatch([held]))
+    with shared.transaction() as transaction:
+        number = transaction.txn.id() + 1
+    content = bytearray((path / "data.mdb").read_bytes()[: 2 * mmap.PAGESIZE])
+    known = content[(1 - number % 2) * mmap.PAGESIZE :][: mmap.PAGESIZE]
+    struct.pack_into("=Q", known, 144, number)
+    with (path / "data.mdb").open("r+b") as file:
+        file.seek(number % 2 * mmap.PAGESIZE + 8)
+        file.write(known[8:])
+    assert shared._env.info()["last_txnid"] == number
+    with shared.transaction(write=True) as transaction:
+        assert transaction.txn.id() == number
+        assert shared._env.info()["last_txnid"] == number - 1
+    backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
+    assert inspect(path).verdict is Verdict.FINE
+    assert len(tables(backend, namespace)) == 2
+    assert read_pack(backend, namespace, held.table) == payload_of(held)
+
+
+def test_handle_reads_while_what_it_failed_to_commit_cannot_be_made_durable(backend, namespace, forgetful):
+    """LMDB's handle is of no use after its last write failed, and is opened again."""
+    errors, _ = forgetful
+    held = sample_pack(namespace, 1)
+    backend.commit(namespace, CommitBatch([held]))
+    shared = backend._environment
+    shared._guard.begin_commit()
+    shared._env = PanickingOnce(shared._env)
+    errors.append(True)
+    assert read_pack(backend, namespace, held.table) == payload_of(held)
+    assert errors, "a read asks nothing of the disk that it does not need"
 
 
 def test_payload_whose_sync_failed_is_written_again(backend, namespace, path, placement, monkeypatch):

@@ -326,26 +326,6 @@ def test_limit_of_the_file_size_evicts_for_what_is_new(tmp_path, placement):
     assert run(GROWS_NO_MORE, tmp_path, "limit", placement) == ["True", "True", "True"]
 
 
-class PanickingOnce:
-    """An environment of LMDB whose next transaction does not begin."""
-
-    def __init__(self, env):
-        self.env = env
-
-    def begin(self, **_):
-        raise lmdb.PanicError("mdb_txn_begin")
-
-    def close(self):
-        self.env.close()
-
-
-def test_handle_recovers_from_a_failed_meta_page(backend, namespace):
-    shared = backend._environment
-    shared._env = PanickingOnce(shared._env)
-    backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
-    assert backend.stats().packs == 1
-
-
 def test_nothing_keeps_a_snapshot(backend, namespace, open_store):
     """A reader that stays would pin each round's pages, and the file would grow by them."""
     reader = open_store(read_only=True)

@@ -10,9 +10,9 @@ bounds what a full store that reuses its space could reach.
 A warm promotion (all files were read before: a store itself writes and reads past the page cache) is held against
 preadv of the same buffers out of the page cache and the xxh3 of each MiB, a cold one (all files dropped from the page
 cache, which is checked) against the faster of two raw cold reads: O_DIRECT, or through the page cache. A cold one is
-taken alone and in a line of four, too, against raw reads of as many bytes: what a job needs before its first read and
-behind its last one, the disk has other jobs' reads to do with. Rows are shuffled, as an engine's are, and lie in huge
-pages, as the primary tier does. What was loaded is compared with what was stored.
+taken alone and in a line of four, too, against raw reads of as many bytes, one after the other: what a job needs before
+its first read and behind its last one, the disk has other jobs' reads to do with. Rows are shuffled, as an engine's
+are, and lie in huge pages, as the primary tier does. What was loaded is compared with what was stored.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class ArrivingReads:
     def read(self, reads: Iterable[Read], arrived: Callable[[int], None]) -> list[Read]:
         """Read pieces, which are numbered; those that did not come, or not whole, in their order.
 
-        :param reads: each is begun before the next one is asked for.
+        :param reads: the first ones are begun before the next one is asked for.
         :param arrived: called with the number of each that came. What it raises is raised here.
         """
         queue = self._queue()
@@ -88,9 +88,14 @@ class _Flight:
         for read in reads:
             if last is not None:
                 self._begin(last)
-            last = read
-        ended = self._queue.wait() if self._queue.in_flight >= _HOLDS_BACK_FROM else []
+                last = None
+            if self._queue.in_flight >= _HOLDS_BACK_FROM:
+                last = read
+            else:
+                self._begin(read)
+        ended: list[Ended] = []
         if last is not None:
+            ended = self._queue.wait()
             self._begin(last)
         self._tell(ended)
         while self._queue.in_flight:

@@ -267,7 +267,11 @@ class Environment:
         try:
             guard.open(partial(self._reopen_alone, False))
         except BaseException:
-            guard.close()
+            try:
+                if not self._env.flags()["readonly"]:  # the guard failed after it
+                    self._reopen_alone(self.read_only)
+            finally:
+                guard.close()
             raise
         with self._gate.alone():
             self.files.make_writable()

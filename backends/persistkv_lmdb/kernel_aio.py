@@ -16,8 +16,6 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from persistkv.libc import address_of
-
 DEPTH = 64  # reads in flight at most
 
 _SETUP, _DESTROY, _SUBMIT, _GET_EVENTS = range(4)
@@ -66,12 +64,13 @@ class Queue:
         """Begin one more.
 
         :raises OSError: it was not begun: EAGAIN where there is no room for it, else it cannot be.
+        :raises TypeError: a buffer is read-only; it was not begun.
         """
         number, fd, buffers, offset, _ = read
         vectors = ctypes.create_string_buffer(len(buffers) * _IOVEC.size)
         place = 0
         for buffer in buffers:
-            _IOVEC.pack_into(vectors, place, address_of(buffer), len(buffer))
+            _IOVEC.pack_into(vectors, place, _address(buffer), len(buffer))
             place += _IOVEC.size
         fields = (number, 0, 0, _PREADV, 0, fd, ctypes.addressof(vectors), len(buffers), offset, 0, 0, 0)
         control = ctypes.create_string_buffer(_IOCB.pack(*fields), _IOCB.size)
@@ -108,3 +107,8 @@ class Queue:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
         return done
+
+
+def _address(buffer: memoryview) -> int:
+    """:raises TypeError: the buffer is read-only, which the kernel would not see."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

@@ -105,6 +105,7 @@ def plan_reads(
 ) -> tuple[list[list[FrameRead]], list[bytes]]:
     """The frames that hold ``keys``, which are wanted in the rows ``block_ids``, in parts; and the missing.
 
+    :param block_ids: one for each key.
     :param part_bytes: stored bytes of a part. A new one begins with each pack, unless what is there is small.
     :param scratch_bytes: of those, what cannot be read straight into rows.
     :param remote: encoded frames that lie side by side are a part of their own, which takes no more than one of them.
@@ -403,7 +404,7 @@ def _verify_pieces(frame: Frame, pieces: Iterable[memoryview], seed: int) -> Non
 
 
 def _copy_repeated(read: FrameRead, rows: Rows) -> None:
-    """One job may want a block in several rows; it was read into the first."""
+    """One job may want a block in several rows; it was read into the one in ``rows``."""
     group = read.frame.group
     for position, row in read.copies:
         rows.scatter(group, [row], rows.gather(group, [read.rows[position]]))

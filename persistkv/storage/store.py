@@ -314,8 +314,8 @@ class Store:
         self.medium.executor.begin(self._read(keys, block_ids, then))
 
     async def _read(self, keys: Sequence[bytes], block_ids: Sequence[int], then: Callable[[ReadOutcome], None]) -> None:
-        medium = self.medium
-        size = part_bytes(len(keys) * self.rows.layout.row_stride, medium.executor.threads, remote=self._remote)
+        medium, count = self.medium, len(keys)
+        size = part_bytes(count * self.rows.layout.row_stride, medium.executor.threads, remote=self._remote)
         bounds = (size, self._shares.part)
         parts, missing = plan_reads(self._catalogue.index, self.rows, keys, block_ids, *bounds, remote=self._remote)
         self._touch({read.pack.pack_id: None for part in parts for read in part})
@@ -325,7 +325,7 @@ class Store:
             outcome.add(part)
         self.counters.verification_failures += outcome.bad_frames
         self.counters.missed_blocks += len(outcome.failed)
-        self.counters.loaded_blocks += len(keys) - len(outcome.failed)
+        self.counters.loaded_blocks += count - len(outcome.failed)
         self.counters.loaded_bytes += outcome.raw_bytes
         if outcome.suspects:  # out of the index before the caller hears of it: what he computes again is not held
             self._catalogue.distrust(outcome.suspects.values())

@@ -355,6 +355,38 @@ def test_an_interval_ends_where_memory_does(open_store: OpenStore, keys: Keys, m
     assert store.staged_bytes == 0
 
 
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_a_block_is_wanted_beside_a_whole_frame(
+    store_url: str, open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows], codec: str
+) -> None:
+    """The frame goes straight to rows that lie side by side, one of its blocks to another row, too."""
+    store = open_store(store_url, make_rows(192, 16 << 10), codec=codec)
+    store.rows.array[:, ::2] = 0
+    names = keys(64)  # 1 MiB: a frame
+    store.put("r", names, range(64), range(64))
+    store.flush()
+    before = store.rows.array.copy()
+    store.rows.array[:] = 0
+    assert store.read([*names, names[5]], [*range(64, 128), 150]) == []
+    assert np.array_equal(store.rows.array[64:128], before[:64])
+    assert np.array_equal(store.rows.array[150], before[5])
+    assert store.counters.loaded_bytes == 65 * (16 << 10)
+
+
+def test_as_many_rows_as_keys(
+    store_url: str, open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows]
+) -> None:
+    store = open_store(store_url, make_rows(64, 16 << 10))
+    names = keys(16)
+    store.put("r", names, range(16), range(16))
+    store.flush()
+    before = store.rows.array.copy()
+    for some, block_ids in ((names, range(32, 49)), (names, range(32, 47)), (names[::-1], range(32, 49))):
+        with pytest.raises(ValueError, match=f"16 keys for {len(block_ids)} rows"):
+            store.read(some, block_ids)
+    assert np.array_equal(store.rows.array, before)
+
+
 def test_blocks_are_wanted_in_any_places(
     store_url: str, open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows]
 ) -> None:

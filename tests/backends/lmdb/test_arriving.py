@@ -127,6 +127,57 @@ def test_each_piece_arrives_once_with_its_bytes(stored, queues):
     assert queues[0].in_flight == 0
 
 
+class Told(Watched):
+    """Writes down what happens, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.log = []
+
+    def begin(self, read):
+        super().begin(read)
+        self.log.append("begin")
+
+    def wait(self):
+        ended = super().wait()
+        self.log.append("wait")
+        return ended
+
+
+def test_the_last_read_is_handed_over_once_something_came(backend, identity, monkeypatch):
+    """Before that is looked at: the disk is not to wait for it."""
+    queues = use(monkeypatch, Told)
+    stored = Stored(backend, identity)
+    assert stored.read()
+    needs_aio(queues)
+    log = queues[0].log
+    log.clear()
+    assert stored.read(arrived=lambda number: log.append("arrived"))
+    assert log[: len(CALLS) + 1] == ["begin"] * (len(CALLS) - 1) + ["wait", "begin"]
+    assert log.count("arrived") == COUNT
+
+
+def test_few_reads_are_handed_over_at_once(backend, identity, monkeypatch):
+    queues = use(monkeypatch, Told)
+    stored = Stored(backend, identity)
+    pieces = CALLS[2][-1] + 1
+    room = stored.buffers()[: 4 * pieces]
+    assert stored.read(room)
+    needs_aio(queues)
+    assert queues[0].log[:4] == ["begin"] * 3 + ["wait"]
+    assert b"".join(room) == stored.payload[: PIECE * pieces]
+
+
+def test_more_reads_than_may_be_in_flight(backend, identity, monkeypatch):
+    class Shallow(Watched):
+        def begin(self, read):
+            assert self.in_flight < 2
+            super().begin(read)
+
+    monkeypatch.setattr(arriving, "DEPTH", 2)
+    read_whole_by(Shallow, monkeypatch, backend, identity)
+
+
 def test_a_queue_is_used_again(stored, queues):
     for _ in range(3):
         assert stored.read()

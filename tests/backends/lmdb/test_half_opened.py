@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from persistkv.errors import StoreBusyError, StoreError, StoreUnavailableError
+from persistkv.config import StoreUrl
+from persistkv.errors import ConfigurationError, StoreBusyError, StoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_lmdb import guard
+from persistkv_lmdb.backend import LmdbBackend
 
 
 def write_that_fails(name, number):
@@ -64,14 +66,14 @@ FAILURES_OF_WHAT_IS_THERE = FAILURES | {"first word": (first_word_that_fails, St
 
 
 def opened_files(path):
-    """Names of what this process has open of a store."""
-    links = set()
+    """Names of what this process has open of a store, as often as it has."""
+    links = []
     for entry in Path("/proc/self/fd").iterdir():
         try:
-            links.add(os.readlink(entry))
+            links.append(os.readlink(entry))
         except FileNotFoundError:  # the directory's own
             continue
-    return {Path(link).name for link in links if Path(link).is_relative_to(path)}
+    return sorted(Path(link).name for link in links if Path(link).is_relative_to(path))
 
 
 def fail_to_open(open_store, failure, path, monkeypatch):
@@ -109,8 +111,19 @@ def test_opening_beside_a_reader_can_be_tried_again(open_store, path, closed_pac
         before = opened_files(path)
         caught = fail_to_open(open_store, failure, path, monkeypatch)
         assert opened_files(path) == before
+        assert reader._environment._env.flags()["readonly"]
         assert read_pack(reader, closed_pack.namespace, closed_pack.table) == payload_of(closed_pack)
         backend = open_store()
         assert caught.value.__traceback__ is not None
         backend.commit(closed_pack.namespace, CommitBatch([sample_pack(closed_pack.namespace, 2)]))
         assert len(tables(reader, closed_pack.namespace)) == 2
+
+
+def test_what_is_refused_once_it_is_open(open_store, path, closed_pack, placement):
+    other = "inline" if placement == "extents" else "extents"
+    with pytest.raises(ConfigurationError, match=f"{placement}.*move") as caught:
+        LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}?placement={other}"))
+    assert not opened_files(path)
+    backend = open_store()
+    assert caught.value.__traceback__ is not None
+    assert read_pack(backend, closed_pack.namespace, closed_pack.table) == payload_of(closed_pack)

@@ -69,7 +69,7 @@ class ArrivingReads:
         try:
             return Queue()
         except OSError as error:
-            self._refused = error.errno != errno.EAGAIN
+            self._refused = error.errno not in (errno.EAGAIN, errno.ENOMEM)
             self._again_at = time.monotonic() + _AGAIN_S
             until = "" if self._refused else f" for {_AGAIN_S:g} s"
             logger.info("the kernel's asynchronous I/O is refused (%s); threads wait for the disk%s", error, until)

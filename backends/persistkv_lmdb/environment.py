@@ -22,7 +22,7 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import ConfigurationError, StoreBusyError, StoreError, StoreFullError
 from persistkv.storage.pack import align
 from persistkv_lmdb.aside import found_aside
-from persistkv_lmdb.errors import free_disk_bytes, translated, translated_at_open, translated_io
+from persistkv_lmdb.errors import free_disk_bytes, translated, translated_at_open
 from persistkv_lmdb.gate import Gate
 from persistkv_lmdb.guard import FILE_NAME as GUARD_FILE
 from persistkv_lmdb.guard import Guard
@@ -338,6 +338,7 @@ class Environment:
 
     def _open(self, read_only: bool, placement: Placement = DEFAULT_PLACEMENT) -> None:
         self._env, self.file_id, self._db = open_environment(self.path, placement, read_only=read_only)
+        self._is_open = True
 
     def _reopen_alone(self, read_only: bool) -> None:
         with self._gate.alone():
@@ -345,13 +346,14 @@ class Environment:
 
     def _reopen(self, read_only: bool) -> None:
         self._env.close()
+        self._is_open = False
         try:
             self._open(read_only)
         except BaseException:
-            self._open(self.read_only)
-            raise
-        finally:
+            self._open(self.read_only)  # where that fails too, the next transaction tries again
             self._fit_map()
+            raise
+        self._fit_map()
 
     def _fit_map(self) -> None:
         """Map as much as the capacity allows; where others have written more already, that and room to delete it."""
@@ -373,6 +375,8 @@ class Environment:
 
     def _begin(self, write: bool) -> lmdb.Transaction[memoryview] | Callable[[], None]:
         """A transaction, or what is to be done, alone, before one can begin."""
+        if not self._is_open:
+            return self._revive
         try:
             begun = self._env.begin(write=write, buffers=True)
         except lmdb.MapResizedError:
@@ -395,10 +399,17 @@ class Environment:
         """Where a commit's last write failed, and LMDB's undoing of it too, the file has a snapshot of which those that
         have it open know nothing: they go on from the one before, over its pages. Whoever opens it later, or after a
         power loss, must not find it.
+
+        Until that is durable it counts as a commit that has not ended: whoever writes next makes it so.
         """
-        if self._env.info()["last_txnid"] >= begun.id():
-            with translated_io(self.path):
-                disown(self.path, begun.id(), int(self._env.stat()["psize"]))
+        if self._env.info()["last_txnid"] < begun.id():
+            return
+        self._begin_commit(True)
+        try:
+            disown(self.path, begun.id(), int(self._env.stat()["psize"]))
+        except OSError as error:  # a full disk, too: to evict would not help
+            raise StoreError(f"{self.path}: {error.strerror or error}") from error
+        self._end_commit(True)
 
     def _remap(self) -> None:
         with self._gate.alone():

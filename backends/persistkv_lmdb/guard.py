@@ -45,7 +45,7 @@ OPENING_PATIENCE_S = 30.0
 _CLEAN, _OPEN, _SUSPECT = "clean", "open", "suspect"
 _ROW_BYTES = 32
 _MAX_DEATHS = 3
-_PATIENCE_S = 5.0  # for another process that closes: it holds the lock alone for microseconds
+_PATIENCE_S = 5.0  # for another process that closes: it holds the lock alone for microseconds, or three syncs
 _NAP_S = 0.001
 
 

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from persistkv.errors import CorruptStoreError
 from persistkv_lmdb.layout import DATA_FILE
 from persistkv_lmdb.syncs import write_durably
 
@@ -97,13 +98,19 @@ def disown(directory: Path, number: int, page_bytes: int) -> None:
     holds LMDB's lock for writing.
 
     :raises OSError: the disk failed; it may tell of either.
+    :raises CorruptStoreError: the pages are not of these two, as where files were replaced under those that have them
+        open; nothing was written.
     """
     data = directory / DATA_FILE
     with data.open("rb") as file:
-        file.seek((1 - number % 2) * page_bytes)
-        page = bytearray(file.read(page_bytes))
-    header = next(size for size in _PAGE_HEADERS if _U32.unpack_from(page, size)[0] == _MAGIC)
-    _U64.pack_into(page, header + _LAST_PAGE_AT + _U64.size, number - 2)
+        pages = [bytearray(file.read(page_bytes)) for _ in range(2)]
+    page = pages[1 - number % 2]
+    header = next((size for size in _PAGE_HEADERS if page[size : size + _U32.size] == _U32.pack(_MAGIC)), None)
+    at = 0 if header is None else header + _LAST_PAGE_AT + _U64.size
+    told = [bytes(page[at : at + _U64.size]) for page in pages]
+    if not at or told != [_U64.pack(number - (number + place) % 2) for place in range(2)]:
+        raise CorruptStoreError(f"{data}: it does not begin with the pages of transactions {number - 1} and {number}")
+    _U64.pack_into(page, at, max(number - 2, 0))
     write_durably(data, bytes(page[_U64.size :]), number % 2 * page_bytes + _U64.size)  # behind the page's own number
 
 

@@ -97,7 +97,8 @@ class Writing:
             await catalogue.refresh_or_complain()  # room may have been made although it was not enough
             return False
         await catalogue.committed(writers, result, followed=seen is not None)
-        catalogue.count_held([one.writer for one in outgoing if one.writer not in writers])
+        offered = set(map(id, writers))
+        catalogue.count_held([one.writer for one in outgoing if id(one.writer) not in offered])
         self._uses = []
         for one in outgoing:
             self._ended(one, True)

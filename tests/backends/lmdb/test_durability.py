@@ -11,11 +11,11 @@ import sys
 import lmdb
 import pytest
 
-from persistkv.errors import StoreError, StoreUnavailableError
+from persistkv.errors import CorruptStoreError, StoreError, StoreFullError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
-from persistkv_lmdb import gathering, guard, segments, syncs
+from persistkv_lmdb import environment, gathering, guard, opening, segments, syncs
 from persistkv_lmdb.inspection import Verdict, inspect
 
 DIES_IN_ITS_COMMIT = """
@@ -167,20 +167,26 @@ def test_handle_recovers_from_a_failed_meta_page(backend, namespace):
     assert backend.stats().packs == 1
 
 
+def forge_a_commit(shared, ahead=1):
+    """A meta page in the file of which LMDB's table of who has it open does not tell; its number."""
+    with shared.transaction() as transaction:
+        number = transaction.txn.id() + ahead
+    content = bytearray((shared.path / "data.mdb").read_bytes()[: 2 * mmap.PAGESIZE])
+    known = content[(1 - number % 2) * mmap.PAGESIZE :][: mmap.PAGESIZE]
+    struct.pack_into("=Q", known, 144, number)
+    with (shared.path / "data.mdb").open("r+b") as file:
+        file.seek(number % 2 * mmap.PAGESIZE + 8)
+        file.write(known[8:])
+    assert shared._env.info()["last_txnid"] == number
+    return number
+
+
 def test_commit_that_nobody_knows_of_is_taken_back(backend, namespace, path):
     """Its meta page is in the file, and LMDB's table of who has it open tells of the one before."""
     shared = backend._environment
     held = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([held]))
-    with shared.transaction() as transaction:
-        number = transaction.txn.id() + 1
-    content = bytearray((path / "data.mdb").read_bytes()[: 2 * mmap.PAGESIZE])
-    known = content[(1 - number % 2) * mmap.PAGESIZE :][: mmap.PAGESIZE]
-    struct.pack_into("=Q", known, 144, number)
-    with (path / "data.mdb").open("r+b") as file:
-        file.seek(number % 2 * mmap.PAGESIZE + 8)
-        file.write(known[8:])
-    assert shared._env.info()["last_txnid"] == number
+    number = forge_a_commit(shared)
     with shared.transaction(write=True) as transaction:
         assert transaction.txn.id() == number
         assert shared._env.info()["last_txnid"] == number - 1
@@ -188,6 +194,78 @@ def test_commit_that_nobody_knows_of_is_taken_back(backend, namespace, path):
     assert inspect(path).verdict is Verdict.FINE
     assert len(tables(backend, namespace)) == 2
     assert read_pack(backend, namespace, held.table) == payload_of(held)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_what_is_taken_back_is_durable_before_anything_is_written(backend, namespace, path, forgetful, times):
+    """The disk refuses it some times: the kernel then takes it for written, and LMDB would never ask again."""
+    shared = backend._environment
+    errors, lost = forgetful
+    held = sample_pack(namespace, 1)
+    backend.commit(namespace, CommitBatch([held]))
+    number = forge_a_commit(shared)
+    lost.clear()
+    lost.add(number % 2)
+    errors += [True] * times
+    for _ in range(times):
+        with pytest.raises(StoreError, match="Input/output error"):
+            backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
+    assert lost == {number % 2}
+    with shared.transaction(write=True):
+        assert lost == set()
+    backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
+    assert len(tables(backend, namespace)) == 2
+    assert read_pack(backend, namespace, held.table) == payload_of(held)
+
+
+def test_a_full_disk_does_not_evict_for_what_is_taken_back(backend, namespace, monkeypatch):
+    shared = backend._environment
+    backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
+    forge_a_commit(shared)
+
+    def is_full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(environment, "disown", is_full)
+        with pytest.raises(StoreError) as caught:
+            backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
+    assert not isinstance(caught.value, StoreFullError)
+    assert len(tables(backend, namespace)) == 1
+
+
+def test_pages_of_other_transactions_are_not_taken_back(backend, namespace, path):
+    shared = backend._environment
+    backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
+    forge_a_commit(shared, ahead=3)
+    before = (path / "data.mdb").read_bytes()[: 2 * mmap.PAGESIZE]
+    with pytest.raises(CorruptStoreError, match="does not begin with"):
+        backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
+    assert (path / "data.mdb").read_bytes()[: 2 * mmap.PAGESIZE] == before
+
+
+@pytest.mark.parametrize("times", [1, 2, 5])
+def test_handle_that_cannot_be_opened_again_is_tried_again(backend, namespace, monkeypatch, times):
+    held = sample_pack(namespace, 1)
+    backend.commit(namespace, CommitBatch([held]))
+    shared = backend._environment
+    shared._env = PanickingOnce(shared._env)
+    left = [True] * times
+
+    def failing(*arguments, **options):
+        if left:
+            left.pop()
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opens(*arguments, **options)
+
+    opens = lmdb.open
+    monkeypatch.setattr(opening.lmdb, "open", failing)
+    while left:
+        with pytest.raises(StoreError):
+            read_pack(backend, namespace, held.table)
+    assert read_pack(backend, namespace, held.table) == payload_of(held)
+    backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
+    assert len(tables(backend, namespace)) == 2
 
 
 def test_handle_reads_while_what_it_failed_to_commit_cannot_be_made_durable(backend, namespace, forgetful):

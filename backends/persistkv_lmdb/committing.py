@@ -16,6 +16,7 @@ from persistkv.storage.backend import CommitBatch, CommitResult
 from persistkv.storage.pack import PackTable
 from persistkv_lmdb.commit import Commit, Evicted
 from persistkv_lmdb.environment import Environment
+from persistkv_lmdb.errors import met_the_maps_end
 from persistkv_lmdb.layout import Transaction, manifest_row
 from persistkv_lmdb.room import Amount, Goal, Room
 
@@ -26,6 +27,7 @@ _TRANSACTIONS = 8
 _MORE = (0, 2, 8, 32)
 """How much is evicted for a batch that found no room, one after the other: first what the capacity asks for, then that
 many times its bytes, because free pages do not help where they do not lie side by side."""
+_WIDER_BY = 8  # by 1/8 at least
 _EXPIRED_AT_ONCE = 128
 """Packs and manifests that one commit looks at for their age, twice: under a millisecond each."""
 _PATIENCE_S = 0.5
@@ -62,6 +64,11 @@ class Committing:
                 raise
             full = error
         try:
+            while met_the_maps_end(full) and self._widen():
+                try:
+                    return self._write()
+                except StoreFullError as error:
+                    full = error
             for more in _MORE:
                 if not self._make_room(more):
                     return self._stale()
@@ -101,6 +108,23 @@ class Committing:
                 raise room.full(need)
             environment.note_freed(transaction, commit.payloads.freed)
         return CommitResult(commit.state.cursor, [*self._evicted, *commit.evicted])
+
+    def _widen(self) -> bool:
+        """Let the catalogue have more where LMDB found no page for it and the capacity has room: a large batch writes
+        many pages anew, which are free only two transactions later. False: the segments leave none.
+        """
+        environment = self._environment
+        try:
+            with environment.transaction(write=True) as transaction:
+                commit = self._begin(transaction)
+                if commit is None:
+                    return True  # who tries again learns why
+                room = Room(environment, transaction, commit.payloads)
+                widened = room.widen_by(room.limit.catalogue // _WIDER_BY)
+                commit.finish()
+        except StoreFullError:
+            return False
+        return widened
 
     def _make_room(self, more: int) -> bool:
         """Evict what the batch needs, in short transactions.

@@ -92,11 +92,17 @@ class Room:
         lacks = self.used().catalogue + need.catalogue - self.spared().catalogue
         if lacks <= 0 or self._placement is Placement.INLINE:
             return
+        if not self.widen_by(2 * lacks + lacks // 8):
+            self._payloads.shrink(self._payloads.space.total * PAGE_BYTES - lacks)
+
+    def widen_by(self, count: int) -> bool:
+        """Raise the catalogue's limit by so much or more, where the segments leave it; False: they do not."""
+        if self._placement is Placement.INLINE:
+            return False
         segments = self._payloads.space.total * PAGE_BYTES
-        more = self._environment.widen_catalogue(self._transaction, 2 * lacks + lacks // 8, segments)
-        if not more:
-            self._payloads.shrink(segments - lacks)
+        more = self._environment.widen_catalogue(self._transaction, count, segments)
         self.limit = self.limit._replace(catalogue=self.limit.catalogue + more)
+        return more > 0
 
     def lies_in_extents(self, pack: bytes) -> bool:
         """:param pack: its name."""

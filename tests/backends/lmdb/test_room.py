@@ -52,6 +52,18 @@ def test_full_store_is_mostly_payload(open_store, identity, second_attempts):
     assert not second_attempts, "a commit like the ones before it waits for nothing"
 
 
+def test_large_batches_of_small_packs_push_nothing_out_while_there_is_room(open_store, identity, second_attempts):
+    """They write more pages of the catalogue anew than it has left, before it is found to be short."""
+    backend = open_store("?capacity=1GiB")
+    namespace = backend.open_namespace(identity).id
+    together, batches = 800, 6
+    for first in range(0, batches * together, together):
+        packs = [sample_pack(namespace, seed, blocks=20, block_bytes=512) for seed in range(first, first + together)]
+        assert not backend.commit(namespace, CommitBatch(packs)).evicted
+    assert backend.stats().packs == batches * together
+    assert second_attempts == []
+
+
 @pytest.fixture
 def no_collector():
     gc.collect()

@@ -18,6 +18,8 @@ _MAX_READERS = 512
 
 
 class Opened(NamedTuple):
+    """An environment that is open: whoever has it closes it."""
+
     env: lmdb.Environment
     file_id: tuple[int, int] | None
     """See ``file_id``."""

@@ -34,7 +34,7 @@ class Piece(NamedTuple):
     """A part of what is asked for that lies side by side in one file."""
 
     number: int
-    """Of the piece in its span, or of the payload that it is of in a scan."""
+    """In a read, the piece's own, as in ``ReadSpan.pieces``; in a scan, that of its payload."""
     run: Run
     buffers: Sequence[memoryview]
 
@@ -82,7 +82,10 @@ def pieces_of(call: Call, counts: Sequence[int]) -> Iterator[Piece]:
 def placed_pieces(
     number: int, extents: Sequence[Extent], offset: int, buffers: Sequence[memoryview]
 ) -> Iterator[Piece]:
-    """A part of a payload, as far as it lies anywhere."""
+    """What is to be read of a payload from ``offset`` on, as far as it lies anywhere.
+
+    :param number: of the payload.
+    """
     rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
     for run in runs_of(extents, offset, sum(map(len, rest))):
         yield Piece(number, run, front(rest, run.length))

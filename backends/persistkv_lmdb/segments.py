@@ -173,9 +173,8 @@ class SegmentFiles:
         length = sum(map(len, rest))
         with translated_io(self._path):
             for run in runs_of(extents, offset, length):
-                try:
-                    descriptors = self._descriptors(run.segment)
-                except FileNotFoundError:
+                descriptors = self._found(run.segment)
+                if descriptors is None:
                     return False
                 direct = not cached and _past_the_cache(descriptors, run)
                 if run.length == length:  # the usual case, which need not be cut
@@ -236,9 +235,8 @@ class SegmentFiles:
         return [count == sum(map(len, buffers)) for count, (_, _, buffers) in zip(filled, wanted, strict=True)]
 
     def _read_alone(self, piece: Piece) -> bool:
-        try:
-            descriptors = self._descriptors(piece.run.segment)
-        except FileNotFoundError:
+        descriptors = self._found(piece.run.segment)
+        if descriptors is None:
             return False
         direct = _past_the_cache(descriptors, piece.run)
         return self._read(descriptors, piece.run, piece.buffers, direct=direct)
@@ -247,11 +245,8 @@ class SegmentFiles:
         """Past the page cache; False: it is to be tried through it, one after the other."""
         first = neighbours[0].run
         buffers = [buffer for piece in neighbours for buffer in piece.buffers]
-        try:
-            descriptors = self._descriptors(first.segment)
-        except FileNotFoundError:
-            return False
-        return self._try_direct(read_direct, descriptors, buffers, first.offset)
+        descriptors = self._found(first.segment)
+        return descriptors is not None and self._try_direct(read_direct, descriptors, buffers, first.offset)
 
     def lengths(self) -> dict[int, int]:
         """Bytes of each file that the file system gives: holes left out, and what it reserves behind the end."""
@@ -288,7 +283,10 @@ class SegmentFiles:
             write_all(descriptors.buffered, buffers, run.offset)
 
     def _read(self, descriptors: _Descriptors, run: Run, buffers: Sequence[memoryview], *, direct: bool) -> bool:
-        """:param direct: past the page cache, straight into rows, where that can be."""
+        """Fill buffers; False: the file ends before.
+
+        :param direct: past the page cache, straight into rows, where that can be.
+        """
         if direct and self._try_direct(read_direct, descriptors, buffers, run.offset):
             return True
         return read_all(descriptors.buffered, buffers, run.offset)
@@ -312,6 +310,13 @@ class SegmentFiles:
                 self._direct = False
                 logger.info("%s: O_DIRECT is refused (%s); payloads go through the page cache", self._path, error)
             return False
+
+    def _found(self, segment: int) -> _Descriptors | None:
+        """Of a file that is to be read; None: it was lost."""
+        try:
+            return self._descriptors(segment)
+        except FileNotFoundError:
+            return None
 
     def _descriptors(self, segment: int, *, create: bool = False) -> _Descriptors:
         with self._lock:

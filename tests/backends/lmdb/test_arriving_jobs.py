@@ -1,0 +1,158 @@
+"""Whole jobs whose frames are verified as they come: what is served is what was stored, whatever else fails."""
+
+import mmap
+import os
+import random
+
+import numpy as np
+import pytest
+
+from persistkv.config import GroupLayout, RowLayout
+from persistkv.storage import reading
+from persistkv.storage.executor import ThreadExecutor
+from persistkv.storage.pack import FRAME_BYTES
+from persistkv.storage.records import StoreOptions
+from persistkv.storage.rows import Rows
+from persistkv.storage.store import Store
+from tests.backends.lmdb.aio_queues import Watched, needs_aio, use
+
+BLOCK = 64 << 10
+BLOCKS = 256
+
+
+@pytest.fixture
+def placement():
+    return "extents"
+
+
+@pytest.fixture
+def queues(monkeypatch):
+    return use(monkeypatch, Watched)
+
+
+def rows_of(seed):
+    memory = memoryview(mmap.mmap(-1, 2 * BLOCKS * BLOCK))
+    np.frombuffer(memory, np.uint8)[: BLOCKS * BLOCK] = np.random.default_rng(seed).integers(
+        0, 256, BLOCKS * BLOCK, dtype=np.uint8
+    )
+    return Rows(memory, RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)),)))
+
+
+def names(first, count):
+    return [number.to_bytes(32, "big") + bytes(4) for number in range(first, first + count)]
+
+
+@pytest.fixture
+def open_whole(open_store, identity):
+    """A store on the driver, with rows: the first half is stored from, the second loaded to."""
+    opened = []
+
+    def open_whole(seed=1, **options):
+        executor = ThreadExecutor(2, lambda: None)
+        backend = open_store("?capacity=256MiB")
+        store = Store(backend, identity, rows_of(seed), StoreOptions(**options), url="lmdb:", executor=executor)
+        opened.append(store)
+        return store
+
+    yield open_whole
+    for store in opened:
+        store.close()
+        store.medium.executor.close()
+
+
+def loaded(store, wanted):
+    """What the rows hold of the blocks asked for, by number; None: a miss."""
+    order = random.Random(len(wanted)).sample(range(BLOCKS, 2 * BLOCKS), len(wanted))
+    store.rows.array[BLOCKS:] = 0
+    failed = set(store.read([names(number, 1)[0] for number in wanted], order))
+    return [
+        None if names(number, 1)[0] in failed else store.rows.array[row].tobytes()
+        for number, row in zip(wanted, order, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_random_jobs_are_the_same_in_both_ways(open_whole, monkeypatch, queues, codec):
+    store = open_whole(codec=codec)
+    store.rows.array[:BLOCKS, BLOCK // 4 :] = 7  # for codecs to have work
+    for first in (0, BLOCKS // 2):
+        store.put(f"r{first}", names(first, BLOCKS // 2), range(first, first + BLOCKS // 2), None)
+    store.flush()
+    held = [row.tobytes() for row in store.rows.array[:BLOCKS]]
+    rng = random.Random(3)
+    for _ in range(6):
+        first = rng.randrange(BLOCKS // 3)
+        wanted = range(first, rng.randrange(first + BLOCKS // 2, BLOCKS))
+        if rng.random() < 0.5:
+            wanted = rng.sample(wanted, len(wanted) * 3 // 4)
+        assert loaded(store, wanted) == [held[number] for number in wanted]
+    if codec == "raw":
+        needs_aio(queues)
+    monkeypatch.setattr(store.medium.backend._environment.files._arriving, "_refused", True)
+    monkeypatch.setattr(store.medium.backend._environment.files._arriving, "_free", [])
+    assert loaded(store, range(BLOCKS)) == held
+
+
+def test_a_bad_frame_costs_no_other(open_whole, queues, path):
+    """Two packs in one job, one with a flipped byte: the rest of its frames, and all of the other's, are served."""
+    store = open_whole()
+    half = BLOCKS // 2
+    for first in (0, half):
+        store.put(f"r{first}", names(first, half), range(first, first + half), range(half))
+        store.flush()
+    held = [row.tobytes() for row in store.rows.array[:BLOCKS]]
+    with open(path / "segments" / "00000000.seg", "r+b") as file:
+        file.seek(3 * FRAME_BYTES + 5)
+        byte = file.read(1)
+        file.seek(3 * FRAME_BYTES + 5)
+        file.write(bytes([byte[0] ^ 1]))
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    found = loaded(store, range(BLOCKS))
+    needs_aio(queues)
+    bad = [number for number in range(BLOCKS) if found[number] is None]
+    assert len(bad) == FRAME_BYTES // BLOCK
+    assert [found[number] for number in range(BLOCKS) if number not in bad] == [
+        held[number] for number in range(BLOCKS) if number not in bad
+    ]
+    assert store.counters.verification_failures == 1
+
+
+def test_a_frame_that_cannot_be_finished_is_no_fault_of_the_store(open_whole, queues, monkeypatch):
+    store = open_whole()
+    store.put("r", names(0, BLOCKS), range(BLOCKS), range(BLOCKS))
+    store.flush()
+    held = [row.tobytes() for row in store.rows.array[:BLOCKS]]
+    verify, calls = reading._verify_pieces, []
+
+    def runs_out_of_memory_once(*arguments):
+        calls.append(arguments)
+        if len(calls) == 5:
+            raise MemoryError
+        verify(*arguments)
+
+    monkeypatch.setattr(reading, "_verify_pieces", runs_out_of_memory_once)
+    found = loaded(store, range(BLOCKS))
+    needs_aio(queues)
+    assert found.count(None) == FRAME_BYTES // BLOCK
+    assert all(one in (None, other) for one, other in zip(found, held, strict=True))
+    assert store.counters.verification_failures == 0
+    calls.clear()
+    monkeypatch.setattr(reading, "_verify_pieces", verify)
+    assert loaded(store, range(BLOCKS)) == held
+
+
+def test_rows_are_free_once_the_calls_have_ended(open_whole, queues):
+    """Of a job whose outcome nobody waits for: closing does, and nothing writes its rows later."""
+    store = open_whole()
+    store.put("r", names(0, BLOCKS), range(BLOCKS), None)
+    store.flush()
+    store.medium.executor.close()  # of the writer; its threads are not needed any more
+    ending = store.medium.executor = ThreadExecutor(2, lambda: None)
+    store.begin_read(names(0, BLOCKS), range(BLOCKS, 2 * BLOCKS), lambda outcome: None)
+    ending.close()
+    needs_aio(queues)
+    assert all(queue.in_flight == 0 for queue in queues)
+    assert np.array_equal(store.rows.array[BLOCKS:], store.rows.array[:BLOCKS])
+    store.medium.executor = ThreadExecutor(2, lambda: None)

@@ -73,6 +73,14 @@ class SegmentFiles:
         self._direct = True
         self._arriving = ArrivingReads()
 
+    def prepare(self) -> None:
+        """Where there are files, do now what the first read would wait for. What fails is tried again then."""
+        with suppress(OSError):
+            for segment in self._there():
+                self._descriptors(segment)
+        if self._open:
+            self._arriving.prepare()
+
     def grow(self, segment: int, before: int, pages: int) -> None:
         """Make a file so many pages long, with space for all of them.
 

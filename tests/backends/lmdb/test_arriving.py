@@ -285,6 +285,51 @@ def test_extents_that_are_too_short_for_what_is_wanted(stored, queues):
     assert stored.came == []
 
 
+def test_a_store_that_is_opened_again_is_ready_to_read(open_store, identity, queues, monkeypatch):
+    first = open_store()
+    stored = Stored(first, identity)
+    assert stored.read()
+    needs_aio(queues)
+    first.close()
+    queues.clear()
+    stored.room[:] = bytes(len(stored.room))
+    stored.backend = open_store()
+    assert len(queues) == 1
+
+    def opens(*arguments, **named):
+        raise AssertionError("the first read opens a file")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", opens)
+        assert stored.read()
+    assert len(queues) == 1
+    assert stored.room == stored.payload
+
+
+@pytest.mark.parametrize("fault", ["a file cannot be opened", "a file is lost"])
+def test_what_cannot_be_made_ready_is_opened_when_it_is_needed(open_store, identity, queues, monkeypatch, path, fault):
+    first = open_store()
+    stored = Stored(first, identity)
+    first.close()
+    queues.clear()
+    real, asked = os.open, []
+
+    def refused(name, *arguments, **named):
+        if str(name).endswith(".seg"):
+            asked.append(name)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(name, *arguments, **named)
+
+    if fault == "a file is lost":
+        (path / "segments" / "00000000.seg").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refused)
+        stored.backend = open_store()
+    assert not queues
+    assert bool(asked) is (fault == "a file cannot be opened")
+    assert stored.read() is (fault == "a file cannot be opened")
+
+
 def test_nothing_is_in_flight_once_it_raises(stored, queues):
     """Whatever was begun has ended: its bytes are there, and none comes later."""
 

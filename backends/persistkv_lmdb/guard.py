@@ -189,7 +189,7 @@ class Guard:
         except BaseException:
             self._restore(before)
             raise
-        self._write(_State(_OPEN, self._deaths))
+        self._set_deaths(self._deaths)
 
     def _look(self, before: _State | None) -> int:
         """Move aside what is not to be opened.

@@ -184,7 +184,7 @@ class SegmentFiles:
                 descriptors = self._found(run.segment)
                 if descriptors is None:
                     return False
-                direct = not cached and _past_the_cache(descriptors, run)
+                direct = not cached and self._past_the_cache(descriptors, run)
                 if run.length == length:  # the usual case, which need not be cut
                     if direct and arrived is not None and sum(pieces) == len(rest):
                         return self._read_arriving(descriptors, run, rest, pieces, arrived)
@@ -214,7 +214,7 @@ class SegmentFiles:
             for piece in calls[number].pieces:
                 arrived(piece)
 
-        if descriptors.direct is None or not self._direct or run.length <= CALL_BYTES:
+        if descriptors.direct is None or run.length <= CALL_BYTES:
             return self._read(descriptors, run, buffers, direct=True)
         left = self._arriving.read(reads(descriptors.direct), came)
         if len(left) == len(calls):
@@ -246,7 +246,7 @@ class SegmentFiles:
         descriptors = self._found(piece.run.segment)
         if descriptors is None:
             return False
-        direct = _past_the_cache(descriptors, piece.run)
+        direct = self._past_the_cache(descriptors, piece.run)
         return self._read(descriptors, piece.run, piece.buffers, direct=direct)
 
     def _scan(self, neighbours: Sequence[Piece]) -> bool:
@@ -298,6 +298,12 @@ class SegmentFiles:
         if direct and self._try_direct(read_direct, descriptors, buffers, run.offset):
             return True
         return read_all(descriptors.buffered, buffers, run.offset)
+
+    def _past_the_cache(self, descriptors: _Descriptors, run: Run) -> bool:
+        """Whether a read is to try that: it may, is of whole pages, and not all of them are in the page cache."""
+        if descriptors.direct is None or not self._direct or run.length % PAGE_BYTES:
+            return False
+        return not is_cached(descriptors.buffered, run.offset, run.length)
 
     def _try_direct(
         self,
@@ -375,7 +381,3 @@ class SegmentFiles:
         finally:
             os.close(directory)
         return [int(name[:8]) for name in names if name[8:] == ".seg" and name[:8].isdecimal()]
-
-
-def _past_the_cache(descriptors: _Descriptors, run: Run) -> bool:
-    return not run.length % PAGE_BYTES and not is_cached(descriptors.buffered, run.offset, run.length)

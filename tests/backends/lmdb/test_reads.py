@@ -1,5 +1,6 @@
 """Payloads of extents past the page cache and through it: the same bytes, the same misses."""
 
+import errno
 import mmap
 import os
 from contextlib import closing
@@ -9,6 +10,7 @@ import pytest
 from persistkv.errors import ConfigurationError
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.testing.samples import payload_of, sample_pack
+from persistkv_lmdb import segments
 from persistkv_lmdb.page_cache import is_cached
 
 PAGE = 4096
@@ -91,6 +93,30 @@ def test_which_way(open_store, path, identity, reads, calls):
     assert room == payload
     if held:  # and the kernel tells
         assert calls == [False]
+
+
+def test_where_o_direct_is_refused_nobody_asks_what_is_cached(open_store, path, identity, monkeypatch, calls):
+    real, asked = os.open, []
+
+    def refused(name, flags, *arguments, **named):
+        if flags & os.O_DIRECT:
+            asked.append(name)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(name, flags, *arguments, **named)
+
+    def cached(*arguments):
+        raise AssertionError("the page cache is asked")
+
+    monkeypatch.setattr(os, "open", refused)
+    monkeypatch.setattr(segments, "is_cached", cached)
+    backend = open_store("?capacity=16MiB")
+    namespace, pack, payload = stored(backend, identity, PAGE)
+    room = memoryview(mmap.mmap(-1, len(payload)))
+    drop(path)
+    assert read(backend, namespace, pack, [room])
+    assert room == payload
+    assert asked
+    assert calls == [False]
 
 
 def test_file_that_ends_within_a_page(open_store, path, identity, reads):

@@ -89,7 +89,6 @@ class Environment:
             self.check_placement(placement)
             if not read_only:
                 self.set_capacity(capacity or self.capacity)
-                self.files.prepare()
             self.aside = found_aside(path)
             """What was moved aside when this was opened, or before, with the bytes that it takes."""
             undone.pop_all()

@@ -36,7 +36,7 @@ class ArrivingReads:
         self._again_at = 0.0
 
     def prepare(self) -> None:
-        """Have a queue ready: the first takes a third of a millisecond; to give it back, at the end, takes thirty."""
+        """Have a queue ready, where the kernel gives one. The first takes 0.3 ms; ``close`` takes 30 for each."""
         queue = self._queue()
         if queue is not None:
             self._free.append(queue)

@@ -107,10 +107,9 @@ class LmdbBackend(Backend):
     def open_namespace(self, identity: Identity) -> Namespace:
         name = identity.digest
         with self._environment.transaction() as transaction:
-            found = _namespace(transaction, name)
-        if found is not None:
-            self._environment.files.prepare()  # an engine's: commands that only look open none
-            return found
+            if (found := _namespace(transaction, name)) is not None:
+                self._environment.files.prepare()  # for an engine: commands open no namespace
+                return found
         if self._read_only:
             raise StoreUnavailableError(f"{self._path} holds no namespace {name.hex()}, and is open read-only")
         with self._environment.transaction(write=True) as transaction:

@@ -56,7 +56,7 @@ class _Descriptors(NamedTuple):
 
 
 class SegmentFiles:
-    """The segment files of one store. ``read`` and ``scan`` are thread-safe; the rest needs the write lock."""
+    """The segment files of one store. ``prepare``, ``read`` and ``scan`` are thread-safe; all else needs the write lock."""
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
         """:raises OSError: the store's directory cannot be opened."""
@@ -74,11 +74,12 @@ class SegmentFiles:
         self._arriving = ArrivingReads()
 
     def prepare(self) -> None:
-        """Where there are files, do now what the first read would wait for. What fails is tried again then."""
-        with suppress(OSError):
-            for segment in self._there():
-                self._descriptors(segment)
-        if self._open:
+        """Open the files that are there, for which the first read would wait. It tries again what fails here."""
+        try:
+            found = [self._descriptors(segment) for segment in self._there()]
+        except OSError:
+            return
+        if any(descriptors.direct is not None for descriptors in found):
             self._arriving.prepare()
 
     def grow(self, segment: int, before: int, pages: int) -> None:

@@ -23,6 +23,7 @@ def write_that_fails(name, number):
     @contextmanager
     def failing(path, monkeypatch):
         pwrite, seen = os.pwrite, []
+        before = (path / name).read_bytes() if (path / name).exists() else b""
 
         def counting(fd, data, offset):
             if os.readlink(f"/proc/self/fd/{fd}") == str(path / name):
@@ -35,6 +36,7 @@ def write_that_fails(name, number):
             patch.setattr(os, "pwrite", counting)
             yield
         assert len(seen) >= number
+        assert all(data == before for data in seen[number:])  # nothing is written then, but what stood there
 
     return failing
 

@@ -56,7 +56,7 @@ class _Descriptors(NamedTuple):
 
 
 class SegmentFiles:
-    """The segment files of one store. ``prepare``, ``read`` and ``scan`` are thread-safe; all else needs the write lock."""
+    """Segment files of one store. ``prepare``, ``read`` and ``scan`` are thread-safe; the rest needs the write lock."""
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
         """:raises OSError: the store's directory cannot be opened."""

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 _DIRECTORY = "segments"
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
-_WRITES_AT_ONCE = 2  # the disk is to find the next one when one has ended
+_WRITES_AT_ONCE = 3  # the disk is to find the next ones when one has ended: it may tell of all of them at once
 _BESIDE_BYTES = 1 << 20  # 1 MiB: what is shorter is written before another thread would have woken up
 
 

@@ -92,12 +92,13 @@ class Job:
         for number, keys in enumerate(jobs, job_id):
             client.submit_store(number, f"request {number}", keys, self.source, range(len(keys)), self.num_bytes)
         waiting = set(range(job_id, job_id + len(jobs)))
-        while waiting or not all(client.contains(key) for keys in jobs for key in keys):
+        while True:
             for outcome in client.poll():
                 self._check(outcome.failed)
                 waiting.discard(outcome.job_id)
+            if not waiting and all(client.contains(key) for keys in jobs for key in keys):
+                return time.perf_counter() - begin
             time.sleep(_NAP_S)
-        return time.perf_counter() - begin
 
     def load(self, client: StoreClient, job_id: int, keys: list[bytes]) -> float:
         """Seconds until the rows are filled; they are then compared and cleared.

@@ -42,14 +42,18 @@ pieces = st.lists(
     bounce=st.sampled_from([1, 3, 16]),
     batch=st.sampled_from([1, 4, 64]),
     first=st.sampled_from([1, 2, 64]),
+    second=st.sampled_from([1, 3]),
+    small=st.sampled_from([0, 1, 64]),
     most=st.sampled_from([2, 5]),
 )
-def test_any_stream_comes_out_aligned(rows, cut, bounce, batch, first, most):
+def test_any_stream_comes_out_aligned(rows, cut, bounce, batch, first, second, small, most):
     chunks = [rows[at : at + length] if kind == "row" else pattern(length, at) for kind, at, length in cut]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gathering, "_BOUNCE_BYTES", PAGE * bounce)
         patch.setattr(gathering, "_BATCH_BYTES", PAGE * batch)
         patch.setattr(gathering, "_FIRST_BYTES", PAGE * first)
+        patch.setattr(gathering, "_SECOND_BYTES", PAGE * second)
+        patch.setattr(gathering, "_SMALL_BYTES", PAGE * small)
         patch.setattr(gathering, "MOST_BUFFERS", most)
         written = bytearray()
         lent = []  # lists that a write on its way may still read: all that is copied is to be there until ``settle``
@@ -66,6 +70,17 @@ def test_any_stream_comes_out_aligned(rows, cut, bounce, batch, first, most):
         settle()
     expected = b"".join(map(bytes, chunks))
     assert written == expected + bytes(-len(expected) % PAGE)
+
+
+@pytest.mark.parametrize(("pages", "expected"), [(1, [4, 8, 20]), (2, [4, 8, 20]), (4, [4, 28])])
+def test_what_takes_long_to_gather_is_cut_twice(monkeypatch, pages, expected):
+    """The disk would have written the first list before a long second one of small buffers is there."""
+    for name, count in (("_FIRST_BYTES", 4), ("_SECOND_BYTES", 8), ("_SMALL_BYTES", 2), ("_BATCH_BYTES", 32)):
+        monkeypatch.setattr(gathering, name, count * PAGE)
+    memory = memoryview(mmap.mmap(-1, 32 * PAGE))
+    stream = (memory[at : at + pages * PAGE] for at in range(0, 32 * PAGE, pages * PAGE))
+    lists = list(Bounce(lambda: None).aligned(stream))
+    assert [sum(map(len, buffers)) // PAGE for buffers in lists] == expected
 
 
 def test_aligned_pieces_are_not_copied(rows):

@@ -111,8 +111,8 @@ class Bounce:
         self._lent = False
 
     def aligned(self, stream: Iterator[Buffer]) -> Iterator[list[memoryview]]:
-        """The stream's bytes in lists of aligned buffers: a short one, then long ones; between them one that is twice as
-        long as the first, where buffers are small.
+        """The stream's bytes in lists of aligned buffers: a short one, then long ones. Where buffers are small, one of
+        twice the first one's length comes between.
 
         Aligned pieces come as they are, and are valid as long as the stream's are. A stream whose length is no multiple
         of 4 KiB is filled up with zeros.

@@ -23,7 +23,7 @@ _FIRST_BYTES = 4 << 20
 than for 32 at once."""
 _SECOND_BYTES = 8 << 20
 """8 MiB, where buffers are small: to gather 28 MiB of blocks of 64 KiB takes 1 to 2 ms, to write 4 takes 1.3."""
-_SMALL_BYTES = 128 << 10  # 128 KiB: neighbouring rows are one buffer
+_SMALL_BYTES = 128 << 10  # 128 KiB a buffer, on average: rows that lie side by side are one
 
 
 def starts_aligned(view: memoryview) -> bool:
@@ -126,7 +126,7 @@ class Bounce:
                 if batch.full:  # not as soon as it is: so the stream has run to its end before the last one
                     tail = memoryview(bytes(batch.close()))
                     yield batch.buffers
-                    second = most_bytes == _FIRST_BYTES and batch.is_fine
+                    second = most_bytes == _FIRST_BYTES and batch.has_small_buffers
                     most_bytes = _SECOND_BYTES if second else _BATCH_BYTES
                     batch = _Batch(self._lend, most_bytes)
                     batch.add(tail)
@@ -166,8 +166,8 @@ class _Batch:
         return copied or self._length >= self._most_bytes or len(self.buffers) >= MOST_BUFFERS - 1
 
     @property
-    def is_fine(self) -> bool:
-        """Whether it took many small buffers."""
+    def has_small_buffers(self) -> bool:
+        """Whether they are small on average, so that many are gathered for few bytes."""
         return self._length <= len(self.buffers) * _SMALL_BYTES
 
     def take(self, stream: Iterator[Buffer]) -> memoryview | None:

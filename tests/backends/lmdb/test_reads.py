@@ -104,11 +104,11 @@ def test_where_o_direct_is_refused_nobody_asks_what_is_cached(open_store, path, 
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return real(name, flags, *arguments, **named)
 
-    def cached(*arguments):
+    def never(*arguments):
         raise AssertionError("what only reads past the page cache take is asked for")
 
     monkeypatch.setattr(os, "open", refused)
-    monkeypatch.setattr(segments, "is_cached", cached)
+    monkeypatch.setattr(segments, "is_cached", never)
     backend = open_store("?capacity=16MiB")
     namespace, pack, payload = stored(backend, identity, PAGE)
     room = memoryview(mmap.mmap(-1, len(payload)))
@@ -119,7 +119,7 @@ def test_where_o_direct_is_refused_nobody_asks_what_is_cached(open_store, path, 
     assert calls == [False]
     backend.close()
     asked.clear()
-    monkeypatch.setattr(arriving, "Queue", cached)
+    monkeypatch.setattr(arriving, "Queue", never)
     again = open_store("?capacity=16MiB")
     again.open_namespace(identity)
     assert asked

@@ -9,8 +9,7 @@ from persistkv.config import PAGE_BYTES
 from persistkv_lmdb.gathering import MOST_BUFFERS, behind, front
 from persistkv_lmdb.space import Extent
 
-CALL_BYTES = 4 << 20  # 4 MiB: what is one call, of reads that are used as they come
-_FIRST_BYTES = 1 << 20  # 1 MiB: the first of them
+CALL_BYTES = 2 << 20  # 2 MiB: what is one call, of reads that are used as they come
 
 
 class Run(NamedTuple):
@@ -52,17 +51,14 @@ def runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[Run
 
 
 def calls_of(run: Run, buffers: Sequence[memoryview], counts: Sequence[int]) -> Iterator[Call]:
-    """A run, whose pieces have so many buffers each, in calls: a short one, so that the disk has something to do while
-    the others are described, then as long as disks like them.
-    """
+    """A run, whose pieces have so many buffers each, in calls as long as disks like them."""
     first = first_buffer = buffer = length = 0
     offset = run.offset
-    least = _FIRST_BYTES
     for piece, count in enumerate(counts):
-        full = length >= least or buffer + count - first_buffer > MOST_BUFFERS
+        full = length >= CALL_BYTES or buffer + count - first_buffer > MOST_BUFFERS
         if length and full:
             yield Call(range(first, piece), Run(run.segment, offset, length), buffers[first_buffer:buffer])
-            first, first_buffer, offset, length, least = piece, buffer, offset + length, 0, CALL_BYTES
+            first, first_buffer, offset, length = piece, buffer, offset + length, 0
         length += sum(map(len, buffers[buffer : buffer + count]))
         buffer += count
     yield Call(range(first, len(counts)), Run(run.segment, offset, length), buffers[first_buffer:])

@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from persistkv.libc import address_of
 
 FRAME_BYTES = 1 << 20  # 1 MiB: what one checksum covers
 MAX_BUFFERS = 1024  # of one system call
+_CALL_BYTES = 2 << 20  # 2 MiB: what is read at once where it is verified, too
 _SLOTS = 8  # jobs that the preallocated files have room for
 
 
@@ -65,37 +65,63 @@ class RawDisk:
         block = self._num_bytes // len(self._targets)
         parts = np.array_split(np.arange(len(self._targets)), threads)
 
-        def read(part: npt.NDArray[np.int64]) -> None:
+        def read(thread: int) -> None:
+            part = parts[thread]
             buffers = [self._targets[number] for number in part]
             transfer(os.preadv, self._buffered, buffers, int(part[0]) * block)
             checksums(buffers)
 
-        if threads == 1:
-            begin = time.perf_counter()
-            read(parts[0])
-            return time.perf_counter() - begin
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(time.sleep, [0.01] * threads))  # all of them run before the clock does
-            begin = time.perf_counter()
-            list(pool.map(read, parts))
-            return time.perf_counter() - begin
+        return _seconds_of(read, threads)
 
-    def read_cold(self, run: int, *, direct: bool, jobs: int = 1) -> float:
+    def read_cold(self, run: int, *, direct: bool, into: Sequence[Sequence[memoryview]] = ()) -> float:
         """With an empty page cache, past it or through it. Seconds.
 
-        :param jobs: how many are read, one after the other.
+        :param into: the targets of each of several jobs, read one after the other; by default its own, once.
         """
         drop_page_cache(self._paths)
         fd = self._preallocated if direct else self._buffered
         begin = time.perf_counter()
-        for slot in range(run, run + jobs):
-            transfer(os.preadv, fd, self._targets, slot % _SLOTS * self._num_bytes)
+        for slot, targets in enumerate(into or [self._targets], run):
+            transfer(os.preadv, fd, targets, slot % _SLOTS * self._num_bytes)
         return time.perf_counter() - begin
+
+    def read_cold_verified(self, run: int, threads: int, into: Sequence[Sequence[memoryview]] = ()) -> float:
+        """As ``read_cold`` past the page cache, and the xxh3 of each frame: threads share each job, and verify what
+        a call of 2 MiB brought before they read on. Seconds."""
+        drop_page_cache(self._paths)
+        jobs = list(enumerate(into or [self._targets], run))
+        block = self._num_bytes // len(self._targets)
+        parts = np.array_split(np.arange(len(self._targets)), threads)
+        step = max(1, _CALL_BYTES // block)
+
+        def read(thread: int) -> None:
+            for slot, targets in jobs:
+                for start in range(0, len(parts[thread]), step):
+                    numbers = parts[thread][start : start + step]
+                    buffers = [targets[number] for number in numbers]
+                    offset = slot % _SLOTS * self._num_bytes + int(numbers[0]) * block
+                    transfer(os.preadv, self._preallocated, buffers, offset)
+                    checksums(buffers)
+
+        return _seconds_of(read, threads)
 
     def close(self) -> None:
         """Close the files."""
         for fd in (self._growing, self._preallocated, self._buffered):
             os.close(fd)
+
+
+def _seconds_of(work: Callable[[int], None], threads: int) -> float:
+    """How long threads take that run before the clock does."""
+    if threads == 1:
+        begin = time.perf_counter()
+        work(0)
+        return time.perf_counter() - begin
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(time.sleep, [0.01] * threads))
+        begin = time.perf_counter()
+        list(pool.map(work, range(threads)))
+        return time.perf_counter() - begin
 
 
 def transfer(

@@ -122,8 +122,12 @@ class Job:
         for first in range(count, count * (1 + len(jobs)), count):
             if not np.array_equal(self.rig.rows[first : first + count], self.rig.rows[:count]):
                 raise StoreError("what was loaded is not what was stored")
-        self.rig.rows[count:] = 0
+        self.clear()
         return seconds
+
+    def clear(self) -> None:
+        """Fill the rows that are loaded to with zeros."""
+        self.rig.rows[len(self.source) :] = 0
 
     def _check(self, failed: list[bytes]) -> None:
         if failed:

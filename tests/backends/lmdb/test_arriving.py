@@ -19,7 +19,7 @@ from tests.backends.lmdb.aio_queues import Watched, needs_aio, use
 
 PIECE = FRAME_BYTES
 COUNT = 20
-CALLS = [range(1), *(range(first, min(first + 4, COUNT)) for first in range(1, COUNT, 4))]  # pieces of each
+CALLS = [range(first, min(first + 2, COUNT)) for first in range(0, COUNT, 2)]  # pieces of each
 BAD = {3: -errno.EIO, 1: 4096}  # what is said of some calls
 BAD_PIECES = {piece for call in BAD for piece in CALLS[call]}
 PAGE = 4096
@@ -91,55 +91,17 @@ def test_each_piece_arrives_once_with_its_bytes(stored, queues):
     assert queues[0].in_flight == 0
 
 
-class Told(Watched):
-    """Writes down what happens, in order."""
-
-    def __init__(self):
-        super().__init__()
-        self.log = []
-
-    def begin(self, read):
-        super().begin(read)
-        self.log.append("begin")
-
-    def wait(self):
-        ended = super().wait()
-        self.log.append("wait")
-        return ended
-
-
-def test_the_last_read_is_handed_over_once_something_came(backend, identity, monkeypatch):
-    """Before that is looked at: the disk is not to wait for it."""
-    queues = use(monkeypatch, Told)
-    stored = Stored(backend, identity)
+def test_the_next_reads_are_handed_over_before_what_came_is_looked_at(stored, queues):
+    """And few at a time: a disk that tells of all that it has to do at once tells of something early."""
     assert stored.read()
     needs_aio(queues)
-    log = queues[0].log
-    log.clear()
-    assert stored.read(arrived=lambda number: log.append("arrived"))
-    assert log[: len(CALLS) + 1] == ["begin"] * (len(CALLS) - 1) + ["wait", "begin"]
-    assert log.count("arrived") == COUNT
-
-
-def test_few_reads_are_handed_over_at_once(backend, identity, monkeypatch):
-    queues = use(monkeypatch, Told)
-    stored = Stored(backend, identity)
-    pieces = CALLS[2][-1] + 1
-    room = stored.buffers()[: 4 * pieces]
-    assert stored.read(room)
-    needs_aio(queues)
-    assert queues[0].log[:4] == ["begin"] * 3 + ["wait"]
-    assert b"".join(room) == stored.payload[: PIECE * pieces]
-
-
-def test_more_reads_than_may_be_in_flight(backend, identity, monkeypatch):
-    class Shallow(Watched):
-        def begin(self, read):
-            assert self.in_flight < 2
-            super().begin(read)
-
-    monkeypatch.setattr(arriving, "DEPTH", 2)
-    read_whole_by(Shallow, monkeypatch, backend, identity)
+    (queue,) = queues
+    queue.begun.clear()
+    seen = []
+    assert stored.read(arrived=lambda number: seen.append((queue.in_flight, len(queue.begun))))
+    assert len(seen) == COUNT
+    assert all(in_flight == 2 for in_flight, begun in seen if begun < len(CALLS))
+    assert all(in_flight <= 2 for in_flight, _ in seen)
 
 
 def test_a_queue_is_used_again(stored, queues):
@@ -209,10 +171,10 @@ def test_buffers_that_are_not_aligned(stored, queues):
 
 
 class Grudging(Watched):
-    """Has room for two reads."""
+    """Has room for one read."""
 
     def begin(self, read):
-        if self.in_flight == 2:
+        if self.in_flight == 1:
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         super().begin(read)
 

@@ -13,7 +13,7 @@ cache, which is checked) against the faster of two raw cold reads: O_DIRECT, or 
 taken alone and in a line of four, too, against raw reads of as many bytes, one after the other: what a job needs before
 its first read and behind its last one, the disk has other jobs' reads to do with. Rows are shuffled, as an engine's
 are, and lie in huge pages, as the primary tier does. What was loaded is compared with what was stored, and cleared; raw
-reads go to the same rows, which are cleared behind them, too: memory that was just read into is read into faster.
+cold reads go to the same rows, which are cleared behind them, too: memory that was just read into is read into faster.
 
 Beside the cold ones stands what a reader without a store gets that verifies: two threads, preadv past the page cache,
 and the xxh3 of each MiB. No target is held against it; it shows how much of the way to the disk's own time is the

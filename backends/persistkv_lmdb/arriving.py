@@ -6,7 +6,7 @@
 
 A disk may tell of nothing before it has done all that it was given (virtio disks do, whose host serves a queue until it
 is empty). So it is given a few reads at a time, and the next ones before what came is looked at: it reads while we
-verify, and little is left to do behind the last byte. A disk that tells of each read never runs dry so.
+verify, and little is left to do behind the last byte.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from persistkv_lmdb.kernel_aio import Ended, Queue, Read
 logger = logging.getLogger(__name__)
 
 _IN_FLIGHT = 2
-"""Reads that the disk has to do. Where it was given 16 MiB but the last read, a virtual disk told of all of them at
-once, and most of the verifying had no reading beside it: jobs of 32 MiB took 10.6 ms that take 9.8 so, and the disk 6.4
-(medians of 26 rounds in turns and of three sizes of blocks)."""
+"""Reads that a thread gives the disk to do. Where it was given all but the last of 16 MiB, a virtual disk told of all
+of them at once, and most of the verifying had no reading beside it: one job of 32 MiB took 10.6 ms, takes 9.8 so, and
+the disk 6.4 (medians of 26 rounds in turns, and of three sizes of blocks; docs/benchmarks.md)."""
 _AGAIN_S = 60.0
 """How long nobody asks a kernel again whose AIO others have taken up (``fs.aio-max-nr``): they may end. Other refusals
 do not pass."""
@@ -90,6 +90,8 @@ class _Flight:
         self._queue = queue
         self._arrived = arrived
         self._begun: dict[int, Read] = {}
+        self._refused: Read | None = None
+        """For which there was no room."""
         self.left: list[Read] = []
 
     def run(self, reads: Iterable[Read]) -> None:
@@ -101,8 +103,21 @@ class _Flight:
             self._tell(ended)
 
     def _fill(self, waiting: Iterator[Read]) -> None:
-        while self._queue.in_flight < _IN_FLIGHT and (read := next(waiting, None)) is not None:
-            self._begin(read)
+        """Begin as many as the disk is to have; one that cannot be begun is left."""
+        while self._queue.in_flight < _IN_FLIGHT:
+            read = self._refused or next(waiting, None)
+            self._refused = None
+            if read is None:
+                return
+            try:
+                self._queue.begin(read)
+            except OSError as error:
+                if error.errno == errno.EAGAIN and self._queue.in_flight:
+                    self._refused = read
+                    return
+                self.left.append(read)
+            else:
+                self._begun[read.number] = read
 
     def _tell(self, ended: Iterable[Ended]) -> None:
         for number, result in ended:
@@ -111,17 +126,3 @@ class _Flight:
                 self._arrived(number)
             else:
                 self.left.append(read)
-
-    def _begin(self, read: Read) -> None:
-        """One more, once there is room; one that cannot be begun is left."""
-        while True:
-            try:
-                self._queue.begin(read)
-            except OSError as error:
-                if error.errno != errno.EAGAIN or not self._queue.in_flight:
-                    self.left.append(read)
-                    return
-                self._tell(self._queue.wait())
-            else:
-                self._begun[read.number] = read
-                return

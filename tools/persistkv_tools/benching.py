@@ -208,6 +208,7 @@ def _cold(
                 if raw is not None:
                     time.sleep(_PAUSE_S)
                     times.add(name, raw.read_cold(number, direct=direct))
+                    job.clear()  # as a load does: memory that was just read into is read into faster
             drop_page_cache([directory])
         except OSError as error:
             notes.append(f"what is not in the page cache cannot be measured: {error.strerror}")

@@ -23,8 +23,7 @@ logger = logging.getLogger(__name__)
 
 _IN_FLIGHT = 2
 """Reads that a thread gives the disk to do. Where it was given all but the last of 16 MiB, a virtual disk told of all
-of them at once, and most of the verifying had no reading beside it: one job of 32 MiB took 10.6 ms, takes 9.8 so, and
-the disk 6.4 (medians of 26 rounds in turns, and of three sizes of blocks; docs/benchmarks.md)."""
+of them at once, and most of the verifying had no reading beside it (docs/benchmarks.md)."""
 _AGAIN_S = 60.0
 """How long nobody asks a kernel again whose AIO others have taken up (``fs.aio-max-nr``): they may end. Other refusals
 do not pass."""

@@ -19,7 +19,7 @@ from tests.backends.lmdb.aio_queues import Watched, needs_aio, use
 
 PIECE = FRAME_BYTES
 COUNT = 20
-CALLS = [range(first, min(first + 2, COUNT)) for first in range(0, COUNT, 2)]  # pieces of each
+CALLS = [range(first, min(first + 4, COUNT)) for first in range(0, COUNT, 4)]  # pieces of each
 BAD = {3: -errno.EIO, 1: 4096}  # what is said of some calls
 BAD_PIECES = {piece for call in BAD for piece in CALLS[call]}
 PAGE = 4096
@@ -124,7 +124,7 @@ def test_few_reads_at_a_time_and_the_next_before_what_came_is_looked_at(backend,
     assert disk is Watched or queue.most == 2
 
 
-@pytest.mark.parametrize(("pieces", "calls"), [(2, []), (3, [2 * PIECE, PIECE]), (4, [2 * PIECE, 2 * PIECE])])
+@pytest.mark.parametrize(("pieces", "calls"), [(4, []), (5, [4 * PIECE, PIECE]), (8, [4 * PIECE, 4 * PIECE])])
 def test_what_is_one_call_is_read_as_ever_and_two_as_they_come(stored, queues, pieces, calls):
     room = stored.buffers()[: 4 * pieces]
     assert stored.read()

@@ -40,12 +40,12 @@ def test_calls_cover_a_run_once():
 
 def test_calls_are_equally_long_but_for_the_last():
     _, _, calls = cut([256 << 10] * 60, [4] * 15)
-    assert [call.run.length for call in calls] == [CALL_BYTES] * 7 + [1 << 20]
+    assert [call.run.length for call in calls] == [CALL_BYTES] * 3 + [3 << 20]
 
 
 def test_no_call_has_more_buffers_than_the_kernel_takes():
     _, _, calls = cut([PAGE] * 1500, [300] * 5)
-    assert [len(call.buffers) for call in calls] == [600, 600, 300]
+    assert [len(call.buffers) for call in calls] == [900, 600]
 
 
 def test_a_piece_of_more_buffers_than_that_is_a_call_of_its_own():

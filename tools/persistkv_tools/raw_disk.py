@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from persistkv.libc import address_of
@@ -63,15 +64,13 @@ class RawDisk:
         """From the page cache, and the xxh3 of each frame. Seconds."""
         transfer(os.preadv, self._buffered, self._targets, 0)  # into the cache
         block = self._num_bytes // len(self._targets)
-        parts = np.array_split(np.arange(len(self._targets)), threads)
 
-        def read(thread: int) -> None:
-            part = parts[thread]
+        def read(part: npt.NDArray[np.int64]) -> None:
             buffers = [self._targets[number] for number in part]
             transfer(os.preadv, self._buffered, buffers, int(part[0]) * block)
             checksums(buffers)
 
-        return _seconds_of(read, threads)
+        return self._share(read, threads)
 
     def read_cold(self, run: int, *, direct: bool, into: Sequence[Sequence[memoryview]] = ()) -> float:
         """With an empty page cache, past it or through it. Seconds.
@@ -86,42 +85,43 @@ class RawDisk:
         return time.perf_counter() - begin
 
     def read_cold_verified(self, run: int, threads: int, into: Sequence[Sequence[memoryview]] = ()) -> float:
-        """As ``read_cold`` past the page cache, and the xxh3 of each frame: threads share each job, and verify what
-        a call of 4 MiB brought before they read on. Seconds."""
+        """As ``read_cold`` past the page cache, and the xxh3 of each frame. Seconds.
+
+        :param threads: they share each job, and verify what a call of 4 MiB brought before they read on.
+        """
         drop_page_cache(self._paths)
         jobs = list(enumerate(into or [self._targets], run))
         block = self._num_bytes // len(self._targets)
-        parts = np.array_split(np.arange(len(self._targets)), threads)
         step = max(1, _CALL_BYTES // block)
 
-        def read(thread: int) -> None:
+        def read(part: npt.NDArray[np.int64]) -> None:
             for slot, targets in jobs:
-                for start in range(0, len(parts[thread]), step):
-                    numbers = parts[thread][start : start + step]
+                for start in range(0, len(part), step):
+                    numbers = part[start : start + step]
                     buffers = [targets[number] for number in numbers]
                     offset = slot % _SLOTS * self._num_bytes + int(numbers[0]) * block
                     transfer(os.preadv, self._preallocated, buffers, offset)
                     checksums(buffers)
 
-        return _seconds_of(read, threads)
+        return self._share(read, threads)
+
+    def _share(self, read: Callable[[npt.NDArray[np.int64]], None], threads: int) -> float:
+        """Seconds that threads take, each with its part of the targets' numbers; all run before the clock does."""
+        parts = np.array_split(np.arange(len(self._targets)), threads)
+        if threads == 1:
+            begin = time.perf_counter()
+            read(parts[0])
+            return time.perf_counter() - begin
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(time.sleep, [0.01] * threads))
+            begin = time.perf_counter()
+            list(pool.map(read, parts))
+            return time.perf_counter() - begin
 
     def close(self) -> None:
         """Close the files."""
         for fd in (self._growing, self._preallocated, self._buffered):
             os.close(fd)
-
-
-def _seconds_of(work: Callable[[int], None], threads: int) -> float:
-    """How long threads take that run before the clock does."""
-    if threads == 1:
-        begin = time.perf_counter()
-        work(0)
-        return time.perf_counter() - begin
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(time.sleep, [0.01] * threads))
-        begin = time.perf_counter()
-        list(pool.map(work, range(threads)))
-        return time.perf_counter() - begin
 
 
 def transfer(

@@ -258,7 +258,9 @@ class StoreClient:
         return self._replica.take_stored()
 
     def take_removed(self) -> list[bytes]:
-        """Keys that went since the last call."""
+        """Keys that went since the last call. Where nobody takes them they do not pile up: of those that wait, some are
+        let go of once they are more than 65,536, and twice as many as are held.
+        """
         return self._replica.take_removed()
 
     def take_persisted(self) -> dict[str, bool]:

@@ -3,14 +3,17 @@
 1. It holds a key from its ``Stored`` to its ``Removed``, and none while nothing is open.
 2. A listing replaces it as a whole, when it is complete; until then it stays as it was.
 3. News tells what is there in the end: a key that came and went since news was last taken only went.
+4. A step's news costs what it tells, however much of what was told before nobody took: an engine whose events are
+   switched off may never take any. It does not pile up, either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 _TOUCHED_A_STEP = 2_048  # keys in a step's message: some 75 KB
 _MOST_TOUCHED = 65_536  # keys that wait to be said
+_MOST_REMOVED = 65_536  # keys that wait to be taken, or twice as many as are held: a listing may replace all of them
 
 
 class Replica:
@@ -20,7 +23,8 @@ class Replica:
         self.held: set[bytes] = set()
         """The keys; always the same set, so that others may probe it."""
         self._listed: set[bytes] | None = None
-        self._stored: list[bytes] = []
+        self._stored: dict[bytes, None] = {}
+        """Some of what is held."""
         self._removed: list[bytes] = []
         self._touched: set[bytes] = set()
 
@@ -36,7 +40,7 @@ class Replica:
         held, listed, self._listed = self.held, self._listed or set(), None
         gone = [key for key in held if key not in listed]
         if news:
-            self._stored += [key for key in listed if key not in held]
+            self._came(key for key in listed if key not in held)
         held.difference_update(gone)
         held |= listed
         self._went(gone)
@@ -47,11 +51,13 @@ class Replica:
             self._listed.update(keys)
         else:
             self.held.update(keys)
-            self._stored += keys
+            self._came(keys)
 
     def remove(self, keys: list[bytes]) -> None:
         """Keys that went."""
         self.held.difference_update(keys)
+        if len(self._removed) > max(_MOST_REMOVED, 2 * len(self.held)):
+            self._removed.clear()  # nobody takes them
         self._went(keys)
 
     def clear(self) -> None:
@@ -60,19 +66,22 @@ class Replica:
         self.held.clear()
         self._listed, self._touched = None, set()
 
+    def _came(self, keys: Iterable[bytes]) -> None:
+        self._stored.update(dict.fromkeys(keys))
+
     def _went(self, keys: Collection[bytes]) -> None:
         if self._stored:
-            gone = set(keys)
-            self._stored = [key for key in self._stored if key not in gone]
+            for key in keys:
+                self._stored.pop(key, None)
         self._removed += keys
 
     def take_stored(self) -> list[bytes]:
         """Keys that became durable since the last call."""
-        stored, self._stored = self._stored, []
-        return stored
+        stored, self._stored = self._stored, {}
+        return list(stored)
 
     def take_removed(self) -> list[bytes]:
-        """Keys that went since the last call."""
+        """Keys that went since the last call; not all of them where many more wait than are held."""
         removed, self._removed = self._removed, []
         return removed
 

@@ -1,0 +1,75 @@
+"""The engine's copy of the index, by itself."""
+
+from __future__ import annotations
+
+from persistkv.storage.host.replica import Replica
+
+
+class Probed(bytes):
+    """A key that counts how often any of its kind was looked up."""
+
+    count = 0
+
+    def __hash__(self) -> int:
+        Probed.count += 1
+        return super().__hash__()
+
+    __eq__ = bytes.__eq__
+
+
+def names(count: int, first: int = 0) -> list[bytes]:
+    return [number.to_bytes(4, "big") for number in range(first, first + count)]
+
+
+def test_what_came_and_went_only_went() -> None:
+    replica = Replica()
+    replica.add(names(4))
+    replica.remove(names(2))
+    assert replica.take_stored() == names(2, 2)
+    assert replica.take_removed() == names(2)
+    assert replica.held == set(names(2, 2))
+
+
+def test_what_went_and_came_back_is_told_as_both() -> None:
+    replica = Replica()
+    replica.add(names(2))
+    replica.take_stored()
+    replica.remove(names(2))
+    replica.add(names(2))
+    assert replica.take_removed() == names(2)
+    assert replica.take_stored() == names(2)
+
+
+def test_what_went_costs_the_same_however_much_nobody_took() -> None:
+    replica = Replica()
+    replica.add([Probed(name) for name in names(10_000)])
+    gone = [Probed(name) for name in names(10)]
+    Probed.count = 0
+    replica.remove(gone)
+    assert Probed.count <= 10 * len(gone)
+
+
+def test_what_nobody_takes_does_not_pile_up() -> None:
+    replica = Replica()
+    for round_ in range(100):
+        replica.add(names(4_096, 4_096 * round_))
+        replica.remove(names(4_096, 4_096 * round_))
+    assert replica.take_stored() == []
+    removed = replica.take_removed()
+    assert removed[-4_096:] == names(4_096, 4_096 * 99), "the last ones are told"
+    assert len(removed) <= 65_536 + 4_096
+
+
+def test_all_that_went_with_a_listing_is_told() -> None:
+    """More than may wait otherwise: an engine's host died, and its store is told anew."""
+    replica = Replica()
+    replica.add(names(100_000))
+    replica.take_stored()
+    replica.clear()
+    replica.begin_listing()
+    replica.add(names(100_000))
+    replica.end_listing(news=True)
+    replica.remove(names(1))
+    removed = replica.take_removed()
+    assert (sorted(removed[:-1]), removed[-1:]) == (names(100_000), names(1))
+    assert sorted(replica.take_stored()) == names(99_999, 1)

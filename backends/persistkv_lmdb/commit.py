@@ -42,7 +42,7 @@ class Evicted(enum.Enum):
 
 
 class Commit:
-    """Changes within one transaction, which makes them one; ``finish`` writes what sums them up."""
+    """Changes within one transaction, which makes them one; ``sum_up`` writes what sums them up, ``finish`` ends it."""
 
     def __init__(
         self, transaction: Transaction, payloads: Payloads, namespace: bytes, keep: Collection[bytes] = ()
@@ -133,13 +133,17 @@ class Commit:
         return old
 
     def finish(self) -> None:
-        """Write totals and the clock, shorten the log, and make payloads durable: the disk had them till now."""
+        """Sum up, and make payloads durable: the disk had them till now."""
+        self.sum_up()
+        self.payloads.finish()
+
+    def sum_up(self) -> None:
+        """Write totals and the clock, and shorten the log; nothing else of the catalogue changes behind it."""
         self._recency.finish()
         for name, state in self._states.items():
             if (row := state.encode()) != self._before[name]:
                 self._txn.put(name, row, db=self._db.states)
                 self._shorten_log(name, state)
-        self.payloads.finish()
 
     # Packs
 

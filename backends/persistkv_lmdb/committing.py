@@ -103,9 +103,10 @@ class Committing:
                 environment.note_taken(need.payload)
                 room.widen(Amount(0, 0))
                 commit.evict(Goal(room, room.spared()), _EVICTED_AT_ONCE)
-            commit.finish()
-            if commit.grew and not room.used().within(room.limit):
+            commit.sum_up()
+            if commit.grew and not room.used().within(room.limit):  # asked while the disk is at work
                 raise room.full(need)
+            commit.payloads.finish()
             environment.note_freed(transaction, commit.payloads.freed)
         return CommitResult(commit.state.cursor, [*self._evicted, *commit.evicted])
 

@@ -1,6 +1,8 @@
+import random
+
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from persistkv.base import get_offload_group_idx, get_offload_group_indices
@@ -20,6 +22,15 @@ def test_round_trip(keys):
 def test_keys_of_one_length_need_no_lengths(keys):
     packed = PackedKeys.of(keys)
     assert (packed.key_length, packed.lengths, packed.data) == (36, b"", b"".join(keys))
+
+
+@pytest.mark.parametrize("count", [255, 256, 257, 512, 700])
+@pytest.mark.parametrize("length", [1, 36, 37])
+def test_many_keys_of_one_length(count, length):
+    """They are cut 256 at once."""
+    rng = random.Random(count)
+    keys = [rng.randbytes(length) for _ in range(count)]
+    assert PackedKeys.of(keys).unpack() == keys
 
 
 def test_keys_end_in_zeros():
@@ -54,6 +65,10 @@ def test_parts_that_do_not_agree(packed, field):
     assert caught.value.field == field
 
 
-@given(st.lists(st.binary(min_size=4, max_size=12) | st.just(bytes(3) + b"\2"), max_size=60))
+_OF_ONE_GROUP = st.binary(max_size=12).map(lambda some: some + bytes(3) + b"\2")
+
+
+@given(st.lists(st.binary(max_size=12) | _OF_ONE_GROUP, max_size=60) | st.lists(_OF_ONE_GROUP, max_size=60))
+@example([b"\2", bytes(3) + b"\1\2"])
 def test_groups_of_many_keys_are_those_of_each(keys):
     assert get_offload_group_indices(keys) == [get_offload_group_idx(key) for key in keys]

@@ -67,7 +67,11 @@ class Replica:
         self._listed, self._touched = None, set()
 
     def _came(self, keys: Iterable[bytes]) -> None:
-        self._stored.update(dict.fromkeys(keys))
+        came = dict.fromkeys(keys)
+        if self._stored:
+            self._stored.update(came)
+        else:  # so it mostly is, where they are taken step by step
+            self._stored = came
 
     def _went(self, keys: Collection[bytes]) -> None:
         if self._stored:

@@ -163,7 +163,7 @@ def test_undone_transaction_leaves_no_write_on_its_way(backend, namespace, place
     pack = sample_pack(namespace, 1, blocks=3, block_bytes=1 << 20)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", slow)
-        patch.setattr(Commit, "finish", fail)
+        patch.setattr(Commit, "sum_up", fail)
         with pytest.raises(StoreError, match="undone"):
             backend.commit(namespace, CommitBatch([pack]))
         assert writes

@@ -119,16 +119,14 @@ class Bounce:
 
         :raises Exception: what ``settle`` raises.
         """
-        most_bytes = _FIRST_BYTES
-        batch = _Batch(self._lend, most_bytes)
+        batch, is_first = _Batch(self._lend, _FIRST_BYTES), True
         while (rest := batch.take(stream)) is not None:
             while rest:
                 if batch.full:  # not as soon as it is: so the stream has run to its end before the last one
                     tail = memoryview(bytes(batch.close()))
                     yield batch.buffers
-                    second = most_bytes == _FIRST_BYTES and batch.has_small_buffers
-                    most_bytes = _SECOND_BYTES if second else _BATCH_BYTES
-                    batch = _Batch(self._lend, most_bytes)
+                    more = _SECOND_BYTES if is_first and batch.has_small_buffers else _BATCH_BYTES
+                    batch, is_first = _Batch(self._lend, more), False
                     batch.add(tail)
                 rest = batch.add(rest)
         tail = batch.close()

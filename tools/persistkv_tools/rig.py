@@ -21,6 +21,7 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
 
 _NAP_S = 0.0001
+_TIMEOUT_S = 120.0
 
 
 class Rig:
@@ -78,7 +79,7 @@ class Job:
     def store(self, client: StoreClient, job_id: int, keys: list[bytes]) -> float:
         """Seconds until all blocks are visible, hence durable.
 
-        :raises StoreError: some were not stored.
+        :raises StoreError: some were not stored, or did not become visible in two minutes.
         """
         return self.store_in_line(client, job_id, [keys])
 
@@ -86,13 +87,13 @@ class Job:
         """Seconds until all blocks of several jobs, handed over at once, are visible.
 
         :param job_id: of the first job; the others follow it.
-        :raises StoreError: some were not stored.
+        :raises StoreError: as ``store``.
         """
         begin = time.perf_counter()
         for number, keys in enumerate(jobs, job_id):
             client.submit_store(number, f"request {number}", keys, self.source, range(len(keys)), self.num_bytes)
         waiting = set(range(job_id, job_id + len(jobs)))
-        while True:
+        while time.perf_counter() < begin + _TIMEOUT_S:
             for outcome in client.poll():
                 self._check(outcome.failed)
                 waiting.discard(outcome.job_id)
@@ -101,6 +102,7 @@ class Job:
             if not waiting and all(client.contains(key) for keys in jobs for key in keys):
                 return time.perf_counter() - begin
             time.sleep(_NAP_S)
+        raise StoreError(f"jobs {job_id} to {job_id + len(jobs) - 1} were not visible in {_TIMEOUT_S:g} s")
 
     def load(self, client: StoreClient, job_id: int, keys: list[bytes]) -> float:
         """Seconds until the rows are filled; they are then compared and cleared.
@@ -142,7 +144,7 @@ def fresh_keys(count: int) -> list[bytes]:
     return [words[start : start + 32] + bytes(4) for start in range(0, len(words), 32)]
 
 
-def finish(client: StoreClient, job_id: int, timeout_s: float = 120.0) -> JobOutcome:
+def finish(client: StoreClient, job_id: int, timeout_s: float = _TIMEOUT_S) -> JobOutcome:
     """Poll, asleep between, until the job has ended.
 
     :raises StoreError: it did not.
@@ -150,7 +152,7 @@ def finish(client: StoreClient, job_id: int, timeout_s: float = 120.0) -> JobOut
     return finish_all(client, [job_id], timeout_s)[0]
 
 
-def finish_all(client: StoreClient, job_ids: Collection[int], timeout_s: float = 120.0) -> list[JobOutcome]:
+def finish_all(client: StoreClient, job_ids: Collection[int], timeout_s: float = _TIMEOUT_S) -> list[JobOutcome]:
     """As ``finish`` for several jobs; what came of them, in the order in which they ended."""
     deadline = time.monotonic() + timeout_s
     ended: list[JobOutcome] = []

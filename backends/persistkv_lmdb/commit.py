@@ -42,7 +42,7 @@ class Evicted(enum.Enum):
 
 
 class Commit:
-    """Changes within one transaction, which makes them one; ``sum_up`` writes what sums them up, ``finish`` ends it."""
+    """Changes within one transaction, which makes them one; ``sum_up`` writes what sums them up."""
 
     def __init__(
         self, transaction: Transaction, payloads: Payloads, namespace: bytes, keep: Collection[bytes] = ()
@@ -138,7 +138,7 @@ class Commit:
         self.payloads.finish()
 
     def sum_up(self) -> None:
-        """Write totals and the clock, and shorten the log; nothing else of the catalogue changes behind it."""
+        """Write totals and the clock, and shorten the log. What payloads write behind it takes no page more."""
         self._recency.finish()
         for name, state in self._states.items():
             if (row := state.encode()) != self._before[name]:

@@ -79,7 +79,7 @@ class Job:
     def store(self, client: StoreClient, job_id: int, keys: list[bytes]) -> float:
         """Seconds until all blocks are visible, hence durable.
 
-        :raises StoreError: some were not stored, or did not become visible in two minutes.
+        :raises StoreError: some were not stored, or did not become visible in two minutes for each job.
         """
         return self.store_in_line(client, job_id, [keys])
 
@@ -93,7 +93,8 @@ class Job:
         for number, keys in enumerate(jobs, job_id):
             client.submit_store(number, f"request {number}", keys, self.source, range(len(keys)), self.num_bytes)
         waiting = set(range(job_id, job_id + len(jobs)))
-        while time.perf_counter() < begin + _TIMEOUT_S:
+        end = begin + len(jobs) * _TIMEOUT_S
+        while time.perf_counter() < end:
             for outcome in client.poll():
                 self._check(outcome.failed)
                 waiting.discard(outcome.job_id)
@@ -102,7 +103,7 @@ class Job:
             if not waiting and all(client.contains(key) for keys in jobs for key in keys):
                 return time.perf_counter() - begin
             time.sleep(_NAP_S)
-        raise StoreError(f"jobs {job_id} to {job_id + len(jobs) - 1} were not visible in {_TIMEOUT_S:g} s")
+        raise StoreError(f"{len(jobs)} jobs were not visible in {end - begin:g} s")
 
     def load(self, client: StoreClient, job_id: int, keys: list[bytes]) -> float:
         """Seconds until the rows are filled; they are then compared and cleared.

@@ -258,8 +258,8 @@ class StoreClient:
         return self._replica.take_stored()
 
     def take_removed(self) -> list[bytes]:
-        """Keys that went since the last call. Where nobody takes them they do not pile up: of those that wait, some are
-        let go of once they are more than 65,536, and twice as many as are held.
+        """Keys that went since the last call. Where nobody takes them they do not pile up: as many wait as were held at
+        most since then, and 65,536; what went first is let go of.
         """
         return self._replica.take_removed()
 

@@ -4,16 +4,18 @@
 2. A listing replaces it as a whole, when it is complete; until then it stays as it was.
 3. News tells what is there in the end: a key that came and went since news was last taken only went.
 4. A step's news costs what it tells, however much of what was told before nobody took: an engine whose events are
-   switched off may never take any. It does not pile up, either.
+   switched off may never take any. Nor does it pile up: of what went, as much waits as was held at most since news was
+   last taken, and 65,536 keys; what went first is let go of. So whoever takes it hears of all that went at once.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable
 
 _TOUCHED_A_STEP = 2_048  # keys in a step's message: some 75 KB
 _MOST_TOUCHED = 65_536  # keys that wait to be said
-_MOST_REMOVED = 65_536  # keys that wait to be taken, or twice as many as are held: a listing may replace all of them
+_MOST_REMOVED = 65_536  # keys that wait to be taken, beside as many as were held
 
 
 class Replica:
@@ -25,7 +27,9 @@ class Replica:
         self._listed: set[bytes] | None = None
         self._stored: dict[bytes, None] = {}
         """Some of what is held."""
-        self._removed: list[bytes] = []
+        self._removed: deque[bytes] = deque()
+        self._most_held = 0
+        """Since what went was last taken."""
         self._touched: set[bytes] = set()
 
     def begin_listing(self) -> None:
@@ -43,6 +47,7 @@ class Replica:
             self._came(key for key in listed if key not in held)
         held.difference_update(gone)
         held |= listed
+        self._most_held = max(self._most_held, len(held))
         self._went(gone)
 
     def add(self, keys: list[bytes]) -> None:
@@ -51,13 +56,12 @@ class Replica:
             self._listed.update(keys)
         else:
             self.held.update(keys)
+            self._most_held = max(self._most_held, len(self.held))
             self._came(keys)
 
     def remove(self, keys: list[bytes]) -> None:
         """Keys that went."""
         self.held.difference_update(keys)
-        if len(self._removed) > max(_MOST_REMOVED, 2 * len(self.held)):
-            self._removed.clear()  # nobody takes them
         self._went(keys)
 
     def clear(self) -> None:
@@ -78,6 +82,8 @@ class Replica:
             for key in keys:
                 self._stored.pop(key, None)
         self._removed += keys
+        for _ in range(len(self._removed) - self._most_held - _MOST_REMOVED):
+            self._removed.popleft()
 
     def take_stored(self) -> list[bytes]:
         """Keys that became durable since the last call."""
@@ -85,9 +91,10 @@ class Replica:
         return list(stored)
 
     def take_removed(self) -> list[bytes]:
-        """Keys that went since the last call; not all of them where many more wait than are held."""
-        removed, self._removed = self._removed, []
-        return removed
+        """Keys that went since the last call, as far as they wait."""
+        removed, self._removed = self._removed, deque()
+        self._most_held = len(self.held)
+        return list(removed)
 
     def touch(self, keys: Collection[bytes]) -> None:
         """Keys were used; those that are not held are passed over, and where too many wait, some of the others."""

@@ -14,6 +14,7 @@ from persistkv.testing.samples import sample_pack
 from persistkv_lmdb.beside import Beside
 from persistkv_lmdb.check import find_faults
 from persistkv_lmdb.commit import Commit
+from persistkv_lmdb.room import Amount, Room
 
 SECONDS = 30.0  # of patience
 
@@ -140,6 +141,47 @@ def test_interrupt_in_settle_leaves_a_wait_that_ends():
         assert sorted(ran) == [0, 1, 2, 3]
         made.close()
     assert step > 20
+
+
+def test_commit_without_room_leaves_no_write_on_its_way(backend, namespace, placement, monkeypatch):
+    """It is asked for room while the disk is at work; the transactions that make some begin behind that."""
+    if placement == "inline":
+        pytest.skip("LMDB writes its own")
+    may_write, running, summed_up, refused, begun = threading.Event(), [], [], [], []
+    pwritev, sum_up, used, begin = os.pwritev, Commit.sum_up, Room.used, Room.__init__
+
+    def slow(*arguments):
+        running.append(True)
+        assert may_write.wait(SECONDS)
+        written = pwritev(*arguments)
+        running.pop()
+        return written
+
+    def note_sum(self):
+        sum_up(self)
+        summed_up.append(True)
+
+    def too_much_once(self):
+        if not summed_up or refused:
+            return used(self)
+        refused.append(len(running))
+        threading.Timer(0.1, may_write.set).start()
+        return Amount(1 << 60, 1 << 60)
+
+    def note_begin(self, *arguments, **options):
+        begun.append(len(running))
+        begin(self, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", slow)
+        patch.setattr(Commit, "sum_up", note_sum)
+        patch.setattr(Room, "used", too_much_once)
+        patch.setattr(Room, "__init__", note_begin)
+        backend.commit(namespace, CommitBatch([sample_pack(namespace, 1, blocks=3, block_bytes=1 << 20)]))
+    assert refused == [1], "asked while the disk is at work"
+    assert len(begun) > 1
+    assert not any(begun), "a transaction began before the writes of the one before had ended"
+    assert find_faults(backend._environment) == []
 
 
 def test_undone_transaction_leaves_no_write_on_its_way(backend, namespace, placement, monkeypatch):

@@ -56,12 +56,31 @@ def test_what_nobody_takes_does_not_pile_up() -> None:
         replica.remove(names(4_096, 4_096 * round_))
     assert replica.take_stored() == []
     removed = replica.take_removed()
-    assert removed[-4_096:] == names(4_096, 4_096 * 99), "the last ones are told"
-    assert len(removed) <= 65_536 + 4_096
+    assert removed == names(65_536 + 4_096, 4_096 * 83), "what went last is told"
+
+
+def test_what_nobody_takes_does_not_pile_up_where_hosts_die() -> None:
+    replica = Replica()
+    for _ in range(20):
+        replica.begin_listing()
+        replica.add(names(70_000))
+        replica.end_listing(news=True)
+        replica.clear()
+    assert len(replica.take_removed()) == 65_536 + 70_000
+    assert replica.take_stored() == []
+
+
+def test_all_that_went_at_once_is_told() -> None:
+    """More than may wait beside what is held: by then, nothing is."""
+    replica = Replica()
+    replica.add(names(200_000))
+    for start in range(0, 200_000, 4_096):
+        replica.remove(names(min(4_096, 200_000 - start), start))
+    assert replica.take_removed() == names(200_000)
 
 
 def test_all_that_went_with_a_listing_is_told() -> None:
-    """More than may wait otherwise: an engine's host died, and its store is told anew."""
+    """An engine's host died, and its store is told anew."""
     replica = Replica()
     replica.add(names(100_000))
     replica.take_stored()

@@ -3,9 +3,9 @@
 1. It holds a key from its ``Stored`` to its ``Removed``, and none while nothing is open.
 2. A listing replaces it as a whole, when it is complete; until then it stays as it was.
 3. News tells what is there in the end: a key that came and went since news was last taken only went.
-4. A step's news costs what it tells, however much of what was told before nobody took: an engine whose events are
-   switched off may never take any. Nor does it pile up: of what went, as much waits as was held at most since news was
-   last taken, and 65,536 keys; what went first is let go of. So whoever takes it hears of all that went at once.
+4. A step's news costs what it tells, however much of what was told before nobody took: not all who poll take any. Nor
+   does it pile up: of what went, as much waits as was held at most since news was last taken, and 65,536 keys; what
+   went first is let go of. So whoever takes it hears of all that went at once.
 """
 
 from __future__ import annotations

@@ -66,6 +66,8 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
             raise CorruptPackError(
                 "key lengths", f"they add up to {sum(lengths)}, the keys have {len(self.data)} bytes"
             )
+        if 0 in lengths:
+            raise CorruptPackError("key lengths", "a key has no bytes")
         ends = list(accumulate(lengths))
         return [self.data[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 

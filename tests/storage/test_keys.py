@@ -57,6 +57,7 @@ def test_longest_key():
         (PackedKeys(bytes(3), 0, b"\1"), "key lengths"),
         (PackedKeys(bytes(3), 0, b"\1\0\1\0"), "key lengths"),
         (PackedKeys(bytes(3), 0, b""), "key lengths"),
+        (PackedKeys(bytes(3), 0, b"\3\0\0\0"), "key lengths"),
     ],
 )
 def test_parts_that_do_not_agree(packed, field):

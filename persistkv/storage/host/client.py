@@ -62,8 +62,10 @@ class StoreClient:
         self._side = Side(host, hello, self.counters, watchdog_s=watchdog_s, least_start_s=least_start_s)
         self._pid = os.getpid()
         self._replica = Replica()
-        self.contains: Callable[[bytes], bool] = self._replica.held.__contains__
-        """Whether a key is durable and can be asked for: one probe of a set, and nothing around it."""
+        self.held = self._replica.held
+        """The keys that are durable and can be asked for: to be probed only."""
+        self.contains: Callable[[bytes], bool] = self.held.__contains__
+        """Whether a key is durable and can be asked for."""
         self._flights = Flights(self.counters, max_queue_bytes)
         self._answer: Any = None
         self._recent: list[list[bytes]] | None = None

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 
+from persistkv.storage.host.key_set import KeySet
+
 _TOUCHED_A_STEP = 2_048  # keys in a step's message: some 75 KB
 _MOST_TOUCHED = 65_536  # keys that wait to be said
 _MOST_REMOVED = 65_536  # keys that wait to be taken, beside as many as were held
@@ -22,9 +24,9 @@ class Replica:
     """See the top of this file."""
 
     def __init__(self) -> None:
-        self.held: set[bytes] = set()
-        """The keys; always the same set, so that others may probe it."""
-        self._listed: set[bytes] | None = None
+        self.held = KeySet()
+        """The keys; always the same object, so that others may probe it."""
+        self._listed: KeySet | None = None
         self._stored: dict[bytes, None] = {}
         """Some of what is held."""
         self._removed: deque[bytes] = deque()
@@ -34,19 +36,19 @@ class Replica:
 
     def begin_listing(self) -> None:
         """All that is held is told anew."""
-        self._listed = set()
+        self._listed = KeySet()
 
     def end_listing(self, *, news: bool) -> None:
         """All was told.
 
         :param news: whether what was not held before is news.
         """
-        held, listed, self._listed = self.held, self._listed or set(), None
-        gone = [key for key in held if key not in listed]
+        held, listed, self._listed = self.held, self._listed or KeySet(), None
+        gone = held.difference(listed)
         if news:
-            self._came(key for key in listed if key not in held)
+            self._came(listed.difference(held))
         held.difference_update(gone)
-        held |= listed
+        held.add_all(listed)
         self._most_held = max(self._most_held, len(held))
         self._went(gone)
 
@@ -99,7 +101,7 @@ class Replica:
     def touch(self, keys: Collection[bytes]) -> None:
         """Keys were used; those that are not held are passed over, and where too many wait, some of the others."""
         if len(self._touched) + len(keys) <= _MOST_TOUCHED:
-            self._touched |= self.held.intersection(keys)
+            self._touched.update(key for key in keys if key in self.held)
 
     @property
     def has_touched(self) -> bool:

@@ -15,7 +15,10 @@ PART_MASK = 15
 
 
 class KeySet:
-    """Keys of one byte or more."""
+    """Keys of one byte or more.
+
+    :raises IndexError: an empty key.
+    """
 
     def __init__(self) -> None:
         self.parts: tuple[set[bytes], ...] = tuple(set() for _ in range(PART_MASK + 1))

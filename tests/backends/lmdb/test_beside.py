@@ -147,11 +147,12 @@ def test_commit_without_room_leaves_no_write_on_its_way(backend, namespace, plac
     """It is asked for room while the disk is at work; the transactions that make some begin behind that."""
     if placement == "inline":
         pytest.skip("LMDB writes its own")
-    may_write, running, summed_up, refused, begun = threading.Event(), [], [], [], []
+    may_write, writes, running, summed_up, refused, begun = threading.Event(), threading.Event(), [], [], [], []
     pwritev, sum_up, used, begin = os.pwritev, Commit.sum_up, Room.used, Room.__init__
 
     def slow(*arguments):
         running.append(True)
+        writes.set()
         assert may_write.wait(SECONDS)
         written = pwritev(*arguments)
         running.pop()
@@ -164,6 +165,7 @@ def test_commit_without_room_leaves_no_write_on_its_way(backend, namespace, plac
     def too_much_once(self):
         if not summed_up or refused:
             return used(self)
+        assert writes.wait(SECONDS)
         refused.append(len(running))
         threading.Timer(0.1, may_write.set).start()
         return Amount(1 << 60, 1 << 60)

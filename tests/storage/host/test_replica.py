@@ -70,6 +70,17 @@ def test_what_nobody_takes_does_not_pile_up_where_hosts_die() -> None:
     assert replica.take_stored() == []
 
 
+def test_what_was_held_before_news_was_taken_lets_nothing_pile_up() -> None:
+    replica = Replica()
+    replica.add(names(200_000))
+    replica.remove(names(200_000))
+    replica.take_removed()
+    for start in range(0, 200_000, 4_096):
+        replica.add(names(4_096, start))
+        replica.remove(names(4_096, start))
+    assert len(replica.take_removed()) == 65_536 + 4_096
+
+
 def test_all_that_went_at_once_is_told() -> None:
     """More than may wait beside what is held: by then, nothing is."""
     replica = Replica()

@@ -121,7 +121,7 @@ class Store:
 
     def in_flight(self, keys: Iterable[bytes]) -> set[bytes]:
         """Those of the keys that are written from rows: whoever offered them keeps his rows meanwhile."""
-        return self._flying.intersection(keys) if self._flying else set()
+        return self._flying.intersection(keys)
 
     # Writing
 

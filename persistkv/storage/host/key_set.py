@@ -45,6 +45,11 @@ class KeySet:
         for key in keys:
             parts[key[0] & PART_MASK].discard(key)
 
+    def intersection(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those of the keys that are there, in order: without a call for each, as a step has thousands."""
+        parts = self.parts
+        return [key for key in keys if key in parts[key[0] & PART_MASK]]
+
     def difference(self, others: KeySet) -> list[bytes]:
         """Those that the other one has not."""
         return [key for mine, theirs in zip(self.parts, others.parts, strict=True) for key in mine - theirs]

@@ -101,7 +101,7 @@ class Replica:
     def touch(self, keys: Collection[bytes]) -> None:
         """Keys were used; those that are not held are passed over, and where too many wait, some of the others."""
         if len(self._touched) + len(keys) <= _MOST_TOUCHED:
-            self._touched.update(key for key in keys if key in self.held)
+            self._touched.update(self.held.intersection(keys))
 
     @property
     def has_touched(self) -> bool:

@@ -30,6 +30,7 @@ def test_it_does_what_a_set_does(steps: list[tuple[str, list[bytes]]], others: l
                 expected.clear()
         assert sorted(held) == sorted(expected)
         assert len(held) == len(expected)
+    assert held.intersection(others) == [key for key in others if key in expected]
     assert sorted(held.difference(of(others))) == sorted(expected.difference(others))
     for key in [*expected, *others]:
         assert (key in held) == (key in expected) == (key in parts[key[0] & PART_MASK])

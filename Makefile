@@ -19,7 +19,7 @@ WHEEL_VENV := $(VENV)-wheel
 VLLM ?= 0.32.0
 VLLM_VENV := $(VENV)-vllm-$(VLLM)
 
-.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs screenshots test-wheel test-ceph test-vllm test-vllm-full test-writers test-faults fuzz crash damage powerloss diskfaults bench bench-vllm bench-vllm-engine clean
+.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs screenshots test-wheel test-ceph test-vllm test-vllm-full test-writers test-faults fuzz crash damage powerloss diskfaults bench bench-vllm bench-vllm-engine gpu-kit clean
 
 help:
 	@echo "make demo        a model answers, is killed, and a new process answers from what it left"
@@ -42,6 +42,7 @@ help:
 	@echo "make bench       the figures in docs/benchmarks.md (minutes)"
 	@echo "make bench-vllm  the store beside vLLM's own fs tier (installs vLLM for CPUs, 2 GB)"
 	@echo "make bench-vllm-engine  vLLM engines with persistkv, with the fs tier, and with neither"
+	@echo "make gpu-kit     wheels for a machine with a GPU and no package index, in .gpu-kit; benchmarks/gpu/run.sh runs there"
 	@echo "make clean       remove what these made"
 
 setup: $(READY)
@@ -149,6 +150,10 @@ bench-vllm-engine: setup setup-vllm
 	$(BIN)/python -m benchmarks.vllm_beside_fs --vllm-python $(VLLM_VENV)/bin/python
 	$(BIN)/python -m benchmarks.vllm_overhead --vllm-python $(VLLM_VENV)/bin/python
 
+# Carried to that machine with the source tree: 60 MiB at most.
+gpu-kit: setup
+	$(BIN)/python -m benchmarks.gpu.kit .gpu-kit
+
 clean:
-	rm -rf $(VENV) $(WHEEL_VENV) $(VENV)-vllm-* dist build .persistkv-demo demo-report.png .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .gpu-kit $(VENV) $(WHEEL_VENV) $(VENV)-vllm-* dist build .persistkv-demo demo-report.png .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,224 @@
+"""Restores of contexts from LMDB to the device, compared with the throughput of the disk and of the link.
+
+The tiers are those of an engine: lookup, promotion from disk into rows of the primary tier, load onto the device, with
+blocks of 2 MiB (16 tokens of a Llama with 8 billion parameters). In alternation with each restore, as many other bytes
+are read from the same disk by plain calls past the page cache, and copied to the device from pinned memory. The ratio
+is the throughput of the restore to that of the slower of the two. No byte is read twice from the disk. The bytes of
+each restored context are compared with the stored ones.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.gpu.results import Results, parse
+from benchmarks.gpu.rig import PinnedCopies
+from persistkv.base import OffloadKey
+from persistkv.errors import ConfigurationError
+from persistkv.huge_pages import huge_memory
+from persistkv.integrations.transformers.kv_cache import KVGroupGeometry, PagedKVCache
+from persistkv.integrations.transformers.offload import OffloadLoop
+from persistkv.integrations.transformers.stack import StackOptions, build_stack
+from persistkv_tools.rig import fresh_keys
+
+TARGET = 0.85
+
+_BLOCK_TOKENS = 16
+_CALL_BYTES = 4 << 20  # 4 MiB
+_READERS = 4  # threads: enough calls in flight for a virtual disk
+_TIMEOUT_S = 120.0
+
+
+class Restored(NamedTuple):
+    """Where the time of one restore went."""
+
+    promotion_s: float
+    """Lookup and disk."""
+    load_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Both."""
+        return self.promotion_s + self.load_s
+
+
+class Tiers:
+    """An engine's tiers and device pages without a model. To be closed."""
+
+    def __init__(self, device: torch.device, url: str, max_blocks: int, smoke: bool) -> None:
+        layers, heads = (2, 2) if smoke else (32, 8)
+        geometry = KVGroupGeometry(tuple(range(layers)), heads, 128, None, torch.bfloat16, device)
+        self.cache = PagedKVCache((geometry,), max_blocks, _BLOCK_TOKENS)
+        self.block_bytes = self.cache.block_bytes
+        rows = max_blocks + 64
+        options = StackOptions(rows * self.block_bytes, (url,), "raw", "process", False)
+        self._stack = build_stack(self.cache, {"benchmark": "restore", "block": self.block_bytes}, options)
+        self._loop = OffloadLoop(self._stack.scheduler, self._stack.worker, lambda req_id: None, _TIMEOUT_S)
+        self._pages = self.cache.groups[0].pages.view(torch.int8).view(max_blocks, -1)
+
+    def store(self, number: int, keys: Sequence[OffloadKey]) -> None:
+        """Store a context of random bytes, and forget it everywhere except on disk.
+
+        :raises RuntimeError: it did not become durable.
+        """
+        self._fill(number, len(keys))
+        req_id, scheduler = f"store {number}", self._stack.scheduler
+        num_tokens = len(keys) * _BLOCK_TOKENS
+        scheduler.on_new_request(req_id)
+        scheduler.update_keys(req_id, 0, keys, num_tokens)
+        scheduler.update_computed_tokens(req_id, num_tokens, [list(range(len(keys)))])
+        self._loop.begin(req_id)
+        scheduler.request_finished(req_id)
+        deadline = time.monotonic() + _TIMEOUT_S
+        if not self._loop.drain(deadline, req_id) or not self._stack.persistent[0].wait_persisted(req_id, _TIMEOUT_S):
+            raise RuntimeError(f"{len(keys)} blocks did not become durable")
+        self._loop.step()
+        scheduler.manager.reset_cache(weights_changed=False)
+        self._pages.zero_()
+
+    def restore(self, number: int, keys: Sequence[OffloadKey]) -> Restored:
+        """Load a stored context.
+
+        :raises RuntimeError: it is incomplete, or its bytes differ from the stored ones.
+        """
+        req_id, scheduler = f"restore {number}", self._stack.scheduler
+        num_tokens = len(keys) * _BLOCK_TOKENS
+        begin = time.perf_counter()
+        scheduler.on_new_request(req_id, store=False)
+        scheduler.update_keys(req_id, 0, keys, num_tokens + 1)
+        matched = self._loop.match(req_id, 0)
+        promoted = time.perf_counter()
+        loaded = self._loop.load(req_id, [list(range(len(keys)))], matched)
+        end = time.perf_counter()
+        scheduler.request_finished(req_id)
+        self._loop.step()
+        scheduler.manager.reset_cache(weights_changed=False)
+        if loaded.num_tokens != num_tokens or loaded.num_promoted_tokens != num_tokens:
+            raise RuntimeError(f"restored {loaded} of {num_tokens} tokens")
+        restored = self._pages[: len(keys)].clone()
+        self._fill(number, len(keys))
+        if not torch.equal(restored, self._pages[: len(keys)]):
+            raise RuntimeError("the restored bytes are not those that were stored")
+        return Restored(promoted - begin, end - promoted)
+
+    def close(self) -> None:
+        """Release all."""
+        self._stack.close()
+
+    def _fill(self, number: int, count: int) -> None:
+        generator = torch.Generator(self._pages.device).manual_seed(number)
+        self._pages[:count].random_(-128, 128, generator=generator)
+
+
+class RawFile:
+    """A file that is read past the page cache, every byte once.
+
+    :raises OSError: the file system has no such reads.
+    """
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        self._offset = 0
+        buffer = huge_memory(_CALL_BYTES)
+        buffer[:] = os.urandom(_CALL_BYTES)
+        for offset in range(0, num_bytes, _CALL_BYTES):
+            os.pwrite(self._fd, buffer, offset)
+        os.fsync(self._fd)
+        self._buffers = [huge_memory(_CALL_BYTES) for _ in range(_READERS)]
+        self._pool = ThreadPoolExecutor(_READERS)
+
+    def read(self, num_bytes: int) -> float:
+        """Read the next bytes, with a few threads. Seconds."""
+        offsets = range(self._offset, self._offset + num_bytes, _CALL_BYTES)
+        self._offset = offsets.stop
+
+        def read_share(reader: int, buffer: mmap.mmap) -> int:
+            return sum(os.preadv(self._fd, [buffer], offset) for offset in offsets[reader::_READERS])
+
+        begin = time.perf_counter()
+        done = sum(self._pool.map(read_share, range(_READERS), self._buffers))
+        seconds = time.perf_counter() - begin
+        if done < num_bytes:
+            raise OSError(f"{done} of {num_bytes} bytes")
+        return seconds
+
+    def close(self) -> None:
+        """Close the file."""
+        self._pool.shutdown()
+        os.close(self._fd)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    sizes = [32, 128, 512, 1024, 4096]
+    arguments = parse(
+        __doc__.splitlines()[0],
+        argv,
+        lambda parser: parser.add_argument("--mib", type=int, nargs="+", default=sizes, help="sizes of contexts"),
+    )
+    results = Results("restore", arguments)
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+        for mib in [4] if arguments.smoke else arguments.mib:
+            try:
+                measure(Path(directory), mib << 20, arguments.device, arguments.smoke, results)
+            except ConfigurationError as error:  # too little shared memory for the rows
+                results.add(f"{mib} MiB", skipped=str(error))
+
+
+def measure(directory: Path, size: int, device: torch.device, smoke: bool, results: Results) -> None:
+    """Contexts of one size, each stored once and restored once."""
+    rounds = 1 if smoke else 3 if size <= 512 << 20 else 2
+    tiers = Tiers(device, f"lmdb://{directory}/store?capacity=40GiB", _num_blocks(size, smoke), smoke)
+    try:
+        count = size // tiers.block_bytes
+        contexts = [[OffloadKey(key) for key in fresh_keys(count)] for _ in range(rounds)]
+        for number, keys in enumerate(contexts):
+            tiers.store(number, keys)
+        raw = RawFile(directory / "raw", rounds * size)
+        link_bytes = min(size, 1 << 30)
+        link = PinnedCopies(device, link_bytes)
+        link.load()
+        disk_s, link_s, restored = [], [], []
+        try:
+            for number, keys in enumerate(contexts):
+                disk_s.append(raw.read(size))
+                begin = time.perf_counter()
+                link.load()
+                link_s.append((time.perf_counter() - begin) * size / link_bytes)
+                restored.append(tiers.restore(number, keys))
+        finally:
+            raw.close()
+            (directory / "raw").unlink()
+    finally:
+        tiers.close()
+    seconds = statistics.median(part.seconds for part in restored)
+    slower = max(statistics.median(disk_s), statistics.median(link_s))
+    results.add(
+        f"{size >> 20} MiB",
+        slower / seconds,
+        at_least=TARGET,
+        gb_s=size / seconds / 1e9,
+        disk_gb_s=size / statistics.median(disk_s) / 1e9,
+        link_gb_s=size / statistics.median(link_s) / 1e9,
+        promotion_ms=statistics.median(part.promotion_s for part in restored) * 1e3,
+        load_ms=statistics.median(part.load_s for part in restored) * 1e3,
+        rounds=rounds,
+    )
+
+
+def _num_blocks(size: int, smoke: bool) -> int:
+    block = _BLOCK_TOKENS * (2 * 2 * 2 if smoke else 2 * 32 * 8) * 128 * 2
+    return size // block
+
+
+if __name__ == "__main__":
+    main()

@@ -40,11 +40,11 @@ class NullTier(SecondaryTierManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool:
         return False
 
-    def submit_store(self, job: JobMetadata) -> None:
-        self._finished.append(JobResult(job.job_id, True))
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        self._finished.append(JobResult(job_metadata.job_id, True))
 
-    def submit_load(self, job: JobMetadata) -> None:
-        self._finished.append(JobResult(job.job_id, False))
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        self._finished.append(JobResult(job_metadata.job_id, False))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         finished, self._finished = self._finished, []

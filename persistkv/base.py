@@ -12,6 +12,9 @@ from enum import Enum
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NewType
 
+import numpy as np
+import numpy.typing as npt
+
 from persistkv.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -52,12 +55,12 @@ def get_offload_group_indices(keys: Sequence[bytes]) -> list[int]:
 
 
 class RequestDescription:
-    """What an engine can tell of a request's whole context: the keys of each group in order, tokens, labels.
+    """Whole context of a request: the keys of each group in order, number of tokens, labels.
 
-    It grows with the request: the engine extends it as blocks fill. Not thread-safe.
+    The engine extends it as blocks fill. Not thread-safe.
 
     :param num_groups: KV cache groups of the engine.
-    :raises ConfigurationError: a label that is no text.
+    :raises ConfigurationError: a label is not text.
     """
 
     def __init__(self, num_groups: int = 1, labels: Mapping[str, str] | None = None) -> None:
@@ -66,7 +69,7 @@ class RequestDescription:
         self.num_tokens = 0
         """Tokens of the whole context, those of an unfinished block included; the engine sets it."""
         self.labels: dict[str, str] = dict(labels or {})
-        """Stored beside the context, for people."""
+        """Stored with the context and shown by tools."""
         _check_labels(self.labels)
         self._depths: dict[OffloadKey, int] = {}
 
@@ -100,16 +103,18 @@ class ReqContext:
     req_id: str
     """Unique among the requests that live at one time in one engine."""
     kv_transfer_params: Mapping[str, Any] | None = None
-    """Whatever the caller of the engine attached to the request."""
+    """Parameters that the caller of the engine attached to the request."""
     description: RequestDescription | None = None
-    """The request's keys in order; None where the engine cannot tell: order and depth are then unknown."""
+    """The request's keys in order; None where the engine does not provide them: order and depth are then unknown."""
+    store: bool = True
+    """False: blocks are looked up and loaded for the request, and none of them is handed to a tier for it."""
 
 
 class OffloadPolicy(str, Enum):
-    """Which blocks of a request a tier wants to be given."""
+    """Which blocks of a request a tier receives."""
 
     BLOCK_LEVEL = "block_level"
-    """Blocks that were newly computed."""
+    """Newly computed blocks."""
     REQUEST_LEVEL = "request_level"
     """Every block of the request, prefix hits included."""
 
@@ -122,7 +127,7 @@ class RequestOffloadingContext:
 
 
 class LoadStoreSpec(ABC):
-    """Where one side of a transfer lies."""
+    """One side of a transfer."""
 
     @staticmethod
     @abstractmethod
@@ -133,14 +138,15 @@ class LoadStoreSpec(ABC):
 class BlockIDsLoadStoreSpec(LoadStoreSpec):
     """A side of a transfer that is a list of blocks.
 
-    :param block_ids: numbers of the blocks, in the order in which they are transferred.
+    :param block_ids: numbers of the blocks in the order of the transfer; copied.
     """
 
-    def __init__(self, block_ids: Sequence[int]) -> None:
-        self.block_ids: list[int] = list(block_ids)
+    def __init__(self, block_ids: Sequence[int] | npt.NDArray[np.int64]) -> None:
+        self.block_ids: npt.NDArray[np.int64] = np.array(block_ids, np.int64)
+        """int64, shape (blocks,)."""
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.block_ids!r})"
+        return f"{type(self).__name__}({self.block_ids.tolist()!r})"
 
 
 class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
@@ -148,12 +154,17 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
     :param block_ids: the blocks of group 0, then those of group 1, and so on.
     :param group_sizes: how many blocks each group has here; one entry per KV cache group.
-    :param block_indices: logical index, within the request, of each group's first block. It tells how much of a larger
-        offloaded block to skip.
-    :raises ValueError: where the three do not agree.
+    :param block_indices: logical index, within the request, of each group's first block; determines how much of a
+        larger offloaded block to skip.
+    :raises ValueError: the lengths of the three do not agree.
     """
 
-    def __init__(self, block_ids: Sequence[int], group_sizes: Sequence[int], block_indices: Sequence[int]) -> None:
+    def __init__(
+        self,
+        block_ids: Sequence[int] | npt.NDArray[np.int64],
+        group_sizes: Sequence[int],
+        block_indices: Sequence[int],
+    ) -> None:
         super().__init__(block_ids)
         if sum(group_sizes) != len(block_ids):
             raise ValueError(
@@ -170,7 +181,7 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}({self.block_ids!r}, group_sizes={self.group_sizes!r}, "
+            f"{type(self).__name__}({self.block_ids.tolist()!r}, group_sizes={self.group_sizes!r}, "
             f"block_indices={self.block_indices!r})"
         )
 
@@ -184,11 +195,11 @@ class PrepareStoreOutput:
     """What ``prepare_store`` allocated."""
 
     keys_to_store: list[OffloadKey]
-    """The keys that are to be written, in the order asked; those held already are left out."""
+    """Keys to write, in the order of the call; keys that are held, or that the manager does not store, are left out."""
     store_spec: LoadStoreSpec
     """Where to write them, in the same order."""
     evicted_keys: list[OffloadKey]
-    """What had to go to make room."""
+    """Keys that were evicted to make room."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +240,7 @@ class CanonicalKVCaches:
     tensors: list[CanonicalKVCacheTensor]
     """Each tensor once, also where several groups use it."""
     group_data_refs: list[list[CanonicalKVCacheRef]]
-    """For each KV cache group, where its data lies."""
+    """For each KV cache group, its parts of the tensors."""
 
 
 @dataclass
@@ -257,9 +268,9 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """Protect blocks from eviction and say where they lie, in the order of ``keys``.
+        """Protect blocks from eviction and return their places, in the order of ``keys``.
 
-        :raises KeyError: where a key is not ready; nothing is protected then.
+        :raises KeyError: a block is not ready; nothing is protected.
         """
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:  # noqa: B027
@@ -281,27 +292,33 @@ class OffloadingManager(ABC):
     def complete_store(  # noqa: B027
         self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        """Make blocks readable once they are written; where the write failed, forget them without a trace.
+        """End the write of blocks: they are readable now, or forgotten where the write failed.
 
-        :raises KeyError: where a block is not being written; nothing changed then.
+        Blocks that are already readable are ignored.
+
+        :raises KeyError: a block is not held; nothing changed.
         """
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """End the step and hand over what came and went since the last call. Call it once per step, always."""
+        """End the step and return the events since the last call. Must be called once per step."""
         return ()
 
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Learn of a request before its first lookup, and say which of its blocks are wanted."""
+        """Announce a request and return which of its blocks to offer to ``prepare_store``.
+
+        An unknown request is announced by its first lookup or store. Announcing a request again replaces its context
+        and keeps the rest of its state. Each announced request must be ended with ``on_request_finished``.
+        """
 
     def on_request_finished(self, req_context: ReqContext) -> None:  # noqa: B027
-        """The request will not be looked up or stored for again; stores in flight may still complete."""
+        """End a request: no lookups and no ``prepare_store`` follow. Its stores in flight may still complete."""
 
     def reset_cache(self, weights_changed: bool = True) -> None:
-        """Forget everything. Never waits: what transfers still use comes free as they end.
+        """Forget all blocks without waiting. Rows in use become free as their transfers end.
 
-        :param weights_changed: False: what lies behind the primary tier is still valid.
-        :raises NotImplementedError: where the manager cannot.
+        :param weights_changed: False: blocks in the tiers behind the primary one remain valid.
+        :raises NotImplementedError: the manager does not support it.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot reset its cache")
 
@@ -314,12 +331,12 @@ class OffloadingHandler(ABC):
 
     @abstractmethod
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        """Start a transfer; False where it could not be started, and then it never reports.
-
-        Source and destination must stay as they are until it has reported.
+        """Start a transfer. Source and destination must not change until ``get_finished`` has reported it.
 
         :param job_id: unique among the transfers in flight.
-        :raises ValueError: the specs do not fit each other, or this direction; nothing was started.
+        :returns: False if it could not be started; it is not reported then, and copies nothing. The same holds for a
+            call that raises.
+        :raises ValueError: the specs do not fit each other, or this direction.
         """
 
     @abstractmethod
@@ -339,11 +356,11 @@ class OffloadingSpec(ABC):
     """Builds the two sides of offloading from one configuration."""
 
     extra_config: Mapping[str, Any] = field(default_factory=dict)
-    """What a user set, checked at construction."""
+    """Options of the user, checked at construction."""
 
     @abstractmethod
     def get_manager(self) -> OffloadingManager:
-        """The scheduler's side; the same object at each call. What cannot be made raises, and leaves nothing behind."""
+        """Return the scheduler's side; the same object at each call. If it raises, all resources are released."""
 
     @abstractmethod
     def get_handlers(

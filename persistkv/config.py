@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar, get_args, get_origin
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
@@ -22,6 +23,17 @@ _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGTP", start=1):
     _UNITS[f"{_letter}iB"] = 1 << (10 * _power)
     _UNITS[f"{_letter}B"] = 1000**_power
+_TYPE_NAMES = MappingProxyType(
+    {
+        "array": "a list",
+        "bool": "true or false",
+        "float": "a number",
+        "int": "an integer",
+        "null": "no value",
+        "object": "a mapping",
+        "str": "text",
+    }
+)
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhd])\s*", re.ASCII)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]?i?B?)\s*", re.ASCII)
@@ -115,11 +127,24 @@ def convert_options(kind: type[OptionsT], options: Mapping[str, Any], *, where: 
     try:
         return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, ConfigurationError):  # raised by the struct itself: it knows better
+        if isinstance(error.__cause__, ConfigurationError):  # raised by the struct, with a better message
             raise error.__cause__ from None
-        message, _, path = str(error).partition(" - at `$.")
-        name = path.rstrip("`").split(".")[0].split("[")[0]
-        raise ConfigurationError(f"{where} option {name}", options.get(name), message) from None
+        message, _, place = str(error).partition(" - at ")
+        path = place.partition("$.")[2].rstrip("`")
+        name = re.split(r"[.\[]", path)[0]
+        expected = _expected(message, known[name].type) if name in known else message
+        if path != name:
+            expected += f" at {path}"
+        raise ConfigurationError(f"{where} option {name}", options.get(name), expected) from None
+
+
+def _expected(message: str, kind: Any) -> str:
+    """Describe what msgspec expected: its message without the words that ``ConfigurationError`` adds."""
+    choices = [choice for part in (kind, *get_args(kind)) if get_origin(part) is Literal for choice in get_args(part)]
+    if choices:
+        return f"one of {', '.join(map(str, choices))}"
+    names = message.removeprefix("Expected ").partition(", got ")[0]
+    return " or ".join(_TYPE_NAMES.get(name, name) for name in names.replace("`", "").split(" | "))
 
 
 def _plain_boolean(value: Any) -> Any:

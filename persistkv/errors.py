@@ -67,6 +67,10 @@ class StoreUnavailableError(StoreError):
     """The store cannot be opened or reached: permission, a file in the way, no such host."""
 
 
+class ProcessIdInUseError(StoreUnavailableError):
+    """A process in another PID namespace uses the store under this process's PID. Open it from another process."""
+
+
 class StoreBusyError(StoreError):
     """Another process keeps the store from being written, longer than a commit takes. Nothing was done."""
 

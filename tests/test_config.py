@@ -1,5 +1,6 @@
 from contextlib import suppress
 from decimal import Decimal
+from typing import Literal
 
 import msgspec
 import pytest
@@ -169,6 +170,27 @@ def test_options_are_converted():
 def test_wrong_option_is_named(options, message):
     with pytest.raises(ConfigurationError, match=message):
         convert_options(Options, options, where="test")
+
+
+class TypedOptions(msgspec.Struct):
+    tiers: tuple[dict[str, str], ...] = ()
+    mode: Literal["fast", "safe"] | None = None
+    limit: int | str = 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tiers": "lmdb"}, "test option tiers: 'lmdb' is not valid; expected a list"),
+        ({"tiers": ["lmdb"]}, "test option tiers: ['lmdb'] is not valid; expected a mapping at tiers[0]"),
+        ({"mode": "slow"}, "test option mode: 'slow' is not valid; expected one of fast, safe"),
+        ({"limit": []}, "test option limit: [] is not valid; expected an integer or text"),
+    ],
+)
+def test_convert_options_wrong_type_states_expected_once(options, message):
+    with pytest.raises(ConfigurationError) as caught:
+        convert_options(TypedOptions, options, where="test")
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("stride", [0, -4096, 100, 4097])

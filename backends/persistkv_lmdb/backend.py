@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import time
@@ -33,9 +34,10 @@ from persistkv.storage.backend import (
     Changes,
     CommitBatch,
     CommitResult,
+    CompactProgress,
     FreeSpace,
-    MoveProgress,
     Namespace,
+    Policy,
     ReadSpan,
     RequestUse,
 )
@@ -46,7 +48,7 @@ from persistkv_lmdb import sharing
 from persistkv_lmdb.commit import manifests_of
 from persistkv_lmdb.committing import Committing
 from persistkv_lmdb.compacting import Compactor
-from persistkv_lmdb.environment import Environment
+from persistkv_lmdb.environment import STORE_DIRECTORIES, STORE_FILES, Environment
 from persistkv_lmdb.errors import met_the_maps_end, translated_at_open
 from persistkv_lmdb.layout import (
     ADDED,
@@ -61,15 +63,21 @@ from persistkv_lmdb.layout import (
     encode_namespace,
     manifest_row,
     pack_table,
+    read_capacity,
+    read_clock,
+    read_policy,
     rows,
     used_bytes,
 )
-from persistkv_lmdb.moving import Mover
-from persistkv_lmdb.options import LmdbOptions, Placement, Reads
+from persistkv_lmdb.options import LmdbOptions, Placement, Reads, check_policy
 from persistkv_lmdb.payload import read_payload, scan_payloads
+from persistkv_lmdb.quarantine import delete_quarantined, quarantined
+from persistkv_lmdb.regular_files import check_store
 from persistkv_lmdb.space import Space, first_place
 from persistkv_lmdb.status_files import read_statuses, remove_status, write_status
 from persistkv_lmdb.syncs import sync_directory
+
+logger = logging.getLogger(__name__)
 
 _MANIFESTS_AT_ONCE = 256
 _PLACES_AT_ONCE = 4096
@@ -81,14 +89,11 @@ class LmdbBackend(Backend):
     capabilities = Capabilities(placements=tuple(placement.value for placement in Placement), shows_status=True)
     status_interval_s = 2.0
 
-    def __init__(
-        self, shared: Environment, *, read_only: bool, ttl_s: float | None = None, reads: Reads = Reads.DIRECT
-    ) -> None:
+    def __init__(self, shared: Environment, *, read_only: bool, reads: Reads = Reads.DIRECT) -> None:
         self._shared: Environment | None = shared
         self._path = shared.path
         self._read_only = read_only
         self.capabilities = replace(type(self).capabilities, writable=not read_only)
-        self._ttl_s = ttl_s
         self._cached = reads is Reads.CACHED
 
     @classmethod
@@ -96,8 +101,21 @@ class LmdbBackend(Backend):
         options = convert_options(LmdbOptions, url.options, where="lmdb")
         path = _store_path(url.location)
         _prepare_directory(path, read_only)
-        shared = sharing.acquire(path, options.capacity_bytes, options.placement, read_only=read_only)
-        return cls(shared, read_only=read_only, ttl_s=options.ttl_s, reads=options.reads)
+        backend = cls(
+            sharing.acquire(path, options.policy, read_only=read_only), read_only=read_only, reads=options.reads
+        )
+        if not read_only and (differences := backend.policy().contradictions(options.given)):
+            logger.warning(
+                "%s: the URL says %s; the store keeps its recorded policy (persistkv set lmdb://%s changes it)",
+                path,
+                differences,
+                path,
+            )
+        return backend
+
+    @classmethod
+    def new_capacity(cls, url: StoreUrl) -> int | None:
+        return convert_options(LmdbOptions, url.options, where="lmdb").policy.capacity
 
     def namespaces(self) -> Iterator[Namespace]:
         with self._environment.transaction() as transaction:
@@ -122,18 +140,15 @@ class LmdbBackend(Backend):
             return created
 
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
-        if self._read_only:
-            raise StoreError(f"{self._path} is open read-only")
+        self._check_writable()
         if any(pack.namespace != namespace for pack in batch.packs):
             raise StoreError(f"a pack of another namespace than {namespace.hex()}")
         try:
-            result = Committing(self._environment, self._ttl_s, namespace, batch).run()
+            result = Committing(self._environment, namespace, batch).run()
         except StoreFullError as error:
             if met_the_maps_end(error):
                 self._environment.suspect()
             raise
-        if not result.stale:
-            self._environment.committed()
         return result
 
     def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
@@ -214,13 +229,15 @@ class LmdbBackend(Backend):
         for start in range(0, len(manifest_ids), _MANIFESTS_AT_ONCE):
             with self._environment.transaction() as transaction:
                 some = manifest_ids[start : start + _MANIFESTS_AT_ONCE]
-                found += [_request_use(transaction, manifest_row(namespace, name), moments) for name in some]
+                skew = read_clock(transaction)[1].skew
+                found += [_request_use(transaction, manifest_row(namespace, name), moments, skew) for name in some]
         return found
 
     def stats(self) -> BackendStats:
         with self._environment.transaction() as transaction:
             states = [NamespaceState.decode(row) for _, row in rows(transaction, transaction.db.states, b"")]
-        aside = {path: size for path, size in self._environment.aside.items() if path.exists()}
+            capacity = read_capacity(transaction)
+        damaged = quarantined(self._path)
         return BackendStats(
             packs=sum(state.packs for state in states),
             blocks=sum(state.blocks for state in states),
@@ -228,10 +245,29 @@ class LmdbBackend(Backend):
             raw_bytes=sum(state.raw_bytes for state in states),
             stored_bytes=sum(state.stored_bytes for state in states),
             disk_bytes=self._environment.disk_bytes(),
-            capacity=self._environment.capacity,
-            aside=tuple(map(str, aside)),
-            aside_bytes=sum(aside.values()),
+            capacity=capacity,
+            quarantined=tuple(str(entry.directory) for entry in damaged),
+            quarantined_bytes=sum(entry.num_bytes for entry in damaged),
         )
+
+    def policy(self) -> Policy:
+        with self._environment.transaction() as transaction:
+            return read_policy(transaction)
+
+    def set_policy(self, policy: Policy) -> None:
+        self._check_writable()
+        check_policy(policy)
+        recorded = self.policy()
+        if policy.placement != recorded.placement:
+            expected = (
+                f"{recorded.placement}, fixed when the store was created; `persistkv push` copies it into a new store"
+            )
+            raise ConfigurationError("placement", policy.placement, expected)
+        self._environment.set_policy(policy)
+
+    def delete_quarantined(self) -> int:
+        self._check_writable()
+        return sum(entry.num_bytes for entry in delete_quarantined(self._path))
 
     def free_space(self) -> FreeSpace:
         with self._environment.transaction() as transaction:
@@ -243,16 +279,8 @@ class LmdbBackend(Backend):
                 space.largest() * PAGE_BYTES,
             )
 
-    def move(self, placement: str) -> Iterator[MoveProgress]:
-        if placement not in self.capabilities.placements:
-            return super().move(placement)
-        if self._read_only:
-            raise StoreError(f"{self._path} is open read-only")
-        return Mover(self._environment, Placement(placement)).run()
-
-    def compact(self) -> Iterator[MoveProgress]:
-        if self._read_only:
-            raise StoreError(f"{self._path} is open read-only")
+    def compact(self) -> Iterator[CompactProgress]:
+        self._check_writable()
         return Compactor(self._environment).run()
 
     def publish_status(self, engine: str, row: bytes | None) -> None:
@@ -266,6 +294,10 @@ class LmdbBackend(Backend):
 
     def statuses(self) -> dict[str, bytes]:
         return read_statuses(self._environment.path)
+
+    def _check_writable(self) -> None:
+        if self._read_only:
+            raise StoreError(f"{self._path} is open read-only")
 
     def close(self) -> None:
         if self._shared is not None:
@@ -299,7 +331,8 @@ def _prepare_directory(path: Path, read_only: bool) -> None:
                     directory.mkdir(0o700, exist_ok=True)
                     sync_directory(directory.parent)
         if not stat.S_ISDIR(path.stat().st_mode):
-            raise StoreUnavailableError(f"{path}: a file lies where the store's directory belongs")
+            raise StoreUnavailableError(f"{path} is a file; a store is a directory")
+        check_store(path, files=STORE_FILES, directories=STORE_DIRECTORIES, read_only=read_only)
 
 
 def _namespace(transaction: Transaction, name: bytes) -> Namespace | None:
@@ -344,14 +377,18 @@ def _manifest_keys(transaction: Transaction, namespace: bytes, manifest_id: str)
         return None
 
 
-def _request_use(transaction: Transaction, name: bytes, moments: dict[bytes, list[int]]) -> RequestUse | None:
-    """:param moments: of the manifests that name a pack; is filled."""
+def _request_use(
+    transaction: Transaction, name: bytes, moments: dict[bytes, list[int]], skew: float
+) -> RequestUse | None:
+    """:param moments: cache of the moments of the manifests that name a pack.
+    :param skew: see ``StoreClock.skew``.
+    """
     txn, db = transaction
     chain = Chain.decode(txn.get(name, db=db.chains))
     if chain is None:
         return None
     if not chain.packs:
-        return RequestUse(chain.time, False, 0, chain.pinned)
+        return RequestUse(chain.time + skew, False, 0, chain.pinned)
     last = name[:ID_BYTES] + chain.packs[-1]
     use = Use.decode(txn.get(last, db=db.uses))
     if use is None:
@@ -363,7 +400,7 @@ def _request_use(transaction: Transaction, name: bytes, moments: dict[bytes, lis
     lengths = [_pack_lengths(transaction, name[:ID_BYTES] + pack_id) for pack_id in chain.packs]
     raw, stored = (sum(length) for length in zip(*lengths, strict=True))
     reused = use.time > chain.time
-    return RequestUse(use.time, reused, max(0, len(naming) - 1), chain.pinned, later, raw, stored)
+    return RequestUse(use.time + skew, reused, max(0, len(naming) - 1), chain.pinned, later, raw, stored)
 
 
 def _moments(transaction: Transaction, pack: bytes) -> list[int]:

@@ -123,10 +123,7 @@ class Commit:
         return b""
 
     def _expire(self, candidate: Candidate, ttl_s: float) -> bool:
-        """Take it where it is old enough; whether it was, or nobody can tell."""
-        if candidate.time > self._recency.time:
-            self._recency.redate(candidate)
-            return True
+        """Remove the candidate if it is older than the ttl; return whether it is."""
         old = candidate.time < self._recency.time - ttl_s
         if old and candidate.name not in self._keep:
             self._remove(candidate)

@@ -17,7 +17,7 @@ from persistkv.storage.pack import PackTable
 from persistkv_lmdb.commit import Commit, Evicted
 from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.errors import met_the_maps_end
-from persistkv_lmdb.layout import Transaction, manifest_row
+from persistkv_lmdb.layout import Transaction, manifest_row, read_ttl
 from persistkv_lmdb.room import Amount, Goal, Room
 
 _EVICTED_AT_ONCE = 512
@@ -41,9 +41,8 @@ class _NothingLeftError(StoreFullError):
 class Committing:
     """One batch on its way into the store. Used once."""
 
-    def __init__(self, environment: Environment, ttl_s: float | None, namespace: bytes, batch: CommitBatch) -> None:
+    def __init__(self, environment: Environment, namespace: bytes, batch: CommitBatch) -> None:
         self._environment = environment
-        self._ttl_s = ttl_s
         self._namespace = namespace
         self._batch = batch
         self._seen = batch.seen
@@ -97,8 +96,8 @@ class Committing:
             need = room.need(commit.missing(self._batch.packs), self._batch)
             room.check(need)
             commit.apply(self._batch)
-            if self._ttl_s is not None:
-                environment.expired_to = commit.expire(self._ttl_s, _EXPIRED_AT_ONCE, environment.expired_to)
+            if (ttl_s := read_ttl(transaction)) is not None:
+                environment.expired_to = commit.expire(ttl_s, _EXPIRED_AT_ONCE, environment.expired_to)
             if commit.grew:
                 environment.note_taken(need.payload)
                 room.widen(Amount(0, 0))

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 
 from persistkv.errors import StoreFullError
-from persistkv.storage.backend import MoveProgress
+from persistkv.storage.backend import CompactProgress
 from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.layout import pack_table, rows
 from persistkv_lmdb.room import Amount, Room
@@ -30,7 +30,7 @@ class Compactor:
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
 
-    def run(self) -> Iterator[MoveProgress]:
+    def run(self) -> Iterator[CompactProgress]:
         """Move packs, a few at each step, until nothing free lies before those that are left.
 
         :raises StoreFullError: the catalogue has no room for the rows; what was moved stays so.
@@ -45,7 +45,7 @@ class Compactor:
                 while waiting and sum(length for _, length in step) + waiting[-1][1] <= _STEP_BYTES:
                     step.append(waiting.pop())
                 moved += self._lower(step)
-                yield MoveProgress(moved, max(moved, total))
+                yield CompactProgress(moved, max(moved, total))
                 time.sleep(_TURN_S)
             self._cut()
             if moved == before:

@@ -19,9 +19,9 @@ from pathlib import Path
 import lmdb
 
 from persistkv.config import PAGE_BYTES
-from persistkv.errors import ConfigurationError, StoreBusyError, StoreError, StoreFullError
+from persistkv.errors import StoreBusyError, StoreError, StoreFullError
+from persistkv.storage.backend import Policy
 from persistkv.storage.pack import align
-from persistkv_lmdb.aside import found_aside
 from persistkv_lmdb.errors import free_disk_bytes, translated, translated_at_open
 from persistkv_lmdb.gate import Gate
 from persistkv_lmdb.guard import FILE_NAME as GUARD_FILE
@@ -31,25 +31,26 @@ from persistkv_lmdb.layout import (
     DATA_FILE,
     LOCK_FILE,
     Transaction,
-    read_capacity,
     read_clock,
-    read_placement,
-    write_capacity,
     write_clock,
     write_placement,
+    write_policy,
 )
 from persistkv_lmdb.opening import open_environment
-from persistkv_lmdb.options import DEFAULT_CAPACITY, DEFAULT_PLACEMENT, Placement
+from persistkv_lmdb.options import Placement
 from persistkv_lmdb.payload import Payloads
+from persistkv_lmdb.segments import DIRECTORY as SEGMENT_DIRECTORY
 from persistkv_lmdb.segments import SegmentFiles
-from persistkv_lmdb.shares import LOCK_FILE_BYTES, Shares, catalogue_share, read_shares, wanted_catalogue_bytes
+from persistkv_lmdb.shares import LOCK_FILE_BYTES, Shares, read_shares, wanted_catalogue_bytes
 from persistkv_lmdb.snapshots import Snapshots
 from persistkv_lmdb.space import recorded_bytes
+from persistkv_lmdb.status_files import DIRECTORY as STATUS_DIRECTORY
+from persistkv_lmdb.writer_lock import FILE_NAME as WRITER_LOCK_FILE
 
-_FILES = (DATA_FILE, LOCK_FILE, GUARD_FILE)
+STORE_FILES = (DATA_FILE, LOCK_FILE, GUARD_FILE, WRITER_LOCK_FILE)
+STORE_DIRECTORIES = (SEGMENT_DIRECTORY, STATUS_DIRECTORY)
 _MIN_HEADROOM = 256 << 10  # 256 KiB
 _MAX_HEADROOM = 64 << 20  # 64 MiB
-_MIN_ROOM = 1 << 20  # 1 MiB
 _BEGIN_ATTEMPTS = 8
 _COMMITS = 16  # that are remembered: of many sizes, one in so many is larger than those before it, and waits for room
 
@@ -57,14 +58,12 @@ _COMMITS = 16  # that are remembered: of many sizes, one in so many is larger th
 class Environment:
     """An open environment. Thread-safe.
 
-    :param capacity: bytes on disk, everything counted; None: as recorded, or the default for a new store.
-    :param placement: of payloads; None: as recorded, or the default for a new store.
-    :raises ConfigurationError: another placement is recorded.
+    :param policy: recorded in a store that is created; an existing store keeps its own.
     :raises StoreUnavailableError: it cannot be opened.
     :raises CorruptStoreError: something else lies there; it was not changed.
     """
 
-    def __init__(self, path: Path, capacity: int | None, placement: Placement | None, *, read_only: bool) -> None:
+    def __init__(self, path: Path, policy: Policy, *, read_only: bool) -> None:
         self.path = path
         self.read_only = read_only
         self.handles = 0
@@ -78,19 +77,16 @@ class Environment:
         self._fitted: Shares | None = None
         self._map_bytes = 0
         self._guard = None if read_only else Guard(path)
-        self.capacity = DEFAULT_CAPACITY
+        self._policy = policy
         with ExitStack() as undone:  # where this fails, however far it came
             undone.callback(self._leave)
-            self._open_first(placement or DEFAULT_PLACEMENT, undone)
+            self._open_first(undone)
             with translated_at_open(path):
                 self.files = SegmentFiles(path, read_only=read_only)
             undone.callback(self.files.close)
-            self.capacity = self._recorded_capacity() or DEFAULT_CAPACITY
-            self.check_placement(placement)
             if not read_only:
-                self.set_capacity(capacity or self.capacity)
-            self.aside = found_aside(path)
-            """What was moved aside when this was opened, or before, with the bytes that it takes."""
+                with self._guarded(write=False), translated(path):
+                    self._remap()
             undone.pop_all()
 
     @contextmanager
@@ -146,31 +142,28 @@ class Environment:
             self._guard.end_commit()
 
     @property
-    def placement(self) -> Placement:
-        """Where new packs go; to be asked within a write transaction."""
+    def _shares(self) -> Shares:
+        """The policy as of the last write transaction."""
         if self._fitted is None:
-            raise StoreError(f"{self.path}: no transaction has looked at the placement")
-        return self._fitted.placement
+            raise StoreError(f"{self.path} is open read-only")
+        return self._fitted
 
-    def check_placement(self, placement: Placement | None) -> None:
-        """Compare what was asked for with what is recorded.
+    @property
+    def placement(self) -> Placement:
+        """Where new packs go. Valid within a write transaction."""
+        return self._shares.placement
 
-        :raises ConfigurationError: they differ.
-        """
-        with self.transaction() as transaction:
-            recorded = read_placement(transaction)
-        if placement not in (None, recorded):
-            expected = f"{recorded.value}, as the store has it; `persistkv move URL --to {placement.value}` changes it"
-            raise ConfigurationError("lmdb option placement", placement.value, expected)
+    @property
+    def capacity(self) -> int:
+        """Bytes on disk, everything counted. Valid within a write transaction."""
+        return self._shares.capacity
 
-    def set_capacity(self, capacity: int) -> None:
-        """Take another bound and record it. What is held stays, also where it is more."""
-        self.capacity = capacity
-        with translated(self.path), self._gate.alone():
-            self._fit_map()
-        if capacity != self._recorded_capacity():
-            with self.transaction(write=True) as transaction:
-                write_capacity(transaction, capacity)
+    def set_policy(self, policy: Policy) -> None:
+        """Record another capacity and ttl, and apply them. Content is kept even where it exceeds the new capacity."""
+        with self.transaction(write=True) as transaction:
+            write_policy(transaction, policy)
+        with translated(self.path):
+            self._remap()
 
     def limit_bytes(self, *, as_it_is: bool = False) -> int:
         """What ``used_bytes`` may be after a commit that adds something: the capacity, or what the disk has, less the
@@ -180,7 +173,7 @@ class Environment:
         """
         file = self.file_bytes()
         disk = file if as_it_is else file + free_disk_bytes(self.path)
-        bound = 0 if self._fitted is None else self._fitted.catalogue_bytes(self.capacity)
+        bound = self._shares.catalogue_bytes
         return min(bound, disk) - _headroom_bytes(min(bound, disk))
 
     def widen_catalogue(self, transaction: Transaction, need: int, segments: int) -> int:
@@ -197,15 +190,6 @@ class Environment:
             return 0
         write_placement(transaction, self.placement, self._map_bytes + more)
         return more
-
-    def headroom_bytes(self) -> int:
-        """What is kept for deletions where payloads lie inline."""
-        return _headroom_bytes(self.capacity)
-
-    def catalogue_with(self, held: int) -> int:
-        """What ``data.mdb`` may have beside extents where it has so much already: its share, or that and some room."""
-        wanted = align(max(catalogue_share(self.capacity) - LOCK_FILE_BYTES, held + max(held // 8, _MIN_ROOM)))
-        return min(wanted, align(max(held, self.capacity - LOCK_FILE_BYTES - PAGE_BYTES)))
 
     def _segment_limit_bytes(self, transaction: Transaction) -> int:
         """What all segments may have together: what the catalogue leaves of the capacity, or of what the disk has.
@@ -276,12 +260,6 @@ class Environment:
         with self._gate.alone():
             self.files.make_writable()
             self._guard, self.read_only = guard, False
-        self.aside = found_aside(self.path)
-
-    def committed(self) -> None:
-        """A batch was committed: the store can be written (see ``guard``)."""
-        if self._guard is not None:
-            self._guard.committed()
 
     def suspect(self) -> None:
         """It may be damaged: it is looked at once all have closed it."""
@@ -290,7 +268,7 @@ class Environment:
 
     def disk_bytes(self) -> int:
         """Bytes that the file system gives to the store."""
-        catalogue = sum(_allocated_bytes(self.path / name) for name in _FILES)
+        catalogue = sum(_allocated_bytes(self.path / name) for name in STORE_FILES)
         return catalogue + sum(self.files.lengths().values())
 
     def close(self) -> None:
@@ -324,11 +302,11 @@ class Environment:
             self._guard.suspect()
             raise
 
-    def _open_first(self, placement: Placement, undone: ExitStack) -> None:
+    def _open_first(self, undone: ExitStack) -> None:
         """Open it, and let ``undone`` close it: the guard has its say after LMDB, and may fail in that."""
 
         def opened() -> None:
-            self._open(self.read_only, placement)
+            self._open(self.read_only)
             undone.callback(lambda: self._env.close())  # the one that it has by then
 
         if self._guard is None:
@@ -336,8 +314,8 @@ class Environment:
         else:
             self._guard.open(opened)
 
-    def _open(self, read_only: bool, placement: Placement = DEFAULT_PLACEMENT) -> None:
-        self._env, self.file_id, self._db = open_environment(self.path, placement, read_only=read_only)
+    def _open(self, read_only: bool) -> None:
+        self._env, self.file_id, self._db = open_environment(self.path, self._policy, read_only=read_only)
         self._is_open = True
 
     def _reopen_alone(self, read_only: bool) -> None:
@@ -360,7 +338,7 @@ class Environment:
         self._env.set_mapsize(0)  # as much as others have written
         with self._env.begin(buffers=True) as txn:
             shares = read_shares(Transaction(txn, self._db))
-        allowed, held = shares.catalogue_bytes(self.capacity), self.file_bytes()
+        allowed, held = shares.catalogue_bytes, self.file_bytes()
         self._map_bytes = allowed if held <= allowed else held + _headroom_bytes(held)
         self._env.set_mapsize(self._map_bytes)
         self._fitted = shares
@@ -368,10 +346,6 @@ class Environment:
     def file_bytes(self) -> int:
         """Bytes of ``data.mdb`` that LMDB has used once."""
         return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
-
-    def _recorded_capacity(self) -> int | None:
-        with self.transaction() as transaction:
-            return read_capacity(transaction)
 
     def _begin(self, write: bool) -> lmdb.Transaction[memoryview] | Callable[[], None]:
         """A transaction, or what is to be done, alone, before one can begin."""

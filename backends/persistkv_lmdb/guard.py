@@ -1,25 +1,26 @@
-"""Knows how a store's writers ended, and looks before the next one trusts what they left.
+"""Detects unclean shutdowns of a store and checks its integrity before the next writer opens it.
 
-LMDB reads through a memory map: a damaged environment can end the process that opens it. So:
+LMDB reads through a memory map, so a damaged environment can kill the process that opens it. Invariants:
 
-1. From before it is opened for writing until its last writer closes it, the store's guard file says ``open``, and each
-   writer holds a shared lock on that file, which ends with its process. ``open``, and no lock: its end was not clean.
-2. After such an end a process of its own looks at the environment first (``inspection``): whatever that one meets, this
-   one lives. Where the end was clean, nobody looks.
-3. What is damaged is moved aside, never changed, and only while nobody alive has it open for writing.
-4. Where three processes in a row died while they opened it or wrote, before any of them had committed, it is moved
-   aside although nothing is found: no damage ends processes for ever. Other ends, however many, do not count.
-5. What such an end left, or a commit that failed, is made durable before anybody promises anything of it or writes over
-   what it freed: by the next to open the store, and by those that have it open, before their next transaction. To ask
-   the disk again after it has lost something proves nothing, so what may be lost is *written* again. That is LMDB's two
-   meta pages: all that either of them names was durable before it was written, and what neither names is nobody's.
-   As long as the disk refuses, nobody writes, and nothing is moved.
-6. An empty guard file says nothing: what lies beside it may be somebody else's, and is left as it is. So is another
-   release's store, whatever the guard says.
+1. The guard file says ``open`` from before the first writer opens the environment until the last one closes it. Each
+   writer holds a shared lock on the file; the kernel drops the lock when the process exits. ``open`` without a lock
+   means an unclean shutdown.
+2. After an unclean shutdown, a child process checks the environment first (``inspection``), so damage kills the child
+   and not the engine. After a clean shutdown there is no check.
+3. An environment that passes the check is opened, regardless of how many processes died in it: an out-of-memory crash
+   loop is no damage. An environment that fails the check is renamed, never changed or deleted, and only while no
+   process has it open for writing.
+4. Whatever an unclean shutdown or a failed commit left is made durable before the next transaction, by the process that
+   opens the store or by those that have it open. A second fsync after a failed one proves nothing, so the bytes that
+   may be lost are *written* again: LMDB's two meta pages. Everything that either page references was durable before the
+   page was written. As long as the disk refuses this write, no process writes, and nothing is renamed.
+5. With an empty guard file the environment may belong to another program: it is left alone. So is a store of another
+   release.
 """
 
 from __future__ import annotations
 
+import enum
 import fcntl
 import logging
 import os
@@ -27,13 +28,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from persistkv.errors import CorruptStoreError, StoreBusyError, StoreError
-from persistkv_lmdb.aside import move_aside
 from persistkv_lmdb.errors import translated_at_open
 from persistkv_lmdb.inspection import DAMAGE, inspect, meta_bytes
 from persistkv_lmdb.layout import DATA_FILE
+from persistkv_lmdb.quarantine import quarantine
+from persistkv_lmdb.regular_files import open_regular
 from persistkv_lmdb.syncs import sync_directory, write_again
 from persistkv_lmdb.writer_lock import WriterLock
 
@@ -42,18 +43,18 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "guard"
 OPENING_PATIENCE_S = 30.0
 """For the lock for writing: another process may hold it while it looks at what was left."""
-_CLEAN, _OPEN, _SUSPECT = "clean", "open", "suspect"
 _ROW_BYTES = 32
-_MAX_DEATHS = 3
 _PATIENCE_S = 5.0  # for another process that closes: it holds the lock alone for microseconds, or three syncs
 _NAP_S = 0.001
 
 
-class _State(NamedTuple):
-    word: str
-    """``clean``, ``open``, or ``suspect``: open, and LMDB or a row of it did not read."""
-    deaths: int = 0
-    """Processes in a row that died while they opened it or in a write transaction, before any had committed."""
+class _State(str, enum.Enum):
+    """What the guard file says; the values are its content."""
+
+    CLEAN = "clean"
+    OPEN = "open"
+    SUSPECT = "suspect"
+    """Open, and LMDB or one of its rows could not be read."""
 
 
 class Guard:
@@ -65,12 +66,11 @@ class Guard:
         :raises StoreUnavailableError: its files cannot be made or opened.
         """
         self._directory = directory
-        self._joined = self._proven = False
-        self._deaths = 0
+        self._joined = False
         with translated_at_open(directory):
             self._writer_lock = WriterLock(directory)
             try:
-                self._fd = os.open(directory / FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                self._fd = open_regular(directory / FILE_NAME, os.O_RDWR | os.O_CREAT)
             except BaseException:
                 self._writer_lock.close()
                 raise
@@ -105,14 +105,7 @@ class Guard:
         """
         with self._writer_lock.held():
             self._recover()
-            if self._proven:
-                yield
-                return
-            self._set_deaths(self._deaths + 1)
-            try:
-                yield
-            finally:
-                self._set_deaths(self._deaths)
+            yield
 
     def excluding_writers(self) -> AbstractContextManager[None]:
         """The same for a block that writes nothing: what a commit left that did not end stays as it is.
@@ -140,25 +133,18 @@ class Guard:
             raise StoreError(f"{self._directory}: {error.strerror or error}") from error
         self._writer_lock.mark(begun=False)
 
-    def committed(self) -> None:
-        """A commit succeeded: whatever ends this process, the store can be written."""
-        if not self._proven:
-            self._proven, self._deaths = True, 0
-            self._set_deaths(0)
-
     def suspect(self) -> None:
         """Something of it did not read: the next one to open it while nobody has it open is to look first."""
         with suppress(OSError):
-            self._write(_State(_SUSPECT, self._deaths))
+            self._write(_State.SUSPECT)
 
     def close(self) -> None:
         """Leave; the last one to leave ends it cleanly. Idempotent."""
         if self._joined and self._fd >= 0 and self._locked(fcntl.LOCK_EX):
             with suppress(OSError, StoreError):  # it is looked at by the next to open it
                 self._recover()
-                state = self._read()
-                if state is not None and state.word == _OPEN:
-                    self._write(_State(_CLEAN))
+                if self._read() is _State.OPEN:
+                    self._write(_State.CLEAN)
         self.forget()
 
     def forget(self) -> None:
@@ -171,51 +157,37 @@ class Guard:
     # Opening
 
     def _open_alone(self, opened: Callable[[], None]) -> None:
-        """Nobody alive has it open for writing, and nobody can open it meanwhile."""
+        """Open while no other process has the store open for writing, nor can open it."""
         before = self._read()
-        self._deaths = self._look(before)
+        if before in (_State.OPEN, _State.SUSPECT) and self._exists():
+            self._check()
         if before is None and self._exists():
             opened()
             return
         try:
-            self._write(_State(_OPEN, self._deaths + 1))
+            self._write(_State.OPEN)
             try:
                 self._create_or_open(opened)
             except CorruptStoreError as error:
                 if inspect(self._directory).verdict not in DAMAGE:
                     raise
-                self._move_aside(str(error))
+                self._quarantine(str(error))
                 self._create_or_open(opened)
         except BaseException:
             self._restore(before)
             raise
-        self._set_deaths(self._deaths)
 
-    def _look(self, before: _State | None) -> int:
-        """Move aside what is not to be opened.
+    def _check(self) -> None:
+        """Rename an environment that fails the integrity check; make durable what is left in one that passes.
 
-        :returns: ``deaths`` of what is there now.
+        :raises OSError: it passes, and the disk refuses the write.
         """
-        if before is None or before.word == _CLEAN or not self._exists():
-            return 0
-        if (reason := self._damage(before)) is not None:
-            self._move_aside(reason)
-            return 0
-        return before.deaths
-
-    def _damage(self, before: _State) -> str | None:
-        """Why it is to be moved aside; None: it is good, and what was left is durable.
-
-        :raises OSError: it is good, and the disk does not take it now.
-        """
-        if before.deaths >= _MAX_DEATHS:
-            return f"{before.deaths} processes in a row died while they opened it or wrote"
         found = inspect(self._directory)
         if found.verdict in DAMAGE:
-            return found.reason
-        logger.info("%s was not closed; it was looked at: %s", self._directory, found.reason)
+            self._quarantine(found.reason)
+            return
+        logger.info("%s: unclean shutdown, integrity check: %s", self._directory, found.reason)
         self._write_what_was_left()
-        return None
 
     def _write_what_was_left(self) -> None:
         """A process that was killed may have left a commit that reads and is not durable yet, or a new file's name.
@@ -249,16 +221,16 @@ class Guard:
     def _exists(self) -> bool:
         return (self._directory / DATA_FILE).exists()
 
-    def _move_aside(self, reason: str) -> None:
-        where, size, gone = move_aside(self._directory)
+    def _quarantine(self, reason: str) -> None:
+        renamed = quarantine(self._directory)
         logger.warning(
-            "the store in %s is damaged (%s): its files (%d bytes) are now in %s, and an empty one is made. They count "
-            "towards no capacity: delete them once nobody wants to look at them%s",
+            "the store in %s is damaged (%s): renamed its files (%d bytes) to %s and created an empty store. The "
+            "renamed files count towards no capacity; persistkv prune lmdb://%s --quarantined deletes them",
             self._directory,
             reason,
-            size,
-            where,
-            f"; those from before were deleted: {', '.join(gone)}" if gone else "",
+            renamed.num_bytes,
+            renamed.directory,
+            self._directory,
         )
 
     # The file
@@ -280,29 +252,21 @@ class Guard:
                 )
             time.sleep(_NAP_S)
         self._joined = True
-        state = self._read()
-        if state is None or state.word == _CLEAN:
-            self._write(_State(_OPEN))
-
-    def _set_deaths(self, deaths: int) -> None:
-        """Where it cannot be written, nobody counts."""
-        with suppress(OSError):
-            state = self._read()
-            if state is None or state.deaths != deaths:
-                self._write(_State(_OPEN if state is None else state.word, deaths))
+        if self._read() in (None, _State.CLEAN):
+            self._write(_State.OPEN)
 
     def _read(self) -> _State | None:
-        """None: nothing of ours was ever opened here. What does not read says that it was not closed."""
+        """None: no persistkv process ever opened a store here. Content that is not a state counts as open."""
         row = os.pread(self._fd, _ROW_BYTES, 0)
         if not row:
             return None
-        word, _, deaths = row.decode("ascii", "replace").strip().partition(" ")
-        if word not in (_CLEAN, _OPEN, _SUSPECT) or not (deaths.isascii() and deaths.isdigit()):
-            return _State(_OPEN)
-        return _State(word, int(deaths))
+        try:
+            return _State(row.decode("ascii", "replace").strip())
+        except ValueError:
+            return _State.OPEN
 
     def _write(self, state: _State) -> None:
-        os.pwrite(self._fd, f"{state.word} {state.deaths}".ljust(_ROW_BYTES - 1).encode() + b"\n", 0)
+        os.pwrite(self._fd, state.value.ljust(_ROW_BYTES - 1).encode() + b"\n", 0)
 
     def _restore(self, before: _State | None) -> None:
         if before is None:

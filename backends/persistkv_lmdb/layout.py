@@ -5,6 +5,7 @@ Keys begin with the namespace's id (16 bytes), so that a namespace is one range 
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
@@ -14,11 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import lmdb
 
 from persistkv.errors import CorruptPackError, CorruptStoreError
-from persistkv.storage.backend import Namespace
+from persistkv.storage.backend import Namespace, Policy
 from persistkv.storage.codec import Buffer
 from persistkv.storage.identity import Identity
 from persistkv.storage.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
-from persistkv_lmdb.options import MAX_CAPACITY, MIN_CAPACITY, Placement
+from persistkv_lmdb.clock import Reading, StoreClock
+from persistkv_lmdb.options import DEFAULT_CAPACITY, MAX_CAPACITY, MIN_CAPACITY, Placement
 
 if TYPE_CHECKING:
     from lmdb import _Database
@@ -27,6 +29,8 @@ DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"  # as LMDB names them
 FORMAT_VERSION = 2
 _CAPACITY_ROW = b"capacity"
 _CAPACITY = struct.Struct("<Q")
+_TTL_ROW = b"ttl"
+_TTL = struct.Struct("<d")
 _CATALOGUE_ROW = b"catalogue"
 _PLACEMENT_ROW = b"placement"
 _FORMAT_ROW = b"format"
@@ -42,9 +46,8 @@ _STATE = struct.Struct("<8s6Q")
 _USE = struct.Struct("<QdII")
 _CHAIN = struct.Struct("<QdB")
 _CLOCK_ROW = b"clock"
-_CLOCK = struct.Struct("<Qd")
+_MOMENT = struct.Struct("<Q")
 _MOST = 1 << 62  # more was never counted: that leaves room to count on
-_LATEST = float(1 << 40)  # seconds since the epoch; far beyond any clock
 
 PINNED, ORDERED = 1, 2
 PACK, MANIFEST = 0, 1
@@ -60,8 +63,8 @@ class Databases(NamedTuple):
     """The named databases of an environment."""
 
     meta: _Database
-    """format → magic and version; capacity → u64; clock → the last moment; placement → its name; catalogue → u64;
-    space → the allocator's totals."""
+    """format → magic and version; capacity → u64; ttl → f64; placement → its name; clock → last moment, ``StoreClock``;
+    catalogue → u64; space → the allocator's totals."""
     namespaces: _Database
     """namespace → time of creation, then the identity's canonical JSON."""
     states: _Database
@@ -265,38 +268,40 @@ def rows(transaction: Transaction, db: _Database, prefix: bytes) -> Iterator[tup
             yield key, row
 
 
-def open_databases(env: lmdb.Environment, placement: Placement) -> Databases:
-    """The databases of a store, made where the environment is empty and may be written.
+def open_databases(env: lmdb.Environment, policy: Policy) -> Databases:
+    """Open the databases of a store; create them in an empty environment that is open for writing.
 
-    :param placement: what a store that is made here records.
+    :param policy: recorded in a store that is created here.
 
     :raises CorruptStoreError: something else lies there, or another format; it was not changed.
     """
     if env.flags()["readonly"]:
         return _existing_databases(env, None)
-    with env.begin(write=True) as txn:
+    with env.begin(write=True, buffers=True) as txn:
         if txn.stat()["entries"]:
             return _existing_databases(env, txn)
         databases = Databases(*[env.open_db(name.encode(), txn=txn) for name in Databases._fields])
         txn.put(_FORMAT_ROW, _FORMAT.pack(_MAGIC, FORMAT_VERSION), db=databases.meta)
-        txn.put(_PLACEMENT_ROW, placement.value.encode(), db=databases.meta)
+        transaction = Transaction(txn, databases)
+        write_policy(transaction, policy)
+        txn.put(_PLACEMENT_ROW, str(policy.placement).encode(), db=databases.meta)
         return databases
 
 
-def _existing_databases(env: lmdb.Environment, txn: lmdb.Transaction[bytes] | None) -> Databases:
+def _existing_databases(env: lmdb.Environment, txn: lmdb.Transaction[memoryview] | None) -> Databases:
     try:
         meta = env.open_db(Databases._fields[0].encode(), txn=txn, create=False)
         if txn is not None:
             _check_format(txn.get(_FORMAT_ROW, db=meta))
         else:
-            with env.begin() as reading:
+            with env.begin(buffers=True) as reading:
                 _check_format(reading.get(_FORMAT_ROW, db=meta))
         return Databases(*[env.open_db(name.encode(), txn=txn, create=False) for name in Databases._fields])
     except (lmdb.NotFoundError, lmdb.IncompatibleError):
         raise CorruptStoreError("it is an LMDB environment of something else") from None
 
 
-def _check_format(row: bytes | None) -> None:
+def _check_format(row: Buffer | None) -> None:
     if row is None or len(row) != _FORMAT.size or _FORMAT.unpack(row)[0] != _MAGIC:
         raise CorruptStoreError("it is an LMDB environment of something else")
     version = _FORMAT.unpack(row)[1]
@@ -312,16 +317,36 @@ def used_bytes(transaction: Transaction) -> int:
     return (_META_PAGES + pages) * stats[0]["psize"]
 
 
-def read_capacity(transaction: Transaction) -> int | None:
-    """The bound that the store was last opened for writing with; None where none that can be is recorded."""
+def read_capacity(transaction: Transaction) -> int:
+    """Return the recorded capacity in bytes; the default where the row is missing or out of range."""
     row = transaction.txn.get(_CAPACITY_ROW, db=transaction.db.meta)
-    capacity = _CAPACITY.unpack(row)[0] if row is not None and len(row) == _CAPACITY.size else None
-    return capacity if capacity is not None and MIN_CAPACITY <= capacity <= MAX_CAPACITY else None
+    capacity = _CAPACITY.unpack(row)[0] if row is not None and len(row) == _CAPACITY.size else 0
+    return capacity if MIN_CAPACITY <= capacity <= MAX_CAPACITY else DEFAULT_CAPACITY
 
 
-def write_capacity(transaction: Transaction, capacity: int) -> None:
-    """Record another bound."""
-    transaction.txn.put(_CAPACITY_ROW, _CAPACITY.pack(capacity), db=transaction.db.meta)
+def read_ttl(transaction: Transaction) -> float | None:
+    """Return the recorded ttl in seconds; None where there is none, or where the row is out of range."""
+    row = transaction.txn.get(_TTL_ROW, db=transaction.db.meta)
+    ttl_s = _TTL.unpack(row)[0] if row is not None and len(row) == _TTL.size else math.nan
+    return ttl_s if 0 < ttl_s < math.inf else None
+
+
+def read_policy(transaction: Transaction) -> Policy:
+    """Return the recorded policy.
+
+    :raises CorruptStoreError: the placement is unknown.
+    """
+    return Policy(read_capacity(transaction), read_ttl(transaction), read_placement(transaction).value)
+
+
+def write_policy(transaction: Transaction, policy: Policy) -> None:
+    """Record capacity and ttl; the placement stays as it was at creation."""
+    txn, meta = transaction.txn, transaction.db.meta
+    txn.put(_CAPACITY_ROW, _CAPACITY.pack(policy.capacity), db=meta)
+    if policy.ttl_s is None:
+        txn.delete(_TTL_ROW, db=meta)
+    else:
+        txn.put(_TTL_ROW, _TTL.pack(policy.ttl_s), db=meta)
 
 
 def read_placement(transaction: Transaction) -> Placement:
@@ -348,20 +373,21 @@ def write_placement(transaction: Transaction, placement: Placement, catalogue_by
     transaction.txn.put(_CATALOGUE_ROW, _CAPACITY.pack(catalogue_bytes), db=transaction.db.meta)
 
 
-def read_clock(transaction: Transaction) -> tuple[int, float]:
-    """The last moment: its number, and seconds since the epoch.
+def read_clock(transaction: Transaction) -> tuple[int, StoreClock]:
+    """Return the number of the last moment and the clock at that moment; a new store has moment 0.
 
-    :raises CorruptStoreError: the row is none: nobody could tell what is to be evicted first.
+    :raises CorruptStoreError: the row holds no clock, so the eviction order is unknown.
     """
     row = transaction.txn.get(_CLOCK_ROW, db=transaction.db.meta)
     if row is None:
-        return 0, 0.0
-    moment, seconds = _CLOCK.unpack(row) if len(row) == _CLOCK.size else (-1, 0.0)
-    if not (0 <= moment <= _MOST and 0 <= seconds <= _LATEST):
-        raise CorruptStoreError(f"the clock does not read: moment {moment}, {seconds} s")
-    return moment, seconds
+        return 0, StoreClock.starting(Reading.now())
+    moment = _MOMENT.unpack_from(row)[0] if len(row) >= _MOMENT.size else _MOST + 1
+    clock = StoreClock.decode(row[_MOMENT.size :])
+    if moment > _MOST or clock is None:
+        raise CorruptStoreError(f"unreadable clock: moment {moment}, {clock}")
+    return moment, clock
 
 
-def write_clock(transaction: Transaction, moment: int, seconds: float) -> None:
-    """Record it; also where it stays the same, this makes a transaction that LMDB counts."""
-    transaction.txn.put(_CLOCK_ROW, _CLOCK.pack(moment, seconds), db=transaction.db.meta)
+def write_clock(transaction: Transaction, moment: int, clock: StoreClock) -> None:
+    """Record the clock. Even an unchanged row makes a transaction that LMDB counts."""
+    transaction.txn.put(_CLOCK_ROW, _MOMENT.pack(moment) + clock.encode(), db=transaction.db.meta)

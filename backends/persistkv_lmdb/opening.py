@@ -8,13 +8,12 @@ from typing import NamedTuple
 import lmdb
 
 from persistkv.errors import CorruptStoreError
+from persistkv.storage.backend import Policy
 from persistkv_lmdb.errors import translated_at_open
 from persistkv_lmdb.inspection import DAMAGE, inspect, is_cut_short
 from persistkv_lmdb.layout import DATA_FILE, Databases, open_databases
-from persistkv_lmdb.options import Placement
+from persistkv_lmdb.reader_table import MAX_READERS, open_with_reader
 from persistkv_lmdb.syncs import sync_directory
-
-_MAX_READERS = 512
 
 
 class Opened(NamedTuple):
@@ -26,12 +25,13 @@ class Opened(NamedTuple):
     db: Databases
 
 
-def open_environment(path: Path, placement: Placement, *, read_only: bool) -> Opened:
+def open_environment(path: Path, policy: Policy, *, read_only: bool) -> Opened:
     """Open it; where there is none, make it and make its name durable.
 
     A map size of 0 takes the recorded one: who opens it sets what is wanted.
 
-    :param placement: of payloads, which is recorded in a new one.
+    :param policy: recorded in a store that is created.
+    :raises ProcessIdInUseError: a process in another PID namespace uses the store under this process's PID.
     :raises StoreUnavailableError: it cannot be opened.
     :raises CorruptStoreError: it is damaged, or something else; it was not changed.
     """
@@ -39,19 +39,22 @@ def open_environment(path: Path, placement: Placement, *, read_only: bool) -> Op
         if is_cut_short(path) and (found := inspect(path)).verdict in DAMAGE:
             raise CorruptStoreError(f"{path}: {found.reason}")
         is_there = file_id(path) is not None
-        env = lmdb.open(
-            str(path),
-            map_size=0,
-            readonly=read_only,
-            mode=0o600,
-            create=False,
-            max_dbs=len(Databases._fields),
-            max_readers=_MAX_READERS,
-            max_spare_txns=0,  # a spare one keeps its reader's slot, also across a fork
+        env = open_with_reader(
+            path,
+            lambda: lmdb.open(
+                str(path),
+                map_size=0,
+                readonly=read_only,
+                mode=0o600,
+                create=False,
+                max_dbs=len(Databases._fields),
+                max_readers=MAX_READERS,
+                max_spare_txns=0,  # a spare one keeps its reader's slot, also across a fork
+            ),
         )
         try:
             env.reader_check()
-            opened = Opened(env, file_id(path), open_databases(env, placement))
+            opened = Opened(env, file_id(path), open_databases(env, policy))
             if not is_there:
                 sync_directory(path)
         except BaseException:

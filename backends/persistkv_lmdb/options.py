@@ -8,6 +8,7 @@ import msgspec
 
 from persistkv.config import parse_duration, parse_size
 from persistkv.errors import ConfigurationError
+from persistkv.storage.backend import Policy
 
 DEFAULT_CAPACITY = 10 << 30  # 10 GiB
 MIN_CAPACITY = 1 << 20  # 1 MiB
@@ -39,14 +40,15 @@ class LmdbOptions(msgspec.Struct, frozen=True):
     """Options of one open."""
 
     capacity: str | None = None
-    """The bound on the bytes that the store takes on disk, a size such as ``100GiB``. None: what the store was opened
-    with last, or 10 GiB for a new one."""
+    """Bound on the bytes that a new store takes on disk, a size such as ``100GiB``. None: 10 GiB. An existing store
+    keeps its recorded capacity (``persistkv set`` changes it)."""
 
     ttl: str | None = None
-    """How long what nobody uses is kept, a duration such as ``7d``. None: as long as there is room."""
+    """Time after its last use until content of a new store expires, a duration such as ``7d``. None: never. An existing
+    store keeps its recorded ttl (``persistkv set`` changes it)."""
 
     placement: Placement | None = None
-    """Where the payloads of a new store lie. None: as recorded, or the default for a new one."""
+    """Where a new store puts payloads. None: ``extents``. An existing store keeps its placement."""
 
     reads: Reads = Reads.DIRECT
     """How payloads are read."""
@@ -66,9 +68,28 @@ class LmdbOptions(msgspec.Struct, frozen=True):
         return None if self.capacity is None else parse_size(self.capacity, name="lmdb option capacity")
 
     @property
+    def given(self) -> Policy:
+        """Capacity, ttl and placement; None for what is not given."""
+        return Policy(self.capacity_bytes, self.ttl_s, None if self.placement is None else self.placement.value)
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of a store that is created with these options."""
+        return Policy(self.capacity_bytes or DEFAULT_CAPACITY, self.ttl_s, (self.placement or DEFAULT_PLACEMENT).value)
+
+    @property
     def ttl_s(self) -> float | None:
         """``ttl`` in seconds.
 
         :raises ConfigurationError: where it is no positive duration.
         """
         return None if self.ttl is None else parse_duration(self.ttl, name="lmdb option ttl")
+
+
+def check_policy(policy: Policy) -> None:
+    """Refuse a policy that no store can have.
+
+    :raises ConfigurationError: naming the field, its value and the valid range.
+    """
+    if policy.capacity is None or not MIN_CAPACITY <= policy.capacity <= MAX_CAPACITY:
+        raise ConfigurationError("capacity", policy.capacity, "a size from 1MiB to 64TiB")

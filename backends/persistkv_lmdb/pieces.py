@@ -6,7 +6,7 @@ Each takes pages that lie side by side; larger ones do not find them in a file t
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from persistkv.config import PAGE_BYTES
 from persistkv.storage.codec import Buffer
@@ -45,14 +45,6 @@ def write_pieces(transaction: Transaction, name: bytes, stream: Iterable[Buffer]
             index += 1
     if filled:
         txn.put(name + _INDEX.pack(index), buffer[:filled], db=pieces)
-
-
-def stored_pieces(transaction: Transaction, name: bytes) -> Iterator[memoryview]:
-    """A payload as it lies in mapped pages; each piece is valid until the transaction writes."""
-    index = 0
-    while (piece := transaction.txn.get(name + _INDEX.pack(index), db=transaction.db.pieces)) is not None:
-        yield piece
-        index += 1
 
 
 def delete_pieces(transaction: Transaction, name: bytes) -> None:

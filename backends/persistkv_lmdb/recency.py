@@ -4,7 +4,7 @@
    moment at which it came; a use at a later moment lists it as far behind that moment as it was listed before it
    (``Recency._place``). A manifest is listed at the moment at which it was written.
 2. A place is at most twice the last moment. One that lies behind that comes from damage.
-3. The time of a use is greater than that of every use at an earlier moment, as long as no clock was wrong by a day.
+3. The time of a use, on the store's clock, is greater than that of every use at an earlier moment.
 
 What is listed twice, or wrongly, by damage is passed over by whoever reads ``order``.
 """
@@ -12,15 +12,14 @@ What is listed twice, or wrongly, by damage is passed over by whoever reads ``or
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from persistkv.storage.pack import ID_BYTES
+from persistkv_lmdb.clock import Reading
 from persistkv_lmdb.layout import MANIFEST, ORDER_KEY, Chain, Transaction, Use, read_clock, write_clock
 
-_MOST_AHEAD_S = 86_400.0  # a day
-"""A store's time that is further ahead than this came from a clock that was wrong, and is not waited for."""
+_SKEW_S = 1.0  # change of ``StoreClock.skew`` from which on a reading is recorded
 _MAX_PINS = (1 << 32) - 1
 
 
@@ -52,12 +51,18 @@ class Recency:
     def __init__(self, transaction: Transaction) -> None:
         self._transaction = transaction
         self._txn, self._db = transaction
-        before, seconds = read_clock(transaction)
-        self.moment = before + 1
-        now = time.time()
-        later = math.nextafter(seconds, math.inf)
-        self.time = max(later, now) if seconds < now + _MOST_AHEAD_S else now  # a machine's clock may go back
+        moment, before = read_clock(transaction)
+        self.moment = moment + 1
+        clock = before.advanced(Reading.now())
+        self._clock = clock._replace(time=max(clock.time, math.nextafter(before.time, math.inf)))
         self._counts = False
+        self._clock_changed = clock.at.boot != before.at.boot or abs(clock.skew - before.skew) > _SKEW_S
+        """Whether the clock must be recorded although the moment does not count."""
+
+    @property
+    def time(self) -> float:
+        """The store's time."""
+        return self._clock.time
 
     def add_pack(self, name: bytes, depth: int, pins: int) -> None:
         """List a new pack as used now."""
@@ -117,16 +122,6 @@ class Recency:
         self._unlist(chain.order_key(name))
         self._txn.delete(name, db=self._db.chains)
 
-    def redate(self, candidate: Candidate) -> None:
-        """It was used at a time that has not come yet, by a clock that was wrong: say that it was just now. Its place
-        in the order stays.
-        """
-        name, txn = candidate.name, self._txn
-        if candidate.is_manifest and (chain := self.chain(name)) is not None:
-            txn.put(name, chain._replace(time=self.time).encode(), db=self._db.chains)
-        elif (use := Use.decode(txn.get(name, db=self._db.uses))) is not None:
-            txn.put(name, use._replace(time=self.time).encode(), db=self._db.uses)
-
     def oldest(self, key: bytes = b"") -> Iterator[Candidate]:
         """What may be evicted, first to go first; it may change while this runs.
 
@@ -153,9 +148,9 @@ class Recency:
         self._counts = True
 
     def finish(self) -> None:
-        """Write the clock, where the moment counts."""
-        if self._counts:
-            write_clock(self._transaction, self.moment, self.time)
+        """Record the clock if the moment counts, or if the machine's clocks changed."""
+        if self._counts or self._clock_changed:
+            write_clock(self._transaction, self.moment, self._clock)
 
     def _next(self, key: bytes) -> bytes | None:
         with self._txn.cursor(self._db.order) as cursor:

@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -39,12 +39,13 @@ from persistkv_lmdb.gathering import (
 )
 from persistkv_lmdb.kernel_aio import Read
 from persistkv_lmdb.page_cache import is_cached
+from persistkv_lmdb.regular_files import open_directory, open_regular
 from persistkv_lmdb.runs import CALL_BYTES, Call, Piece, Run, calls_of, neighbours_of, pieces_of, placed_pieces, runs_of
 from persistkv_lmdb.space import Extent
 
 logger = logging.getLogger(__name__)
 
-_DIRECTORY = "segments"
+DIRECTORY = "segments"
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _WRITES_AT_ONCE = 3  # the disk is to find the next ones when one has ended: it may tell of all of them at once
 _BESIDE_BYTES = 1 << 20  # 1 MiB: what is shorter is written before another thread would have woken up
@@ -341,44 +342,47 @@ class SegmentFiles:
             return found
 
     def _opened(self, segment: int, create: bool) -> _Descriptors:
-        name = f"{_DIRECTORY}/{segment:08d}.seg"
+        name = f"{segment:08d}.seg"
         access = os.O_RDONLY if self._read_only else os.O_RDWR
-        try:
-            buffered = os.open(name, access, dir_fd=self._store)
-        except FileNotFoundError:
-            if not create:
+        with self._directory(create=create) as directory:
+            try:
+                buffered = open_regular(name, access, dir_fd=directory)
+            except FileNotFoundError:
+                if not create:
+                    raise
+                self._unnamed = True
+                buffered = open_regular(name, os.O_RDWR | os.O_CREAT, dir_fd=directory)
+            try:
+                return _Descriptors(buffered, open_regular(name, access | os.O_DIRECT, dir_fd=directory))
+            except OSError as error:
+                if error.errno in _NO_DIRECT:
+                    return _Descriptors(buffered, None)
+                os.close(buffered)
                 raise
-            buffered = self._created(name)
-        try:
-            return _Descriptors(buffered, os.open(name, access | os.O_DIRECT, dir_fd=self._store))
-        except OSError as error:
-            if error.errno in _NO_DIRECT:
-                return _Descriptors(buffered, None)
-            os.close(buffered)
-            raise
 
-    def _created(self, name: str) -> int:
-        self._unnamed = True
-        with suppress(FileExistsError):
-            os.mkdir(_DIRECTORY, 0o700, dir_fd=self._store)
-        return os.open(name, os.O_RDWR | os.O_CREAT, 0o600, dir_fd=self._store)
+    @contextmanager
+    def _directory(self, *, create: bool = False) -> Iterator[int]:
+        """The directory of the files, open for the length of the block."""
+        if create:
+            with suppress(FileExistsError):
+                os.mkdir(DIRECTORY, 0o700, dir_fd=self._store)
+                self._unnamed = True
+        descriptor = open_directory(DIRECTORY, dir_fd=self._store)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     def _sync_names(self) -> None:
         os.fsync(self._store)
-        directory = os.open(_DIRECTORY, os.O_RDONLY, dir_fd=self._store)
-        try:
+        with self._directory() as directory:
             os.fsync(directory)
-        finally:
-            os.close(directory)
 
     def _there(self) -> list[int]:
         """Numbers of the files that are there."""
         try:
-            directory = os.open(_DIRECTORY, os.O_RDONLY, dir_fd=self._store)
+            with self._directory() as directory:
+                names = os.listdir(directory)
         except FileNotFoundError:
             return []
-        try:
-            names = os.listdir(directory)
-        finally:
-            os.close(directory)
         return [int(name[:8]) for name in names if name[8:] == ".seg" and name[:8].isdecimal()]

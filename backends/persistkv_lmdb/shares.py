@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from persistkv.config import PAGE_BYTES
-from persistkv_lmdb.layout import Transaction, read_catalogue_bytes, read_placement, used_bytes
+from persistkv_lmdb.layout import Transaction, read_capacity, read_catalogue_bytes, read_placement, used_bytes
 from persistkv_lmdb.options import Placement
 from persistkv_lmdb.space import recorded_bytes, recorded_used_bytes
 
@@ -27,30 +27,33 @@ MIN_CATALOGUE = 1 << 20  # 1 MiB: twice what the pages of a few transactions tak
 
 
 class Shares(NamedTuple):
-    """What the bound of ``data.mdb`` depends on, beside the capacity."""
+    """Everything that the bound of ``data.mdb`` depends on."""
 
+    capacity: int
+    """Bytes of the whole store."""
     placement: Placement
     recorded: int
     """Bytes that ``data.mdb`` may have beside extents, where that is more than its share of the capacity."""
     segments: int
     """Bytes of all segments; 0 where the bound does not depend on them."""
 
-    def catalogue_bytes(self, capacity: int) -> int:
-        """What ``data.mdb`` may have."""
-        whole = capacity - LOCK_FILE_BYTES
+    @property
+    def catalogue_bytes(self) -> int:
+        """Bound of ``data.mdb`` in bytes."""
+        whole = self.capacity - LOCK_FILE_BYTES
         if self.placement is Placement.INLINE:
             bound = whole - self.segments
         else:
-            bound = min(whole, max(catalogue_share(capacity) - LOCK_FILE_BYTES, self.recorded))
+            bound = min(whole, max(catalogue_share(self.capacity) - LOCK_FILE_BYTES, self.recorded))
         return bound // PAGE_BYTES * PAGE_BYTES
 
 
 def read_shares(transaction: Transaction) -> Shares:
     """As recorded."""
-    placement = read_placement(transaction)
+    capacity, placement = read_capacity(transaction), read_placement(transaction)
     if placement is Placement.INLINE:
-        return Shares(placement, 0, recorded_bytes(transaction))
-    return Shares(placement, read_catalogue_bytes(transaction), 0)
+        return Shares(capacity, placement, 0, recorded_bytes(transaction))
+    return Shares(capacity, placement, read_catalogue_bytes(transaction), 0)
 
 
 def catalogue_share(capacity: int) -> int:

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from persistkv.errors import StoreBusyError
+from persistkv.storage.backend import Policy
 from persistkv_lmdb import guard
 from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.errors import translated_at_open
 from persistkv_lmdb.opening import file_id
-from persistkv_lmdb.options import Placement
 
 
 class _Slot:
@@ -40,22 +40,17 @@ class _Environments:
         self._slots: dict[tuple[int, int], _Slot] = {}
         os.register_at_fork(after_in_child=self._forget)
 
-    def acquire(self, path: Path, capacity: int | None, placement: Placement | None, *, read_only: bool) -> Environment:
+    def acquire(self, path: Path, policy: Policy, *, read_only: bool) -> Environment:
         with translated_at_open(path):
             status = path.stat()
         with self._visited((status.st_dev, status.st_ino), path, guard.OPENING_PATIENCE_S) as slot:
             wanted = file_id(path)
             found = next((env for env in slot.environments if env.file_id == wanted), None)
             if found is None:
-                found = Environment(path, capacity, placement, read_only=read_only)
+                found = Environment(path, policy, read_only=read_only)
                 slot.environments.append(found)
-            else:
-                found.check_placement(placement)
-            if not read_only:
-                if found.read_only:
-                    found.make_writable()
-                if capacity not in (None, found.capacity):
-                    found.set_capacity(capacity)
+            elif found.read_only and not read_only:
+                found.make_writable()
             found.handles += 1
             return found
 
@@ -103,12 +98,12 @@ class _Environments:
 _ENVIRONMENTS = _Environments()
 
 
-def acquire(path: Path, capacity: int | None, placement: Placement | None, *, read_only: bool) -> Environment:
-    """The process's environment of these files, opened where it is not; errors as in ``Environment``. Thread-safe.
+def acquire(path: Path, policy: Policy, *, read_only: bool) -> Environment:
+    """Return the process's environment of these files, opened if necessary; errors as in ``Environment``. Thread-safe.
 
     :raises StoreBusyError: another thread of this process has been opening it for too long.
     """
-    return _ENVIRONMENTS.acquire(path, capacity, placement, read_only=read_only)
+    return _ENVIRONMENTS.acquire(path, policy, read_only=read_only)
 
 
 def release(environment: Environment) -> None:

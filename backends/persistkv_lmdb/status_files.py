@@ -5,12 +5,14 @@ A row costs no transaction and no sync this way; it is not kept beyond a crash o
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from persistkv.storage.files import replace_file
 from persistkv_lmdb.errors import translated_io
+from persistkv_lmdb.regular_files import open_regular
 
 DIRECTORY = "status"
 _SUFFIX = ".json"
@@ -51,7 +53,11 @@ def read_statuses(store: Path) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     with translated_io(directory):
         for path in directory.glob(f"*{_SUFFIX}"):
-            with suppress(FileNotFoundError), path.open("rb") as file:
+            try:
+                descriptor = open_regular(path, os.O_RDONLY)
+            except OSError:  # removed meanwhile, or a link or FIFO, which no engine wrote
+                continue
+            with os.fdopen(descriptor, "rb") as file:
                 found[path.stem] = file.read(_MOST_BYTES)
     return found
 

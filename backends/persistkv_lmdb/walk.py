@@ -36,12 +36,11 @@ from persistkv_lmdb.layout import (
     decode_namespace,
     open_databases,
     pack_table,
-    read_capacity,
     read_clock,
     read_placement,
     rows,
 )
-from persistkv_lmdb.options import DEFAULT_PLACEMENT
+from persistkv_lmdb.options import LmdbOptions
 
 
 class _DamageError(Exception):
@@ -96,7 +95,7 @@ def _examine_rows(directory: Path) -> tuple[Verdict, str]:
             if not env.stat()["entries"]:
                 return Verdict.FINE, "it is empty"
             try:
-                databases = open_databases(env, DEFAULT_PLACEMENT)
+                databases = open_databases(env, LmdbOptions().policy)
             except OtherReleaseError as error:
                 return Verdict.FOREIGN, str(error)
             except CorruptStoreError as error:
@@ -137,7 +136,6 @@ class _Rows:
     def _examine_meta(self) -> None:
         try:
             read_clock(self._transaction)
-            read_capacity(self._transaction)
             read_placement(self._transaction)
         except CorruptStoreError as error:
             raise _DamageError(str(error)) from None

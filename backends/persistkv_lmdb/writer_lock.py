@@ -21,6 +21,7 @@ from pathlib import Path
 
 from persistkv.errors import StoreBusyError
 from persistkv_lmdb.errors import translated_io
+from persistkv_lmdb.regular_files import open_regular
 
 FILE_NAME = "writer.lock"
 PATIENCE_S = 10.0
@@ -29,7 +30,7 @@ _SHORT_PATIENCE_S = 0.2
 _FIRST_NAP_S = 0.000_2
 _LONGEST_NAP_S = 0.005
 _BEGUN, _ENDED = b"+", b"-"
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_FLAGS = os.O_RDWR | os.O_CREAT
 
 
 class WriterLock:
@@ -43,7 +44,7 @@ class WriterLock:
         self._threads = threading.RLock()
         self._depth = 0
         self._in_vain = False
-        self._fd = os.open(self._file, _FLAGS, 0o600)
+        self._fd = open_regular(self._file, _FLAGS)
 
     @contextmanager
     def held(self, patience_s: float | None = None) -> Iterator[None]:
@@ -116,7 +117,7 @@ class WriterLock:
         """Open the file that lies there now, where ours was deleted; tells whether it did."""
         with suppress(OSError):  # the store's directory is gone, or may not be written any more: ours is as good
             if not _same(os.fstat(self._fd), self._file):
-                fd = os.open(self._file, _FLAGS, 0o600)
+                fd = open_regular(self._file, _FLAGS)
                 os.close(self._fd)
                 self._fd = fd
                 return True

@@ -74,7 +74,7 @@ class Authenticator:
 
     def tags_length(self, table: PackTable) -> int:
         """Bytes of ``pack_tags``."""
-        return TAG_BYTES * (len(table.frames) + 1) if self._key else 0
+        return TAG_BYTES * (table.frame_count + 1) if self._key else 0
 
     def is_ours(self, table: PackTable, tags: Buffer) -> bool:
         """Whether table and tags are of somebody who has the key; yes without one."""
@@ -97,7 +97,8 @@ class Authenticator:
         if not self._key:
             return []
         is_ours = self.frame_check(table, tags)
-        frames = [table.frames[number] for number in numbers]
+        all_frames = table.frames
+        frames = [all_frames[number] for number in numbers]
         pieces = _slices(buffers, [(frame.offset - start, frame.stored_length) for frame in frames])
         return [
             frame for number, frame, stored in zip(numbers, frames, pieces, strict=True) if not is_ours(number, stored)

@@ -23,6 +23,7 @@ from persistkv.storage.backend import (
     CommitBatch,
     CommitResult,
     Namespace,
+    Policy,
     ReadSpan,
     RequestUse,
 )
@@ -37,12 +38,12 @@ from persistkv_s3.cache import IndexCache
 from persistkv_s3.client import BotoClient
 from persistkv_s3.errors import PASSING, ObjectExistsError, ObjectMissingError
 from persistkv_s3.follower import log_failure
-from persistkv_s3.layout import check_format, encode_format, encode_namespace, parse_namespace
+from persistkv_s3.layout import decode_format, encode_format, encode_namespace, parse_namespace
 from persistkv_s3.names import Names
 from persistkv_s3.options import Place, S3Options, parse_url
 from persistkv_s3.plain import PlainBucket
 from persistkv_s3.reliable import Reliable
-from persistkv_s3.retention import Policy, Retention, Round
+from persistkv_s3.retention import Retention, Round
 from persistkv_s3.signed import SignedObjects
 from persistkv_s3.space import Space
 from persistkv_s3.transport import Transport
@@ -72,8 +73,8 @@ class S3Backend(Backend):
         self._authenticator = Authenticator(options.secret())
         self._cache_directory = options.cache_directory()
         self._bucket = Bucket(place, Reliable(transport, self.breaker), options.deadline_s, options.connections)
-        policy = Policy(options.capacity_bytes, options.ttl_s, options.grace_s)
-        self._retention = Retention(self._bucket, place.prefix, policy, options.retention_s)
+        self._policy = options.policy
+        self._retention = Retention(self._bucket, place.prefix, options.retention_s, options.grace_s)
         self._namespaces: dict[bytes, Namespace] = {}
         self._spaces: dict[bytes, Space] = {}
         self._status_shown = False
@@ -86,6 +87,10 @@ class S3Backend(Backend):
         return cls.connect(place, options, BotoClient(place, options), read_only=read_only)
 
     @classmethod
+    def new_capacity(cls, url: StoreUrl) -> int | None:
+        return parse_url(url)[1].capacity_bytes
+
+    @classmethod
     def plain_medium(cls, url: StoreUrl) -> PlainBucket:
         return PlainBucket(*parse_url(url))
 
@@ -95,6 +100,12 @@ class S3Backend(Backend):
         backend = cls(place, options, transport, read_only=read_only)
         try:
             backend._check_format()
+            if not backend._read_only and (differences := backend._policy.contradictions(options.policy)):
+                logger.warning(
+                    "%s: the URL says %s; the store keeps its recorded policy (persistkv set changes it)",
+                    place,
+                    differences,
+                )
         except PASSING as error:
             if read_only:
                 backend.close()
@@ -109,7 +120,7 @@ class S3Backend(Backend):
     def _check_format(self) -> None:
         key = self._place.prefix + names.FORMAT
         try:
-            check_format(self._bucket.get(key), str(self._place))
+            self._policy = self._recorded_policy()
             return
         except ObjectMissingError:
             if self._read_only:
@@ -117,9 +128,25 @@ class S3Backend(Backend):
         except CorruptPackError:
             raise CorruptStoreError(f"{self._place}: what lies there is no persistkv store") from None
         try:
-            self._bucket.put(key, [encode_format()])
+            self._bucket.put(key, [encode_format(self._policy)])
         except ObjectExistsError:  # another process was faster
-            check_format(self._bucket.get(key), str(self._place))
+            self._policy = self._recorded_policy()
+
+    def _recorded_policy(self) -> Policy:
+        return decode_format(self._bucket.get(self._place.prefix + names.FORMAT), str(self._place))
+
+    def policy(self) -> Policy:
+        self._check_open()
+        self._policy = self._recorded_policy()
+        return self._policy
+
+    def set_policy(self, policy: Policy) -> None:
+        self._check_open()
+        if self._read_only:
+            raise StoreError(f"{self._place} is open read-only")
+        self.policy()  # a store of this format
+        self._bucket.put(self._place.prefix + names.FORMAT, [encode_format(policy)], only_if_absent=False)
+        self._policy = policy
 
     def _is_dark(self) -> bool:
         """Whether nothing is known yet; where the server answers by now, opening is made up for."""
@@ -232,7 +259,8 @@ class S3Backend(Backend):
         if self._read_only:
             raise StoreError(f"{self._place} is open read-only")
         names = [namespace.id for namespace in self.namespaces()]
-        return self._retention.run_if_first({name: self._spaces.get(name) or self._make_space(name) for name in names})
+        spaces = {name: self._spaces.get(name) or self._make_space(name) for name in names}
+        return self._retention.run_if_first(spaces, self.policy)
 
     def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
         space = self._space(namespace)
@@ -293,7 +321,7 @@ class S3Backend(Backend):
             raw_bytes=sum(pack.table.raw_length for pack in packs),
             stored_bytes=sum(pack.table.payload_length for pack in packs),
             disk_bytes=sum(space.catalogue.stored_bytes for space in spaces),
-            capacity=self._options.capacity_bytes,
+            capacity=self._policy.capacity,
         )
 
     @property

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from persistkv.storage.codec import Buffer
+from persistkv.storage.executor import Lane
 from persistkv_s3.options import Place
 from persistkv_s3.sinks import FrameSink, RowSink, WholeSink
 from persistkv_s3.transport import MOST_DELETED, Body, Deadline, ObjectInfo, Transport
@@ -28,8 +29,8 @@ class Bucket:
         self.place = place
         self._transport = transport
         self._deadline_s = deadline_s
-        self._readers = ThreadPoolExecutor(connections, thread_name_prefix="persistkv-s3-read")
-        self._writers = ThreadPoolExecutor(connections, thread_name_prefix="persistkv-s3-write")
+        self._readers = Lane("persistkv-s3-read", connections)
+        self._writers = Lane("persistkv-s3-write", connections)
 
     @property
     def requests(self) -> dict[str, int]:
@@ -40,6 +41,7 @@ class Bucket:
         """``what`` of each thing, side by side; all have ended on return, whatever came of them.
 
         :raises StoreError: the first that one of them raised.
+        :raises KeyboardInterrupt: at once. Running calls end by their deadline at most; queued calls never start.
         """
         return self._all(self._readers, what, list(things))
 
@@ -47,12 +49,16 @@ class Bucket:
         """The same on other threads, so that reads do not wait behind uploads."""
         return self._all(self._writers, what, list(things))
 
-    def _all(self, pool: ThreadPoolExecutor, what: Callable[[A], R], todo: list[A]) -> list[R]:
+    def _all(self, lane: Lane, what: Callable[[A], R], todo: list[A]) -> list[R]:
         if len(todo) <= 1:
             return [what(thing) for thing in todo]
-        futures: list[Future[R]] = [pool.submit(what, thing) for thing in todo]
-        for future in futures:
-            future.exception()  # waits: nobody may use the caller's memory once this call has ended
+        futures = [lane.submit(partial(what, thing)) for thing in todo]
+        try:
+            for future in futures:
+                future.exception()  # waits: no call uses the caller's memory after the return
+        finally:
+            for future in futures:
+                future.cancel()
         return [future.result() for future in futures]
 
     def put(self, key: str, pieces: Sequence[Buffer], *, only_if_absent: bool = True) -> None:
@@ -108,7 +114,7 @@ class Bucket:
             self._transport.delete(keys[start : start + MOST_DELETED], Deadline(self._deadline_s))
 
     def close(self) -> None:
-        """Wait for what is on its way, then release connections; idempotent."""
-        self._readers.shutdown()
-        self._writers.shutdown()
+        """Release connections; idempotent. Calls still run only after an interrupt, and are not waited for."""
+        self._readers.close(wait=False)
+        self._writers.close(wait=False)
         self._transport.close()

@@ -17,7 +17,7 @@ import msgspec
 import xxhash
 
 from persistkv.errors import CorruptPackError, CorruptStoreError
-from persistkv.storage.backend import Namespace
+from persistkv.storage.backend import Namespace, Policy
 from persistkv.storage.codec import Buffer
 from persistkv.storage.identity import Identity
 from persistkv.storage.pack import ID_BYTES
@@ -233,21 +233,34 @@ def _open(data: Buffer, kind: type[T]) -> T:
         raise CorruptPackError("index head", str(error)) from None
 
 
-def encode_format() -> bytes:
-    """The object that says what lies under a prefix."""
-    return _FORMAT.pack(_FORMAT_MAGIC, VERSION)
+class _PolicyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The policy in the format object, as JSON behind magic and version."""
+
+    capacity: int | None = None
+    ttl_s: float | None = None
 
 
-def check_format(data: bytes | bytearray, where: str) -> None:
-    """Do nothing where this release can read and write the store.
+def encode_format(policy: Policy) -> bytes:
+    """Return the object that identifies a store and records its policy."""
+    record = _PolicyRecord(policy.capacity, policy.ttl_s)
+    return _FORMAT.pack(_FORMAT_MAGIC, VERSION) + msgspec.json.encode(record)
 
-    :raises CorruptStoreError: something else lies there, or a newer format.
+
+def decode_format(data: bytes | bytearray, where: str) -> Policy:
+    """Return the policy of a store that this release can read and write.
+
+    :raises CorruptStoreError: the object is something else, or of another format.
     """
-    if len(data) != _FORMAT.size or data[: len(_FORMAT_MAGIC)] != _FORMAT_MAGIC:
-        raise CorruptStoreError(f"{where}: what lies there is no persistkv store")
-    _, version = _FORMAT.unpack(data)
+    if len(data) < _FORMAT.size or data[: len(_FORMAT_MAGIC)] != _FORMAT_MAGIC:
+        raise CorruptStoreError(f"{where} holds no persistkv store")
+    _, version = _FORMAT.unpack_from(data)
     if version != VERSION:
         raise CorruptStoreError(f"{where}: format {version}; this release reads {VERSION}")
+    try:
+        record = msgspec.json.decode(data[_FORMAT.size :], type=_PolicyRecord)
+    except msgspec.DecodeError as error:
+        raise CorruptStoreError(f"{where}: unreadable policy: {error}") from None
+    return Policy(record.capacity, record.ttl_s)
 
 
 def encode_namespace(namespace: Namespace) -> bytes:

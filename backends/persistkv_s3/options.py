@@ -12,6 +12,7 @@ import msgspec
 
 from persistkv.config import StoreUrl, convert_options, parse_duration, parse_size
 from persistkv.errors import ConfigurationError
+from persistkv.storage.backend import Policy
 from persistkv_s3.cache import default_directory
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]")
@@ -51,9 +52,11 @@ class S3Options(msgspec.Struct, frozen=True):
     connections: int = 8
     """Requests at once, at most, of one call."""
     capacity: str | None = None
-    """The bound on the bytes of the store. It is looked at once in a ``retention`` period. None: there is none."""
+    """Bound on the bytes of a new store, enforced once in a ``retention`` period. None: unbounded. An existing store
+    keeps its recorded capacity (``persistkv set`` changes it)."""
     ttl: str | None = None
-    """How long what nobody uses is kept, e.g. ``7d``. None: as long as there is room."""
+    """Time after its last use until content of a new store expires, e.g. ``7d``. None: never. An existing store keeps
+    its recorded ttl (``persistkv set`` changes it)."""
     retention: str = "10m"
     """How often one of the engines evicts and removes orphans."""
     grace: str = "1h"
@@ -120,6 +123,11 @@ class S3Options(msgspec.Struct, frozen=True):
     def ttl_s(self) -> float | None:
         """``ttl`` in seconds."""
         return None if self.ttl is None else parse_duration(self.ttl, name="s3 option ttl")
+
+    @property
+    def policy(self) -> Policy:
+        """Capacity and ttl, as far as they are given; also the policy of a store that is created."""
+        return Policy(self.capacity_bytes, self.ttl_s)
 
     @property
     def retention_s(self) -> float:

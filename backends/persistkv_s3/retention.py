@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from persistkv.storage.backend import CommitBatch
+from persistkv.storage.backend import CommitBatch, Policy
 from persistkv.storage.pack import UNKNOWN_DEPTH
 from persistkv_s3.bucket import Bucket
 from persistkv_s3.catalogue import Catalogue
@@ -25,17 +25,6 @@ from persistkv_s3.space import Space
 from persistkv_s3.transport import ObjectInfo
 
 logger = logging.getLogger(__name__)
-
-
-class Policy(NamedTuple):
-    """What is kept."""
-
-    capacity: int | None
-    """Bytes of all namespaces; None: no bound."""
-    ttl_s: float | None
-    """Seconds after the last use; None: for ever."""
-    grace_s: float
-    """Age from which on an object that nothing names is an orphan."""
 
 
 class Round(NamedTuple):
@@ -62,10 +51,11 @@ class _Candidate(NamedTuple):
 class Retention:
     """One store's, of one handle; used from the thread that commits."""
 
-    def __init__(self, bucket: Bucket, prefix: str, policy: Policy, period_s: float) -> None:
+    def __init__(self, bucket: Bucket, prefix: str, period_s: float, grace_s: float) -> None:
+        """:param grace_s: age from which on an object that the index does not name is an orphan."""
         self._bucket = bucket
         self._leases = f"{prefix}leases/"
-        self._policy = policy
+        self._grace_s = grace_s
         self._period_s = period_s
         self._period = int(time.time() / period_s)  # the first round is the next period's: opening is not slowed down
 
@@ -73,9 +63,10 @@ class Retention:
         """Whether a period began that this handle has not tried for."""
         return int(time.time() / self._period_s) > self._period
 
-    def run_if_first(self, spaces: Mapping[bytes, Space]) -> Round | None:
+    def run_if_first(self, spaces: Mapping[bytes, Space], policy: Callable[[], Policy]) -> Round | None:
         """Do this period's round; None where another engine does it.
 
+        :param policy: reads the store's recorded policy.
         :raises StoreError: it was not done to the end; the next one goes on.
         """
         self._period = int(time.time() / self._period_s)
@@ -87,25 +78,25 @@ class Retention:
         now = self._bucket.head(lease).modified
         if ended := [info.key for info in self._bucket.list(self._leases) if info.key < lease]:
             self._bucket.delete(ended)
-        return self.run(spaces, now)
+        return self.run(spaces, policy(), now)
 
-    def run(self, spaces: Mapping[bytes, Space], now: float) -> Round:
+    def run(self, spaces: Mapping[bytes, Space], policy: Policy, now: float) -> Round:
         """Evict, then remove orphans.
 
         :param now: the server's time.
         """
         for space in spaces.values():
             space.follower.refresh()
-        evicted = self._evict(spaces, now)
+        evicted = self._evict(spaces, policy, now)
         orphans = sum(self._remove_orphans(space, now) for space in spaces.values())
         if evicted or orphans:
             logger.info("%d packs were evicted, %d orphans removed", evicted, orphans)
         return Round(evicted, orphans)
 
-    def _evict(self, spaces: Mapping[bytes, Space], now: float) -> int:
+    def _evict(self, spaces: Mapping[bytes, Space], policy: Policy, now: float) -> int:
         packs: dict[bytes, list[bytes]] = {}
         manifests: dict[bytes, list[str]] = {}
-        for victim in self._victims({name: space.catalogue for name, space in spaces.items()}, now):
+        for victim in _victims({name: space.catalogue for name, space in spaces.items()}, policy, now):
             if victim.is_manifest:
                 manifests.setdefault(victim.namespace, []).append(victim.name.decode())
             else:
@@ -116,23 +107,12 @@ class Retention:
             evicted += len(spaces[name].commit(batch, 0, dropped=manifests.get(name, ())).evicted)
         return evicted
 
-    def _victims(self, catalogues: Mapping[bytes, Catalogue], now: float) -> Iterator[_Candidate]:
-        policy = self._policy
-        expired = -1.0 if policy.ttl_s is None else now - policy.ttl_s
-        total = sum(catalogue.stored_bytes for catalogue in catalogues.values())
-        for candidate in sorted(c for name, catalogue in catalogues.items() for c in _candidates(name, catalogue)):
-            over = policy.capacity is not None and total > policy.capacity
-            if not over and candidate.time >= expired:
-                return
-            total -= candidate.size
-            yield candidate
-
     def _remove_orphans(self, space: Space, now: float) -> int:
         """How many objects of one namespace were deleted."""
         names = space.names
         prefixes = (names.packs_prefix, names.keys_prefix, names.segments_prefix)
         lying = (info for prefix in prefixes for info in self._bucket.pages(prefix))
-        old = (info for info in lying if info.modified <= now - self._policy.grace_s)
+        old = (info for info in lying if info.modified <= now - self._grace_s)
         found = list(_unnamed(old, space))  # of a million objects these are few
         space.follower.refresh_from_bucket()
         if space.catalogue.damaged:
@@ -142,6 +122,17 @@ class Retention:
         if orphans:
             self._bucket.delete(orphans)
         return len(orphans)
+
+
+def _victims(catalogues: Mapping[bytes, Catalogue], policy: Policy, now: float) -> Iterator[_Candidate]:
+    expired = -1.0 if policy.ttl_s is None else now - policy.ttl_s
+    total = sum(catalogue.stored_bytes for catalogue in catalogues.values())
+    for candidate in sorted(c for name, catalogue in catalogues.items() for c in _candidates(name, catalogue)):
+        over = policy.capacity is not None and total > policy.capacity
+        if not over and candidate.time >= expired:
+            return
+        total -= candidate.size
+        yield candidate
 
 
 def _candidates(namespace: bytes, catalogue: Catalogue) -> Iterator[_Candidate]:

@@ -96,15 +96,15 @@ class OffloadingConnectorScheduler:
         *,
         store: bool = True,
     ) -> ReqContext:
-        """Learn of a request before anything else is asked for it.
+        """Announce a request; the first call for each request.
 
         :param store: False: blocks are looked up and loaded for it, and none stored.
-        :raises ValueError: where a request of this id lives, one that finished with transfers in flight included.
+        :raises ValueError: a request of this id exists; one that has finished exists until its transfers have ended.
         """
         if req_id in self._requests:
             raise ValueError(f"a request {req_id!r} lives already")
         description = RequestDescription(len(self._geometries), labels)
-        context = ReqContext(req_id, kv_transfer_params, description if store else None)
+        context = ReqContext(req_id, kv_transfer_params, description if store else None, store)
         policy = self.manager.on_new_request(context).policy
         self._requests[req_id] = RequestOffloadState.make(context, description, policy, stores=store)
         return context

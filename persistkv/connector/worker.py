@@ -1,4 +1,4 @@
-"""The worker's side of the connector: starts what the scheduler planned and reports how it ended."""
+"""The worker's side of the connector: starts the transfers that the scheduler planned and reports their ends."""
 
 from __future__ import annotations
 
@@ -6,63 +6,88 @@ from collections.abc import Iterable
 
 from persistkv.base import LoadStoreSpec, OffloadingHandler, TransferResult
 from persistkv.connector.common import ConnectorMetadata, TransferJob
+from persistkv.isolation import Isolation
 
 HandlerEntry = tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]
-"""(source spec, destination spec, handler), as ``OffloadingSpec.get_handlers`` gives them."""
+"""(source spec, destination spec, handler), as ``OffloadingSpec.get_handlers`` yields them."""
 
 
 class OffloadingConnectorWorker:
-    """Hands each transfer to the handler of its direction. Called from one thread.
+    """Passes each transfer to the handler of its direction. Called from one thread.
 
-    :param handlers: one entry a direction; the worker owns them from here on.
+    A handler that raises affects no other transfer: the exception is logged, and the transfers concerned are reported
+    as failed.
+
+    :param handlers: one entry per direction; owned by the worker.
     """
 
     def __init__(self, handlers: Iterable[HandlerEntry]) -> None:
         self._handlers = {(source.medium(), target.medium()): handler for source, target, handler in handlers}
+        self._isolations = {
+            handler: Isolation(f"transfer handler {source} to {target}")
+            for (source, target), handler in self._handlers.items()
+        }
         self._owners: dict[int, OffloadingHandler] = {}
         self._not_started: list[TransferResult] = []
 
     def start(self, metadata: ConnectorMetadata) -> None:
-        """Start the step's transfers, loads first: somebody waits for them. Does not wait for their end.
+        """Start the step's transfers, loads first: requests wait for them. Does not wait for their ends.
 
-        :raises KeyError: where no handler knows a direction; transfers before it were started.
+        :raises KeyError: a direction without a handler; nothing was started.
         """
-        for job in (*metadata.loads, *metadata.stores):
-            self._start(job)
+        jobs = (*metadata.loads, *metadata.stores)
+        handlers = [self._handler_of(job) for job in jobs]
+        for job, handler in zip(jobs, handlers, strict=True):
+            started = False
+            with self._isolations[handler].guard("transfer_async", "the transfer failed"):
+                started = handler.transfer_async(job.job_id, job.spec)
+            if started:
+                self._owners[job.job_id] = handler
+            else:
+                self._not_started.append(TransferResult(job.job_id, success=False))
 
-    def _start(self, job: TransferJob) -> None:
+    def _handler_of(self, job: TransferJob) -> OffloadingHandler:
         source, target = job.spec
-        handler = self._handlers[source.medium(), target.medium()]
-        if handler.transfer_async(job.job_id, job.spec):
-            self._owners[job.job_id] = handler
-        else:
-            self._not_started.append(TransferResult(job.job_id, success=False))
+        return self._handlers[source.medium(), target.medium()]
 
     def get_finished(self) -> list[TransferResult]:
-        """The transfers that ended since the last call, each once, those that could not be started included."""
+        """Return the transfers that ended since the last call, each once, including those that did not start.
+
+        If a handler raises, its transfers are awaited, so that none of them is still copying, and reported as failed.
+        """
         finished, self._not_started = self._not_started, []
-        for handler in set(self._handlers.values()):
-            finished += handler.get_finished()
-        for result in finished:
-            self._owners.pop(result.job_id, None)
+        for handler, isolation in self._isolations.items():
+            results: list[TransferResult] = []
+            with isolation.guard("get_finished", "its transfers failed") as guard:
+                results.extend(handler.get_finished())
+            if guard.raised:
+                self.wait(self._jobs_of(handler))
+                reported = {result.job_id for result in results}
+                results += [TransferResult(job, success=False) for job in self._jobs_of(handler) if job not in reported]
+            finished += [result for result in results if self._owners.pop(result.job_id, None) is not None]
         return finished
 
+    def _jobs_of(self, handler: OffloadingHandler) -> list[int]:
+        return [job_id for job_id, owner in self._owners.items() if owner is handler]
+
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Block until these transfers have ended; ids that are not in flight are passed over."""
+        """Block until these transfers have ended; ids that are not in flight are ignored."""
         by_handler: dict[OffloadingHandler, set[int]] = {}
         for job_id in job_ids:
             if job_id in self._owners:
                 by_handler.setdefault(self._owners[job_id], set()).add(job_id)
         for handler, ids in by_handler.items():
-            handler.wait(ids)
+            with self._isolations[handler].guard("wait", "its transfers may not have ended"):
+                handler.wait(ids)
 
     def wait_all(self) -> None:
         """Block until nothing is in flight."""
         self.wait(list(self._owners))
 
     def shutdown(self) -> None:
-        """Wait for what runs and let go of the handlers, and with them of the rows' memory; idempotent."""
-        handlers = set(self._handlers.values())
+        """Wait for the transfers in flight and release the handlers, and with them the rows' memory; idempotent."""
+        isolations, self._isolations = self._isolations, {}
         self._handlers.clear()
-        for handler in handlers:
-            handler.shutdown()
+        for handler, isolation in isolations.items():
+            with isolation.guard("shutdown", "its resources may not be released"):
+                handler.shutdown()

@@ -17,10 +17,11 @@ from persistkv.cpu.common import CPULoadStoreSpec
 from persistkv.cpu.devices.base import CopyEngine, Direction
 from persistkv.cpu.devices.select import copy_engine_class
 from persistkv.cpu.layout import cell_bytes, check_kv_caches, tensor_offsets
-from persistkv.cpu.pinning import pin_mmap_region
+from persistkv.cpu.pinning import pin_mmap_region, rows_per_registration
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion
 from persistkv.cpu.transfer import KVMemory, compute_sub_block_ptrs, plan_copies
 from persistkv.errors import ConfigurationError
+from persistkv.isolation import Isolation
 
 __all__ = ["CpuGpuOffloadingHandlers", "SingleDirectionOffloadingHandler", "compute_sub_block_ptrs"]
 
@@ -55,7 +56,7 @@ class SingleDirectionOffloadingHandler(OffloadingHandler):
             self._engine.wait(job_ids)
 
     def shutdown(self) -> None:
-        """Wait for what runs, which is not reported any more, and let go of pages and rows; idempotent."""
+        """Wait for the transfers in flight, without reporting them, and release pages and rows; idempotent."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.drain()
@@ -64,13 +65,13 @@ class SingleDirectionOffloadingHandler(OffloadingHandler):
 class CpuGpuOffloadingHandlers:
     """The two handlers of one worker, ``gpu_to_cpu_handler`` and ``cpu_to_gpu_handler``.
 
-    "GPU" is wherever the engine's tensors lie; the device is a strategy (``devices``).
+    "GPU" stands for the device of the engine's tensors (``devices``).
 
     :param kv_caches: the engine's tensors and which group uses which of them.
     :param block_size_factor: GPU blocks in one offloaded block.
     :param num_cpu_blocks: rows.
-    :param mmap_region: where the rows lie; pinned here where there is a GPU. Without, each tensor gets rows of its own,
-        which only this process sees.
+    :param mmap_region: memory of the rows; pinned here if there is a GPU. Without it, each tensor gets rows that are
+        private to this process.
     :raises ConfigurationError: where the caches, the factor, the rows and the region do not fit each other.
     """
 
@@ -87,16 +88,21 @@ class CpuGpuOffloadingHandlers:
         engine_class = copy_engine_class(kv_caches.tensors[0].tensor.device)
         rows = _rows(kv_caches, block_size_factor, num_cpu_blocks, mmap_region)
         pages = tuple(canonical.tensor[:, : canonical.page_size_bytes] for canonical in kv_caches.tensors)
-        memory = KVMemory(pages, rows, block_size_factor)
+        registered = rows_per_registration(mmap_region.row_stride) if mmap_region is not None else None
+        memory = KVMemory(pages, rows, block_size_factor, registered)
         self.gpu_to_cpu_handler, self.cpu_to_gpu_handler = (
             SingleDirectionOffloadingHandler(kv_caches, engine_class(memory, direction))
             for direction in (Direction.STORE, Direction.LOAD)
         )
 
     def shutdown(self) -> None:
-        """Wait for what runs and release it; idempotent. The region may be cleaned up after."""
-        self.gpu_to_cpu_handler.shutdown()
-        self.cpu_to_gpu_handler.shutdown()
+        """Wait for the transfers in flight and release the handlers; idempotent. Then the region may be cleaned up.
+
+        An exception of one handler is logged and does not affect the other.
+        """
+        for name, handler in (("store", self.gpu_to_cpu_handler), ("load", self.cpu_to_gpu_handler)):
+            with Isolation(f"{name} handler").guard("shutdown", "its resources may not be released"):
+                handler.shutdown()
 
 
 def _sides(spec: TransferSpec, direction: Direction) -> tuple[GPULoadStoreSpec, BlockIDsLoadStoreSpec]:
@@ -110,14 +116,16 @@ def _sides(spec: TransferSpec, direction: Direction) -> tuple[GPULoadStoreSpec, 
 def _rows(
     kv_caches: CanonicalKVCaches, block_size_factor: int, num_cpu_blocks: int, region: SharedOffloadRegion | None
 ) -> tuple[torch.Tensor, ...]:
-    on_gpu = kv_caches.tensors[0].tensor.is_cuda
+    device = kv_caches.tensors[0].tensor.device
     sizes = [canonical.page_size_bytes * block_size_factor for canonical in kv_caches.tensors]
     if region is None:
-        return tuple(torch.zeros((num_cpu_blocks, size), dtype=torch.int8, pin_memory=on_gpu) for size in sizes)
+        pinned = device.type == "cuda"
+        return tuple(torch.zeros((num_cpu_blocks, size), dtype=torch.int8, pin_memory=pinned) for size in sizes)
     if region.num_blocks != num_cpu_blocks:
         raise ConfigurationError("num_cpu_blocks", num_cpu_blocks, f"{region.num_blocks}, as the region has")
-    if on_gpu:
-        pin_mmap_region(region)
+    if device.type == "cuda":
+        with torch.cuda.device(device):  # registering memory makes a context on the current device
+            pin_mmap_region(region)
     cell = region.create_next_view(cell_bytes(kv_caches, block_size_factor))
     offsets = tensor_offsets(kv_caches, block_size_factor)
     return tuple(cell[:, offset : offset + size] for offset, size in zip(offsets, sizes, strict=True))

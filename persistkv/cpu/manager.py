@@ -1,4 +1,4 @@
-"""Who may use which row of the primary tier.
+"""Allocation, protection and eviction of the primary tier's rows.
 
 1. A row is in one of three states: free, holding a block of this epoch, or holding one of an earlier epoch until the
    jobs that use it end.
@@ -27,14 +27,14 @@ _BEING_WRITTEN = -1  # in place of a number of readers
 
 
 class CPUOffloadingManager(OffloadingManager):
-    """Gives out the rows of the primary tier, and takes them back.
+    """Manager of the rows of the primary tier.
 
     Not thread-safe: the scheduler's thread calls it. A call that raises changed nothing.
 
-    :param num_blocks: rows there are.
-    :param cache_policy: ``lru``, ``arc``, or the name of a policy from outside.
-    :param enable_events: whether to record what becomes readable and what is evicted, for ``take_events``.
-    :raises ConfigurationError: where there are no rows or no such policy.
+    :param num_blocks: number of rows.
+    :param cache_policy: ``lru``, ``arc``, or the name of an installed policy.
+    :param enable_events: whether ``take_events`` returns events.
+    :raises ConfigurationError: ``num_blocks`` is not positive, or there is no such policy.
     """
 
     def __init__(self, num_blocks: int, cache_policy: str = "lru", enable_events: bool = False) -> None:
@@ -111,12 +111,12 @@ class CPUOffloadingManager(OffloadingManager):
         self._end_earlier(earlier, -1)
 
     def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Allocate rows for those blocks that are not held.
+        """Allocate rows for the blocks that are not held.
 
-        A block that a job of an earlier epoch still uses is left out as well, although ``lookup`` calls it a miss: it
-        can be stored once that job has ended. Blocks in ``keys`` that are held are not evicted for the others.
+        A block in use by a job of an earlier epoch is left out, although it is a miss for ``lookup``; it can be stored
+        once that job has ended. Held blocks in ``keys`` are not evicted for the others.
 
-        :returns: what to write and where, or None where there is no room even after eviction; nothing changed then.
+        :returns: the blocks to write and their rows; None if there is no room even after eviction, with no effect.
         """
         held, earlier = self._rows, self._earlier_rows
         distinct = dict.fromkeys(keys)
@@ -139,29 +139,36 @@ class CPUOffloadingManager(OffloadingManager):
         return PrepareStoreOutput(wanted, CPULoadStoreSpec(rows), evicted)
 
     def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        """Make blocks readable once they are written; where the write failed, forget them without a trace.
+        self.end_writes(keys, success)
 
-        :raises KeyError: where a block is not being written.
+    def end_writes(self, keys: Sequence[OffloadKey], success: bool) -> tuple[list[OffloadKey], Sequence[OffloadKey]]:
+        """``complete_store``, for a caller that needs to know which writes ended.
+
+        :returns: blocks that were being written, each once: those of this epoch, which are readable now if ``success``,
+            and those of an earlier epoch, which are misses.
+        :raises KeyError: a block is not held; nothing changed.
         """
-        keys, earlier = self._split_by_epoch(list(dict.fromkeys(keys)), reading=False)
+        distinct, earlier = self._split_by_epoch(list(dict.fromkeys(keys)), reading=False)
+        writing = self._being_written
+        written = [key for key in distinct if key in writing]
+        if len(written) < len(distinct):
+            self._rows_of(distinct)  # raises for a block that is not held
+        rows = self._rows_of(written)
         refs = self._refs
-        rows = self._rows_of(keys)
-        for key, row in zip(keys, rows, strict=True):
-            if refs[row] != _BEING_WRITTEN:
-                raise KeyError(f"block {key.hex()} is not being written")
         for row in rows:
             refs[row] = 0
-        self._being_written.difference_update(keys)
+        writing.difference_update(written)
         if success:
             self._num_evictable += len(rows)
-            self._policy.release(keys)
-            self._record(keys, removed=False)
+            self._policy.release(written)
+            self._record(written, removed=False)
         else:
-            self._policy.remove(keys)
+            self._policy.remove(written)
             self._free.extend(rows)
-            for key in keys:
+            for key in written:
                 del self._rows[key]
         self._end_earlier(earlier, +1)
+        return written, earlier
 
     def take_events(self) -> list[OffloadingEvent]:
         if not self._events:
@@ -193,14 +200,14 @@ class CPUOffloadingManager(OffloadingManager):
             raise KeyError(f"block {error.args[0].hex()} is not held") from None
 
     def _take_free(self, count: int) -> list[int]:
-        """Rows in ascending order, so that blocks that follow each other tend to lie beside each other."""
+        """Take rows in ascending order, so that consecutive blocks tend to get adjacent rows."""
         rows = self._free[-count:]
         del self._free[-count:]
         rows.sort()
         return rows
 
     def _evict(self, count: int, spared: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Free ``count`` rows, which the caller knows to be there beside ``spared``."""
+        """Free ``count`` rows, none of ``spared``; the caller has checked that there are enough."""
         refs, held = self._refs, self._rows
         for key in spared:
             refs[held[key]] = 1

@@ -42,19 +42,28 @@ class PinnedMemory:
         return code
 
     def release(self) -> None:
-        """Unregister all ranges, the last one first; what CUDA refuses is logged. Idempotent."""
+        """Unregister all ranges, the last one first. A failure is logged, and the others follow. Idempotent."""
+        failed = False
         while self._addresses:
             address = self._addresses.pop()
             code = int(self._runtime.cudaHostUnregister(address))
             if code:
+                failed = True
                 logger.warning("cudaHostUnregister(%#x) failed with error %d", address, code)
+        if failed:
+            _clear_cuda_error()
+
+
+def rows_per_registration(row_stride: int) -> int:
+    """Rows of a region that one call registers."""
+    return max(1, _RANGE_BYTES // row_stride)
 
 
 def pin_mmap_region(region: SharedOffloadRegion, runtime: CudaRuntime | None = None) -> bool:
     """Register a region's mapping with CUDA; ``cleanup`` of the region unregisters it.
 
-    Ranges end between two rows, since no single copy may touch two registrations. Where CUDA refuses one, those before
-    it are taken back, one warning is logged, and the region is used unpinned: right, but slower.
+    Ranges end between two rows, since no single copy may touch two registrations. Where CUDA refuses one, the ranges
+    before it are unregistered, one warning is logged, and copies use unpinned memory, which is slower.
 
     :param runtime: for tests; by default the CUDA runtime of torch.
     :returns: whether the region is pinned.
@@ -66,15 +75,15 @@ def pin_mmap_region(region: SharedOffloadRegion, runtime: CudaRuntime | None = N
             return False
         runtime = cast(CudaRuntime, torch.cuda.cudart())  # type: ignore[no-untyped-call]
     pinned = PinnedMemory(runtime)
-    step = max(1, _RANGE_BYTES // region.row_stride) * region.row_stride
+    step = rows_per_registration(region.row_stride) * region.row_stride
     for offset in range(0, region.total_size_bytes, step):
         size = min(step, region.total_size_bytes - offset)
         code = pinned.add(region.address + offset, size)
         if code:
             pinned.release()
-            _forget_cuda_error()
+            _clear_cuda_error()
             logger.warning(
-                "CUDA error %d while pinning %d bytes at offset %d of %s: transfers go on with unpinned memory",
+                "CUDA error %d while pinning %d bytes at offset %d of %s: copies use unpinned memory, which is slower",
                 code,
                 size,
                 offset,
@@ -85,11 +94,11 @@ def pin_mmap_region(region: SharedOffloadRegion, runtime: CudaRuntime | None = N
     return True
 
 
-def _forget_cuda_error() -> None:
-    """CUDA reports a failure once more at the next kernel launch, whosever that is; let that be this one."""
+def _clear_cuda_error() -> None:
+    """Consume the error of a refused call, which CUDA reports again at this thread's next kernel launch."""
     if not torch.cuda.is_available():
         return
     try:
-        torch.zeros(1, device="cuda")
+        torch.ones(1, device="cuda")
     except RuntimeError as error:
-        logger.debug("the error of the registration was reported again: %s", error)
+        logger.debug("CUDA reported the error of a registration again: %s", error)

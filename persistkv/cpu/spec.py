@@ -22,12 +22,14 @@ from persistkv.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from persistkv.cpu.layout import cell_bytes
 from persistkv.cpu.policies.registry import cache_policy_class
 from persistkv.cpu.primary import CPUPrimaryTierOffloadingManager
+from persistkv.cpu.reuse_manager import MAX_TRACKER_SIZE, FilterReusedOffloadingManager
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion, row_stride_bytes
 from persistkv.errors import ConfigurationError
+from persistkv.isolation import Isolation
 
 
 class CPUOffloadingOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a user may set."""
+    """Options of the primary tier."""
 
     cpu_bytes_to_use: int | str
     """Size of the primary tier, all workers together, such as ``100GiB``."""
@@ -36,12 +38,16 @@ class CPUOffloadingOptions(msgspec.Struct, frozen=True, kw_only=True):
     eviction_policy: str = "lru"
     """``lru``, ``arc``, or the name of a policy from outside."""
     enable_events: bool = False
-    """Whether to tell what was stored and evicted."""
+    """Whether to report stored and evicted blocks."""
+    store_threshold: int = 0
+    """Lookups before a block is stored; 0 stores every block. See ``FilterReusedOffloadingManager``."""
+    max_tracker_size: int = MAX_TRACKER_SIZE
+    """Blocks whose lookups are counted for ``store_threshold``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerGeometry:
-    """What an engine knows of itself and its process before it has allocated KV caches."""
+    """Geometry of an engine and of one of its processes, known before KV caches are allocated."""
 
     instance_id: str
     """The same in all processes of one engine, and in no other engine of the machine."""
@@ -61,9 +67,9 @@ class WorkerGeometry:
 
 @dataclass(kw_only=True)
 class CPUOffloadingSpec(OffloadingSpec):
-    """Manager, region and handlers that fit each other. What is not asked for is not made.
+    """Manager, region and handlers that fit each other, each created on first use.
 
-    :raises ConfigurationError: at construction, naming the field of ``extra_config`` that is wrong.
+    :raises ConfigurationError: at construction, naming the invalid field of ``extra_config``.
     """
 
     options_type: ClassVar[type[CPUOffloadingOptions]] = CPUOffloadingOptions
@@ -79,6 +85,11 @@ class CPUOffloadingSpec(OffloadingSpec):
     def __post_init__(self) -> None:
         self.options = convert_options(self.options_type, self.extra_config, where="offloading")
         self.block_size_factor = self._checked_factor()
+        if self.options.store_threshold < 0:
+            expected = "0 lookups, which stores every block, or more"
+            raise ConfigurationError("store_threshold", self.options.store_threshold, expected)
+        if self.options.max_tracker_size < 1:
+            raise ConfigurationError("max_tracker_size", self.options.max_tracker_size, "1 block or more")
         cache_policy_class(self.options.eviction_policy, option="eviction_policy")
         size = parse_size(self.options.cpu_bytes_to_use, name="cpu_bytes_to_use")
         self.num_blocks = size // self.row_stride
@@ -114,10 +125,14 @@ class CPUOffloadingSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             self._manager = self.make_manager()
+            if self.options.store_threshold:
+                self._manager = FilterReusedOffloadingManager(
+                    self._manager, self.options.store_threshold, self.options.max_tracker_size
+                )
         return self._manager
 
     def make_manager(self) -> OffloadingManager:
-        """Build the scheduler's side; called once. A subclass puts tiers behind it."""
+        """Build the manager without the filter of ``store_threshold``; called once. Subclasses add tiers."""
         return CPUPrimaryTierOffloadingManager(
             self.num_blocks, self.get_region(), self.options.eviction_policy, self.options.enable_events
         )
@@ -145,10 +160,15 @@ class CPUOffloadingSpec(OffloadingSpec):
         )
 
     def shutdown(self) -> None:
-        """End transfers, then the manager, then the region; idempotent."""
-        for part in (self._handlers, self._manager):
-            if part is not None:
-                part.shutdown()
+        """End the transfers, then the manager, then the region; idempotent.
+
+        Exceptions of the handlers and of the manager are logged, and the region is released regardless of them.
+        """
+        if self._handlers is not None:
+            self._handlers.shutdown()
+        if self._manager is not None:
+            with Isolation("offloading manager").guard("shutdown", "its resources may not be released"):
+                self._manager.shutdown()
         if self._region is not None:
             self._region.cleanup()
 

@@ -24,6 +24,8 @@ class KVMemory:
     """The primary tier's side, per KV tensor: int8, shape (num_cpu_blocks, block_size_factor * page bytes)."""
     block_size_factor: int
     """GPU blocks in one offloaded block."""
+    rows_per_registration: int | None = None
+    """Consecutive rows that are registered with CUDA in one call, from row 0 on. None: all rows."""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError
@@ -54,7 +55,7 @@ class Capabilities:
     writable: bool = True
     """``commit`` writes. Else the handle was opened for looking and reading only: nobody should offer it anything."""
     placements: tuple[str, ...] = ()
-    """Where a store's payloads may lie: what ``Backend.move`` takes."""
+    """Where a store may put payloads; fixed when it is created."""
     shows_status: bool = False
     """Rows of ``publish_status`` can be seen by others."""
 
@@ -197,10 +198,79 @@ class BackendStats:
     """Bytes that the medium gives to the store, catalogue included."""
     capacity: int | None
     """The bound on ``disk_bytes``; None where there is none."""
-    aside: tuple[str, ...] = ()
-    """Directories that damaged files were moved into, for a person to look at and delete. No capacity counts them."""
-    aside_bytes: int = 0
-    """What these take."""
+    quarantined: tuple[str, ...] = ()
+    """Directories of damaged stores that were renamed. They stay until a command deletes them, and count towards no
+    capacity."""
+    quarantined_bytes: int = 0
+    """Bytes on disk of these directories."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a store keeps. Recorded when the store is created; a URL changes nothing afterwards."""
+
+    capacity: int | None
+    """Bound on ``BackendStats.disk_bytes``; None: unbounded."""
+    ttl_s: float | None
+    """Seconds after their last use until packs and requests expire; None: they never do."""
+    placement: str | None = None
+    """One of ``Capabilities.placements``: where payloads are stored. Fixed; None: the driver has one placement."""
+
+    def __post_init__(self) -> None:
+        """:raises ConfigurationError: a capacity or ttl that is not positive."""
+        if self.capacity is not None and self.capacity <= 0:
+            raise ConfigurationError("capacity", self.capacity, "a positive size")
+        if self.ttl_s is not None and not self.ttl_s > 0:
+            raise ConfigurationError("ttl", self.ttl_s, "a positive duration such as 7d, or none")
+
+    def contradictions(self, given: Policy) -> str:
+        """Describe where a URL's values differ from this recorded policy, with both values; empty where none does.
+
+        :param given: None for each value that the URL leaves out.
+        """
+        found = []
+        for name, ours, theirs, unit in (
+            ("capacity", self.capacity, given.capacity, " bytes"),
+            ("ttl", self.ttl_s, given.ttl_s, " s"),
+            ("placement", self.placement, given.placement, ""),
+        ):
+            if theirs not in (None, ours):
+                found.append(f"{name}={theirs}{unit} (recorded: {'none' if ours is None else f'{ours}{unit}'})")
+        return " and ".join(found)
+
+
+@runtime_checkable
+class SupportsPolicy(Protocol):
+    """A store whose policy can be changed while other processes use it."""
+
+    def policy(self) -> Policy:
+        """Return the recorded policy.
+
+        :raises StoreError: it cannot be read.
+        """
+        ...
+
+    def set_policy(self, policy: Policy) -> None:
+        """Record another capacity and ttl. Open handles follow with their next commit, in all processes.
+
+        Nothing is evicted by this call: the next commits evict and expire what the new policy does not keep.
+
+        :raises ConfigurationError: a value is out of range, or the placement is another one; nothing changed.
+        :raises StoreError: the store is open read-only, or the medium failed; nothing changed.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsQuarantine(Protocol):
+    """A store that renames damaged files instead of deleting them (``BackendStats.quarantined``)."""
+
+    def delete_quarantined(self) -> int:
+        """Delete the renamed directories; return the bytes on disk that they took.
+
+        :raises StoreError: the store is open read-only, or a directory cannot be deleted; those before it are gone.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -217,13 +287,13 @@ class FreeSpace:
 
 
 @dataclass(frozen=True)
-class MoveProgress:
-    """How far a move is."""
+class CompactProgress:
+    """Progress of a compaction."""
 
     moved_bytes: int
     """Of payload."""
     total_bytes: int
-    """What there was to move when it began."""
+    """Payload bytes that the compaction may move."""
 
 
 class PlainMedium(ABC):
@@ -264,6 +334,14 @@ class Backend(ABC):
         :raises StoreUnavailableError: it cannot be opened (permission, a file in the way, absent and ``read_only``).
         :raises CorruptStoreError: something else lies there, or a newer format; it was not changed.
         """
+
+    @classmethod
+    def new_capacity(cls, url: StoreUrl) -> int | None:
+        """Return the capacity of a store that ``open`` would create at this URL; None: it has no bound.
+
+        :raises ConfigurationError: an option is wrong.
+        """
+        return None
 
     @classmethod
     def plain_medium(cls, url: StoreUrl) -> PlainMedium | None:
@@ -397,18 +475,7 @@ class Backend(ABC):
         """
         return None
 
-    def move(self, placement: str) -> Iterator[MoveProgress]:
-        """Move all payloads to another of ``capabilities.placements``, step by step while this is iterated.
-
-        Others may use the store meanwhile. Its content does not change. A move that ended early, by whatever, leaves
-        some packs moved; it goes on when it is asked for again.
-
-        :raises ConfigurationError: there is no such placement.
-        :raises StoreFullError: there is no room for it. Raised before anything moved, unless others took the room.
-        """
-        raise ConfigurationError("placement", placement, f"one of {', '.join(self.capabilities.placements) or 'none'}")
-
-    def compact(self) -> Iterator[MoveProgress]:
+    def compact(self) -> Iterator[CompactProgress]:
         """Give free space within the store back to the medium, as far as it can, step by step while this is iterated.
 
         Others may use the store meanwhile. Its content does not change. One that ended early leaves part of it done.

@@ -15,6 +15,8 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -280,6 +282,12 @@ class Lane:
         """From any thread. ``call`` does not raise."""
         self._waiting.put(call)
 
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Run a call; one whose future is cancelled before its turn never runs. From any thread."""
+        future: Future[T] = Future()
+        self.put(partial(_fulfil, future, call))
+        return future
+
     def _run(self, number: int) -> None:
         while (call := self._waiting.get()) is not None:
             self._since[number] = time.monotonic()
@@ -292,10 +300,24 @@ class Lane:
         now = time.monotonic()
         return max((now - since for since in self._since if since is not None), default=0.0)
 
-    def close(self) -> None:
-        """Run what was put, and end."""
-        for _ in self._threads:
+    def close(self, *, wait: bool = True) -> None:
+        """Run all queued calls, then end the threads; idempotent.
+
+        :param wait: return after that. Otherwise a call that hangs delays neither the caller nor the process's exit.
+        """
+        threads, self._threads = self._threads, []
+        for _ in threads:
             self._waiting.put(None)
-        for thread in self._threads:
+        for thread in threads if wait else ():
             thread.join()
-        self._threads = []
+
+
+def _fulfil(future: Future[T], call: Callable[[], T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = call()
+    except BaseException as error:  # raised again where the result is asked for
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from itertools import repeat
 
-from persistkv.storage.pack import Frame, PackTable, pack_frames, unpack_frames
+from persistkv.storage.pack import Frame, PackTable, unpack_frames
 
 
 class HeldPack:
@@ -20,12 +20,12 @@ class HeldPack:
     __slots__ = ("_frames", "codecs", "keys", "pack_id")
 
     def __init__(self, table: PackTable, keys: list[bytes]) -> None:
-        self.pack_id = bytes(bytearray(table.pack_id))  # not among the many short-lived objects that parsing left
+        self.pack_id = bytes(bytearray(table.pack_id))  # copies, away from the short-lived objects that parsing left
         self.codecs = sys.intern(table.codecs)
         """As in the pack's table."""
         self.keys = tuple(keys)
         """The keys of all blocks, frame after frame."""
-        self._frames = pack_frames(table.frames)
+        self._frames = bytes(bytearray(table.packed_frames))
 
     @property
     def frames(self) -> tuple[Frame, ...]:

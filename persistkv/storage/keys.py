@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, chain
+from typing import Any
 
 import msgspec
 
@@ -13,6 +15,8 @@ from persistkv.errors import CorruptPackError
 
 MAX_KEY_BYTES = 0xFFFF
 _CUT_AT_ONCE = 256  # a format of so many takes 8 KB, is parsed in 6 µs, and is kept
+_TAIL_BYTES = 8
+_FEW = 32  # keys: NumPy is slower for fewer
 
 
 class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
@@ -71,16 +75,54 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
         ends = list(accumulate(lengths))
         return [self.data[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
+    @property
+    def distinct(self) -> bool:
+        """Whether no key occurs twice.
+
+        Most keys differ in their last 8 bytes already, and those are compared faster (40 ns per key, and 2 to 15 ns
+        where NumPy is in use) than whole keys (70 ns).
+
+        :raises CorruptPackError: the lengths of keys that differ in length do not fit the data.
+        """
+        length, count = self.key_length, len(self)
+        if length < _TAIL_BYTES:
+            return len(set(self.unpack())) == count
+        if count < _FEW:
+            distinct = len(set(_tails(length, count).unpack(self.data))) == count
+        else:
+            distinct = _have_distinct_tails(self.data, length)
+        return distinct or len(set(self.unpack())) == count
+
+
+@lru_cache(maxsize=256)
+def _tails(length: int, count: int) -> struct.Struct:
+    return struct.Struct("<" + f"{length - _TAIL_BYTES}xQ" * count)
+
+
+def _have_distinct_tails(data: bytes, length: int) -> bool:
+    """False also where NumPy is not in use: its import takes longer than it would save."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return False
+    tails = numpy.frombuffer(data, _tail_type(length))["tail"].copy()
+    tails.sort()
+    return not numpy.count_nonzero(tails[1:] == tails[:-1])
+
+
+@lru_cache(maxsize=16)
+def _tail_type(length: int) -> Any:
+    fields = {"names": ["tail"], "formats": ["<u8"], "offsets": [length - _TAIL_BYTES], "itemsize": length}
+    return sys.modules["numpy"].dtype(fields)
+
 
 def _cut(data: bytes, length: int) -> list[bytes]:
     """Parts of one length: four times as fast as one by one (512 of 36 bytes in 12 µs)."""
-    whole = len(data) // (_CUT_AT_ONCE * length) * _CUT_AT_ONCE * length
-    left = (len(data) - whole) // length
-    parts = list(_parts(length, left).unpack_from(data, whole)) if left else []
-    if not whole:
-        return parts
+    count = len(data) // length
+    if count <= _CUT_AT_ONCE:
+        return list(_parts(length, count).unpack(data))
+    whole = count // _CUT_AT_ONCE * _CUT_AT_ONCE * length
     many = _parts(length, _CUT_AT_ONCE).iter_unpack(memoryview(data)[:whole])
-    return [*chain.from_iterable(many), *parts]
+    return [*chain.from_iterable(many), *_parts(length, count % _CUT_AT_ONCE).unpack_from(data, whole)]
 
 
 @lru_cache(maxsize=256)

@@ -11,7 +11,7 @@ Byte by byte in docs/format.md; ``pack_writer`` makes them. Invariants of this f
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -120,9 +120,20 @@ class PackTable(msgspec.Struct, frozen=True):
     """Bytes of the frames with their padding: where the table begins."""
     raw_length: int
     """Bytes of all blocks before the codec."""
-    frames: tuple[Frame, ...]
+    packed_frames: bytes
+    """Frame rows in their encoded form; ``frames`` decodes them."""
     keys: PackedKeys
     """The keys of all blocks, frame after frame."""
+
+    @property
+    def frames(self) -> tuple[Frame, ...]:
+        """Frames, decoded by each call."""
+        return unpack_frames(self.packed_frames)
+
+    @property
+    def frame_count(self) -> int:
+        """Number of frames."""
+        return len(self.packed_frames) // _FRAME.size
 
     def encode(self) -> bytes:
         """Table and trailer."""
@@ -130,7 +141,7 @@ class PackTable(msgspec.Struct, frozen=True):
         header = _HEADER.pack(
             PACK_VERSION,
             self.keys.key_length,
-            len(self.frames),
+            self.frame_count,
             len(self.keys),
             len(codecs),
             self.payload_length,
@@ -138,7 +149,7 @@ class PackTable(msgspec.Struct, frozen=True):
             self.namespace,
             self.pack_id,
         )
-        table = b"".join((header, codecs, pack_frames(self.frames), self.keys.lengths, self.keys.data))
+        table = b"".join((header, codecs, self.packed_frames, self.keys.lengths, self.keys.data))
         return table + _TRAILER.pack(len(table), xxhash.xxh3_64_intdigest(table), _MAGIC)
 
     @classmethod
@@ -163,14 +174,14 @@ class PackTable(msgspec.Struct, frozen=True):
         keys = PackedKeys(table[keys_at:], key_length, table[lengths_at:keys_at])
         if key_length and len(keys.data) != key_length * block_count:
             raise CorruptPackError("keys", f"{len(keys.data)} bytes are not {block_count} keys of {key_length}")
-        if not key_length:
-            _check_key_lengths(keys)
-        frames = unpack_frames(table[frames_at:lengths_at])
+        frames = table[frames_at:lengths_at]
         try:
             codecs = table[_HEADER.size : frames_at].decode()
         except UnicodeDecodeError:
             raise CorruptPackError("codecs", "their names are not text") from None
         _check_frames(frames, payload, block_count, raw, len(split_codecs(codecs)))
+        if not keys.distinct:
+            raise CorruptPackError("keys", f"of {block_count} keys, some occur twice")
         return cls(namespace, name, codecs, payload, raw, frames, keys)
 
 
@@ -189,15 +200,9 @@ def _checked_table(data: Buffer) -> bytes:
     return table
 
 
-def _check_key_lengths(keys: PackedKeys) -> None:
-    lengths = struct.unpack(f"<{len(keys.lengths) // 2}H", keys.lengths)
-    if sum(lengths) != len(keys.data) or 0 in lengths:
-        raise CorruptPackError("key lengths", f"{len(lengths)} of them are not those of {len(keys.data)} bytes of keys")
-
-
-def _check_frames(frames: Sequence[Frame], payload: int, block_count: int, raw: int, codec_count: int) -> None:
+def _check_frames(frames: bytes, payload: int, block_count: int, raw: int, codec_count: int) -> None:
     end = blocks = total = 0
-    for _, count, block_bytes, _, codec, reserved, offset, stored, _ in frames:
+    for _, count, block_bytes, _, codec, reserved, offset, stored, _ in _FRAME.iter_unpack(frames):
         length = count * block_bytes
         if codec > codec_count:
             raise CorruptPackError("frame codec", f"number {codec} of {codec_count}")

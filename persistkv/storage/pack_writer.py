@@ -19,6 +19,7 @@ from persistkv.storage.pack import (
     align,
     frame_checksum,
     frame_seed,
+    pack_frames,
     pack_id,
 )
 
@@ -96,6 +97,8 @@ class PackWriter:
 
     What ``codec`` chooses for the segments' groups is settled here, for the pack is named after it. ``stream`` may be
     called again (a commit that is retried); the table then describes the newest run.
+
+    :raises ValueError: a key occurs twice: ``PackTable.parse`` would reject the pack.
     """
 
     namespace: bytes
@@ -125,6 +128,8 @@ class PackWriter:
         self.codecs = tuple(dict.fromkeys(chosen.values()))
         self._codec_numbers = {group: self.codecs.index(codec) + 1 for group, codec in chosen.items()}
         self.keys = PackedKeys.of([key for segment in self.segments for key in segment.keys])
+        if not self.keys.distinct:
+            raise ValueError(f"of {len(self.keys)} keys of a pack, some occur twice")
         self.pack_id = pack_id(self.namespace, self.keys, join_codecs(self.codecs))
         self.raw_length = sum(segment.raw_length for segment in self.segments)
 
@@ -169,7 +174,7 @@ class PackWriter:
             checksum = frame_checksum(stored.pieces, stored.seed or 0)
             frames[number] = frames[number]._replace(checksum=checksum)
         codecs = join_codecs(self.codecs)
-        return PackTable(self.namespace, self.pack_id, codecs, end, self.raw_length, tuple(frames), self.keys)
+        return PackTable(self.namespace, self.pack_id, codecs, end, self.raw_length, pack_frames(frames), self.keys)
 
     def _finish(self) -> None:
         finishing, self._finishing = self._finishing, None

@@ -41,8 +41,8 @@ class TierRig:
         return self._submit(keys, block_ids, req, is_promotion=True)
 
     def _submit(self, keys: Sequence[OffloadKey], rows: Sequence[int], req: ReqContext, *, is_promotion: bool) -> int:
-        job = JobMetadata(next(self._job_ids), list(keys), list(rows), is_promotion, req)
-        (self.tier.submit_load if is_promotion else self.tier.submit_store)(job)
+        job = JobMetadata(next(self._job_ids), list(keys), np.array(rows, np.int64), is_promotion, req)
+        (self.tier.submit_load if is_promotion else self.tier.submit_store)(job_metadata=job)
         return job.job_id
 
     def results(self, job_ids: Collection[int]) -> dict[int, JobResult]:

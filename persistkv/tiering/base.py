@@ -1,4 +1,4 @@
-"""The contract of a secondary tier: anything behind the primary tier's rows."""
+"""Contract of a secondary tier: any store of blocks behind the rows of the primary tier."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from persistkv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
 from persistkv.config import OffloadingConfig
 
 
 @dataclass(frozen=True)
 class JobMetadata:
-    """Blocks to be moved between rows and a tier, in one job."""
+    """Blocks to copy between rows and a tier, in one job."""
 
     job_id: int
     """Unique within the manager."""
     keys: Sequence[OffloadKey]
     """Of one or more KV cache groups."""
-    block_ids: Sequence[int]
-    """For each key, its row."""
+    block_ids: npt.NDArray[np.int64]
+    """For each key, its row; int64, shape (keys,)."""
     is_promotion: bool
     """True: the tier fills the rows; False: it reads them."""
     req_context: ReqContext
@@ -28,30 +31,37 @@ class JobMetadata:
 
 @dataclass(frozen=True)
 class JobResult:
-    """The rows of a job are no longer used by the tier."""
+    """End of a job: the tier no longer uses its rows."""
 
     job_id: int
     success: bool
-    """Store: the bytes were taken, which says nothing of durability. Load: the rows hold what was asked for."""
+    """Store: the tier accepted the blocks, durable or not. Load: the rows are filled."""
     failed_keys: Collection[OffloadKey] = ()
-    """Of a job with ``success``, the keys it does not hold for. Without ``success`` it holds for none."""
+    """Exceptions to ``success``. Without ``success`` all keys have failed."""
     num_bytes: int = field(default=0, compare=False)
-    """Raw bytes that were moved, as far as the tier knows."""
+    """Raw bytes that were copied; 0 where the tier does not count them."""
     seconds: float = field(default=0.0, compare=False)
-    """From the submission to the end, likewise."""
+    """From the submission to the end; 0 where the tier does not measure it."""
 
 
 class SecondaryTierManager(ABC):
     """One tier.
 
-    Called from the scheduler's thread; nothing here waits for I/O, the network, or a lock held over them, but
-    ``drain_jobs`` and ``shutdown``. **Every submitted job gets exactly one result**, also one with nothing to do, also
-    when the medium failed. Rows of a store job are the tier's to read, those of a load job its to write, from the
-    submission until the result has been handed over.
+    Called from the scheduler's thread. Except for ``drain_jobs`` and ``shutdown``, no call waits for I/O, the network,
+    or a lock that is held during I/O. **Every submitted job gets exactly one result**, including empty jobs and jobs
+    whose medium failed. From the submission until ``get_finished_jobs`` returns the result, the tier may read the rows
+    of a store and write the rows of a load.
+
+    The manager logs the exceptions of a tier and continues with the others. Consequences of an exception:
+
+    - ``submit_store`` and ``submit_load``: the job has failed. The tier must not use its rows and must not report it.
+    - ``get_finished_jobs``: requests stop waiting for the tier's jobs. Their rows stay reserved until the tier reports
+      them, and until a poll succeeds the tier gets no lookups and no jobs.
+    - ``reset_cache`` for changed weights: the tier gets no lookups and no jobs until such a reset succeeds.
     """
 
     def __init__(self, config: OffloadingConfig, primary_kv_view: memoryview) -> None:
-        """Open the tier. May wait; what cannot be opened raises, and leaves nothing behind.
+        """Open the tier; may wait. If it raises, all resources are released.
 
         :param primary_kv_view: the primary tier's rows, (num_blocks, row_stride) bytes, writable.
         """
@@ -68,43 +78,46 @@ class SecondaryTierManager(ABC):
         """Whether a load of the block may succeed; None: ask again in a later step. Must cost about a microsecond."""
 
     @abstractmethod
-    def submit_store(self, job: JobMetadata) -> None:
-        """Take blocks out of their rows. Does not raise for what the medium does: that is in the result."""
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        """Start to store the blocks in rows. Failures of the medium are reported in the result."""
 
     @abstractmethod
-    def submit_load(self, job: JobMetadata) -> None:
-        """Fill rows. Does not raise for what the medium does: that is in the result. What a row of a failed key holds
-        afterwards is undefined.
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        """Start to fill rows. Failures of the medium are reported in the result; the content of a failed key's row is
+        undefined.
         """
 
     @abstractmethod
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """The jobs that ended since the last call, each once. Called once a step."""
+        """Return the jobs that ended since the last call, each once. Called in each step, and before stores."""
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:  # noqa: B027
-        """The blocks were used. Keys that are not held are passed over."""
+        """Count a use of the blocks; keys that are not held are ignored."""
 
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Learn of a request before its first lookup, and say which of its blocks the tier wants."""
+        """Announce a request, once and before its first lookup; return which of its blocks the tier receives."""
 
     def on_request_finished(self, req_context: ReqContext) -> None:  # noqa: B027
-        """The request's last store was submitted."""
+        """End a request, once, after its last store was submitted."""
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Blocks that came to the tier (durably, where it is durable) or left it since the last call."""
+        """Return the blocks that the tier stored (durably, if it is durable) or removed since the last call."""
         return ()
 
     def reset_cache(self, weights_changed: bool) -> None:  # noqa: B027
-        """The engine forgot what it had. With changed weights, what is held under the old ones misses from now on."""
+        """The engine forgot its blocks. With changed weights, all blocks held are misses from now on."""
 
     def has_pending_work(self) -> bool:
-        """Whether the engine should go on taking steps although no request runs."""
+        """Return whether the engine should continue to take steps while no request runs."""
         return False
 
     @abstractmethod
     def drain_jobs(self, timeout_s: float) -> bool:
-        """Wait until every submitted job has a result to be handed over; False where the time was too short."""
+        """Wait until every submitted job has a result.
+
+        :returns: False if that took longer than ``timeout_s``.
+        """
 
     def shutdown(self) -> None:  # noqa: B027
-        """Touch no row any more and release what is held; idempotent. Jobs without a result get none."""
+        """Stop using rows and release all resources; idempotent. Jobs without a result get none."""

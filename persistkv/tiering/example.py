@@ -1,4 +1,4 @@
-"""The shortest correct secondary tier: copies of blocks in this process's memory. Copy it to write your own."""
+"""The shortest correct secondary tier: copies of blocks in this process's memory. A starting point for other tiers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
 
 class ExampleSecondaryTier(SecondaryTierManager):
-    """Keeps the bytes of ``max_blocks`` blocks, least recently used ones going first.
+    """Keeps up to ``max_blocks`` blocks; evicts the least recently used.
 
-    :param max_blocks: blocks it holds at most.
-    :param simulate_async: end a job not when it is submitted but at the next ``get_finished_jobs``, as a tier that does
-        I/O would.
-    :raises ConfigurationError: where ``max_blocks`` is not positive.
+    :param max_blocks: bound on the blocks held.
+    :param simulate_async: run each job in the next ``get_finished_jobs`` instead of in the call that submits it, as a
+        tier with real I/O does.
+    :raises ConfigurationError: ``max_blocks`` is not positive.
     """
 
     def __init__(
         self,
         config: OffloadingConfig,
         primary_kv_view: memoryview,
-        max_blocks: int = 1024,
+        max_blocks: int = 1000,
         simulate_async: bool = False,
     ) -> None:
         super().__init__(config, primary_kv_view)
@@ -33,11 +33,11 @@ class ExampleSecondaryTier(SecondaryTierManager):
         self.max_blocks = max_blocks
         self.simulate_async = simulate_async
         self.blocks: OrderedDict[OffloadKey, bytes] = OrderedDict()
-        """Held blocks, the least recently used first; of each row, the valid bytes of the block's group."""
+        """Held blocks, least recently used first; the valid bytes of each block's group."""
         self.pending_jobs: list[JobMetadata] = []
-        """Submitted and not run yet."""
+        """Submitted jobs that have not run yet."""
         self.completed_jobs: list[JobResult] = []
-        """Run and not handed over yet."""
+        """Results that ``get_finished_jobs`` has not returned yet."""
         self._flat = primary_kv_view.cast("B")
 
     @staticmethod
@@ -45,17 +45,17 @@ class ExampleSecondaryTier(SecondaryTierManager):
         return "example"
 
     def get_num_blocks(self) -> int:
-        """Blocks held."""
+        """Number of blocks held."""
         return len(self.blocks)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         return key in self.blocks
 
-    def submit_store(self, job: JobMetadata) -> None:
-        self._submit(job)
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        self._submit(job_metadata)
 
-    def submit_load(self, job: JobMetadata) -> None:
-        self._submit(job)
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        self._submit(job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         self._run_pending()
@@ -63,7 +63,7 @@ class ExampleSecondaryTier(SecondaryTierManager):
         return completed
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        for key in reversed(keys):  # so that the first of a prefix is the last to go
+        for key in reversed(keys):  # the first block of a prefix is evicted last
             if key in self.blocks:
                 self.blocks.move_to_end(key)
 
@@ -88,6 +88,8 @@ class ExampleSecondaryTier(SecondaryTierManager):
         self._flat.release()
 
     def _submit(self, job: JobMetadata) -> None:
+        if len(job.keys) != len(job.block_ids):
+            raise ValueError(f"job {job.job_id} has {len(job.keys)} keys and {len(job.block_ids)} rows")
         self.pending_jobs.append(job)
         if not self.simulate_async:
             self._run_pending()
@@ -99,15 +101,19 @@ class ExampleSecondaryTier(SecondaryTierManager):
             self.completed_jobs.append(JobResult(job.job_id, True, failed))
 
     def _store(self, job: JobMetadata) -> list[OffloadKey]:
-        """Keep what fits beside the other blocks of the same job; the rest is declined."""
+        """Copy the blocks that are not held yet; a job evicts no block of its own.
+
+        :returns: keys without room.
+        """
         own = set(job.keys)
         declined = []
-        for key, row in zip(job.keys, job.block_ids, strict=True):
-            if key not in self.blocks and not self._make_room(own):
+        for key, row in zip(job.keys, job.block_ids.tolist(), strict=True):
+            if key in self.blocks:
+                self.blocks.move_to_end(key)
+            elif self._make_room(own):
+                self.blocks[key] = b"".join(self._ranges(key, row))
+            else:
                 declined.append(key)
-                continue
-            self.blocks[key] = b"".join(self._ranges(key, row))
-            self.blocks.move_to_end(key)
         return declined
 
     def _make_room(self, protected: set[OffloadKey]) -> bool:
@@ -121,7 +127,7 @@ class ExampleSecondaryTier(SecondaryTierManager):
 
     def _load(self, job: JobMetadata) -> list[OffloadKey]:
         failed = []
-        for key, row in zip(job.keys, job.block_ids, strict=True):
+        for key, row in zip(job.keys, job.block_ids.tolist(), strict=True):
             block = self.blocks.get(key)
             if block is None:
                 failed.append(key)
@@ -134,7 +140,7 @@ class ExampleSecondaryTier(SecondaryTierManager):
         return failed
 
     def _ranges(self, key: OffloadKey, row: int) -> list[memoryview]:
-        """What of a row belongs to the block: the rest is stale, or another group's."""
+        """Valid bytes of the block's row: those of its group."""
         layout = self.config.layout
         base = row * layout.row_stride
         group = layout.groups[get_offload_group_idx(key)]

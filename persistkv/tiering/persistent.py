@@ -145,29 +145,30 @@ class PersistentTier(SecondaryTierManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         return key in self._held[key[0] & PART_MASK]  # ``client.contains``, without a call of it for each block
 
-    def submit_store(self, job: JobMetadata) -> None:
-        description = job.req_context.description
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        keys, req_context = job_metadata.keys, job_metadata.req_context
+        description = req_context.description
         if description is None:
-            self._undescribed.setdefault(job.req_context.req_id, []).extend(job.keys)
+            self._undescribed.setdefault(req_context.req_id, []).extend(keys)
         contains = self._client.contains
-        if self._detached or all(map(contains, job.keys)):
-            self.touch(job.keys, job.req_context)
-            self._finished.append(JobResult(job.job_id, not self._detached))
+        if self._detached or all(map(contains, keys)):
+            self.touch(keys, req_context)
+            self._finished.append(JobResult(job_metadata.job_id, not self._detached))
             return
         self._client.submit_store(
-            job.job_id,
-            job.req_context.req_id,
-            job.keys,
-            job.block_ids,
-            None if description is None else _depths(description.depth, job.keys),
-            self._num_bytes(job.keys),
+            job_metadata.job_id,
+            req_context.req_id,
+            keys,
+            job_metadata.block_ids.tolist(),
+            None if description is None else _depths(description.depth, keys),
+            self._num_bytes(keys),
         )
 
-    def submit_load(self, job: JobMetadata) -> None:
+    def submit_load(self, job_metadata: JobMetadata) -> None:
         if self._detached:
-            self._finished.append(JobResult(job.job_id, False))
+            self._finished.append(JobResult(job_metadata.job_id, False))
             return
-        self._client.submit_load(job.job_id, job.keys, job.block_ids)
+        self._client.submit_load(job_metadata.job_id, job_metadata.keys, job_metadata.block_ids.tolist())
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         if not self._detached:

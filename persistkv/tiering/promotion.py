@@ -1,26 +1,26 @@
-"""What the tiering manager remembers of promotions and of the requests that wait for them."""
+"""State of the tiering manager: promotions, the requests that wait for them, and jobs of secondary tiers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from persistkv.base import OffloadKey, ReqContext
-from persistkv.tiering.base import SecondaryTierManager
+from persistkv.tiering.isolated_tier import IsolatedTier
 
 
 @dataclass
 class PendingPromotion:
-    """Blocks of one tier that one request asked for in this step, all groups together."""
+    """Blocks of one tier that one request looked up in this step, all groups together."""
 
-    tier: SecondaryTierManager
+    tier: IsolatedTier
     req_context: ReqContext
     keys: dict[OffloadKey, None] = field(default_factory=dict)
-    """In the order they were asked for."""
+    """In the order of the lookups."""
     since: float = 0.0
-    """Monotonic seconds of the first lookup: a promotion that finds no room waits only so long."""
+    """Monotonic seconds of the first lookup; bounds the time that the promotion waits for rows."""
 
     def in_prefix_order(self) -> list[OffloadKey]:
-        """The keys by depth, all groups beside each other, so that cutting the list leaves a prefix of each."""
+        """Return the keys by depth, groups interleaved: any first part of the list is a prefix of each group."""
         description = self.req_context.description
         keys = list(self.keys)
         if description is None:
@@ -30,50 +30,54 @@ class PendingPromotion:
 
 @dataclass
 class TieringRequest:
-    """One request between ``on_new_request`` and its end."""
+    """One request, from its announcement, first lookup or first store until its end has reached the tiers."""
 
     context: ReqContext
-    request_level_tiers: list[SecondaryTierManager] = field(default_factory=list)
-    """The tiers that want every block of it, prefix hits included."""
+    request_level_tiers: list[IsolatedTier] = field(default_factory=list)
+    """Tiers that receive every block of the request, prefix hits included."""
     storing: int = 0
-    """Blocks that are being written to the primary tier."""
+    """Blocks of the request that are being written to the primary tier."""
     awaiting: set[OffloadKey] = field(default_factory=set)
-    """Of its blocks, those that another request is writing: its end is told after they were handed on."""
+    """Blocks that the request offered while a promotion or another request was writing them. Its end reaches the tiers
+    after these blocks do."""
     finished: bool = False
     missed: set[OffloadKey] = field(default_factory=set)
-    """Blocks whose promotion failed or found no room: misses for this request, so that it does not try for ever."""
+    """Blocks whose promotion failed or found no row: misses for this request, so that it does not retry for ever."""
     held: set[OffloadKey] = field(default_factory=set)
     """Promoted blocks that stay referenced until the request loads them."""
     held_until: float = 0.0
     """Monotonic seconds."""
+    received: dict[IsolatedTier, set[OffloadKey]] = field(default_factory=dict)
+    """Promoted blocks that a request-level tier received for the request before the request offered them."""
 
 
 @dataclass
 class TierJob:
-    """A job that a secondary tier works on."""
+    """A job in flight in a secondary tier."""
 
-    tier: SecondaryTierManager
+    tier: IsolatedTier
     keys: list[OffloadKey]
     is_promotion: bool
     req_context: ReqContext
     epoch: int
-    """Count of resets when it was submitted."""
+    """Number of resets before its submission."""
 
 
 @dataclass
 class TieringStats:
-    """Totals since the manager was made, in blocks."""
+    """Totals since the manager was created, in blocks."""
 
     cascaded_blocks: int = 0
-    """Handed to secondary tiers."""
+    """Submitted to secondary tiers."""
     dropped_cascades: int = 0
-    """Not handed on, because cascades held their share of the primary tier already."""
+    """Not submitted, because cascades already held their share of the primary tier."""
     failed_cascades: int = 0
-    """Handed on and not taken."""
+    """Submitted and not stored."""
     promoted_blocks: int = 0
-    """Brought back and readable."""
+    """Loaded from a secondary tier and readable."""
     failed_promotions: int = 0
+    """Submitted and not loaded."""
     declined_promotions: int = 0
-    """Not asked for, because the primary tier had no room."""
+    """Not submitted, because the primary tier had no row for them."""
     expired_holds: int = 0
-    """Promoted and not loaded before their deadline."""
+    """Promoted and not loaded by their request before the deadline."""

@@ -18,7 +18,7 @@ from persistkv.tiering.manager import TieringOffloadingManager
 
 
 class TieringOffloadingOptions(CPUOffloadingOptions, frozen=True, kw_only=True):
-    """What a user may set, beside the options of the primary tier."""
+    """Options of the tiers, in addition to those of the primary tier."""
 
     secondary_tiers: tuple[dict[str, Any], ...] = ()
     """``{"type": NAME, option: value, …}`` each, asked in this order; none by default."""
@@ -32,9 +32,9 @@ class TieringOffloadingOptions(CPUOffloadingOptions, frozen=True, kw_only=True):
 
 @dataclass(kw_only=True)
 class TieringOffloadingSpec(CPUOffloadingSpec):
-    """Manager, region, handlers and tiers that fit each other. What is not asked for is not made.
+    """Manager, region, handlers and tiers that fit each other, each created on first use.
 
-    :raises ConfigurationError: at construction, naming the field of ``extra_config`` that is wrong.
+    :raises ConfigurationError: at construction, naming the invalid field of ``extra_config``.
     """
 
     options_type: ClassVar[type[CPUOffloadingOptions]] = TieringOffloadingOptions

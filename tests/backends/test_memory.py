@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from persistkv.errors import ConfigurationError
 from persistkv.storage.backend import Backend
 from persistkv.storage.registry import open_backend
 from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
@@ -73,8 +72,3 @@ def test_package_needs_neither_torch_nor_pytest() -> None:
     code = "import sys, persistkv.testing; print([name for name in ('torch', 'pytest') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_payloads_have_one_place() -> None:
-    with pytest.raises(ConfigurationError, match="expected one of none"):
-        open_backend("memory://one").move("inline")

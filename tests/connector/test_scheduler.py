@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from persistkv.base import GPULoadStoreSpec, OffloadPolicy
+from persistkv.base import GPULoadStoreSpec, OffloadPolicy, TransferResult
 from persistkv.connector.common import KVCacheGroupSpec
 from persistkv.connector.scheduler import OffloadingConnectorScheduler
 from persistkv.cpu.common import CPULoadStoreSpec
+from persistkv.cpu.manager import CPUOffloadingManager
+from persistkv.cpu.reuse_manager import FilterReusedOffloadingManager
 from persistkv.errors import ConfigurationError
 
 
@@ -107,8 +109,8 @@ class TestLoading:
         (load,) = metadata.loads
         source, target = load.spec
         assert isinstance(source, CPULoadStoreSpec)
-        assert source.block_ids == [scheduler.manager.get_block_id(key, None) for key in keys[1:]]
-        assert (target.block_ids, target.group_sizes, target.block_indices) == ([7, 5, 3], (3,), (1,))
+        assert source.block_ids.tolist() == [scheduler.manager.get_block_id(key, None) for key in keys[1:]]
+        assert (target.block_ids.tolist(), target.group_sizes, target.block_indices) == ([7, 5, 3], (3,), (1,))
         output = scheduler.update_connector_output(finish(metadata))
         assert output.loads["second"].success
         assert output.loads["second"].num_tokens == 12
@@ -135,8 +137,8 @@ class TestLoading:
         scheduler.update_state_after_alloc("second", [list(range(10, 18))], 8)
         (load,) = scheduler.build_connector_meta().loads
         source, target = load.spec
-        assert source.block_ids == [scheduler.manager.get_block_id(keys[1], None)]
-        assert (target.block_ids, target.block_indices) == ([16, 17], (6,))
+        assert source.block_ids.tolist() == [scheduler.manager.get_block_id(keys[1], None)]
+        assert (target.block_ids.tolist(), target.block_indices) == ([16, 17], (6,))
 
     def test_takes_less_where_blocks_went_meanwhile(self, scheduler, make_keys, fill):
         keys = make_keys(4)
@@ -147,7 +149,7 @@ class TestLoading:
         fill(scheduler, "other", make_keys(6, chain="b"), 4)
         assert scheduler.update_state_after_alloc("second", [[0, 1, 2, 3]], 16) == 8
         (load,) = scheduler.build_connector_meta().loads
-        assert load.spec[1].block_ids == [0, 1]
+        assert load.spec[1].block_ids.tolist() == [0, 1]
 
     def test_a_failure_leaves_the_tokens_to_be_computed_and_stored(self, scheduler, make_keys, fill, finish):
         keys = make_keys(2)
@@ -181,7 +183,10 @@ class TestStoring:
         second = scheduler.build_connector_meta()
         assert scheduler.manager.offered == [keys[:1], keys[1:]]
         sources = [job.spec[0] for job in (*first.stores, *second.stores)]
-        assert [(source.block_ids, source.block_indices) for source in sources] == [([5], (0,)), ([6, 4], (1,))]
+        assert [(source.block_ids.tolist(), source.block_indices) for source in sources] == [
+            ([5], (0,)),
+            ([6, 4], (1,)),
+        ]
         assert all(isinstance(source, GPULoadStoreSpec) for source in sources)
         assert not scheduler.build_connector_meta().stores
 
@@ -193,8 +198,8 @@ class TestStoring:
         scheduler.update_computed_tokens("second", 32, [list(range(10, 18))])
         (store,) = scheduler.build_connector_meta().stores
         source, target = store.spec
-        assert source.block_ids == [10, 11, 14, 15, 16, 17]
-        assert target.block_ids == [scheduler.manager.get_block_id(keys[index], None) for index in (0, 2, 3)]
+        assert source.block_ids.tolist() == [10, 11, 14, 15, 16, 17]
+        assert target.block_ids.tolist() == [scheduler.manager.get_block_id(keys[index], None) for index in (0, 2, 3)]
 
     @pytest.mark.parametrize(
         ("policy", "offered"), [(OffloadPolicy.BLOCK_LEVEL, slice(3, 4)), (OffloadPolicy.REQUEST_LEVEL, slice(0, 4))]
@@ -217,7 +222,7 @@ class TestStoring:
         begin(scheduler, "request", keys, 80)
         scheduler.update_computed_tokens("request", 80, [list(range(20))])
         metadata = scheduler.build_connector_meta()
-        assert metadata.stores[0].spec[0].block_ids == [0, 1, 2, 3, 4]
+        assert metadata.stores[0].spec[0].block_ids.tolist() == [0, 1, 2, 3, 4]
         scheduler.update_connector_output(finish(metadata))
         assert (scheduler.stats.stored_blocks, scheduler.stats.dropped_blocks) == (5, 15)
         assert not scheduler.build_connector_meta().stores
@@ -238,7 +243,11 @@ class TestStoring:
         scheduler.update_computed_tokens("request", 16, [[1, 2, 3, 4], [5, 6]])
         (store,) = scheduler.build_connector_meta().stores
         source = store.spec[0]
-        assert (source.block_ids, source.group_sizes, source.block_indices) == ([1, 2, 3, 5, 6], (3, 2), (0, 0))
+        assert (source.block_ids.tolist(), source.group_sizes, source.block_indices) == (
+            [1, 2, 3, 5, 6],
+            (3, 2),
+            (0, 0),
+        )
 
 
 class TestEndOfRequest:
@@ -305,6 +314,23 @@ class TestEndOfRequest:
 def test_refuses_numbers_that_are_none(make_manager, make, field):
     with pytest.raises(ConfigurationError, match=field):
         make(make_manager(1))
+
+
+def test_store_threshold_second_request_stores_the_whole_prompt(make_keys):
+    """Lookups end at the first miss; the filter counts the blocks behind it all the same."""
+    manager = FilterReusedOffloadingManager(CPUOffloadingManager(8), 2, 100)
+    scheduler = OffloadingConnectorScheduler(manager, groups(4))
+    keys = make_keys(4)
+    for req_id, stored in (("first", 0), ("second", 4)):
+        begin(scheduler, req_id, keys, 16)
+        assert scheduler.get_num_new_matched_tokens(req_id, 0) == 0
+        scheduler.update_computed_tokens(req_id, 16, [[0, 1, 2, 3]])
+        scheduler.request_finished(req_id)
+        stores = scheduler.build_connector_meta().stores
+        assert sum(len(job.spec[0].block_ids) for job in stores) == stored
+        scheduler.update_connector_output([TransferResult(job.job_id, True) for job in stores])
+    begin(scheduler, "third", keys, 17)
+    assert scheduler.get_num_new_matched_tokens("third", 0) == 16
 
 
 def test_a_request_that_is_not_stored_still_loads(make_manager, make_keys, fill, finish):

@@ -137,7 +137,7 @@ class TestMatching:
         assert scheduler.manager.looked_up == [sliding[7], sliding[6]]
         scheduler.manager.late = set()
         matched, _, metadata = load_all(scheduler, "second")
-        assert (matched, metadata.loads[0].spec[1].block_ids) == (32, [6, 7])
+        assert (matched, metadata.loads[0].spec[1].block_ids.tolist()) == (32, [6, 7])
         assert scheduler.num_promoted_tokens("second") == 32
 
 
@@ -149,10 +149,10 @@ class TestLoading:
         matched, _, metadata = load_all(scheduler, "second")
         source, target = metadata.loads[0].spec
         assert matched == 32
-        assert target.block_ids == [*range(8), 106, 107]
+        assert target.block_ids.tolist() == [*range(8), 106, 107]
         assert (target.group_sizes, target.block_indices) == ((8, 2), (0, 6))
         rows = [scheduler.manager.get_block_id(key, None) for key in (*full, *sliding[6:])]
-        assert source.block_ids == rows
+        assert source.block_ids.tolist() == rows
         assert scheduler.update_connector_output(finish(metadata)).loads["second"].num_tokens == 32
 
     def test_loads_nothing_that_the_device_has(self, make_scheduler, store, begin):
@@ -161,7 +161,7 @@ class TestLoading:
         begin(scheduler, "second", 33)
         matched, _, metadata = load_all(scheduler, "second", local=28)
         target = metadata.loads[0].spec[1]
-        assert (matched, target.block_ids, target.block_indices) == (4, [7, 107], (7, 7))
+        assert (matched, target.block_ids.tolist(), target.block_indices) == (4, [7, 107], (7, 7))
 
     def test_a_window_may_begin_within_a_larger_block(self, make_manager, make_keys, finish):
         scheduler = OffloadingConnectorScheduler(make_manager(16), (FULL, SLIDING), block_size_factor=4)
@@ -177,7 +177,7 @@ class TestLoading:
         source, target = metadata.loads[0].spec
         assert (target.group_sizes, target.block_indices) == ((8, 2), (0, 6))
         rows = [scheduler.manager.get_block_id(key, None) for key in (*keys[0], keys[1][1])]
-        assert source.block_ids == rows
+        assert source.block_ids.tolist() == rows
 
     def test_takes_nothing_where_another_window_would_be_needed(self, make_scheduler, store, begin):
         scheduler = make_scheduler(num_blocks=16)
@@ -208,7 +208,7 @@ class TestStoring:
         (stored,) = scheduler.build_connector_meta().stores
         source = stored.spec[0]
         assert scheduler.manager.offered == [[*full, *sliding[2:]]]
-        assert source.block_ids == [0, 1, 2, 3, 4, 7, 8, 9]
+        assert source.block_ids.tolist() == [0, 1, 2, 3, 4, 7, 8, 9]
         assert (source.group_sizes, source.block_indices) == ((5, 3), (0, 2))
 
     def test_a_larger_block_is_stored_whole_or_not(self, make_manager, make_keys):
@@ -219,7 +219,7 @@ class TestStoring:
         scheduler.update_computed_tokens("request", 24, [[None, 1, 2, 3, 4, 5]])
         (stored,) = scheduler.build_connector_meta().stores
         assert scheduler.manager.offered == [keys[1:]]
-        assert (stored.spec[0].block_ids, stored.spec[0].block_indices) == ([2, 3, 4, 5], (2,))
+        assert (stored.spec[0].block_ids.tolist(), stored.spec[0].block_indices) == ([2, 3, 4, 5], (2,))
 
     @pytest.mark.parametrize("policy", OffloadPolicy)
     def test_of_prefix_hits_those_under_the_window(self, make_scheduler, store, begin, finish, policy):

@@ -9,29 +9,38 @@ from persistkv.cpu.common import CPULoadStoreSpec
 
 
 class Handler(OffloadingHandler):
-    """Moves nothing; ends what it is told to."""
+    """Moves nothing; ends the transfers that were waited for; raises in the calls named by ``failing``."""
 
     def __init__(self) -> None:
+        self.failing: set[str] = set()
         self.started: list[int] = []
         self.waited: set[int] = set()
         self.accepts = True
         self.shutdowns = 0
 
+    def check(self, call: str) -> None:
+        if call in self.failing:
+            raise RuntimeError(call)
+
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        self.check("transfer_async")
         if self.accepts:
             self.started.append(job_id)
         return self.accepts
 
     def get_finished(self) -> list[TransferResult]:
+        self.check("get_finished")
         finished = [TransferResult(job_id, True) for job_id in self.started if job_id in self.waited]
         self.started = [job_id for job_id in self.started if job_id not in self.waited]
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
         self.waited |= job_ids
+        self.check("wait")
 
     def shutdown(self) -> None:
         self.shutdowns += 1
+        self.check("shutdown")
 
 
 @pytest.fixture
@@ -72,9 +81,51 @@ def test_reports_what_could_not_be_started(worker, handlers):
     assert worker.get_finished() == [TransferResult(1, success=False)]
 
 
-def test_names_an_unknown_direction(worker):
+def test_start_unknown_direction_starts_nothing(worker, handlers):
     with pytest.raises(KeyError, match="GPU"):
-        worker.start(ConnectorMetadata(loads=[TransferJob(3, (GPU, GPU))]))
+        worker.start(ConnectorMetadata(METADATA.loads, [TransferJob(3, (GPU, GPU)), *METADATA.stores]))
+    assert [handler.started for handler in handlers] == [[], []]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_start_handler_raises_other_jobs_start_and_are_reported(worker, handlers, failing, caplog):
+    handlers[failing].failing.add("transfer_async")
+    worker.start(METADATA)
+    worker.wait_all()
+    results = {result.job_id: result.success for result in worker.get_finished()}
+    assert results == {1: failing != 0, 2: failing != 1}
+    assert "raised in transfer_async: the transfer failed" in caplog.text
+    assert worker.get_finished() == []
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_get_finished_handler_raises_others_are_reported_and_its_own_fail(worker, handlers, failing, caplog):
+    worker.start(METADATA)
+    worker.wait_all()
+    handlers[failing].waited.clear()
+    handlers[failing].failing.add("get_finished")
+    results = {result.job_id: result.success for result in worker.get_finished()}
+    assert results == {1: failing != 0, 2: failing != 1}
+    assert handlers[failing].waited == {failing + 1}, "no failed transfer is still copying"
+    assert "raised in get_finished: its transfers failed" in caplog.text
+    handlers[failing].failing.clear()
+    assert worker.get_finished() == [], "each transfer is reported once"
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_wait_handler_raises_other_handler_is_waited_for(worker, handlers, failing):
+    worker.start(METADATA)
+    handlers[failing].failing.add("wait")
+    worker.wait_all()
+    assert [handler.waited for handler in handlers] == [{1}, {2}]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_shutdown_handler_raises_other_handler_is_shut_down(worker, handlers, failing, caplog):
+    handlers[failing].failing.add("shutdown")
+    worker.shutdown()
+    assert [handler.shutdowns for handler in handlers] == [1, 1]
+    assert "raised in shutdown" in caplog.text
 
 
 def test_shuts_down_every_handler(worker, handlers):

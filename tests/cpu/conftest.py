@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from persistkv.base import OffloadKey, ReqContext, make_offload_key
+from tests.cpu.devices.driver import driver, driver_library
+
+__all__ = ["driver", "driver_library"]
 
 
 @pytest.fixture

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -19,10 +20,15 @@ from persistkv.base import (
     TransferResult,
     TransferSpec,
 )
+from persistkv.cpu import gpu_worker
 from persistkv.cpu.common import CPULoadStoreSpec
-from persistkv.cpu.gpu_worker import CpuGpuOffloadingHandlers
+from persistkv.cpu.devices.base import CopyEngine, Direction
+from persistkv.cpu.devices.cuda import CUDACopyEngine
+from persistkv.cpu.devices.cuda_batch import DriverBatchCopier
+from persistkv.cpu.gpu_worker import CpuGpuOffloadingHandlers, SingleDirectionOffloadingHandler
 from persistkv.cpu.layout import cell_bytes, group_layouts
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion, row_stride_bytes
+from persistkv.cpu.transfer import KVMemory, PageCopies
 from persistkv.errors import ConfigurationError
 
 NUM_BLOCKS, NUM_ROWS = 96, 80
@@ -33,9 +39,15 @@ needs_cuda = [
 ]
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_cuda)])
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(params=["cpu", "cuda strategy", pytest.param("cuda", marks=needs_cuda)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Device of the KV tensors. "cuda strategy": the CPU, and the CUDA strategy over a driver without GPU."""
+    if request.param != "cuda strategy":
+        return str(request.param)
+    driver = request.getfixturevalue("driver")
+    strategy = partial(CUDACopyEngine, copier=DriverBatchCopier(driver.library))
+    monkeypatch.setattr(gpu_worker, "copy_engine_class", lambda device: strategy)
+    return "cpu"
 
 
 @dataclass
@@ -253,6 +265,42 @@ def test_after_shutdown_nothing_starts_and_the_region_can_go(
         handlers.gpu_to_cpu_handler.wait({1, 2})
         assert handlers.gpu_to_cpu_handler.get_finished() == []
     assert "still in use" not in caplog.text
+
+
+class RaisingEngine(CopyEngine):
+    """Fails to wait for its copies."""
+
+    def submit(self, job_id: int, copies: Sequence[PageCopies]) -> bool:
+        return True
+
+    def finished(self) -> list[TransferResult]:
+        return []
+
+    def wait(self, job_ids: set[int]) -> None:
+        raise RuntimeError("device lost")
+
+    def drain(self) -> None:
+        raise RuntimeError("device lost")
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_handlers_shutdown_one_raises_other_is_released(
+    direction: Direction, shared_memory: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caches = make_caches(GEOMETRIES["one group"], "cpu")
+    with make_handlers(caches, 1, shared_memory) as (handlers, _):
+        broken = SingleDirectionOffloadingHandler(caches, RaisingEngine(KVMemory((), (), 1), direction))
+        blocks, rows = GPULoadStoreSpec([0], [1], [0]), CPULoadStoreSpec([0])
+        if direction is Direction.STORE:
+            replaced, handlers.gpu_to_cpu_handler = handlers.gpu_to_cpu_handler, broken
+            other, spec = handlers.cpu_to_gpu_handler, (rows, blocks)
+        else:
+            replaced, handlers.cpu_to_gpu_handler = handlers.cpu_to_gpu_handler, broken
+            other, spec = handlers.gpu_to_cpu_handler, (blocks, rows)
+        replaced.shutdown()
+        handlers.shutdown()
+        assert not other.transfer_async(1, spec), "it was shut down, too"
+    assert f"{direction.value} handler raised in shutdown" in caplog.text
 
 
 def test_rows_and_region_must_agree(shared_memory: str) -> None:

@@ -48,7 +48,7 @@ def test_a_block_is_readable_only_once_it_is_written(
     spec = manager.prepare_load([key], context)
     assert isinstance(spec, CPULoadStoreSpec)
     assert isinstance(output.store_spec, CPULoadStoreSpec)
-    assert spec.block_ids == output.store_spec.block_ids == [manager.get_block_id(key, context)]
+    assert spec.block_ids.tolist() == output.store_spec.block_ids.tolist() == [manager.get_block_id(key, context)]
 
 
 def test_only_what_is_not_held_is_stored_and_each_key_once(
@@ -60,7 +60,7 @@ def test_only_what_is_not_held_is_stored_and_each_key_once(
     assert output is not None
     assert output.keys_to_store == [third, second]
     assert isinstance(output.store_spec, CPULoadStoreSpec)
-    assert len(set(output.store_spec.block_ids)) == 2
+    assert len(set(output.store_spec.block_ids.tolist())) == 2
     again = manager.prepare_store([second, first], context)
     assert again is not None
     assert (again.keys_to_store, again.evicted_keys) == ([], [])
@@ -105,17 +105,36 @@ def test_protection_counts(manager: CPUOffloadingManager, keys: MakeKeys, contex
 
 
 def test_a_call_that_raises_changes_nothing(manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext) -> None:
-    held = keys(2)
+    held, writing = keys(2), keys(1)
     store(manager, held, context)
-    for wrong in (keys(1)[0], held[1]):
-        with pytest.raises(KeyError):
-            manager.complete_store([held[0], wrong], context)
+    manager.prepare_store(writing, context)
+    with pytest.raises(KeyError, match="not held"):
+        manager.complete_store([*writing, *keys(1)], context)
+    assert manager.lookup(writing[0], context) is None
+    manager.complete_store(writing, context, success=False)
     with pytest.raises(KeyError, match="not held"):
         manager.prepare_load([held[0], *keys(1)], context)
     manager.prepare_load([held[0]], context)
     with pytest.raises(KeyError, match="not being read"):
         manager.complete_load([held[0], held[1]], context)
     manager.complete_load([held[0]], context)
+    assert manager.num_free_or_evictable() == 4
+
+
+@pytest.mark.parametrize("success", [True, False])
+def test_complete_store_readable_keys_are_ignored(
+    manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext, success: bool
+) -> None:
+    idle, read, writing = keys(1), keys(1), keys(1)
+    store(manager, idle + read, context)
+    manager.prepare_load(read, context)
+    manager.prepare_store(writing, context)
+    manager.take_events()
+    manager.complete_store(idle + writing + read + writing, context, success)
+    assert [manager.lookup(key, context) for key in idle + read + writing] == [True, True, success]
+    assert [event.keys for event in manager.take_events()] == ([writing] if success else [])
+    assert manager.num_free_or_evictable() == 3, "only the block that is being read is protected"
+    manager.complete_load(read, context)
     assert manager.num_free_or_evictable() == 4
 
 
@@ -295,13 +314,13 @@ class ManagerMachine(RuleBasedStateMachine):
             candidates = [key for key in candidates if not self.reads[key] and key not in spared]
             assert output.evicted_keys == candidates[: len(output.evicted_keys)]
         self.order = [key for key in self.order if key not in output.evicted_keys] + wanted[::-1]
-        self.writing.update(zip(wanted, output.store_spec.block_ids, strict=True))
+        self.writing.update(zip(wanted, output.store_spec.block_ids.tolist(), strict=True))
 
     @rule(keys=some_keys, success=st.booleans())
     def complete_store(self, keys: list[OffloadKey], success: bool) -> None:
-        ending = [key for key in keys if key in self.writing or self.earlier.get(key, (0, 0))[1] == -1]
-        self.manager.complete_store(ending, CONTEXT, success)
-        for key in set(ending):
+        writing = [key for key in keys if key in self.writing or self.earlier.get(key, (0, 0))[1] == -1]
+        self.manager.complete_store([key for key in keys if key in writing or key in self.ready], CONTEXT, success)
+        for key in set(writing):
             if key in self.earlier:
                 del self.earlier[key]
             elif success:
@@ -314,7 +333,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def prepare_load(self, keys: list[OffloadKey]) -> None:
         readable = [key for key in keys if key in self.ready]
         spec = self.manager.prepare_load(readable, CONTEXT)
-        assert spec.block_ids == [self.ready[key] for key in readable]
+        assert spec.block_ids.tolist() == [self.ready[key] for key in readable]
         self.reads.update(readable)
 
     @rule(keys=some_keys)

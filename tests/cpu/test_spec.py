@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
@@ -14,10 +15,13 @@ from persistkv.base import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
+    OffloadingManager,
     ReqContext,
     make_offload_key,
 )
 from persistkv.cpu.common import CPULoadStoreSpec
+from persistkv.cpu.primary import CPUPrimaryTierOffloadingManager
+from persistkv.cpu.reuse_manager import FilterReusedOffloadingManager
 from persistkv.cpu.spec import CPUOffloadingSpec, WorkerGeometry
 from persistkv.errors import ConfigurationError
 
@@ -61,6 +65,68 @@ def test_the_parts_fit_each_other(spec: CPUOffloadingSpec) -> None:
     assert handlers["CPU", "GPU"].transfer_async(2, (source, blocks))
     handlers["CPU", "GPU"].wait({2})
     assert torch.equal(kv_caches.tensors[0].tensor[3:5], original[3:5])
+
+
+class RaisingManager(CPUPrimaryTierOffloadingManager):
+    def shutdown(self) -> None:
+        raise RuntimeError("tier did not end")
+
+
+class RaisingManagerSpec(CPUOffloadingSpec):
+    def make_manager(self) -> OffloadingManager:
+        return RaisingManager(self.num_blocks, self.get_region())
+
+
+def test_spec_shutdown_manager_raises_region_is_removed(caplog: pytest.LogCaptureFixture) -> None:
+    spec = RaisingManagerSpec(extra_config={"cpu_bytes_to_use": "64KiB"}, geometry=geometry())
+    spec.get_manager()
+    path = spec.get_region().mmap_path
+    assert os.path.exists(path)
+    spec.shutdown()
+    assert not os.path.exists(path)
+    assert "offloading manager raised in shutdown" in caplog.text
+
+
+def test_spec_store_threshold_filters_blocks_that_are_not_reused() -> None:
+    options = {"cpu_bytes_to_use": "64KiB", "store_threshold": "2", "max_tracker_size": 10}
+    spec = CPUOffloadingSpec(extra_config=options, geometry=geometry())
+    manager, context, key = spec.get_manager(), ReqContext("request"), make_offload_key(b"hash", 0)
+    assert isinstance(manager, FilterReusedOffloadingManager)
+    assert spec.get_manager() is manager
+    assert manager.max_tracker_size == 10
+    for expected in ([], [], [key]):
+        output = manager.prepare_store([key], context)
+        assert output is not None
+        assert output.keys_to_store == expected
+        manager.lookup(key, context)
+    path = spec.get_region().mmap_path
+    spec.shutdown()
+    assert not os.path.exists(path)
+
+
+@pytest.mark.parametrize("options", [{}, {"store_threshold": 0}])
+def test_spec_without_store_threshold_stores_every_block(options: dict[str, Any]) -> None:
+    spec = CPUOffloadingSpec(extra_config={"cpu_bytes_to_use": "64KiB"} | options, geometry=geometry())
+    assert isinstance(spec.get_manager(), CPUPrimaryTierOffloadingManager)
+    spec.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"store_threshold": -1},
+            "store_threshold: -1 is not valid; expected 0 lookups, which stores every block, or more",
+        ),
+        ({"store_threshold": 1.5}, "offloading option store_threshold: 1.5 is not valid; expected an integer"),
+        ({"max_tracker_size": 0}, "max_tracker_size: 0 is not valid; expected 1 block or more"),
+        ({"max_tracker_size": "all"}, "offloading option max_tracker_size: 'all' is not valid; expected an integer"),
+    ],
+)
+def test_spec_filter_option_out_of_range_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        CPUOffloadingSpec(extra_config={"cpu_bytes_to_use": "64KiB"} | options, geometry=geometry())
+    assert str(caught.value) == message
 
 
 def test_nothing_is_made_that_was_not_asked_for() -> None:

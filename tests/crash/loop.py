@@ -7,6 +7,7 @@ After each kill, in the reopened store:
 2. The commit that was running did all of its batch or nothing.
 3. Every manifest names blocks that are there; the pinned one is.
 4. Totals equal a recount, free and used extents the files, and the files are no larger than the capacity.
+5. The store was not renamed.
 """
 
 from __future__ import annotations
@@ -128,6 +129,7 @@ def check(backend: LmdbBackend, expected: Expected) -> None:
     assert PINNED in manifests or not expected.pinned, "the pinned request went"
     check_totals(backend)
     assert find_faults(backend._environment) == []
+    assert not backend.stats().quarantined, "the store was renamed"
 
 
 def run(kills: int, seed: int, directory: Path, seconds: float, placement: str) -> Expected:
@@ -166,7 +168,7 @@ def main() -> None:
             found = run(arguments.kills, arguments.seed, Path(directory), arguments.seconds, placement)
         print(
             f"{placement}: {found.kills} kills, {found.acknowledged} packs acknowledged, {found.evicted} evicted, "
-            f"{len(found.packs)} there: 0 lost, 0 wrong"
+            f"{len(found.packs)} there: 0 lost, 0 wrong, 0 renamed"
         )
 
 

@@ -29,7 +29,7 @@ from persistkv.storage.manifest import (
     encode_manifest,
     encode_manifest_keys,
 )
-from persistkv.storage.pack import FRAME_BYTES, PackTable, align, frame_seed
+from persistkv.storage.pack import FRAME_BYTES, PackTable, align, frame_seed, pack_frames
 from persistkv.storage.pack_writer import PackWriter, Segment
 from persistkv.storage.records import StoreOptions
 from persistkv.storage.rows import Rows
@@ -139,7 +139,9 @@ class Tables(Target):
 
 
 def _check_table(table: PackTable) -> None:
-    require(len(table.keys.unpack()) == len(table.keys), "keys are not as many as the table says")
+    keys = table.keys.unpack()
+    require(len(keys) == len(table.keys), "keys are not as many as the table says")
+    require(len(set(keys)) == len(keys), "a key occurs twice")
     require(sum(frame.block_count for frame in table.frames) == len(table.keys), "frames hold other blocks")
     require(sum(frame.raw_length for frame in table.frames) == table.raw_length, "raw length")
     end = 0
@@ -170,7 +172,7 @@ def _resealed(table: PackTable, payload: bytes) -> PackTable:
         stored = payload[frame.offset : frame.offset + frame.stored_length]
         frames.append(frame._replace(checksum=xxhash.xxh3_64_intdigest(stored, seed=seed)))
         first += frame.block_count
-    return msgspec.structs.replace(table, frames=tuple(frames))
+    return msgspec.structs.replace(table, packed_frames=pack_frames(frames))
 
 
 def _serve(number: int, at_rest: StoredPack, *, exact: bool) -> bool:

@@ -79,4 +79,4 @@ def _keep_pruning(url: str, identity: Identity, jobs: Sequence[list[bytes]], to_
         while True:
             asking, _ = listener.accept()
             with asking, suppress(ConnectionError):
-                to_parent.send(backend._retention.run({namespace: space}, time.time()).orphans)
+                to_parent.send(backend._retention.run({namespace: space}, backend.policy(), time.time()).orphans)

@@ -64,20 +64,6 @@ def test_behaves_like_a_dictionary_of_sets(packs: list[list[int]], removals: lis
         assert pack.frames == table.frames
 
 
-def test_a_pack_that_names_a_key_twice_takes_it_away_once() -> None:
-    """Nobody writes such a pack, but a table may say anything."""
-    index = Index()
-    first, second = table_of([b"a" * 6, b"a" * 6, b"b" * 6]), table_of([b"a" * 6, b"c" * 6])
-    for table in (first, second):
-        index.add(table)
-    assert sorted(index.remove_all([first.pack_id])) == [b"b" * 6]
-    assert index.remove_all([second.pack_id]) == [b"a" * 6, b"c" * 6]
-    index.add(second)
-    index.add(first)
-    assert sorted(index.remove_all([first.pack_id])) == [b"b" * 6]
-    assert sorted(index) == [b"a" * 6, b"c" * 6]
-
-
 def test_a_pack_that_was_replaced_is_another() -> None:
     index = Index()
     table = table_of([b"a" * 6])

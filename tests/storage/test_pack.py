@@ -146,6 +146,13 @@ def test_keys_of_other_lengths_make_another_name():
     assert named([b"ab", b"cd"]) != named([b"abcd"])
 
 
+def test_pack_writer_repeated_key_raises():
+    keys = sample_keys(1, 3)
+    part = Segment(0, 8, [*keys, keys[0]], ArraySource(sample_blocks(1, 4, 8)))
+    with pytest.raises(ValueError, match="twice"):
+        PackWriter(NAMESPACE, RawCodec(), [part])
+
+
 def test_table_is_there_after_the_stream_only():
     pack = sample_pack(NAMESPACE, 1)
     with pytest.raises(ValueError, match="stream"):

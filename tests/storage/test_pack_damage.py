@@ -79,7 +79,8 @@ def test_forged_tables_are_corrupt_or_sound(encoded, data):
 
 
 def check_sound(table):
-    assert len(table.keys.unpack()) == len(table.keys) == sum(frame.block_count for frame in table.frames)
+    keys = table.keys.unpack()
+    assert len(keys) == len(set(keys)) == len(table.keys) == sum(frame.block_count for frame in table.frames)
     assert table.raw_length == sum(frame.raw_length for frame in table.frames)
     end = 0
     for frame in table.frames:
@@ -109,9 +110,10 @@ def forged(**changes):
         "stored": 16384, "checksum": 7,
     }  # fmt: skip
     codecs = changes.pop("codecs", b"raw")
+    keys = changes.pop("keys", b"".join(sample_keys(1, 4)))
     for name, value in changes.items():
         (header if name in header else frame)[name] = value
-    body = HEADER.pack(*header.values()) + codecs + FRAME.pack(*frame.values()) + b"".join(sample_keys(1, 4))
+    body = HEADER.pack(*header.values()) + codecs + FRAME.pack(*frame.values()) + keys
     return sealed(body)
 
 
@@ -158,6 +160,36 @@ def test_field_that_is_wrong_is_named(changes, field):
     finally:
         tracemalloc.stop()
     assert caught.value.field == field
+
+
+def table_with(keys, key_length):
+    """A forged table of one frame of these keys.
+
+    :param key_length: 0 to write the length of each key.
+    """
+    lengths = b"" if key_length else b"".join(len(key).to_bytes(2, "little") for key in keys)
+    sizes = {"block_bytes": 1, "raw": len(keys), "stored": len(keys), "payload": align(len(keys))}
+    changes = {"blocks": len(keys), "count": len(keys), "key_length": key_length, **sizes}
+    return forged(keys=lengths + b"".join(keys), **changes)
+
+
+@pytest.mark.parametrize("key_length", [0, 4, 12, 36])
+@pytest.mark.parametrize("count", [2, 20, 100, 300])
+def test_parse_repeated_key_is_corrupt(count, key_length):
+    keys = [number.to_bytes(4, "big") * (key_length // 4 or 9) for number in range(count)]
+    assert PackTable.parse(table_with(keys, key_length)).keys.unpack() == keys
+    for first, second in ((0, 1), (0, count - 1), (count // 2, count - 1)):
+        if first < second:
+            repeated = [*keys[:second], keys[first], *keys[second + 1 :]]
+            with pytest.raises(CorruptPackError) as caught:
+                PackTable.parse(table_with(repeated, key_length))
+            assert caught.value.field == "keys"
+
+
+@pytest.mark.parametrize("count", [2, 20, 100])
+def test_parse_keys_that_differ_at_their_begin_only_is_sound(count):
+    keys = [number.to_bytes(4, "big") + bytes(32) for number in range(count)]
+    assert PackTable.parse(table_with(keys, 36)).keys.unpack() == keys
 
 
 @pytest.mark.parametrize("length", [0, 63, 68, 1 << 20, (1 << 64) - 1])

@@ -6,6 +6,7 @@ import itertools
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,9 +104,12 @@ def make_stack() -> Iterator[MakeStack]:
         primary = CPUPrimaryTierOffloadingManager(num_blocks, region, enable_events=True)
         view = primary.get_kv_memoryview()
         config = OffloadingConfig({"weights": "w"}, 16, RowLayout(STRIDE, GROUPS), num_blocks, region.fd)
-        made = [tier(config, view) for tier in tiers]
         options.setdefault("cascade_share", 1.0)
-        manager = TieringOffloadingManager(primary, made, enable_events=True, **options)
+        with ExitStack() as undo:
+            undo.callback(primary.shutdown)
+            made = [tier(config, view) for tier in tiers]
+            manager = TieringOffloadingManager(primary, made, enable_events=True, **options)
+            undo.pop_all()
         rows = np.frombuffer(view, dtype=np.uint8).reshape(num_blocks, STRIDE)
         stacks.append(Stack(manager, primary, rows, made))
         return stacks[-1]

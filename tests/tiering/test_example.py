@@ -6,12 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from persistkv.base import OffloadKey, ReqContext
 from persistkv.config import OffloadingConfig
 from persistkv.errors import ConfigurationError
 from persistkv.testing.tier_conformance import SecondaryTierConformance
+from persistkv.tiering.base import JobMetadata
 from persistkv.tiering.example import ExampleSecondaryTier
 
 
@@ -56,6 +58,46 @@ def test_jobs_wait_for_a_poll_where_that_is_asked_for(
     assert (len(tier.pending_jobs), tier.get_num_blocks()) == (1, 0)
     stack.step()
     assert (len(tier.pending_jobs), tier.get_num_blocks()) == (0, 2)
+
+
+def test_example_tier_defaults_to_1000_blocks(make_stack: Callable[..., Any]) -> None:
+    stack = make_stack(4, ExampleSecondaryTier)
+    assert stack.tiers[0].max_blocks == 1000
+
+
+@pytest.mark.parametrize("simulate_async", [False, True])
+@pytest.mark.parametrize("is_promotion", [False, True])
+def test_example_tier_lengths_differ_raises_without_side_effects(
+    make_stack: Callable[..., Any],
+    keys: Callable[..., list[OffloadKey]],
+    described: Callable[..., ReqContext],
+    simulate_async: bool,
+    is_promotion: bool,
+) -> None:
+    stack = make_stack(8, partial(ExampleSecondaryTier, simulate_async=simulate_async))
+    (tier,) = stack.tiers
+    job = JobMetadata(1, keys(2), np.array([0], np.int64), is_promotion, described("r"))
+    with pytest.raises(ValueError, match="2 keys and 1 rows"):
+        (tier.submit_load if is_promotion else tier.submit_store)(job)
+    assert list(tier.get_finished_jobs()) == []
+    assert tier.get_num_blocks() == 0
+    assert not tier.has_pending_work()
+
+
+def test_example_tier_held_key_is_not_copied_again(
+    make_stack: Callable[..., Any], keys: Callable[..., list[OffloadKey]], described: Callable[..., ReqContext]
+) -> None:
+    stack = make_stack(8, partial(ExampleSecondaryTier, max_blocks=2))
+    (tier,) = stack.tiers
+    (held, other, new), req = keys(3), described("r")
+    stack.rows[0], stack.rows[1] = 1, 2
+    tier.submit_store(JobMetadata(1, [held], np.array([0]), False, req))
+    tier.submit_store(JobMetadata(2, [other], np.array([1]), False, req))
+    tier.submit_store(JobMetadata(3, [held], np.array([1]), False, req))
+    assert set(tier.blocks[held]) == {1}
+    tier.submit_store(JobMetadata(4, [new], np.array([1]), False, req))
+    assert set(tier.blocks) == {held, new}, "a block that is stored again counts as used"
+    assert [result.success for result in tier.get_finished_jobs()] == [True] * 4
 
 
 def test_a_bound_below_one_is_refused(make_stack: Callable[..., Any]) -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import glob
 import os
 import uuid
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from persistkv.base import ReqContext, make_offload_key
 from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
+from persistkv.cpu.reuse_manager import FilterReusedOffloadingManager
 from persistkv.cpu.spec import WorkerGeometry
 from persistkv.errors import ConfigurationError
+from persistkv.tiering.base import SecondaryTierManager
 from persistkv.tiering.example import ExampleSecondaryTier
 from persistkv.tiering.factory import create_secondary_tier
 from persistkv.tiering.manager import TieringOffloadingManager
@@ -56,6 +60,28 @@ def test_what_is_wrong_is_named(config: dict[str, Any], message: str) -> None:
         create(**config)
 
 
+@pytest.mark.parametrize("tier", [SecondaryTierManager, ExampleSecondaryTier, PersistentTier])
+def test_tier_submit_methods_take_job_metadata(tier: type[SecondaryTierManager]) -> None:
+    for submit in (tier.submit_store, tier.submit_load):
+        assert list(signature(submit).parameters) == ["self", "job_metadata"]
+
+
+def test_manager_jobs_carry_an_int64_array_of_rows() -> None:
+    made = spec(cpu_bytes_to_use="64KiB", secondary_tiers=[{"type": "example", "simulate_async": True}])
+    manager, req = made.get_manager(), ReqContext("r")
+    assert isinstance(manager, TieringOffloadingManager)
+    (tier,) = manager.secondary_tiers
+    assert isinstance(tier, ExampleSecondaryTier)
+    manager.on_new_request(req)
+    output = manager.prepare_store([make_offload_key(b"k" * 32, 0)], req)
+    assert output is not None
+    manager.complete_store(output.keys_to_store, req)
+    rows = tier.pending_jobs[0].block_ids
+    assert isinstance(rows, np.ndarray)
+    assert rows.dtype == np.int64
+    made.shutdown()
+
+
 def test_the_whole_stack_from_a_dictionary(tmp_path: Path) -> None:
     made = spec(
         cpu_bytes_to_use="128KiB",
@@ -80,6 +106,27 @@ def test_the_whole_stack_from_a_dictionary(tmp_path: Path) -> None:
     made.shutdown()
     made.shutdown()
     assert not os.path.exists(path)
+
+
+def test_spec_store_threshold_keeps_blocks_from_tiers_until_they_are_reused() -> None:
+    made = spec(cpu_bytes_to_use="64KiB", store_threshold=2, secondary_tiers=[{"type": "example"}])
+    manager = made.get_manager()
+    assert isinstance(manager, FilterReusedOffloadingManager)
+    assert isinstance(manager.backing, TieringOffloadingManager)
+    (tier,) = manager.backing.secondary_tiers
+    assert isinstance(tier, ExampleSecondaryTier)
+    key = make_offload_key(b"k" * 32, 0)
+    for number, blocks in enumerate([0, 1]):
+        req = ReqContext(f"r{number}")
+        manager.on_new_request(req)
+        manager.lookup(key, req)
+        output = manager.prepare_store([key], req)
+        assert output is not None
+        manager.complete_store(output.keys_to_store, req)
+        manager.on_request_finished(req)
+        manager.take_events()
+        assert tier.get_num_blocks() == blocks
+    made.shutdown()
 
 
 def test_secondary_tiers_are_off_by_default() -> None:
@@ -109,11 +156,10 @@ def test_a_malformed_configuration_names_the_field(extra: dict[str, Any], messag
 
 
 def test_a_tier_that_does_not_open_leaves_nothing_behind(tmp_path: Path) -> None:
-    before = set(glob.glob("/dev/shm/*.mmap"))
     (tmp_path / "file").write_text("in the way")
     url = f"lmdb://{tmp_path}/file"
     made = spec(cpu_bytes_to_use="64KiB", secondary_tiers=[{"type": "example"}, {"type": "persistent", "url": url}])
     with pytest.raises(Exception, match="file"):
         made.get_manager()
     made.shutdown()
-    assert set(glob.glob("/dev/shm/*.mmap")) == before
+    assert glob.glob(f"/dev/shm/*{made.geometry.instance_id}*") == []

@@ -319,6 +319,32 @@ def test_an_end_waits_for_blocks_that_another_request_writes(
     assert [list(job.keys) for job in stack.tiers[0].stores] == [names]
 
 
+def test_prepare_store_uses_rows_of_cascades_that_have_ended(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    stack = make_stack(4, recording)
+    req = begin(stack, described("r"))
+    for _ in range(3):
+        stack.store(keys(4), req)  # in one step: each needs all rows, which the cascade of the one before references
+    assert [len(job.keys) for job in stack.tiers[0].stores] == [4, 4, 4]
+
+
+def test_complete_store_readable_keys_are_ignored(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+    stack = make_stack(8, recording)
+    req = begin(stack, described("r"))
+    first, second = keys(2), keys(2)
+    stack.store(first, req)
+    output = stack.manager.prepare_store(second, req)
+    stack.manager.on_request_finished(req)
+    stack.manager.complete_store(first, req)
+    assert ("finished", "r") not in stack.tiers[0].told, "its second store is still in flight"
+    stack.manager.complete_store([*first, *output.keys_to_store, *second], req)
+    assert [list(job.keys) for job in stack.tiers[0].stores] == [first, second], "each block cascades once"
+    assert stack.tiers[0].told[-1] == ("finished", "r")
+    stack.step()
+    assert stack.primary.num_free_or_evictable() == 8
+
+
 def test_cascades_hold_only_their_share(make_stack: MakeStack, keys: Keys, described: Described) -> None:
     stack = make_stack(8, recording, cascade_share=0.5)
     stack.tiers[0].silent = True

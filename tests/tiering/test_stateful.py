@@ -46,6 +46,8 @@ NUM_GROUPS = 2
 CHAIN = 4  # blocks of each group in a request's context
 GARBAGE = 0xEE
 FREQUENT = ["look_up", "end_step", "begin_store", "end_transfer", "tier_works"]
+RARE = ["new_request", "finish", "announce_again", "break_tier"]
+FAULTS = ["lookup", "submit_store", "submit_load", "get_finished_jobs", "take_events", "touch"]
 
 
 def chains_of(branch: int) -> list[list[OffloadKey]]:
@@ -62,7 +64,7 @@ def content(key: OffloadKey, weights: int) -> npt.NDArray[np.uint8]:
 
 
 class ChaosTier(SecondaryTierManager):
-    """Does its jobs when told to, in any order, and fails what it is told to fail."""
+    """Runs its jobs in any order, when the machine says so; fails blocks and raises as the machine says."""
 
     def __init__(self, config: OffloadingConfig, view: memoryview, policy: OffloadPolicy) -> None:
         super().__init__(config, view)
@@ -74,19 +76,36 @@ class ChaosTier(SecondaryTierManager):
         self.on_submit: Callable[[JobMetadata], None] = lambda job: None
         self.on_end: Callable[[JobMetadata], None] = lambda job: None
         self.open_requests: Counter[str] = Counter()
+        self.faults: list[str] = []
+
+    def check(self, call: str) -> None:
+        """Raise, once, where the machine said so."""
+        if call in self.faults:
+            self.faults.remove(call)
+            raise OSError(call)
 
     @staticmethod
     def get_tier_type() -> str:
         return "chaos"
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        self.check("lookup")
         return key in self.blocks
 
-    def submit_store(self, job: JobMetadata) -> None:
-        self._submit(job)
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        self.check("submit_store")
+        self._submit(job_metadata)
 
-    def submit_load(self, job: JobMetadata) -> None:
-        self._submit(job)
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        self.check("submit_load")
+        self._submit(job_metadata)
+
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        self.check("touch")
+
+    def take_events(self) -> tuple[()]:
+        self.check("take_events")
+        return ()
 
     def _submit(self, job: JobMetadata) -> None:
         self.on_submit(job)
@@ -110,6 +129,7 @@ class ChaosTier(SecondaryTierManager):
         self.finished.append(JobResult(job.job_id, not lose_all, tuple(dict.fromkeys(failed))))
 
     def get_finished_jobs(self) -> list[JobResult]:
+        self.check("get_finished_jobs")
         finished, self.finished = self.finished, []
         return finished
 
@@ -197,17 +217,17 @@ class TieringMachine(RuleBasedStateMachine):
                     del self.frozen[row]
 
     def job_begins(self, job: JobMetadata) -> None:
-        assert len(set(job.block_ids)) == len(job.block_ids) == len(job.keys)
-        self.use(job.block_ids, writing=job.is_promotion)
+        assert len(set(job.block_ids.tolist())) == len(job.block_ids) == len(job.keys)
+        self.use(job.block_ids.tolist(), writing=job.is_promotion)
 
     def job_ends(self, job: JobMetadata) -> None:
-        self.release(job.block_ids, writing=job.is_promotion)
+        self.release(job.block_ids.tolist(), writing=job.is_promotion)
 
     # What an engine does. One rule draws the action: Hypothesis disables rules at random, and as rules of their own
     # most runs would leave out one that the others need, and never get deep.
 
     @rule(
-        action=st.sampled_from([*2 * FREQUENT, *2 * ["quiet", "reset", "begin_load"], "new_request", "finish"]),
+        action=st.sampled_from([*3 * FREQUENT, *3 * ["quiet", "reset", "begin_load"], *RARE]),
         number=st.integers(0, 9),
         other=st.integers(0, 2 * CHAIN),
         flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
@@ -215,7 +235,11 @@ class TieringMachine(RuleBasedStateMachine):
     def act(self, action: str, number: int, other: int, flags: tuple[bool, bool, bool]) -> None:
         match action:
             case "new_request":
-                self.new_request(number % 3, described=flags[0])
+                self.new_request(number % 3, described=flags[0], announced=flags[1])
+            case "announce_again" if self.requests:
+                self.announce(self.pick(number))
+            case "break_tier":
+                self.tiers[number % len(self.tiers)].faults.append(FAULTS[other % len(FAULTS)])
             case "look_up" if self.requests:
                 self.look_up(number)
             case "end_step":
@@ -235,7 +259,7 @@ class TieringMachine(RuleBasedStateMachine):
             case "quiet":
                 self.all_transfers_end()
 
-    def new_request(self, branch: int, described: bool) -> None:
+    def new_request(self, branch: int, described: bool, announced: bool = True) -> None:
         self.count += 1
         description = None
         if described:
@@ -243,10 +267,14 @@ class TieringMachine(RuleBasedStateMachine):
             for group, chain in enumerate(chains_of(branch)):
                 description.extend(group, chain)
         req = ReqContext(f"{self.count}-{branch}", None, description)
+        if announced:
+            self.announce(req)
+        self.requests[req.req_id] = req
+
+    def announce(self, req: ReqContext) -> None:
         policy = self.manager.on_new_request(req).policy
         wants_all = any(tier.policy is OffloadPolicy.REQUEST_LEVEL for tier in self.tiers)
         assert policy is (OffloadPolicy.REQUEST_LEVEL if wants_all else OffloadPolicy.BLOCK_LEVEL)
-        self.requests[req.req_id] = req
 
     def pick(self, number: int) -> ReqContext:
         return self.requests[sorted(self.requests)[number % len(self.requests)]]
@@ -257,7 +285,9 @@ class TieringMachine(RuleBasedStateMachine):
 
     def look_up(self, number: int) -> None:
         req = self.pick(number)
-        for key in self.keys_of(req):
+        keys = self.keys_of(req)
+        self.manager.touch(keys, req)
+        for key in keys:
             if self.manager.lookup(key, req):
                 row = self.primary.get_block_id(key, req)
                 assert (self.rows[row] == content(key, self.weights)).all(), "a readable block holds other bytes"
@@ -266,7 +296,7 @@ class TieringMachine(RuleBasedStateMachine):
         req = self.pick(number)
         output = self.manager.prepare_store(self.keys_of(req)[start : start + length], req)
         if output is not None and output.keys_to_store:
-            rows = list(output.store_spec.block_ids)  # type: ignore[attr-defined]
+            rows = output.store_spec.block_ids.tolist()  # type: ignore[attr-defined]
             self.use(rows, writing=True)
             self.transfers.append(Transfer(req, output.keys_to_store, rows, False, self.weights))
 
@@ -274,7 +304,7 @@ class TieringMachine(RuleBasedStateMachine):
         req = self.pick(number)
         ready = [key for key in self.keys_of(req) if self.manager.lookup(key, req)]
         if ready:
-            rows = list(self.manager.prepare_load(ready, req).block_ids)  # type: ignore[attr-defined]
+            rows = self.manager.prepare_load(ready, req).block_ids.tolist()  # type: ignore[attr-defined]
             self.use(rows, writing=False)
             self.transfers.append(Transfer(req, ready, rows, True, self.weights))
 
@@ -337,6 +367,8 @@ class TieringMachine(RuleBasedStateMachine):
         if not hasattr(self, "manager"):
             return
         try:
+            for tier in self.tiers:
+                tier.faults.clear()
             while self.transfers:
                 self.end_transfer(0, True)
             for req_id in sorted(self.requests):
@@ -378,7 +410,7 @@ def run(machine: type[TieringMachine], max_examples: int, phases: Sequence[Phase
 
 @pytest.mark.timeout(600)
 def test_ten_thousand_steps_without_a_violation() -> None:
-    run(TieringMachine, max_examples=100)
+    run(TieringMachine, max_examples=200)
     done = TieringMachine.totals
     assert done["cascaded_blocks"] > 1000, done
     assert done["promoted_blocks"] > 300, done

@@ -20,20 +20,21 @@ class RecordingTier(ExampleSecondaryTier):
         self.stores: list[JobMetadata] = []
         self.loads: list[JobMetadata] = []
         self.told: list[tuple[str, str]] = []
+        self.ended: list[ReqContext] = []
         self.touched: list[OffloadKey] = []
         self.rotten: set[OffloadKey] = set()
         self.polls = 0
         self.silent = False
 
-    def submit_store(self, job: JobMetadata) -> None:
-        self.stores.append(job)
-        super().submit_store(job)
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        self.stores.append(job_metadata)
+        super().submit_store(job_metadata)
 
-    def submit_load(self, job: JobMetadata) -> None:
-        self.loads.append(job)
-        for key in self.rotten.intersection(job.keys):
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        self.loads.append(job_metadata)
+        for key in self.rotten.intersection(job_metadata.keys):
             del self.blocks[key]
-        super().submit_load(job)
+        super().submit_load(job_metadata)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         return key in self.rotten or super().lookup(key, req_context)
@@ -51,7 +52,78 @@ class RecordingTier(ExampleSecondaryTier):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self.told.append(("finished", req_context.req_id))
+        self.ended.append(req_context)
+
+    def drain_jobs(self, timeout_s: float) -> bool:
+        self.told.append(("drain_jobs", ""))
+        return super().drain_jobs(timeout_s)
+
+    def shutdown(self) -> None:
+        self.told.append(("shutdown", ""))
+        super().shutdown()
 
 
 class BlockLevelTier(RecordingTier):
     policy = OffloadPolicy.BLOCK_LEVEL
+
+
+class RaisingTier(RecordingTier):
+    """Raises ``error`` in the calls named by ``failing``; shutdown releases the rows first."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.failing: set[str] = set()
+        self.error: type[BaseException] = OSError
+
+    def _check(self, call: str) -> None:
+        if call in self.failing:
+            raise self.error(call)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        self._check("lookup")
+        return super().lookup(key, req_context)
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        self._check("submit_store")
+        super().submit_store(job_metadata)
+
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        self._check("submit_load")
+        super().submit_load(job_metadata)
+
+    def get_finished_jobs(self) -> Any:
+        self._check("get_finished_jobs")
+        return super().get_finished_jobs()
+
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        self._check("touch")
+        super().touch(keys, req_context)
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._check("on_new_request")
+        return super().on_new_request(req_context)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._check("on_request_finished")
+        super().on_request_finished(req_context)
+
+    def take_events(self) -> Any:
+        self._check("take_events")
+        return super().take_events()
+
+    def reset_cache(self, weights_changed: bool) -> None:
+        self._check("reset_cache")
+        super().reset_cache(weights_changed)
+
+    def has_pending_work(self) -> bool:
+        self._check("has_pending_work")
+        return super().has_pending_work()
+
+    def drain_jobs(self, timeout_s: float) -> bool:
+        drained = super().drain_jobs(timeout_s)
+        self._check("drain_jobs")
+        return drained
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._check("shutdown")

@@ -104,7 +104,7 @@ class Damage:
             table.codecs,
             table.payload_length,
             table.raw_length,
-            table.frames,
+            table.packed_frames,
             type(table.keys)(data, table.keys.key_length, table.keys.lengths),
         )
         self._put("packs", name, row[:_TABLE_PREFIX] + changed.encode())

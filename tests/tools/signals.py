@@ -3,8 +3,47 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
+import time
 
 
 def obey_ctrl_c() -> None:
     """For ``preexec_fn``: a shell's background jobs, and so what a test run started there starts, ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def interrupt(process: subprocess.Popen[str], limit_s: float = 30.0) -> tuple[str, float]:
+    """Press Ctrl-C; the rest of standard error, and the seconds until the process had ended.
+
+    :raises subprocess.TimeoutExpired: it had not in ``limit_s``; it is killed.
+    """
+    with process:
+        begin = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        try:
+            return process.communicate(timeout=limit_s)[1], time.monotonic() - begin
+        finally:
+            process.kill()
+
+
+_WAITS = """
+import os, signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+def interrupt_in(seconds):
+    '''Ctrl-C for this process, while it waits.'''
+    def press():
+        time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=press, daemon=True).start()
+"""
+
+
+def run_interrupted(script: str, *arguments: str, limit_s: float = 30.0) -> str:
+    """Run a script that calls ``interrupt_in(seconds)``, and return its output.
+
+    :raises subprocess.TimeoutExpired: it did not end in ``limit_s``; it is killed.
+    """
+    command = [sys.executable, "-c", _WAITS + script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=True).stdout

@@ -42,6 +42,7 @@ def test_a_good_store(store):
     assert found["package lmdb"].level is Level.OK
     assert found["clock"].level is Level.OK
     assert {"shared memory", "leftover regions", "open files", "locked memory", "free disk", "O_DIRECT"} <= found.keys()
+    assert "PID namespace" in found
 
 
 def test_whatever_is_not_right_says_what_to_do(store):
@@ -49,20 +50,27 @@ def test_whatever_is_not_right_says_what_to_do(store):
         assert bool(finding.todo) == (finding.level is not Level.OK) or "could not be tried" in finding.found
 
 
-def test_damaged_files_are_shown_until_they_are_deleted(store, run):
+def test_damaged_files_are_shown_until_prune_deletes_them(store, run):
     location = Path(store.removeprefix("lmdb://").partition("?")[0])
-    aside = location / "damaged-20260101T000000Z"
-    aside.mkdir()
-    (aside / "data.mdb").write_bytes(bytes(1 << 20))
+    damaged = location / "damaged-20260101T000000Z"
+    damaged.mkdir()
+    (damaged / "data.mdb").write_bytes(bytes(1 << 20))
     (finding,) = [found for found in examine(store, {}) if found.check == "damaged files"]
     assert finding.level is Level.WARNING
-    assert str(aside) in finding.found
+    assert str(damaged) in finding.found
+    assert "--quarantined" in finding.todo
     found = json.loads(run("stat", store, "--json").stdout)
-    assert found["aside"] == [str(aside)]
-    assert 1 << 20 <= found["aside_bytes"] < 2 << 20
+    assert found["quarantined"] == [str(damaged)]
+    assert 1 << 20 <= found["quarantined_bytes"] < 2 << 20
     assert "damaged-20260101" in "".join(run("stat", store).stdout.split())
-    (aside / "data.mdb").unlink()
-    aside.rmdir()
+    planned = json.loads(run("prune", store, "--quarantined", "--dry-run", "--json").stdout)
+    assert planned["quarantined"]["directories"] == [str(damaged)]
+    assert damaged.exists()
+    refused = run("prune", store, "--quarantined")
+    assert (refused.returncode, damaged.exists()) == (2, True)
+    done = json.loads(run("prune", store, "--quarantined", "--yes", "--json").stdout)
+    assert done["quarantined"]["deleted_bytes"] == found["quarantined_bytes"]
+    assert (done["done"]["requests"], damaged.exists()) == (0, False)
     assert not [found for found in examine(store, {}) if found.check == "damaged files"]
 
 

@@ -3,12 +3,16 @@ from __future__ import annotations
 import json
 import lzma
 import random
+import subprocess
+import sys
+import time
 from contextlib import closing
 
 import pytest
 
 from persistkv.storage.registry import open_backend
 from persistkv_tools.trace import distinct_blocks, lru_hits, read_trace
+from tests.tools.signals import interrupt, obey_ctrl_c
 
 BLOCK = 4096
 
@@ -88,6 +92,22 @@ def test_a_person_reads_rates(run, trace, tmp_path):
     shown = run("replay", f"lmdb://{tmp_path}/new", str(trace[0]), "--requests", "5").stdout
     for part in ("LRU", "ARC", "best", "5 requests", "hits"):
         assert part in shown
+
+
+@pytest.mark.parametrize("seconds", [1.0, 1.5])
+def test_replay_interrupted_ends_at_once(tmp_path, seconds):
+    """Ctrl-C while its store, which runs in its own thread, writes."""
+    lines = [json.dumps({"hash_ids": [100 * talk + block for block in range(50)]}) + "\n" for talk in range(5000)]
+    (tmp_path / "trace.jsonl").write_text("".join(lines))
+    command = [sys.executable, "-m", "persistkv_tools", "replay", f"lmdb://{tmp_path}/store", "trace.jsonl"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=obey_ctrl_c)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "store").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(seconds)
+    said, took_s = interrupt(process)
+    assert (process.returncode, said) == (130, "persistkv: interrupted\n")
+    assert took_s < 10
 
 
 def test_a_store_that_holds_something_is_left_alone(run, filled, trace):

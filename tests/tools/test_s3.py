@@ -120,7 +120,6 @@ def test_what_else_there_is(run, store):
     exported = run("serve-metrics", store, "--once")
     assert exported.returncode == 0, exported.stderr
     assert "persistkv_up" in exported.stdout
-    assert run("move", store, "--to", "inline").returncode == 2
     assert shown(run, "stat", store)["free"] is None
     assert shown(run, "prune", store, "--compact", "--yes")["freed_bytes"] == 0
 

@@ -59,7 +59,7 @@ SHOWN = [
     ("import", "all.pkv", "lmdb://{tmp}/imported"),
     ("push", "{url}", "lmdb://{tmp}/pushed"),
     ("pull", "lmdb://{tmp}/pulled", "{url}"),
-    ("move", "lmdb://{tmp}/pulled", "--to", "inline"),
+    ("set", "{url}", "capacity=2GiB", "ttl=7d", "--yes"),
     ("bench", "lmdb://{tmp}/bench", "--size", "4MiB", "--rounds", "1"),
     ("replay", "lmdb://{tmp}/replay", "trace.jsonl"),
     ("serve-metrics", "{url}", "--once"),
@@ -95,6 +95,9 @@ def test_repair_asks_before_it_deletes(terminal, run, url, answer, left):
     store_with_a_bad_pack(url)
     text, code = terminal(80, "verify", url, "--repair", answer=f"{answer}\n")
     assert "Delete 1 bad pack" in text
+    assert "to delete: 1 pack, 2 blocks, 8.0 KiB" in text.partition("Delete 1 bad pack")[0], (
+        "the plan, then the question"
+    )
     assert code == 1
     assert len(json.loads(run("ls", url, "--json").stdout)["requests"]) == left
 
@@ -176,7 +179,7 @@ def plain(found: set[str]) -> set[str]:
         ("export", "{url}", "--all", "-o", "all.pkv"),
         ("push", "{url}", "lmdb://{tmp}/other"),
         ("pull", "lmdb://{tmp}/other", "{url}"),
-        ("move", "{url}", "--to", "extents"),
+        ("set", "{url}", "capacity=2GiB", "--dry-run"),
         ("bench", "lmdb://{tmp}/b", "--size", "4MiB", "--rounds", "1"),
         ("replay", "lmdb://{tmp}/r", "{tmp}/trace.jsonl", "--requests", "2"),
     ],

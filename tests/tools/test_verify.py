@@ -24,7 +24,7 @@ from tests.storage.statuses import make_status
 from tests.tools.contexts import Contexts
 from tests.tools.damage import Damage, store_with_a_bad_pack
 from tests.tools.middle_pack import MiddlePack
-from tests.tools.signals import obey_ctrl_c
+from tests.tools.signals import obey_ctrl_c, run_interrupted
 
 URL = "memory://here"
 
@@ -40,6 +40,35 @@ def memory():
     for number in range(6):
         writer.add(f"r{number}", f"a b c{number} d{number}")
     return backend, writer
+
+
+INTERRUPTED_SCAN = """
+from contextlib import closing
+from persistkv.storage.backend import Capabilities
+from persistkv.testing.memory import MemoryBackend
+from persistkv_tools.live import LivePacks
+from persistkv_tools.scanning import Scanner, batches
+from tests.tools.contexts import Contexts
+
+class Hanging(MemoryBackend):
+    capabilities = Capabilities(remote=True)
+
+    def scan(self, namespace, spans):
+        time.sleep(3600)
+
+backend = Hanging()
+writer = Contexts(backend)
+for number in range(8):
+    writer.add(str(number), f"a{number}")
+tables = LivePacks(backend, writer.namespace).tables.values()
+interrupt_in(0.3)
+begin = time.monotonic()
+try:
+    with closing(Scanner(backend, batches(tables, 1), 4)) as scanner:
+        list(scanner)
+except KeyboardInterrupt:
+    print(time.monotonic() - begin)
+"""
 
 
 def findings(backend, state=None):
@@ -220,10 +249,32 @@ class TestResume:
         assert (found["packs"], found["problems"]) == (16, 0)
         assert not (tmp_path / "state").exists()
 
+    def test_interrupted_reads_of_a_remote_store_do_not_keep_the_process(self):
+        """They write into memory of their own, and end by the driver's deadline at the latest."""
+        seconds = run_interrupted(INTERRUPTED_SCAN)
+        assert float(seconds) < 10
+
     def test_a_file_that_cannot_be_written_is_told_at_once(self, run, filled):
         done = run("verify", filled, "--resume", "absent/state")
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert "absent/state" in done.stderr
+
+    def test_rate_of_a_resumed_run_is_that_of_what_it_read(self, run, contexts, tmp_path):
+        url, writer = contexts
+        writer.add("one", "a b c")
+        earlier = VerifyState.load(tmp_path / "state", url, 1.0)
+        earlier.packs, earlier.stored_bytes = 1, 1 << 40
+        earlier.after = "f" * 64
+        earlier.save(tmp_path / "state")
+        done = run("verify", url, "--resume", "state")
+        assert done.returncode == 0
+        assert "(0 B/s)" in done.stdout
+        assert "1 pack, 1.0 TiB of it before it was resumed" in done.stdout
+        earlier.save(tmp_path / "state")
+        found = json.loads(run("verify", url, "--resume", "state", "--json").stdout)
+        assert (found["stored_bytes"], found["resumed_bytes"], found["resumed_packs"]) == (1 << 40, 1 << 40, 1)
+        fresh = run("verify", url)
+        assert "resumed" not in fresh.stdout
 
     def test_the_file_is_gone_at_the_end(self, run, filled, tmp_path):
         assert run("verify", filled, "--resume", "state").returncode == 0
@@ -281,6 +332,33 @@ class TestCommand:
         with Damage(url, context.namespace) as damage:
             damage.flip_payload(context.pack, 5000)
         context.check_repair(run)
+
+    def test_repair_shows_its_plan(self, run, url):
+        context = MiddlePack(url)
+        with Damage(url, context.namespace) as damage:
+            damage.flip_payload(context.pack, 5000)
+        done = run("verify", url, "--repair", "--yes")
+        plan, _, result = done.stdout.partition("deleted 1 pack")
+        assert result
+        rows = {line.split()[0]: line.split() for line in plan.splitlines() if line.split()}
+        assert rows[context.pack.hex()[:8]][1:3] == [context.namespace.hex()[:8], "2"]
+        assert rows["whole"][1:] == ["6", "2"], "blocks before and after"
+        assert rows["lost"][1:] == ["2", "0"]
+        assert "begin" not in rows
+        assert "to delete: 1 pack, 2 blocks, 16.0 KiB, and 1 request; to shorten: 1 request" in plan
+
+    def test_repair_plan_as_json(self, run, url):
+        context = MiddlePack(url)
+        with Damage(url, context.namespace) as damage:
+            damage.flip_payload(context.pack, 5000)
+        assert json.loads(run("verify", url, "--json").stdout)["repair"] is None
+        plan = json.loads(run("verify", url, "--repair", "--yes", "--json").stdout)["repair"]
+        assert (plan["blocks"], plan["stored_bytes"]) == (2, 16384)
+        assert [(row["namespace"], row["pack"], row["blocks"]) for row in plan["packs"]] == [
+            (context.namespace.hex(), context.pack.hex(), 2)
+        ]
+        found = [(row["request"], row["blocks"], row["kept_blocks"]) for row in plan["requests"]]
+        assert sorted(found) == [("lost", 2, 0), ("whole", 6, 2)]
 
     def test_repair_says_what_became_of_requests(self, run, url):
         store_with_a_bad_pack(url)

@@ -33,6 +33,7 @@ _MIN_SHARED = 1 << 30  # 1 GiB: less holds no primary tier worth having
 _MIN_FILES = 1024
 _RELEASED = 1_760_000_000  # seconds since the epoch: no clock that is right shows less
 _SKEW_S = 300.0
+_INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # inode in /proc/*/ns/pid: include/linux/proc_ns.h
 
 
 class Level(str, enum.Enum):
@@ -174,14 +175,26 @@ def _store(url: str) -> Iterator[Finding]:
         return
     held = f"{count(stats.requests, 'request')}, {count(stats.packs, 'pack')}, {format_size(stats.disk_bytes)} on disk"
     yield Finding("store", Level.OK, f"opens: {held}")
-    if stats.aside:
-        found = f"{format_size(stats.aside_bytes)} beside the store's capacity: {' '.join(stats.aside)}"
-        todo = "look at them if you want to know why, then rm -r"
-        yield Finding("damaged files", Level.WARNING, found, todo)
+    if stats.quarantined:
+        found = f"{format_size(stats.quarantined_bytes)} outside of the capacity: {' '.join(stats.quarantined)}"
+        yield Finding("damaged files", Level.WARNING, found, f"persistkv prune {url} --quarantined deletes them")
     yield _future(created)
     if location.is_dir():
+        yield _pid_namespace()
         yield _space(location, stats.disk_bytes, stats.capacity)
         yield _direct(location)
+
+
+def _pid_namespace() -> Finding:
+    """LMDB tells the processes that use a store apart by PID; in containers, PIDs repeat."""
+    try:
+        is_initial = os.stat("/proc/self/ns/pid").st_ino == _INITIAL_PID_NAMESPACE
+    except OSError:
+        is_initial = True
+    if is_initial:
+        return Finding("PID namespace", Level.OK, "that of the machine")
+    todo = "containers that share a store need different PIDs: give them one PID namespace (docker run --pid)"
+    return Finding("PID namespace", Level.NOTE, "this container's own", todo)
 
 
 def _future(created: list[float]) -> Finding:

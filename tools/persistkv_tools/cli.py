@@ -7,22 +7,25 @@ why.
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from persistkv import __version__
-from persistkv.errors import PersistKVError, StoreError
+from persistkv.errors import PersistKVError, ProcessIdInUseError, StoreError
+from persistkv.printable import printable
 from persistkv_tools.commands import COMMANDS, load_command
 from persistkv_tools.plugins import asked_for, attach_commands
 
 _BAD_INPUT = 2
 _STORE_FAILED = 3
 _INTERRUPTED = 130
+RETRY = 75  # exit code for ``entry``: run the command again in another process (EX_TEMPFAIL)
 
 
 def build_app(arguments: Sequence[str]) -> typer.Typer:
@@ -41,14 +44,36 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
     return app
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; always ends by SystemExit."""
+def main(arguments: Sequence[str] | None = None, *, may_retry: bool = False) -> None:
+    """Run the command line; always ends by SystemExit.
+
+    :param may_retry: exit with ``RETRY`` if another process uses the store with this process's PID.
+    """
     given = sys.argv[1:] if arguments is None else list(arguments)
+    _log_to_stderr()
     try:
         build_app(given)(args=given, prog_name="persistkv")
     except PersistKVError as error:
-        typer.echo(f"persistkv: {' '.join(str(error).split())}", err=True)
+        if may_retry and isinstance(error, ProcessIdInUseError):
+            sys.exit(RETRY)
+        typer.echo(f"persistkv: {printable(' '.join(str(error).split()))}", err=True)
         sys.exit(_STORE_FAILED if isinstance(error, StoreError) else _BAD_INPUT)
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(_PrintableFormatter())
+    logging.basicConfig(handlers=[handler])
+
+
+class _PrintableFormatter(logging.Formatter):
+    """Messages quote stores and other processes."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(map(printable, super().formatException(ei).splitlines()))
 
 
 def _interruptible(command: Callable[..., None]) -> Callable[..., None]:

@@ -5,7 +5,9 @@ the kernel ends the reader (SIGBUS), and nobody can catch that within.
 
 1. The child is forked before anything is imported that might start threads, and dies with its parent.
 2. What is sent to this process alone is passed on; Ctrl-C of a terminal reaches both, and the child answers it.
-3. Commands that only look stand back behind the engines of the machine, from before their imports on.
+3. If a process in another container uses the store with the child's PID, another child is forked: it gets another
+   PID.
+4. Commands that only look stand back behind the engines of the machine, from before their imports on.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ from typing import NoReturn
 
 from persistkv_tools.standing_back import stand_back
 
-_STORE_FAILED = 3
+_STORE_FAILED, _RETRY = 3, 75  # as in ``cli``, which is not imported here
 _DAMAGE = frozenset({signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})
 _PASSED_ON = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
+_PID_ATTEMPTS = 8
 _BY_A_PROCESS = 0  # ``si_code`` of what a process sent is this or less; of what a terminal sends, more
 _PR_SET_PDEATHSIG = 1
 
@@ -31,20 +34,25 @@ def main() -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
     parent = os.getpid()
-    child = os.fork()
-    if not child:
-        _live_with(parent)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        _run()
-    _end(_wait(child))
+    for attempt in range(_PID_ATTEMPTS):
+        may_retry = attempt < _PID_ATTEMPTS - 1
+        child = os.fork()
+        if not child:
+            _live_with(parent)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            _run(may_retry=may_retry)
+        code = _wait(child)
+        if code != _RETRY or not may_retry:
+            break
+    _end(code)
 
 
-def _run() -> NoReturn:
+def _run(*, may_retry: bool) -> NoReturn:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the command begins: an import must not tell of Ctrl-C
     from persistkv_tools.cli import main as run
 
-    run()
+    run(may_retry=may_retry)
     sys.exit()
 
 
@@ -74,7 +82,7 @@ def _end(code: int) -> NoReturn:
     if number in _DAMAGE:
         sys.stderr.write(
             f"persistkv: {number.name} ended the command: the store's files are damaged, or were cut while they were"
-            " read; an engine that opens it looks, moves what is damaged aside, and begins anew\n"
+            " read; the next engine checks the store, renames a damaged one and creates an empty one\n"
         )
         sys.exit(_STORE_FAILED)
     if number is not signal.SIGKILL:

@@ -27,6 +27,7 @@ _STORE: dict[str, str] = {
     "raw_bytes": "Bytes of all blocks, before the codec.",
     "stored_bytes": "Bytes of all payloads, padding included.",
     "disk_bytes": "Bytes that the medium gives to the store, catalogue included.",
+    "quarantined_bytes": "Bytes of damaged stores that were renamed; they count towards no capacity.",
 }
 _COUNTERS: dict[str, str] = {
     "stored_blocks": "Blocks written.",

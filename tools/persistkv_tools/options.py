@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from persistkv.errors import ConfigurationError
+from persistkv.errors import ConfigurationError, StoreUnavailableError
 from persistkv.storage.backend import Backend
 from persistkv.storage.registry import open_backend
 
@@ -53,6 +53,20 @@ def ensure_consent(what: str, url: str, ways: str, *, yes: bool, json: bool) -> 
     """
     if not (yes or (sys.stdin.isatty() and not json)):
         raise ConfigurationError(what, url, f"{ways}, where nobody can be asked")
+
+
+@contextmanager
+def opened_if_there(url: str) -> Iterator[Backend | None]:
+    """Open a store read-only for the length of the block; None if that is impossible, because the store is absent or
+    for a reason that its creation will report.
+    """
+    try:
+        backend = open_backend(url, read_only=True)
+    except StoreUnavailableError:
+        yield None
+        return
+    with closing(backend):
+        yield backend
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable, Sequence
-from html import escape
+
+from persistkv.printable import printable
 
 _WIDTH, _HEIGHT = 720, 200
 _LEFT, _BOTTOM, _TOP, _RIGHT = 72, 24, 10, 12
@@ -36,6 +38,11 @@ svg { width: 100%; height: auto; display: block; } svg text { fill: var(--dim); 
 td.tree { width: 60%; }
 footer { margin-top: 36px; color: var(--dim); }
 """
+
+
+def escape(text: str) -> str:
+    """Text as HTML; it comes from stores and from other processes."""
+    return html.escape(printable(text))
 
 
 def page(title: str, parts: Iterable[str]) -> str:
@@ -126,17 +133,17 @@ def steps(
         f'<text x="{_LEFT}" y="{_HEIGHT - 6}">{escape(ends[0])}</text>'
         f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 6}" text-anchor="end">{escape(ends[1])}</text>'
     )
-    view = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label, quote=True)}"'
+    view = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}"'
     return f"<svg {view}>{axis}{''.join(marks)}{below}</svg>"
 
 
-def tracks(headers: Sequence[str], rows: Iterable[tuple[str, str, float, float, bool]]) -> str:
-    """(name, text, begin, end, whether it is the chosen one) each; begin and end are shares of the track."""
+def tracks(headers: Sequence[str], rows: Iterable[tuple[int, str, str, float, float, bool]]) -> str:
+    """(level, name, text, begin, end, whether it is the chosen one) each; begin and end are shares of the track."""
     head = "".join(f"<th>{escape(header)}</th>" for header in headers)
     body = "".join(
-        f'<tr><td>{escape(name)}</td><td>{escape(text)}</td><td class="tree">'
+        f'<tr><td>{"&nbsp;" * 2 * level}{escape(name)}</td><td>{escape(text)}</td><td class="tree">'
         f'<div class="track{" chosen" if chosen else ""}">'
         f'<i style="left:{100 * begin:.3f}%;width:{100 * (end - begin):.3f}%"></i></div></td></tr>'
-        for name, text, begin, end, chosen in rows
+        for level, name, text, begin, end, chosen in rows
     )
     return f'<div class="scroll"><table><tr>{head}<th></th></tr>{body}</table></div>'

@@ -1,7 +1,7 @@
 """``persistkv prune``: what deleting requests would take with it, and doing so while others write.
 
 1. A pack goes only where no request that stays names a block in it.
-2. A request goes with the first of its packs. One whose packs all stay cannot go: a store deletes packs, not requests.
+2. A request goes with the first of its packs. One whose packs all stay, stays too: a store deletes packs, not requests.
 3. Requests that came after the plan was made are looked for before each commit; their packs are spared.
 4. What lies where is read only of namespaces where something is to go: beside an engine, a run that finds nothing costs
    what a list of requests costs.
@@ -49,7 +49,7 @@ class Plan(msgspec.Struct):
     requests: list[RequestView]
     """Those that would go, oldest first."""
     staying: list[RequestView]
-    """Those that were asked for and cannot go: other requests use all their packs."""
+    """Chosen requests that stay: other requests use all their packs."""
     goes: Amount
     """The packs that would go."""
     private_blocks_left: int
@@ -62,7 +62,7 @@ class Done(msgspec.Struct):
     goes: Amount
     requests: int
     staying: list[str]
-    """Ids of requests that were asked for and are still there."""
+    """Ids of requests that were chosen and are still there."""
 
 
 class Usage:

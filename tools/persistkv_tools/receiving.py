@@ -1,7 +1,8 @@
 """Puts packs and requests that exist elsewhere into a store, as they are.
 
 1. A request is written in the commit of its last packs, and only where every block that it names is there.
-2. What a store holds already is not written again.
+2. Content that the store holds is not written again, and nothing is written twice: packs that the store evicts
+   meanwhile are reported with their requests.
 """
 
 from __future__ import annotations
@@ -28,9 +29,23 @@ class Received(msgspec.Struct):
     """Packs whose blocks the store held already."""
     requests_held: int = 0
     evicted_packs: int = 0
-    """What the store let go to make room."""
+    """Packs that the store evicted meanwhile, of any writer."""
     incomplete: list[str] = []
-    """Requests that were not written, because some of their blocks did not come."""
+    """Requests that were not written, because some of their blocks are damaged or gone."""
+    missing: list[str] = []
+    """Requests that were not written, because the capacity has no room for them; newest first."""
+    missing_packs: int = 0
+    """Packs of no request that were not written for the same reason."""
+    lost: list[str] = []
+    """Requests that were written, and that the store has evicted since."""
+    lost_packs: int = 0
+    """Packs likewise."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the store holds all that it was to receive."""
+        left_out = self.incomplete or self.missing or self.missing_packs
+        return not (left_out or self.lost or self.lost_packs)
 
 
 class Receiver:
@@ -50,13 +65,18 @@ class Receiver:
         self._waiting_keys: dict[bytes, bytes] = {}
         self._asked: set[bytes] = set()
         self._requests = {manifest.id for manifest in backend.manifests(self._namespace)}
+        self._written: list[str] = []
+        self._sent: list[bytes] = []
+        """A key of each pack that was written."""
         self._refresh()
 
     def wants(self, table: PackTable) -> bool:
-        """Whether the pack has a block that is not here; where not, it counts as held once."""
-        missing = any(key not in self._index and key not in self._waiting_keys for key in table.keys.unpack())
-        self._received.packs_held += not missing and table.pack_id not in self._asked
+        """Whether the pack has a block that is not here, asked once for each pack. If not, it counts as held."""
+        if table.pack_id in self._asked:
+            return False
         self._asked.add(table.pack_id)
+        missing = any(key not in self._index and key not in self._waiting_keys for key in table.keys.unpack())
+        self._received.packs_held += not missing
         return missing
 
     def pack(self, pack: StoredPack) -> None:
@@ -86,6 +106,7 @@ class Receiver:
             return
         self._commit([ManifestWrite(manifest, keys, packs)])
         self._requests.add(manifest.id)
+        self._written.append(manifest.id)
         self._received.requests += 1
 
     def flush(self) -> None:
@@ -95,6 +116,16 @@ class Receiver:
         """
         if self._waiting:
             self._commit([])
+
+    def check(self) -> None:
+        """Report written content that the store no longer holds.
+
+        :raises StoreError: the medium failed.
+        """
+        self._refresh()
+        there = {manifest.id for manifest in self._backend.manifests(self._namespace)}
+        self._received.lost += [name for name in self._written if name not in there]
+        self._received.lost_packs += sum(key not in self._index for key in self._sent)
 
     def _packs_of(self, chains: Sequence[Sequence[bytes]]) -> list[bytes] | None:
         """By the depth of the first key in each; None where a key is in no pack."""
@@ -111,6 +142,7 @@ class Receiver:
     def _commit(self, manifests: Sequence[ManifestWrite]) -> None:
         packs = list(self._waiting.values())
         result = self._backend.commit(self._namespace, CommitBatch(packs, manifests))
+        self._sent += [pack.keys.unpack()[0] for pack in packs]
         self._waiting.clear()
         self._waiting_keys.clear()
         self._received.packs += len(packs)

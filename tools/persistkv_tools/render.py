@@ -1,7 +1,12 @@
-"""What all commands print alike. Tables for people, JSON for programs; colours on terminals only (rich sees to it)."""
+"""Output of all commands: tables for people, JSON for programs. Colours appear on terminals only.
+
+Only ``plain`` makes text for people. It escapes control characters, because ids, labels, paths and error texts come
+from stores and from other processes.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -14,6 +19,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from persistkv.printable import printable
 
 _PIPE_CLOSED = 141  # as of a process that SIGPIPE ended
 _PLAIN_WIDTH = 1000  # a pipe or file has no width; rich would take 80 and cut
@@ -68,17 +75,35 @@ def bar(value: int, largest: int) -> str:
 
 
 def print_json(value: Any) -> None:
-    """One JSON object and a line end."""
+    """Print one JSON object. Values are exact; unprintable characters are written as ``\\u`` sequences."""
+    lines = msgspec.json.format(msgspec.json.encode(value), indent=2).decode().split("\n")
     try:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+        sys.stdout.write("\n".join(map(_escaped_json, lines)) + "\n")
         sys.stdout.flush()
     except BrokenPipeError:
         _nobody_reads()
 
 
+def print_exact(text: str) -> None:
+    """Print lines for a program; on a terminal, with unprintable characters escaped."""
+    lines = text.split("\n")
+    try:
+        sys.stdout.write("\n".join(map(printable, lines) if sys.stdout.isatty() else lines))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _nobody_reads()
+
+
+def _escaped_json(line: str) -> str:
+    """Unprintable characters occur within strings only."""
+    if line.isprintable():
+        return line
+    return "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in line)
+
+
 def say(text: str) -> None:
-    """One line, as it is."""
-    console().print(Text(text))
+    """Print one line."""
+    console().print(plain(text))
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, left: str = "") -> Table:
@@ -88,7 +113,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str |
     :param left: the headers of columns that stand left, joined by spaces, the first column besides.
     """
     made = Table(
-        title=None if title is None else Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+        title=None if title is None else plain(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
     )
     for position, header in enumerate(columns):
         is_text = position == 0 or header in left.split()
@@ -99,24 +124,24 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str |
             overflow="fold" if is_text else "ellipsis",
         )
     for row in rows:
-        made.add_row(*map(Text, row))
+        made.add_row(*map(plain, row))
     return made
 
 
 def pairs(rows: dict[str, str], *, title: str | None = None) -> Table:
     """A table of names and values."""
-    heading = None if title is None else Text(title)
+    heading = None if title is None else plain(title)
     made = Table(show_header=False, title=heading, title_justify="left", box=box.SIMPLE, pad_edge=False)
     made.add_column(no_wrap=True)
     made.add_column(overflow="fold")
     for name, value in rows.items():
-        made.add_row(Text(name), Text(value))
+        made.add_row(plain(name), plain(value))
     return made
 
 
 def plain(text: str, style: str = "") -> Text:
-    """Text for a cell, as it is."""
-    return Text(text, style=style)
+    """Text of one line that is no markup, with unprintable characters escaped."""
+    return Text(printable(text), style=style)
 
 
 def console(*, stderr: bool = False) -> Console:

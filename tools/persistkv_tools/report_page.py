@@ -96,7 +96,8 @@ def _tree(contexts: LargestContexts) -> str:
     deepest = max((node.start + node.blocks for _, node in nodes), default=1)
     rows = [
         (
-            "\u00a0" * (2 * level) + node.key,
+            level,
+            node.key,
             f"{render.count(node.blocks, 'block')}, {render.count(node.requests, 'request')}"
             + (f", {node.hidden:,} more below" if node.hidden else ""),
             node.start / deepest,

@@ -11,8 +11,9 @@ from __future__ import annotations
 import enum
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import NamedTuple
 
 import xxhash
@@ -20,6 +21,7 @@ import xxhash
 from persistkv.errors import CorruptPackError
 from persistkv.huge_pages import huge_memory
 from persistkv.storage.backend import Backend, ReadSpan
+from persistkv.storage.executor import Lane
 from persistkv.storage.pack import Frame, PackTable, align, decode_frame, frame_seed, pack_id
 from persistkv_tools.pack_check import OtherReleaseError, frame_runs
 
@@ -54,9 +56,10 @@ def _pieces(table: PackTable, most_bytes: int) -> Iterator[Piece]:
     first = 0
     for frames in frame_runs(table.frames, most_bytes):
         start, end = frames[0].offset, align(frames[-1].offset + frames[-1].stored_length)
-        yield Piece(table, frames, first, start, end - start, frames[-1] is table.frames[-1])
-        first += sum(frame.block_count for frame in frames)
-    if not table.frames:
+        count = sum(frame.block_count for frame in frames)
+        yield Piece(table, frames, first, start, end - start, first + count == len(table.keys))
+        first += count
+    if not table.frame_count:
         yield Piece(table, (), 0, 0, 0, True)
 
 
@@ -89,8 +92,8 @@ class Scanner:
         self._backend = backend
         self._waiting = waiting
         self._local = threading.local()
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="persistkv-verify") if threads else None
-        self._begun: deque[tuple[Batch, Callable[[], list[Look]]]] = deque()
+        self._lane = Lane("persistkv-verify", threads) if threads else None
+        self._begun: deque[tuple[Batch, Future[list[Look]]]] = deque()
         self._begin()
 
     def __iter__(self) -> Iterator[tuple[Batch, list[Look]]]:
@@ -98,26 +101,31 @@ class Scanner:
 
         :raises StoreError: the medium failed.
         """
+        if self._lane is None:
+            while (batch := next(self._waiting, None)) is not None:
+                yield batch, self._look(batch)
         while self._begun:
-            batch, looks = self._begun.popleft()
-            yield batch, looks()
+            batch, looks = self._begun[0]
+            yield batch, looks.result()
+            self._begun.popleft()
             self._begin()
 
     def close(self) -> None:
-        """Wait for what is being read, and begin nothing any more."""
+        """Begin no read any more, and wait for those that run. Reads of a remote store may take until its deadline;
+        they write into memory of their own, and are not waited for.
+        """
         self._waiting = iter(())
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        for _, looks in self._begun:
+            looks.cancel()
+        if self._lane is not None:
+            self._lane.close(wait=not self._backend.capabilities.remote)
 
     def _begin(self) -> None:
-        while len(self._begun) < (_AHEAD if self._pool else 1):
+        while self._lane is not None and len(self._begun) < _AHEAD:
             batch = next(self._waiting, None)
             if batch is None:
                 return
-            if self._pool is None:
-                self._begun.append((batch, lambda batch=batch: self._look(batch)))  # type: ignore[misc]
-            else:
-                self._begun.append((batch, self._pool.submit(self._look, batch).result))
+            self._begun.append((batch, self._lane.submit(partial(self._look, batch))))
 
     def _look(self, batch: Batch) -> list[Look]:
         memory = self._memory(sum(piece.length for piece in batch))

@@ -107,9 +107,9 @@ class StoreTotals(msgspec.Struct, frozen=True):
     """Oldest first."""
     ages: list[Bin]
     sizes: list[Bin]
-    aside: tuple[str, ...]
-    """Directories of damaged files that were moved aside; no capacity counts them."""
-    aside_bytes: int
+    quarantined: tuple[str, ...]
+    """Directories of damaged stores that were renamed; they count towards no capacity."""
+    quarantined_bytes: int
 
 
 def store_totals(url: str, backend: Backend) -> StoreTotals:
@@ -137,8 +137,8 @@ def store_totals(url: str, backend: Backend) -> StoreTotals:
         totals,
         ages.bins,
         sizes.bins,
-        stats.aside,
-        stats.aside_bytes,
+        stats.quarantined,
+        stats.quarantined_bytes,
     )
 
 

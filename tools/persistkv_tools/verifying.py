@@ -176,7 +176,7 @@ class Verifier:
             tally.other_release += 1
             return
         tally.packs += 1
-        tally.frames += len(table.frames)
+        tally.frames += table.frame_count
         tally.stored_bytes += table.payload_length
         tally.findings += findings
 

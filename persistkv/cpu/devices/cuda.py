@@ -1,7 +1,8 @@
-"""Transfers where the KV tensors lie on a CUDA device: one stream a direction, one batch of copies a tensor."""
+"""Transfers of KV tensors on a CUDA device: one stream per direction, one batch of copies per tensor."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -29,48 +30,66 @@ class _Job:
 class CUDACopyEngine(CopyEngine):
     """A stream of its own, which joins the caller's current stream at each job.
 
-    A store must see what was computed, a load must not overwrite what is still read, so both wait for that stream.
+    A store must see computed pages, and a load must not overwrite pages that a kernel reads: both wait for that stream.
+
+    An error that breaks the device, such as a failed assertion in a kernel of the model, fails the jobs in flight. No
+    copy runs after it, and no call here raises it: the engine learns of it from its own kernels.
+
+    :param copier: by default the batched one, where memory is pinned and a trial copy succeeds.
     """
 
-    def __init__(self, memory: KVMemory, direction: Direction) -> None:
+    def __init__(self, memory: KVMemory, direction: Direction, copier: PageCopier | None = None) -> None:
         super().__init__(memory, direction)
         self._device = memory.pages[0].device
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._jobs: deque[_Job] = deque()
-        self._copier: PageCopier = choose_copier(self._device, all(rows.is_pinned() for rows in memory.rows))
+        if copier is None:
+            copier = choose_copier(self._device, all(rows.is_pinned() for rows in memory.rows))
+        self._copier = copier
 
     def submit(self, job_id: int, copies: Sequence[PageCopies]) -> bool:
         batches = [self._batch(part) for part in copies]
         begin, end = _timing_event(), _timing_event()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.inference_mode():
-            begin.record(self._stream)
-            try:
+        try:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.inference_mode():
+                begin.record(self._stream)
                 for batch in batches:
                     self._copier.copy(batch, self._stream)
-            except (OSError, RuntimeError):
-                logger.exception("%s job %d could not be started", self.direction.value, job_id)
-                self._stream.synchronize()  # no copy may touch a row once the job is given up
-                return False
-            end.record(self._stream)
+                end.record(self._stream)
+        except (OSError, RuntimeError):
+            logger.exception("%s job %d could not be started", self.direction.value, job_id)
+            self.drain()  # copies that were enqueued must not touch rows of a job that has failed
+            return False
         self._jobs.append(_Job(job_id, sum(part.num_bytes for part in copies), begin, end))
         return True
 
     def finished(self) -> list[TransferResult]:
         results = []
-        while self._jobs and self._jobs[0].end.query():  # type: ignore[no-untyped-call]
-            job = self._jobs.popleft()
-            seconds = job.begin.elapsed_time(job.end) / 1e3
-            results.append(TransferResult(job.job_id, success=True, num_bytes=job.num_bytes, seconds=seconds))
+        while self._jobs:
+            job = self._jobs[0]
+            try:
+                if not job.end.query():  # type: ignore[no-untyped-call]
+                    break
+                seconds = job.begin.elapsed_time(job.end) / 1e3
+                results.append(TransferResult(job.job_id, success=True, num_bytes=job.num_bytes, seconds=seconds))
+            except RuntimeError:
+                logger.exception("%s job %d failed", self.direction.value, job.job_id)
+                results.append(TransferResult(job.job_id, success=False))
+            self._jobs.popleft()
         return results
 
     def wait(self, job_ids: set[int]) -> None:
         for job in self._jobs:
             if job.job_id in job_ids:
-                job.end.synchronize()
+                with contextlib.suppress(RuntimeError):  # reported by ``finished``
+                    job.end.synchronize()
 
     def drain(self) -> None:
-        self._stream.synchronize()
+        try:
+            self._stream.synchronize()
+        except RuntimeError:
+            logger.exception("%s jobs failed", self.direction.value)
 
     def _batch(self, part: PageCopies) -> Batch:
         memory = self.memory
@@ -85,7 +104,8 @@ class CUDACopyEngine(CopyEngine):
         targets, sources, target, source = (
             sides if self.direction is Direction.STORE else (page_ptrs, row_ptrs, pages, rows)
         )
-        return Batch.of_pages(targets, sources, part.page_bytes, target, source)
+        registrations = row // memory.rows_per_registration if memory.rows_per_registration is not None else None
+        return Batch.of_pages(targets, sources, part.page_bytes, target, source, registrations)
 
 
 def _timing_event() -> torch.cuda.Event:

@@ -12,9 +12,15 @@ import torch
 
 from persistkv.cpu.transfer import IntArray
 
-_LIBRARY = "libcuda.so.1"
-_FUNCTION = "cuMemcpyBatchAsync"  # CUDA 12.8
-_SOURCE_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+DRIVER_LIBRARY = "libcuda.so.1"
+SOURCE_IN_STREAM_ORDER = 1
+"""``CU_MEMCPY_SRC_ACCESS_ORDER_STREAM``: a store must read pages after the kernels that compute them."""
+PREFER_OVERLAP_WITH_COMPUTE = 1
+"""``CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE``"""
+
+# The symbol of CUDA 12.8, kept by later drivers. CUDA 13 added _v2, which does not report the failed copy.
+_FUNCTION = "cuMemcpyBatchAsync"
+_NO_COPY = ctypes.c_size_t(-1).value  # the index where an error is not that of one copy
 
 logger = logging.getLogger(__name__)
 
@@ -30,16 +36,28 @@ class Batch:
     sizes: IntArray
     """Bytes."""
     target: torch.Tensor
-    """int8, two-dimensional; every target lies within it."""
+    """int8, two-dimensional; contains every target."""
     source: torch.Tensor
-    """int8, two-dimensional; every source lies within it."""
+    """int8, two-dimensional; contains every source."""
 
     @classmethod
     def of_pages(
-        cls, targets: IntArray, sources: IntArray, page_bytes: int, target: torch.Tensor, source: torch.Tensor
+        cls,
+        targets: IntArray,
+        sources: IntArray,
+        page_bytes: int,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        registrations: IntArray | None = None,
     ) -> Batch:
-        """Merge copies of one size, in the order given."""
+        """Merge copies of one size, in the order given.
+
+        :param registrations: for each copy, the number of the registration with CUDA that holds its host memory. Copies
+            of different registrations are not merged: CUDA refuses a copy that touches two. None: there is only one.
+        """
         continues = (np.diff(targets) == page_bytes) & (np.diff(sources) == page_bytes)
+        if registrations is not None:
+            continues &= np.diff(registrations) == 0
         begins = np.flatnonzero(np.concatenate(([True], ~continues)))
         sizes = np.diff(begins, append=len(targets)) * page_bytes
         return cls(targets[begins], sources[begins], sizes, target, source)
@@ -56,17 +74,19 @@ class PageCopier(ABC):
         """
 
 
-class _MemoryLocation(ctypes.Structure):
+class MemoryLocation(ctypes.Structure):
+    """``CUmemLocation``"""
+
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
-class _CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes"""
+class CopyAttributes(ctypes.Structure):
+    """``CUmemcpyAttributes``"""
 
     _fields_ = (
         ("source_access_order", ctypes.c_int),
-        ("source_hint", _MemoryLocation),
-        ("target_hint", _MemoryLocation),
+        ("source_hint", MemoryLocation),
+        ("target_hint", MemoryLocation),
         ("flags", ctypes.c_uint),
     )
 
@@ -75,14 +95,17 @@ class DriverBatchCopier(PageCopier):
     """``cuMemcpyBatchAsync`` of the driver. Memory must be pinned.
 
     Called through ctypes, with the addresses as arrays: cuda-bindings takes lists, whose conversion costs by the page
-    and under the GIL.
+    and under the GIL. The driver reads the arrays during the call.
 
+    :param library: the driver's library.
+    :param flags: ``PREFER_OVERLAP_WITH_COMPUTE``, or 0.
     :raises OSError: where there is no driver.
     :raises AttributeError: where the driver is older than the function.
     """
 
-    def __init__(self) -> None:
-        self._function = getattr(ctypes.CDLL(_LIBRARY), _FUNCTION)
+    def __init__(self, library: str = DRIVER_LIBRARY, flags: int = 0) -> None:
+        self._flags = flags
+        self._function = getattr(ctypes.CDLL(library), _FUNCTION)
         pointer = ctypes.c_void_p
         count = ctypes.c_size_t
         # targets, sources, sizes, their count, attributes, first copy of each, their count, failed copy, stream
@@ -90,8 +113,8 @@ class DriverBatchCopier(PageCopier):
         self._function.restype = ctypes.c_int
 
     def copy(self, batch: Batch, stream: torch.cuda.Stream) -> None:
-        attributes = _CopyAttributes(source_access_order=_SOURCE_IN_STREAM_ORDER)
-        first_copy, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        attributes = CopyAttributes(source_access_order=SOURCE_IN_STREAM_ORDER, flags=self._flags)
+        first_copy, failed = ctypes.c_size_t(0), ctypes.c_size_t(_NO_COPY)
         code = self._function(
             batch.targets.ctypes.data,
             batch.sources.ctypes.data,
@@ -104,7 +127,13 @@ class DriverBatchCopier(PageCopier):
             stream.cuda_stream,
         )
         if code:
-            raise RuntimeError(f"{_FUNCTION} failed with error {code} at copy {failed.value} of {len(batch.sizes)}")
+            where = f"{len(batch.sizes)} copies"
+            if failed.value < len(batch.sizes):
+                where = (
+                    f"copy {failed.value} of {where}, {batch.sizes[failed.value]} bytes "
+                    f"from {batch.sources[failed.value]:#x} to {batch.targets[failed.value]:#x}"
+                )
+            raise RuntimeError(f"{_FUNCTION} failed with error {code}: {where}")
 
 
 class TorchCopier(PageCopier):

@@ -138,6 +138,7 @@ class Engine:
         store = store and bool(params.get(STORE_PARAM, True))
         req_id = f"{self._id}-{self._num_requests}"
         self._num_requests += 1
+        self._parts.loop.step()  # rows of stores that ended since the last step are free for this request
         self._stack.scheduler.on_new_request(req_id, kv_transfer_params, labels, store=store)
         run = RequestRun(self._parts, req_id, BlockHashChain(self._parts.device.block_size, salt))
         self._runs[req_id] = run
@@ -213,7 +214,11 @@ class Engine:
             group.pool.forget()
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """Hand on what is stored, wait for its durability at most so long, release everything. Idempotent."""
+        """Flush all stores, then release everything. Idempotent.
+
+        :param timeout_s: for the flush. A store that hangs takes up to two minutes more, until its process is killed:
+            it may use rows until then.
+        """
         if self._closed:
             return
         try:

@@ -121,6 +121,6 @@ def request_options(parameters: Mapping[str, Any] | None) -> RequestOptions:
         return BOTH if asked else NEITHER
     try:
         return msgspec.convert(asked, RequestOptions)
-    except msgspec.ValidationError as error:
-        expected = f'true, false, or {{"store": true, "load": true}} ({error})'
+    except msgspec.ValidationError:
+        expected = 'true, false, or {"store": true, "load": true}'
         raise ConfigurationError(f"kv_transfer_params.{REQUEST_PARAMETER}", asked, expected) from None

@@ -18,6 +18,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -40,6 +41,7 @@ from persistkv.integrations.vllm.metrics import MetricsReader, Observed, metric_
 from persistkv.integrations.vllm.options import tier_options
 from persistkv.integrations.vllm.regions import open_region
 from persistkv.integrations.vllm.requests import LiveRequest, options_of
+from persistkv.isolation import Isolation
 from persistkv.tiering.base import JobMetadata
 from persistkv.tiering.base import JobResult as TierResult
 from persistkv.tiering.persistent import PersistentTier
@@ -228,13 +230,16 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
     def shutdown(self) -> None:
         """Let the store's process commit what it was given, a minute at most, and end; idempotent.
 
-        Requests that have not ended end here: what there is of their contexts is listed.
+        Requests that have not ended end here: their contexts so far are listed.
         """
+        isolation = Isolation("tier persistkv")
         for request in self._requests.values():
-            if request.has_stored:
-                self._tier.on_request_finished(request.end())
+            with isolation.guard("on_request_finished", "the context of a request is not listed"):
+                if request.has_stored:
+                    self._tier.on_request_finished(request.end())
         self._requests.clear()
-        self._tier.shutdown()
+        with isolation.guard("shutdown", "its resources may not be released"):
+            self._tier.shutdown()
         self._close_region()
 
     def _close_region(self) -> None:
@@ -244,7 +249,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
 
 
 def _job(job: TransferJob, keys: Sequence[OffloadKey], context: ours.ReqContext) -> JobMetadata:
-    rows = [int(row) for row in job.chunk_ids]
+    rows = np.array(job.chunk_ids, np.int64)
     return JobMetadata(job.job_id, [ours.OffloadKey(key) for key in keys], rows, job.is_promotion, context)
 
 

@@ -11,6 +11,7 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from persistkv.cpu.devices.base import Direction
 from persistkv.cpu.devices.cpu import CPUCopyEngine
 from persistkv.cpu.transfer import KVMemory, plan_copies
+from persistkv.isolation import Isolation
 
 
 class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not installed where types are checked
@@ -55,11 +56,12 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is no
         self._loads.wait(job_ids)
 
     def shutdown(self) -> None:
-        """Wait for what runs, then let go of the rows; idempotent."""
+        """Wait for the transfers in flight, then release the rows; idempotent."""
         if self._memory is None:
             return
-        self._stores.drain()
-        self._loads.drain()
+        for engine in (self._stores, self._loads):
+            with Isolation(f"{engine.direction.value} engine").guard("drain", "its transfers may not have ended"):
+                engine.drain()
         self._memory = None
         del self._stores.memory, self._loads.memory
         self._release()

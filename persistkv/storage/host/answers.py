@@ -13,6 +13,7 @@ from persistkv.errors import (
     FieldDifference,
     IdentityMismatchError,
     PersistKVError,
+    ProcessIdInUseError,
     StoreError,
     StoreFullError,
     StoreUnavailableError,
@@ -87,7 +88,8 @@ class Glance:
 
 
 _ERRORS: dict[str, type[PersistKVError]] = {
-    kind.__name__: kind for kind in (CorruptStoreError, StoreError, StoreFullError, StoreUnavailableError)
+    kind.__name__: kind
+    for kind in (CorruptStoreError, ProcessIdInUseError, StoreError, StoreFullError, StoreUnavailableError)
 }
 
 

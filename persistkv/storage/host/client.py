@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from persistkv.errors import CorruptStoreError, HostError, PersistKVError
+from persistkv.errors import CorruptStoreError, HostError, PersistKVError, ProcessIdInUseError
 from persistkv.storage.host import protocol
 from persistkv.storage.host.answers import ClientCounters, Glance, JobOutcome, StoreStats, open_error
 from persistkv.storage.host.flights import Flights
@@ -30,7 +30,7 @@ from persistkv.storage.keys import PackedKeys
 
 logger = logging.getLogger(__name__)
 
-_OPEN_ATTEMPTS = 4  # a driver may need three deaths to see that the store itself is what processes die of
+_OPEN_ATTEMPTS = 4
 _END_BYTES = 512  # of the end of a request, beside its keys
 _NAP_S = 0.0005  # between polls of the calls that wait
 
@@ -110,10 +110,14 @@ class StoreClient:
             raise
 
     def _may_be_mended(self, attempt: int) -> bool:
-        """Whether the next one may open what this one died of, or did not read: it looks first, and may begin anew."""
+        """Whether another process may succeed: one died, or has a PID that is in use, or found damage, which the next
+        one checks for before it opens the store.
+        """
         if not self._side.host.restartable:
             return False
-        return self._open_error is None or (attempt == 0 and isinstance(self._open_error, CorruptStoreError))
+        if self._open_error is None or isinstance(self._open_error, ProcessIdInUseError):
+            return True
+        return attempt == 0 and isinstance(self._open_error, CorruptStoreError)
 
     def _await_open(self, deadline: float) -> None:
         while self.state is State.OPENING and time.monotonic() < deadline:
@@ -392,7 +396,8 @@ class StoreClient:
     def close(self, timeout_s: float = 60.0) -> bool:
         """Let the store's side commit what it was given, and end; idempotent.
 
-        :returns: whether it ended by itself in time; it is killed otherwise, and what it had not committed is lost.
+        :param timeout_s: for both. If it has not ended by then, it is killed, which takes up to 6 s more.
+        :returns: whether it ended by itself in time. If it is killed, uncommitted work is lost.
         """
         if self.state is State.CLOSED or os.getpid() != self._pid:
             return True

@@ -160,7 +160,10 @@ class ThreadHost(Host):
 
 
 class InlineHost(Host):
-    """The caller's own stack: each look for answers first does the work. For tools and tests."""
+    """The caller's own stack: each look for answers first does the work. For tools and tests.
+
+    Waits check their limit between two pieces of work; one piece can be a whole commit.
+    """
 
     name = "inline"
     restartable = False
@@ -204,13 +207,11 @@ class _InlineConnection(Connection):
 
     def send(self, message: ToStore | ToEngine) -> None:
         if not self._ended:
-            self._server.handle(message)
+            self._run(lambda: self._server.handle(message))
 
     def receive(self) -> list[Any]:
         if not self._ended:
-            self._server.step()
-            while self._server.busy:
-                self._server.step()
+            self._run(self._server.step)
         answers = list(self._answers)
         self._answers.clear()
         return answers
@@ -219,6 +220,17 @@ class _InlineConnection(Connection):
         if not self._ended:
             self._ended = True
             self._server.close()
+
+    def _run(self, call: Callable[[], None]) -> None:
+        """Let the server work. If an interrupt or an error ends the call, the connection has ended too: the server's
+        state is undefined, and the job that it was working on would never end.
+        """
+        try:
+            call()
+        except BaseException:
+            self._ended = True
+            self._server.close(finish=False)
+            raise
 
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:

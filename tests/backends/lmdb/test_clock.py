@@ -1,28 +1,56 @@
-"""Ages go by a machine's clock, which may be wrong, and put right."""
+"""ttl when the machine's clocks are wrong, jump, or are corrected."""
+
+import logging
+import time
 
 import pytest
 
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import tables
 from persistkv.testing.samples import sample_manifest, sample_pack
-from persistkv_lmdb import recency
 
 DAY_S = 86_400
+HOUR_S = 3_600
+MINUTE_S = 60
 
 
-class Clock:
+class Machine:
+    """A machine's clocks, which a test moves."""
+
     def __init__(self):
-        self.now = 2_000_000_000.0
+        self.wall = 2_000_000_000.0
+        self.since_boot = 50_000.0
 
-    def time(self):
-        return self.now
+    def passes(self, seconds):
+        self.wall += seconds
+        self.since_boot += seconds
+
+    def boots(self, *, off_s, error_s=0.0):
+        """The machine was off, and its wall clock is wrong by ``error_s`` afterwards."""
+        self.wall += off_s + error_s
+        self.since_boot = 10.0
+
+    def clock_gettime(self, which):
+        return self.since_boot if which == time.CLOCK_BOOTTIME else 0.0
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    found = Clock()
-    monkeypatch.setattr(recency, "time", found)
+def machine(monkeypatch):
+    found = Machine()
+    monkeypatch.setattr(time, "time", lambda: found.wall)
+    monkeypatch.setattr(time, "clock_gettime", found.clock_gettime)
     return found
+
+
+@pytest.fixture
+def week(open_store):
+    """A store whose content expires after a week."""
+    return open_store("?ttl=7d")
+
+
+@pytest.fixture
+def namespace(week, identity):
+    return week.open_namespace(identity).id
 
 
 def put(backend, namespace, seed):
@@ -31,27 +59,90 @@ def put(backend, namespace, seed):
     return pack.pack_id
 
 
-def test_a_clock_that_was_ahead_keeps_nothing_for_years(open_store, identity, clock):
-    backend = open_store("?ttl=1d")
-    namespace = backend.open_namespace(identity).id
-    clock.now += 3000 * DAY_S
-    future = put(backend, namespace, 1)
-    clock.now -= 3000 * DAY_S
-    present = put(backend, namespace, 2)
-    assert set(tables(backend, namespace)) == {future, present}, "nobody can tell when it was used"
-    clock.now += 2 * DAY_S
-    for seed in range(3, 6):
-        put(backend, namespace, seed)
-    assert {future, present}.isdisjoint(tables(backend, namespace))
-    assert {manifest.id for manifest in backend.manifests(namespace)} == {"r3", "r4", "r5"}
+def tick(backend, namespace, count=3):
+    """Commits that only let the store expire what is old."""
+    for _ in range(count):
+        backend.commit(namespace, CommitBatch())
 
 
-def test_a_clock_that_goes_back_a_little_makes_nothing_younger(open_store, identity, clock):
-    backend = open_store("?ttl=1h")
-    namespace = backend.open_namespace(identity).id
-    first = put(backend, namespace, 1)
-    clock.now -= 600
-    second = put(backend, namespace, 2)
-    clock.now += 600 + 3601
-    put(backend, namespace, 3)
-    assert {first, second}.isdisjoint(tables(backend, namespace))
+def test_commit_wall_clock_jumps_ahead_expires_nothing(week, namespace, machine, caplog):
+    packs = {put(week, namespace, seed) for seed in range(20)}
+    machine.wall += 8 * DAY_S
+    tick(week, namespace)
+    put(week, namespace, 50)
+    assert packs < set(tables(week, namespace))
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "+691200 s" in warnings[0].getMessage()
+
+
+def test_commit_wall_clock_stays_ahead_expires_after_elapsed_time(week, namespace, machine):
+    old = put(week, namespace, 1)
+    machine.wall += 8 * DAY_S
+    tick(week, namespace)
+    machine.passes(6 * DAY_S)
+    young = put(week, namespace, 2)
+    assert set(tables(week, namespace)) == {old, young}
+    machine.passes(2 * DAY_S)
+    tick(week, namespace)
+    assert set(tables(week, namespace)) == {young}
+
+
+def test_commit_wall_clock_was_ahead_expires_after_elapsed_time(week, namespace, machine):
+    machine.wall += 3000 * DAY_S
+    future = put(week, namespace, 1)
+    machine.wall -= 3000 * DAY_S
+    present = put(week, namespace, 2)
+    machine.passes(6 * DAY_S)
+    tick(week, namespace)
+    assert set(tables(week, namespace)) == {future, present}
+    machine.passes(2 * DAY_S)
+    tick(week, namespace)
+    assert tables(week, namespace) == {}
+    assert list(week.manifests(namespace)) == []
+
+
+def test_commit_wall_clock_set_back_a_little_expires_after_elapsed_time(week, namespace, machine):
+    put(week, namespace, 1)
+    machine.wall -= 600
+    put(week, namespace, 2)
+    machine.passes(7 * DAY_S + 700)
+    tick(week, namespace)
+    assert tables(week, namespace) == {}
+
+
+def test_commit_after_downtime_expires_once_the_clock_is_confirmed(week, namespace, machine):
+    pack = put(week, namespace, 1)
+    machine.boots(off_s=8 * DAY_S)
+    tick(week, namespace)
+    machine.passes(HOUR_S / 2)
+    tick(week, namespace)
+    assert set(tables(week, namespace)) == {pack}
+    machine.passes(HOUR_S)
+    tick(week, namespace)
+    assert tables(week, namespace) == {}
+
+
+def test_commit_wrong_clock_at_boot_is_corrected_expires_nothing(week, namespace, machine):
+    pack = put(week, namespace, 1)
+    machine.boots(off_s=DAY_S, error_s=300 * DAY_S)
+    tick(week, namespace)
+    machine.passes(2 * MINUTE_S)
+    machine.wall -= 300 * DAY_S
+    tick(week, namespace)
+    machine.passes(2 * HOUR_S)
+    tick(week, namespace)
+    assert set(tables(week, namespace)) == {pack}
+    machine.passes(6 * DAY_S)
+    tick(week, namespace)
+    assert tables(week, namespace) == {}, "a day of downtime and six of uptime"
+
+
+def test_uses_after_a_jump_are_shown_by_the_wall_clock(week, namespace, machine):
+    put(week, namespace, 1)
+    machine.wall += 8 * DAY_S
+    machine.passes(HOUR_S)
+    put(week, namespace, 2)
+    machine.passes(10)
+    (use,) = week.uses(namespace, ["r2"])
+    assert machine.wall - use.last_used == pytest.approx(10, abs=1)

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import lmdb
 import numpy as np
@@ -114,12 +115,13 @@ def test_store_made_anew_under_an_open_handle(open_store, path, identity):
 GROW = """
 import sys
 from persistkv.config import StoreUrl
-from persistkv.storage.backend import CommitBatch
+from persistkv.storage.backend import CommitBatch, Policy
 from persistkv.testing.samples import sample_pack
 from persistkv_lmdb import LmdbBackend
 
 backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
 namespace = bytes.fromhex(sys.argv[2])
+backend.set_policy(Policy(64 << 20, None, backend.policy().placement))
 backend.commit(namespace, CommitBatch([sample_pack(namespace, 50, blocks=256, block_bytes=1 << 16)]))
 """
 
@@ -131,7 +133,7 @@ def test_map_grown_by_another_process(open_store, path, identity, read_only):
     if read_only:
         backend.close()
         backend = open_store(read_only=True)
-    run(GROW, f"lmdb://{path}?capacity=64MiB", namespace.hex())
+    run(GROW, f"lmdb://{path}", namespace.hex())
     grown = sample_pack(namespace, 50, blocks=256, block_bytes=1 << 16)
     assert read_all(backend, namespace, grown) == payload_of(grown)
     assert list(backend.changes(namespace, None).added) == [grown.table]
@@ -214,7 +216,7 @@ def test_remapping_gets_its_turn_among_many_readers(backend):
     threads = [threading.Thread(target=read) for _ in range(8)]
     for thread in threads:
         thread.start()
-    changing = threading.Thread(target=shared.set_capacity, args=(32 << 20,))
+    changing = threading.Thread(target=backend.set_policy, args=(replace(backend.policy(), capacity=32 << 20),))
     changing.start()
     changing.join(60)
     starved = changing.is_alive()

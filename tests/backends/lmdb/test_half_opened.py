@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from persistkv.config import StoreUrl
-from persistkv.errors import ConfigurationError, StoreBusyError, StoreError, StoreUnavailableError
+from persistkv.errors import StoreBusyError, StoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
-from persistkv_lmdb import guard
-from persistkv_lmdb.backend import LmdbBackend
 
 
 def write_that_fails(name, number):
@@ -55,7 +52,7 @@ def somebody_who_does_not_end_closing(path, monkeypatch):
     path.mkdir(exist_ok=True)
     with (path / "guard").open("a+") as other, monkeypatch.context() as patch:
         fcntl.flock(other, fcntl.LOCK_EX)
-        patch.setattr(guard, "_PATIENCE_S", 0.05)
+        patch.setattr("persistkv_lmdb.guard._PATIENCE_S", 0.05)
         yield
 
 
@@ -122,22 +119,3 @@ def test_opening_beside_a_reader_can_be_tried_again(open_store, path, closed_pac
         assert caught.value.__traceback__ is not None
         backend.commit(closed_pack.namespace, CommitBatch([sample_pack(closed_pack.namespace, 2)]))
         assert len(tables(reader, closed_pack.namespace)) == 2
-
-
-def test_a_disk_that_does_not_take_that_it_opened(open_store, path, closed_pack, monkeypatch):
-    """However often: it did, and counts as no death that it is moved aside for."""
-    for _ in range(2 * guard._MAX_DEATHS):
-        with write_that_fails("guard", 2)(path, monkeypatch):  # the first says that it is being opened
-            backend = open_store()
-        assert read_pack(backend, closed_pack.namespace, closed_pack.table) == payload_of(closed_pack)
-        backend.close()
-
-
-def test_what_is_refused_once_it_is_open(open_store, path, closed_pack, placement):
-    other = "inline" if placement == "extents" else "extents"
-    with pytest.raises(ConfigurationError, match=f"{placement}.*move") as caught:
-        LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}?placement={other}"))
-    assert not opened_files(path)
-    backend = open_store()
-    assert caught.value.__traceback__ is not None
-    assert read_pack(backend, closed_pack.namespace, closed_pack.table) == payload_of(closed_pack)

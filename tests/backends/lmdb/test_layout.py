@@ -4,6 +4,7 @@ import hashlib
 import json
 import struct
 import time
+from pathlib import Path
 
 import lmdb
 import msgspec
@@ -89,9 +90,13 @@ def test_store_as_documented(open_store, identity, placement, path, dump):
         b"capacity": struct.pack("<Q", 64 << 20),
         b"placement": placement.encode(),
     }
-    moment, seconds = struct.unpack("<Qd", clock)
+    moment, seconds, wall, since_boot, boot, unconfirmed, _ = struct.unpack("<Qddd16sdd", clock)
     assert moment == 3
     assert before <= seconds <= time.time()
+    assert abs(wall - seconds) < 1
+    assert 0 < since_boot <= time.clock_gettime(time.CLOCK_BOOTTIME)
+    assert boot.hex() == Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+    assert unconfirmed == 0
 
     canonical = json.dumps(identity.fields, sort_keys=True, separators=(",", ":")).encode()
     assert namespace == hashlib.sha256(b"persistkv identity 1\n" + canonical).digest()[:16]

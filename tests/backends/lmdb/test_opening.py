@@ -63,7 +63,7 @@ def test_relative_path(open_store, tmp_path, monkeypatch):
 @pytest.mark.parametrize("read_only", [False, True])
 def test_file_where_the_directory_belongs(open_store, path, read_only):
     path.write_text("mine")
-    with pytest.raises(StoreUnavailableError, match="a file lies where") as caught:
+    with pytest.raises(StoreUnavailableError, match="is a file") as caught:
         open_store(read_only=read_only)
     assert one_line(caught)
     with pytest.raises(StoreUnavailableError, match="Not a directory"):

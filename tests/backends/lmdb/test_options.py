@@ -1,12 +1,14 @@
 """Options of an lmdb URL, and what the store remembers of them."""
 
+import logging
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
 from persistkv.config import StoreUrl
-from persistkv.errors import ConfigurationError, StoreFullError
-from persistkv.storage.backend import CommitBatch
+from persistkv.errors import ConfigurationError, StoreError, StoreFullError
+from persistkv.storage.backend import CommitBatch, Policy
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_lmdb import LmdbBackend
 
@@ -27,51 +29,127 @@ def test_path_with_nul(open_store):
         open_store(location="/tmp/a%00b")
 
 
-def test_capacity_is_remembered(open_store, path):
-    first = open_store()
-    assert first.stats().capacity == 10 * GIB
+@pytest.mark.parametrize("query", ["", "?capacity=3GiB"])
+def test_new_capacity_is_that_of_the_store_that_is_created(open_store, path, query):
+    expected = LmdbBackend.new_capacity(StoreUrl.parse(f"lmdb://{path}{query}"))
+    assert not path.exists()
+    assert open_store(query).stats().capacity == expected
+
+
+def notices(caplog):
+    """Warnings so far, as text."""
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_open_new_store_records_its_policy(open_store, placement):
+    first = open_store("?capacity=3GiB&ttl=7d")
     first.close()
-    second = open_store("?capacity=3GiB")
-    assert second.stats().capacity == 3 * GIB
-    second.close()
-    assert open_store(read_only=True).stats().capacity == 3 * GIB
-    assert open_store().stats().capacity == 3 * GIB
+    for read_only in (False, True):
+        backend = open_store(read_only=read_only)
+        assert backend.policy() == Policy(3 * GIB, 7 * 86_400, placement)
+        assert backend.stats().capacity == 3 * GIB
 
 
-def test_second_handle_changes_the_capacity_of_both(open_store):
-    first = open_store("?capacity=8MiB")
-    open_store("?capacity=2MiB")
-    assert first.stats().capacity == 2 << 20
+def test_open_new_store_without_options_records_defaults(path):
+    with closing(LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}"))) as backend:
+        assert backend.policy() == Policy(10 * GIB, None, "extents")
 
 
-def test_lowered_capacity_keeps_what_was_used_last(open_store, identity, placement):
-    large = open_store("?capacity=32MiB")
-    namespace = large.open_namespace(identity).id
+@pytest.mark.parametrize("option", ["capacity=2MiB", "capacity=40GiB", "ttl=1d", "capacity=2MiB&ttl=1d"])
+def test_open_existing_store_with_another_policy_keeps_the_recorded_one(open_store, caplog, identity, option):
+    first = open_store("?capacity=64MiB&ttl=7d")
+    namespace = first.open_namespace(identity).id
     packs = [sample_pack(namespace, seed, blocks=16, block_bytes=1 << 16) for seed in range(12)]
     for pack in packs:
-        large.commit(namespace, CommitBatch([pack]))
-    held = large.stats().disk_bytes
-    large.close()
+        first.commit(namespace, CommitBatch([pack]))
+    first.close()
+    second = open_store(f"?{option}")
+    assert (second.policy().capacity, second.policy().ttl_s) == (64 << 20, 7 * 86_400)
+    assert not second.commit(namespace, CommitBatch([sample_pack(namespace, 40)])).evicted
+    (notice,) = notices(caplog)
+    assert "persistkv set" in notice
+    assert ("(recorded: 67108864 bytes)" in notice) == ("capacity" in option)
+    assert ("ttl=86400" in notice) == ("(recorded: 604800.0 s)" in notice) == ("ttl" in option)
 
-    small = open_store("?capacity=4MiB")
-    assert {table.pack_id for table in small.changes(namespace, None).added} == {pack.pack_id for pack in packs}
-    assert not small.commit(namespace, CommitBatch(packs[11:])).evicted  # held already: nothing to write
+
+def test_open_existing_store_with_another_placement_keeps_the_recorded_one(path, placement, caplog):
+    other = {"inline": "extents", "extents": "inline"}[placement]
+    LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}?placement={placement}")).close()
+    with closing(LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}?placement={other}"))) as backend:
+        assert backend.policy().placement == placement
+    (notice,) = notices(caplog)
+    assert f"placement={other} (recorded: {placement})" in notice
+
+
+def test_open_with_the_recorded_policy_says_nothing(open_store, caplog):
+    open_store("?capacity=64MiB&ttl=7d").close()
+    open_store("?capacity=65536KiB&ttl=168h")
+    open_store("?capacity=1MiB", read_only=True)
+    assert notices(caplog) == []
+
+
+def test_set_policy_applies_to_open_handles_of_the_process(open_store):
+    first = open_store("?capacity=8MiB")
+    second = open_store()
+    second.set_policy(replace(second.policy(), capacity=2 << 20, ttl_s=60.0))
+    assert first.stats().capacity == 2 << 20
+    assert first.policy().ttl_s == 60.0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("capacity", None), ("capacity", 0), ("capacity", 1 << 19), ("capacity", 65 << 40), ("ttl_s", 0.0), ("ttl_s", -1)],
+)
+def test_set_policy_out_of_range_changes_nothing(open_store, field, value):
+    backend = open_store("?capacity=8MiB&ttl=1h")
+    before = backend.policy()
+    with pytest.raises(ConfigurationError, match=field.removesuffix("_s")):
+        backend.set_policy(replace(before, **{field: value}))
+    assert backend.policy() == before
+
+
+def test_set_policy_another_placement_is_refused(open_store, placement):
+    backend = open_store()
+    other = {"inline": "extents", "extents": "inline"}[placement]
+    with pytest.raises(ConfigurationError, match="push"):
+        backend.set_policy(replace(backend.policy(), placement=other))
+    assert backend.policy().placement == placement
+
+
+def test_set_policy_read_only_is_refused(open_store):
+    open_store("?capacity=8MiB").close()
+    reader = open_store(read_only=True)
+    with pytest.raises(StoreError, match="read-only"):
+        reader.set_policy(replace(reader.policy(), capacity=16 << 20))
+
+
+def test_set_policy_lower_capacity_keeps_what_was_used_last(open_store, identity, placement):
+    backend = open_store("?capacity=32MiB")
+    namespace = backend.open_namespace(identity).id
+    packs = [sample_pack(namespace, seed, blocks=16, block_bytes=1 << 16) for seed in range(12)]
+    for pack in packs:
+        backend.commit(namespace, CommitBatch([pack]))
+    held = backend.stats().disk_bytes
+
+    backend.set_policy(replace(backend.policy(), capacity=4 << 20))
+    assert {table.pack_id for table in backend.changes(namespace, None).added} == {pack.pack_id for pack in packs}
+    assert not backend.commit(namespace, CommitBatch(packs[11:])).evicted  # held already: nothing to write
     fresh = sample_pack(namespace, 40, blocks=16, block_bytes=1 << 16)
-    evicted = small.commit(namespace, CommitBatch([fresh])).evicted
+    evicted = backend.commit(namespace, CommitBatch([fresh])).evicted
     gone = {"inline": 10, "extents": 11}[placement]  # extents leave 1/16 more for the commit that follows
     assert [table.pack_id for table in evicted] == [pack.pack_id for pack in packs[:gone]]
     kept = [*packs[gone:], fresh]
-    assert {table.pack_id for table in small.changes(namespace, None).added} == {pack.pack_id for pack in kept}
-    assert small.stats().disk_bytes <= held + (1 << 20)
+    assert {table.pack_id for table in backend.changes(namespace, None).added} == {pack.pack_id for pack in kept}
+    assert backend.stats().disk_bytes <= held + (1 << 20)
 
 
-def test_raised_capacity_gives_room_at_once(open_store, identity):
+def test_set_policy_higher_capacity_gives_room_at_once(open_store, identity):
     small = open_store("?capacity=2MiB")
     namespace = small.open_namespace(identity).id
     pack = sample_pack(namespace, 1, blocks=64, block_bytes=1 << 16)
     with pytest.raises(StoreFullError):
         small.commit(namespace, CommitBatch([pack]))
-    open_store("?capacity=16MiB")
+    small.set_policy(replace(small.policy(), capacity=16 << 20))
     small.commit(namespace, CommitBatch([pack]))
     assert small.stats().stored_bytes == len(payload_of(pack))
 
@@ -101,15 +179,3 @@ def test_bad_placement_is_named_and_creates_nothing(path, value):
     with pytest.raises(ConfigurationError, match="lmdb option placement"):
         LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}?placement={value}"))
     assert not path.exists()
-
-
-def test_placement_is_remembered(path, placement):
-    other = {"inline": "extents", "extents": "inline"}[placement]
-    LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}?placement={placement}&capacity=2MiB")).close()
-    with closing(LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}"))) as backend:
-        assert backend._environment.placement.value == placement
-        for read_only in (False, True):
-            with pytest.raises(ConfigurationError, match=f"--to {other}") as caught:
-                LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}?placement={other}&capacity=3MiB"), read_only=read_only)
-            assert caught.value.field == "lmdb option placement"
-        assert backend.stats().capacity == 2 << 20

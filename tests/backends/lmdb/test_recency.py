@@ -1,6 +1,7 @@
 """What the order of eviction is made of, where it is more than what the conformance tests see."""
 
 import struct
+import time
 
 import lmdb
 import pytest
@@ -8,7 +9,6 @@ import pytest
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import tables
 from persistkv.testing.samples import sample_manifest, sample_pack
-from persistkv_lmdb import recency
 
 HOUR_S = 3600
 
@@ -61,24 +61,20 @@ def test_commit_that_makes_room_first_is_one_moment(open_store, identity, edit):
 
 
 def test_what_is_old_and_listed_late_is_met_in_turns(open_store, identity, monkeypatch):
-    class Clock:
-        now = 2_000_000_000.0
-
-        def time(self):
-            return self.now
-
-    clock = Clock()
-    monkeypatch.setattr(recency, "time", clock)
+    passed = [0.0]
+    wall, since_boot = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)
+    monkeypatch.setattr(time, "time", lambda: wall + passed[0])
+    monkeypatch.setattr(time, "clock_gettime", lambda _: since_boot + passed[0])
     backend = open_store("?capacity=64MiB&ttl=1h")
     namespace = backend.open_namespace(identity).id
     back, busy = (sample_pack(namespace, seed, blocks=1, block_bytes=1) for seed in range(2))
     backend.commit(namespace, CommitBatch([back, busy]))
     for used in (busy, busy, busy, back):
         backend.commit(namespace, CommitBatch(touches=[used.pack_id]))
-    clock.now += 0.6 * HOUR_S
+    passed[0] += 0.6 * HOUR_S
     young = [sample_pack(namespace, seed, blocks=1, block_bytes=1) for seed in range(10, 410)]
     backend.commit(namespace, CommitBatch(young, touches=[busy.pack_id]))
-    clock.now += 0.6 * HOUR_S
+    passed[0] += 0.6 * HOUR_S
     gone = [[table.pack_id for table in backend.commit(namespace, CommitBatch()).evicted] for _ in range(5)]
     assert gone[0] == [], "so many come before it"
     assert [pack_id for some in gone for pack_id in some] == [back.pack_id]

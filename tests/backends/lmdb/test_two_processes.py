@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import pytest
 
@@ -186,15 +187,15 @@ def test_one_is_stopped_inside_a_transaction(open_store, backend, namespace, oth
     check_totals(backend)
 
 
-def test_capacity_and_age_wait_no_longer(open_store, backend, namespace, other, impatient):
+def test_set_policy_writer_is_stopped_raises_busy(backend, namespace, other, impatient):
+    larger = replace(backend.policy(), capacity=128 << 20)
     other.stop_inside(2)
     with pytest.raises(StoreBusyError):
-        open_store("?capacity=128MiB")
-    with pytest.raises(StoreBusyError):
-        backend._environment.age()
+        backend.set_policy(larger)
     other.process.kill()
     other.process.wait()
-    assert open_store("?capacity=128MiB").stats().capacity == 128 << 20
+    backend.set_policy(larger)
+    assert backend.stats().capacity == 128 << 20
 
 
 def test_opening_for_writing_waits_no_longer(open_store, path, namespace, backend, other, impatient):
@@ -215,7 +216,8 @@ def test_opening_for_writing_waits_no_longer(open_store, path, namespace, backen
 
 def test_one_grows_the_map_while_the_other_works(path, backend, namespace, start):
     """The other one reads and writes all the time; a commit of ours fits the larger map only."""
-    growing = start("?capacity=256MiB")
+    backend.set_policy(replace(backend.policy(), capacity=256 << 20))
+    growing = start()
     assert growing.hear() == "open"
     tables_of_mine = []
     for step in range(10):
@@ -223,14 +225,14 @@ def test_one_grows_the_map_while_the_other_works(path, backend, namespace, start
         tables_of_mine.append(commit(backend, namespace, step))
         assert growing.hear() == "committed"
     large = sample_pack(namespace, 77, blocks=1200, block_bytes=1 << 16)
-    other = start("?capacity=512MiB")
+    other = start()
     assert other.hear() == "open"
     for step in range(10, 20):
         other.say(f"commit {2000 + step}")
         tables_of_mine.append(commit(backend, namespace, step))
         assert other.hear() == "committed"
         assert growing.ask(f"read {step}") == "right"
-    backend._environment.set_capacity(512 << 20)
+    backend.set_policy(replace(backend.policy(), capacity=512 << 20))
     backend.commit(namespace, CommitBatch([large]))
     assert growing.ask("commit 3000") == "committed"
     assert other.ask("read 3000") == "right"

@@ -9,7 +9,7 @@ import pytest
 import xxhash
 
 from persistkv.errors import CorruptPackError, CorruptStoreError
-from persistkv.storage.backend import Namespace
+from persistkv.storage.backend import Namespace, Policy
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_s3.catalogue import Catalogue
@@ -20,7 +20,7 @@ from persistkv_s3.layout import (
     ManifestRow,
     PackRow,
     Root,
-    check_format,
+    decode_format,
     encode_entries,
     encode_format,
     encode_namespace,
@@ -156,12 +156,14 @@ def test_identity_objects() -> None:
     assert parse_namespace(data, NAMESPACE) == namespace
     assert parse_namespace(data, bytes(16)) is None
     assert parse_namespace(data[:10], NAMESPACE) is None
-    assert encode_format() == b"PKVS3FM1" + struct.pack("<I", 1)
-    check_format(encode_format(), "s3://b")
+    plain = encode_format(Policy(None, None))
+    assert plain == b"PKVS3FM1" + struct.pack("<I", 1) + b'{"capacity":null,"ttl_s":null}'
+    for policy in (Policy(None, None), Policy(1 << 40, 86_400.0)):
+        assert decode_format(encode_format(policy), "s3://b") == policy
     with pytest.raises(CorruptStoreError, match="format 2"):
-        check_format(b"PKVS3FM1" + struct.pack("<I", 2), "s3://b")
+        decode_format(b"PKVS3FM1" + struct.pack("<I", 2), "s3://b")
     with pytest.raises(CorruptStoreError, match="no persistkv store"):
-        check_format(b"hello", "s3://b")
+        decode_format(b"hello", "s3://b")
 
 
 def test_names_that_are_not_ours_are_passed_over() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -10,8 +11,8 @@ from typing import Any
 import pytest
 
 from persistkv.config import StoreUrl
-from persistkv.errors import ConfigurationError, StoreUnavailableError
-from persistkv.storage.backend import CommitBatch
+from persistkv.errors import ConfigurationError, StoreError, StoreUnavailableError
+from persistkv.storage.backend import CommitBatch, Policy
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.samples import sample_pack
 from persistkv_s3 import S3Backend
@@ -175,3 +176,24 @@ def test_without_boto3_the_error_says_what_to_install() -> None:
 def test_importing_the_driver_imports_no_boto3() -> None:
     program = "import sys, persistkv, persistkv_s3, persistkv_tools.cli; sys.exit('boto3' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+
+
+def test_open_existing_store_with_another_policy_keeps_the_recorded_one(
+    open_store: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, _ = open_store("capacity=10GiB&ttl=7d")
+    assert first.policy() == Policy(10 << 30, 604_800.0)
+    second, _ = open_store("capacity=40MiB")
+    assert second.policy() == Policy(10 << 30, 604_800.0)
+    (notice,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "capacity=41943040 bytes (recorded: 10737418240 bytes)" in notice
+
+
+def test_set_policy_applies_to_other_handles(open_store: Opener) -> None:
+    (one, _), (two, _) = open_store("capacity=10GiB"), open_store()
+    one.set_policy(Policy(20 << 30, None))
+    assert two.policy() == Policy(20 << 30, None)
+    reader, _ = open_store(read_only=True)
+    with pytest.raises(StoreError, match="read-only"):
+        reader.set_policy(Policy(1 << 30, None))
+    assert two.policy() == Policy(20 << 30, None)

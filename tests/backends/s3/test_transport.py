@@ -24,6 +24,7 @@ from persistkv_s3.options import Place
 from persistkv_s3.reliable import Reliable
 from persistkv_s3.sinks import FrameSink, RowSink, WholeSink
 from persistkv_s3.transport import MOST_DELETED, Body, Deadline, ObjectInfo, Page, Sink, Transport
+from tests.tools.signals import run_interrupted
 
 DATA = bytes(range(256)) * 4
 
@@ -293,3 +294,35 @@ def test_breaker_is_for_many_threads() -> None:
     for thread in threads:
         thread.join()
     assert sum(admitted) == 1
+
+
+INTERRUPTED_CALLS = """
+from persistkv_s3.bucket import Bucket
+from persistkv_s3.options import Place
+from persistkv_s3.transport import Transport
+
+class Idle(Transport):
+    put = get = head = list = delete = close = lambda *arguments, **options: None
+
+begun = []
+
+def hang(number):
+    begun.append(number)
+    time.sleep(3600)
+
+bucket = Bucket(Place("b", ""), Idle(), 30.0, 2)
+interrupt_in(0.3)
+begin = time.monotonic()
+try:
+    bucket.all(hang, range(10))
+except KeyboardInterrupt:
+    bucket.close()
+    print(len(begun), time.monotonic() - begin)
+"""
+
+
+def test_calls_side_by_side_interrupted_do_not_keep_the_process() -> None:
+    """A server that hangs: the calls that run are left, those that wait for their turn never begin."""
+    begun, seconds = run_interrupted(INTERRUPTED_CALLS).split()
+    assert int(begun) == 2
+    assert float(seconds) < 10

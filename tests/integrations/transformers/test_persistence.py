@@ -54,6 +54,18 @@ def test_a_new_engine_starts_warm(model, url, prompt, host, codec):
         assert second.notices == ()
 
 
+def test_prompt_after_a_wait_is_stored_whole_in_rows_for_little_more_than_one(model, url, prompt):
+    other = [(token + 1) % 256 for token in prompt]
+    with open_engine(model, None) as engine:
+        block_bytes = engine.stats().block_bytes
+    with open_engine(model, url, cpu_bytes=34 * -(-block_bytes // 4096) * 4096) as engine:
+        assert engine.wait_persisted(engine.generate(prompt, 1))
+        assert engine.wait_persisted(engine.generate(other, 1))
+        assert engine.stats().connector.dropped_blocks == 0
+    with open_engine(model, url) as engine:
+        assert engine.generate(other, 1).stats.persistent_tokens == 96
+
+
 def test_a_primary_tier_too_small_for_the_prefix_takes_its_begin(model, url, prompt):
     with open_engine(model, url) as first:
         assert first.wait_persisted(first.generate(prompt, 8))

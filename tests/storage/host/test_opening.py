@@ -6,7 +6,10 @@ import logging
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -232,3 +235,43 @@ def test_an_engine_that_leaves_while_a_store_opens_leaves_it_closed(
     threading.Timer(0.05, gate.set).start()
     side.close()
     assert (tmp_path / "store" / "guard").read_text().split()[0] == "clean"
+
+
+IN_CONTAINER = """
+import mmap, os, sys
+from persistkv.config import GroupLayout, RowLayout
+from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.launch import ProcessHost
+from persistkv.storage.host.protocol import Hello
+from persistkv.storage.identity import Identity
+from persistkv.storage.records import StoreOptions
+assert os.getpid() == 1
+fd = os.memfd_create("rows")
+os.ftruncate(fd, 1 << 20)
+layout = RowLayout(1 << 16, (GroupLayout(((0, 1 << 16),)),))
+hello = Hello(sys.argv[1], Identity.of({"weights": "w"}).encode(), layout, StoreOptions())
+client = StoreClient(ProcessHost(fd, 1 << 20), hello, max_queue_bytes=1 << 30)
+client.open()
+print("open", flush=True)
+sys.stdin.read()
+client.close()
+"""
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True, check=False).returncode != 0,
+    reason="PID namespaces need privileges",
+)
+def test_open_host_with_a_pid_in_use_gets_another(tmp_path: Path) -> None:
+    """Engines of two containers share a store, and their host processes begin with the same PID."""
+    command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", IN_CONTAINER]
+    with ExitStack() as containers:
+        for _ in range(3):
+            container = containers.enter_context(
+                subprocess.Popen(
+                    [*command, f"lmdb://{tmp_path}/store"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                )
+            )
+            containers.callback(container.kill)
+            assert container.stdout is not None
+            assert container.stdout.readline() == "open\n"

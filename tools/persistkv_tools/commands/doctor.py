@@ -6,6 +6,7 @@ import os
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from persistkv_tools import render
 from persistkv_tools.checks import Finding, Level, examine
@@ -34,8 +35,10 @@ def doctor(
 def _print(findings: list[Finding]) -> None:
     made = render.table(("check", "level", "found"), [], left="level found")
     for finding in findings:
-        found = f"{finding.found}\n→ {finding.todo}" if finding.todo else finding.found
+        found = [finding.found, f"→ {finding.todo}"] if finding.todo else [finding.found]
         made.add_row(
-            render.plain(finding.check), render.plain(finding.level.value, _STYLES[finding.level]), render.plain(found)
+            render.plain(finding.check),
+            render.plain(finding.level.value, _STYLES[finding.level]),
+            Text("\n").join(map(render.plain, found)),
         )
     render.console().print(made)

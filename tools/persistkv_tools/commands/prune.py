@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated
 
 import msgspec
@@ -9,7 +10,7 @@ import typer
 
 from persistkv.config import parse_size
 from persistkv.errors import ConfigurationError
-from persistkv.storage.backend import Backend
+from persistkv.storage.backend import Backend, SupportsQuarantine
 from persistkv_tools import render
 from persistkv_tools.listing import RequestView
 from persistkv_tools.options import (
@@ -47,10 +48,53 @@ class Wanted(msgspec.Struct, frozen=True):
         chosen = self.selection != Selection() or self.requests or self.namespace is not None
         return bool(chosen) or self.keep_size is not None
 
+    @property
+    def must_all_go(self) -> bool:
+        """Whether it names certain requests, by id or by labels alone. Any condition besides is housekeeping, which is
+        done where it has deleted all that can go.
+        """
+        by_labels = bool(self.selection.labels) and self.selection == Selection(labels=self.selection.labels)
+        return bool(self.requests) or (by_labels and self.keep_size is None)
+
+
+class Disk(msgspec.Struct, frozen=True):
+    """Size of a store on its medium."""
+
+    total_bytes: int
+    free_bytes: int
+    """Of these, free for new content."""
+    compactable_bytes: int
+    """Of these, the part that ``--compact`` can return to the disk."""
+
+    @classmethod
+    def of(cls, backend: Backend) -> Disk:
+        """As it is now."""
+        free = backend.free_space()
+        disk_bytes = backend.stats().disk_bytes
+        if free is None:
+            return cls(disk_bytes, 0, 0)
+        return cls(disk_bytes, free.payload_bytes + free.catalogue_bytes, free.payload_bytes)
+
+
+class Quarantine(msgspec.Struct):
+    """Directories of damaged stores that ``--quarantined`` deletes."""
+
+    directories: tuple[str, ...] = ()
+    num_bytes: int = 0
+    """Bytes on disk."""
+    deleted_bytes: int = 0
+    """Bytes on disk that were deleted."""
+
+    @classmethod
+    def of(cls, backend: Backend) -> Quarantine:
+        """As it is now."""
+        stats = backend.stats()
+        return cls(stats.quarantined, stats.quarantined_bytes)
+
 
 _ONE_OF = (
     "at least one of --request, --older-than, --label, --larger-than, --never-hit, --namespace, --keep-size,"
-    " --orphans and --compact"
+    " --orphans, --quarantined and --compact"
 )
 
 
@@ -75,6 +119,9 @@ def prune(
             "--shared-packs", help="Also packs that others use, where a block in it is only of these requests."
         ),
     ] = False,
+    quarantined: Annotated[
+        bool, typer.Option("--quarantined", help="Also the files of damaged stores that were renamed.")
+    ] = False,
     compact: Annotated[
         bool, typer.Option("--compact", help="Then give free space within the store back to the disk.")
     ] = False,
@@ -82,7 +129,11 @@ def prune(
     yes: Yes = False,
     json: Json = False,
 ) -> None:
-    """Delete requests, and the packs that only they use. Exit code 1: something that was asked for could not go.
+    """Delete requests, and the packs that only they use.
+
+    A request whose packs are all used by others stays until one of these goes. Exit code 1: such a request was
+    named, with --request or with --label and no other condition, or blocks of it stay. Exit code 3: a commit failed;
+    those before it were done.
 
     Example: persistkv prune lmdb:///var/cache/kv --older-than 30d --dry-run
     """
@@ -94,30 +145,56 @@ def prune(
         orphans,
         shared_packs,
     )
-    if not (wanted.names_requests or orphans or compact):
+    if not (wanted.names_requests or orphans or quarantined or compact):
         raise ConfigurationError("prune", url, _ONE_OF)
     ensure_consent("prune", url, "--yes or --dry-run", yes=yes or dry_run, json=json)
     with opened(url) as backend:
         pruning = _chosen(backend, wanted)
         plan = pruning.plan(orphans=orphans, shared=shared_packs)
+        damaged = Quarantine.of(backend) if quarantined else Quarantine()
         if not json:
             _print_plan(plan)
+            _print_quarantine(damaged)
         done = None
-        if not dry_run and plan.goes.packs == 0:
+        if not dry_run and plan.goes.packs == 0 and not damaged.directories:
             done = pruning.run(backend)
         elif not dry_run and (yes or typer.confirm("Delete them?")):
             with opened(url, writable=True) as writer:
                 done = pruning.run(writer)
-    freed = _compact(url) if compact and done is not None else None
+                if damaged.directories and isinstance(writer, SupportsQuarantine):
+                    damaged.deleted_bytes = writer.delete_quarantined()
+    freed, disk, packs_bytes = None, None, 0
+    if done is not None:
+        freed = _compact(url) if compact else None
+        with opened(url) as backend:
+            disk, packs_bytes = Disk.of(backend), backend.stats().stored_bytes
     if json:
-        render.print_json({"url": url, "dry_run": dry_run, "plan": plan, "done": done, "freed_bytes": freed})
-    elif done is not None:
-        _print_done(done)
-    if freed is not None and not json:
-        render.say(f"given back to the disk: {render.format_size(freed)}")
+        sizes = {"disk_bytes": disk and disk.total_bytes, "free_bytes": disk and disk.free_bytes}
+        what = {"plan": plan, "done": done, "quarantined": damaged}
+        render.print_json({"url": url, "dry_run": dry_run, **what, "freed_bytes": freed, **sizes})
+    elif done is not None and disk is not None:
+        _print_done(done, must_all_go=wanted.must_all_go)
+        if damaged.directories:
+            render.say(f"deleted files of damaged stores: {render.format_size(damaged.deleted_bytes)}")
+        if wanted.keep_size is not None and packs_bytes > wanted.keep_size:
+            left = f"{render.format_size(packs_bytes)} of packs are left, more than --keep-size"
+            render.say(f"{left}: of requests that were not chosen, or of none (--orphans)")
+        _print_disk(url, disk, freed)
     stay = plan.staying if done is None else done.staying
-    if stay or (plan.private_blocks_left and wanted.requests):
+    if wanted.must_all_go and (stay or plan.private_blocks_left):
         raise typer.Exit(1)
+
+
+def _print_disk(url: str, disk: Disk, freed: int | None) -> None:
+    if freed is not None:
+        render.say(f"given back to the disk: {render.format_size(freed)}")
+    line = f"on disk: {render.format_size(disk.total_bytes)}"
+    if disk.free_bytes:
+        line += f", of which {render.format_size(disk.free_bytes)} are free for new content"
+    if disk.compactable_bytes and freed is None:
+        line += f"; to give {render.format_size(disk.compactable_bytes)} of it back: "
+        line += f"persistkv prune {shlex.quote(url)} --compact"
+    render.say(line)
 
 
 def _compact(url: str) -> int:
@@ -147,36 +224,51 @@ def _chosen(backend: Backend, wanted: Wanted) -> Pruning:
 def _print_plan(plan: Plan) -> None:
     for title, views in (
         ("these requests go", plan.requests),
-        ("these cannot go: others use all their packs", plan.staying),
+        ("these stay: others use all their packs", plan.staying),
     ):
         if views:
-            rows = map(_cells, views[:_SHOWN])
-            columns = ("request", "age", "tokens", "size", "labels", "namespace")
-            render.console().print(render.table(columns, rows, title=title, left="labels namespace"))
+            pinned = any(view.pinned for view in views)
+            rows = (_cells(view, pinned=pinned) for view in views[:_SHOWN])
+            columns = ("request", "age", "tokens", "size", *(["pinned"] if pinned else []), "labels", "namespace")
+            render.console().print(render.table(columns, rows, title=title, left="pinned labels namespace"))
             if len(views) > _SHOWN:
                 render.say(f"and {len(views) - _SHOWN:,} more; --json lists all")
     render.say(f"to delete: {render.count(len(plan.requests), 'request')}, {_amount(plan.goes)}")
+    if pins := sum(bool(view.pinned) for view in plan.requests):
+        render.say(f"{render.count(pins, 'request')} of these {'is' if pins == 1 else 'are'} pinned")
     if plan.private_blocks_left:
         blocks = render.count(plan.private_blocks_left, "block")
         render.say(f"{blocks} of these requests alone stay, in packs that others use; --shared-packs deletes those too")
 
 
-def _print_done(done: Done) -> None:
+def _print_quarantine(damaged: Quarantine) -> None:
+    if damaged.directories:
+        render.say(f"to delete: {render.format_size(damaged.num_bytes)} of damaged stores:")
+        for directory in damaged.directories:
+            render.say(f"  {directory}")
+
+
+def _print_done(done: Done, *, must_all_go: bool) -> None:
     render.say(f"deleted: {render.count(done.requests, 'request')}, {_amount(done.goes)}")
-    if done.staying:
-        render.say(f"still there: {render.count(len(done.staying), 'request')} of those that were to go")
+    staying = render.count(len(done.staying), "request")
+    if done.staying and must_all_go:
+        render.say(f"still there: {staying} of those that were to go")
+    elif done.staying:
+        stays = "stays" if len(done.staying) == 1 else "stay"
+        render.say(f"{staying} {stays} until one of their packs goes: others use all of these")
 
 
 def _amount(amount: Amount) -> str:
     return f"{render.count(amount.packs, 'pack')}, {render.format_size(amount.stored_bytes)}"
 
 
-def _cells(request: RequestView) -> list[str]:
+def _cells(request: RequestView, *, pinned: bool) -> list[str]:
     return [
         request.id,
         render.format_age(request.created),
         f"{request.tokens:,}",
         render.format_size(request.raw_bytes),
+        *(["yes" if request.pinned else ""] if pinned else []),
         render.format_labels(request.labels),
         request.namespace[:8],
     ]

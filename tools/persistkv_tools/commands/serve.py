@@ -38,7 +38,7 @@ def serve_metrics(
     with closing(StoreCollector(url)) as collector:
         registry.register(collector)
         if once:
-            sys.stdout.write(generate_latest(registry).decode())
+            render.print_exact(generate_latest(registry).decode())
             return
         try:
             server, thread = start_http_server(port, host, registry)

@@ -116,23 +116,21 @@ def _pack_cells(pack: PackView) -> list[str]:
 
 
 def _drawn(top: TreeNode, title: str) -> Tree:
-    drawn = Tree(Text(title))
+    drawn = Tree(render.plain(title))
     waiting = [(drawn, top)]
     while waiting:
         branch, node = waiting.pop()
         waiting += [(branch.add(_label(child)), child) for child in node.children]
         if node.hidden:
-            branch.add(Text(f"{node.hidden:,} more not drawn (--nodes)", style="dim"))
+            branch.add(render.plain(f"{node.hidden:,} more not drawn (--nodes)", "dim"))
     return drawn
 
 
 def _label(node: TreeNode) -> Text:
-    line = Text(
-        f"{node.key} blocks {node.start:,} to {node.start + node.blocks:,}", style="bold" if node.chosen else ""
-    )
+    line = f"{node.key} blocks {node.start:,} to {node.start + node.blocks:,}"
     if node.requests > 1:
-        line.append(f", {render.count(node.requests, 'request')}")
+        line += f", {render.count(node.requests, 'request')}"
     more = f" and {node.ends - len(node.names):,} more" if node.ends > len(node.names) else ""
     if node.names:
-        line.append(f"; ends {', '.join(node.names)}{more}")
-    return line
+        line += f"; ends {', '.join(node.names)}{more}"
+    return render.plain(line, "bold" if node.chosen else "")

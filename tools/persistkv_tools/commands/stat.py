@@ -38,9 +38,11 @@ def _print(store: StoreTotals) -> None:
         **_free(store.free),
         "capacity": "none" if store.capacity is None else render.format_size(store.capacity),
     }
-    if store.aside:
-        size = render.format_size(store.aside_bytes)
-        rows["moved aside"] = f"{size} beside the capacity, damaged; to be deleted: {' '.join(store.aside)}"
+    if store.quarantined:
+        size = render.format_size(store.quarantined_bytes)
+        rows["damaged"] = (
+            f"{size} outside of the capacity in {' '.join(store.quarantined)}; prune --quarantined deletes them"
+        )
     console.print(render.pairs(rows, title=store.url))
     console.print(_namespaces(store))
     console.print(_groups(store))

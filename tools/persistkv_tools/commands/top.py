@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 from rich.console import Group
 from rich.live import Live
-from rich.text import Text
 
 from persistkv.config import parse_duration
 from persistkv_tools import render
@@ -70,9 +69,9 @@ def _drawn(look: Look) -> Group:
         f"{render.count(look.requests, 'request')}, {render.count(look.packs, 'pack')},"
         f" {render.format_size(look.disk_bytes)}{full}"
     )
-    head = Text(f"{look.url} at {render.format_time(look.time)}\n{held}")
+    head = Group(render.plain(f"{look.url} at {render.format_time(look.time)}"), render.plain(held))
     if not look.engines:
-        return Group(head, Text("no engine shows itself"))
+        return Group(head, render.plain("no engine shows itself"))
     traffic = render.table(_TRAFFIC, [_traffic(view, look.time) for view in look.engines])
     return Group(head, traffic, render.table(_HEALTH, map(_health, look.engines), left="breaker"))
 

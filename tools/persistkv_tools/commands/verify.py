@@ -22,7 +22,7 @@ from persistkv_tools.live import LivePacks
 from persistkv_tools.options import Json, Rate, Url, Yes, ensure_consent, opened
 from persistkv_tools.pack_check import Finding
 from persistkv_tools.progress import byte_progress, counted
-from persistkv_tools.repairing import Repaired
+from persistkv_tools.repairing import Repaired, RepairPlan, plan_repair
 from persistkv_tools.repairing import repair as repair_packs
 from persistkv_tools.throttle import Throttle
 from persistkv_tools.verify_state import VerifyState
@@ -48,6 +48,10 @@ class Summary(msgspec.Struct, frozen=True):
     packs: int
     frames: int
     stored_bytes: int
+    resumed_packs: int
+    """Of ``packs``, those that were read before this run was resumed."""
+    resumed_bytes: int
+    """Of ``stored_bytes``, likewise."""
     requests: int
     went_meanwhile: int
     """Packs that others deleted or replaced while they were read."""
@@ -65,6 +69,8 @@ class Summary(msgspec.Struct, frozen=True):
     """Those that named these packs and keep what stands before them."""
     deleted_requests: int
     """Those of which nothing was left."""
+    repair: RepairPlan | None
+    """Plan of --repair; null without --repair, or if no pack is bad."""
     findings: list[Finding]
 
 
@@ -95,7 +101,7 @@ def verify(
         ensure_consent("verify --repair", url, "--yes", yes=yes, json=json)
     bytes_per_s = None if rate is None else parse_size(rate, name="--rate")
     state = VerifyState.begin(url, sample) if resume is None else VerifyState.load(resume, url, sample)
-    summary = _run(url, state, bytes_per_s, resume, repair=repair, yes=yes)
+    summary = _run(url, state, bytes_per_s, resume, repair=repair, yes=yes, json=json)
     if json:
         render.print_json(summary)
     else:
@@ -105,9 +111,10 @@ def verify(
 
 
 def _run(
-    url: str, state: VerifyState, bytes_per_s: int | None, resume: Path | None, *, repair: bool, yes: bool
+    url: str, state: VerifyState, bytes_per_s: int | None, resume: Path | None, *, repair: bool, yes: bool, json: bool
 ) -> Summary:
     begin = time.monotonic()
+    resumed = state.packs, state.stored_bytes
     with opened(url, writable=repair) as backend:
         engines = _engines(backend)
         throttle = Throttle(bytes_per_s, share=_SHARE_BESIDE_ENGINES if engines and bytes_per_s is None else 1)
@@ -122,21 +129,23 @@ def _run(
                 rows = count_rows(backend, spaces)
                 requests, of_manifests = check_manifests(backend, spaces, took)
                 _read_packs(verifier, state, resume)
-        agreed = repair and (yes or _agreed(state))
-        repaired = repair_packs(backend, spaces, state.findings, took) if agreed else Repaired()
+        plan, repaired = None, Repaired()
+        if repair and any(finding.pack for finding in state.findings):
+            plan = plan_repair(backend, spaces, state.findings)
+            if plan.packs and not json:
+                _print_plan(plan)
+            if plan.packs and (yes or typer.confirm(_question(plan))):
+                repaired = repair_packs(backend, spaces, state.findings, took)
     if resume is not None:
         with suppress(FileNotFoundError):
             resume.unlink()
     findings = [*rows.findings, *of_manifests, *state.findings]
-    return _summary(url, state, findings, time.monotonic() - begin, requests, rows.certain, engines, repaired)
+    seconds = time.monotonic() - begin
+    return _summary(url, state, resumed, findings, seconds, requests, rows.certain, engines, repaired, plan)
 
 
-def _agreed(state: VerifyState) -> bool:
-    """Whether somebody wants what is bad deleted; nobody is asked where nothing is."""
-    bad = {finding.pack for finding in state.findings} - {None}
-    if not bad:
-        return False
-    return typer.confirm(f"Delete {render.count(len(bad), 'bad pack')}, and shorten requests to what stands before?")
+def _question(plan: RepairPlan) -> str:
+    return f"Delete {render.count(len(plan.packs), 'bad pack')}, and shorten requests to the blocks before?"
 
 
 def _engines(backend: Backend) -> int:
@@ -191,12 +200,14 @@ def _read_packs(verifier: Verifier, state: VerifyState, resume: Path | None) -> 
 def _summary(
     url: str,
     state: VerifyState,
+    resumed: tuple[int, int],
     findings: list[Finding],
     seconds: float,
     requests: int,
     certain: bool,
     engines: int,
     repaired: Repaired,
+    plan: RepairPlan | None,
 ) -> Summary:
     by_problem: Counter[str] = Counter()
     for finding in findings:
@@ -208,6 +219,7 @@ def _summary(
         state.packs,
         state.frames,
         state.stored_bytes,
+        *resumed,
         requests,
         state.went,
         state.other_release,
@@ -218,7 +230,32 @@ def _summary(
         len(repaired.packs),
         len(repaired.shortened),
         len(repaired.deleted),
+        plan,
         findings,
+    )
+
+
+def _print_plan(plan: RepairPlan) -> None:
+    packs = [
+        [row.pack[:8], row.namespace[:8], f"{row.blocks:,}", render.format_size(row.stored_bytes)]
+        for row in plan.packs[:_SHOWN]
+    ]
+    title = "these packs are bad and go"
+    console = render.console()
+    console.print(render.table(("pack", "namespace", "blocks", "size"), packs, title=title, left="namespace"))
+    if plan.requests:
+        requests = [[row.request, f"{row.blocks:,}", f"{row.kept_blocks:,}"] for row in plan.requests[:_SHOWN]]
+        title = "these requests name them; they keep the blocks before, and those with none go"
+        console.print(render.table(("request", "blocks", "kept"), requests, title=title))
+    hidden = max(len(plan.packs), len(plan.requests)) - _SHOWN
+    if hidden > 0:
+        render.say("and more; --json lists all")
+    going = f"{render.count(len(plan.packs), 'pack')}, {render.count(plan.blocks, 'block')}"
+    shortened = sum(row.kept_blocks > 0 for row in plan.requests)
+    render.say(
+        f"to delete: {going}, {render.format_size(plan.stored_bytes)},"
+        f" and {render.count(len(plan.requests) - shortened, 'request')};"
+        f" to shorten: {render.count(shortened, 'request')}"
     )
 
 
@@ -238,9 +275,13 @@ def _print(summary: Summary, bytes_per_s: int | None) -> None:
         )
     if len(summary.findings) > _SHOWN:
         render.say(f"and {len(summary.findings) - _SHOWN:,} more; --json lists all")
-    speed = render.format_size(int(summary.stored_bytes / summary.seconds)) if summary.seconds else "-"
+    read_bytes = summary.stored_bytes - summary.resumed_bytes
+    speed = render.format_size(int(read_bytes / summary.seconds)) if summary.seconds else "-"
     read = f"{render.count(summary.packs, 'pack')}, {render.format_size(summary.stored_bytes)}"
     render.say(f"read {read} and {render.count(summary.requests, 'request')} in {summary.seconds:.1f} s ({speed}/s)")
+    if summary.resumed_packs:
+        earlier = f"{render.count(summary.resumed_packs, 'pack')}, {render.format_size(summary.resumed_bytes)}"
+        render.say(f"{earlier} of it before it was resumed")
     if summary.beside_engines:
         engines = render.count(summary.beside_engines, "engine")
         bound = (

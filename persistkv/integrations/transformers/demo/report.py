@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from persistkv.integrations.transformers.demo.messages import Answer, ColdReport, WarmReport
+from persistkv.printable import printable
 from persistkv.storage.backend import BackendStats
 
 
@@ -152,7 +153,7 @@ def print_report(report: DemoReport, console: Console) -> None:
     console.print(_requests_table(report))
     console.print(_totals_table(report))
     for notice in report.notices:
-        console.print(notice, markup=False)
+        console.print(printable(notice), markup=False)
 
 
 def _requests_table(report: DemoReport) -> Table:

@@ -1,0 +1,67 @@
+"""Files of a store are regular files of its own: links and FIFOs are refused, never followed or waited for.
+
+In a directory that another user prepared, a link would lead writes to any file of this user, and a FIFO would block the
+process that opens it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from persistkv.errors import StoreUnavailableError
+
+_ROOT = 0
+
+
+def open_regular(path: str | Path, flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
+    """Open a file that is neither a link nor a FIFO; return its descriptor.
+
+    :raises OSError: it cannot be opened; ``ELOOP`` for a link, ``EINVAL`` for anything else that is no regular file.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, f"{path} is a symbolic link") from None
+        raise
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, f"{path} is no regular file")
+
+
+def open_directory(path: str | Path, *, dir_fd: int | None = None) -> int:
+    """Open a directory that is no link; return its descriptor.
+
+    :raises OSError: it cannot be opened.
+    """
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+
+
+def check_store(store: Path, *, files: Iterable[str], directories: Iterable[str], read_only: bool) -> None:
+    """Refuse a store's directory whose content another user may have prepared.
+
+    :param files: names that must be regular files where they exist.
+    :param directories: names that must be directories where they exist.
+    :raises StoreUnavailableError: the directory belongs to another user and the store is to be written, or one of the
+        names is a link, a FIFO or something else.
+    """
+    owner = store.stat().st_uid
+    if not read_only and owner not in (os.geteuid(), _ROOT):
+        raise StoreUnavailableError(
+            f"{store} belongs to user {owner}, and this process runs as user {os.geteuid()}: "
+            "run it as that user, or change the owner"
+        )
+    for names, is_right, kind in ((files, stat.S_ISREG, "regular file"), (directories, stat.S_ISDIR, "directory")):
+        for name in names:
+            try:
+                found = (store / name).lstat().st_mode
+            except FileNotFoundError:
+                continue
+            if not is_right(found):
+                what = "a symbolic link" if stat.S_ISLNK(found) else f"no {kind}"
+                raise StoreUnavailableError(f"{store / name} is {what}: move it away, or choose another directory")

@@ -1,0 +1,114 @@
+"""Filter in front of an offloading manager that stores only blocks which requests look up repeatedly."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from persistkv.base import (
+    LoadStoreSpec,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestDescription,
+    RequestOffloadingContext,
+)
+from persistkv.errors import ConfigurationError
+
+MAX_TRACKER_SIZE = 64_000  # blocks: about 10 MiB
+
+
+class FilterReusedOffloadingManager(OffloadingManager):
+    """Stores a block only after ``store_threshold`` lookups, so that blocks used once do not evict blocks used often.
+
+    Each lookup counts for its block, whatever its answer. A request with a description counts once for each of its
+    blocks, at its first lookup: engines stop looking up a prefix at its first miss, and repeat lookups while blocks are
+    promoted. Neither decides whether a block is reused. The request's own blocks that fill later are not counted.
+
+    ``prepare_store`` leaves blocks below the threshold out of ``keys_to_store``, like blocks that are held. They get no
+    row, evict nothing, and must not be named in ``complete_store``. All other calls reach ``backing`` unchanged; none
+    of them counts. A ``backing`` with tiers promotes blocks regardless of their count.
+
+    :param backing: owned by the filter, which shuts it down.
+    :param store_threshold: lookups before a block is stored; at least 1.
+    :param max_tracker_size: blocks whose lookups are counted; the least recently counted are forgotten. Should exceed
+        the number of distinct blocks between two uses of a block.
+    :raises ConfigurationError: a number is out of range.
+    """
+
+    def __init__(
+        self, backing: OffloadingManager, store_threshold: int = 2, max_tracker_size: int = MAX_TRACKER_SIZE
+    ) -> None:
+        if store_threshold < 1:
+            raise ConfigurationError("store_threshold", store_threshold, "1 lookup or more")
+        if max_tracker_size < 1:
+            raise ConfigurationError("max_tracker_size", max_tracker_size, "1 block or more")
+        self.backing = backing
+        self.store_threshold = store_threshold
+        self.max_tracker_size = max_tracker_size
+        self._num_lookups: OrderedDict[OffloadKey, int] = OrderedDict()  # least recently counted first
+        self._counted: dict[str, set[OffloadKey]] = {}  # by request with a description
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        if req_context.description is None:
+            self._count((key,))
+        else:
+            counted = self._counted.get(req_context.req_id)
+            if counted is None or key not in counted:
+                self._count_request(key, req_context.req_id, req_context.description)
+        return self.backing.lookup(key, req_context)
+
+    def _count_request(self, key: OffloadKey, req_id: str, description: RequestDescription) -> None:
+        counted = self._counted.setdefault(req_id, set())
+        new = [described for chain in description.group_keys for described in chain if described not in counted]
+        if description.depth(key) is None:
+            new.append(key)
+        new.sort(key=lambda block: description.depth(block) or 0, reverse=True)  # the tracker forgets the deepest first
+        counted.update(new)
+        self._count(new)
+
+    def _count(self, keys: Iterable[OffloadKey]) -> None:
+        """Count a lookup of each key; the last key is forgotten last."""
+        num_lookups = self._num_lookups
+        for key in keys:
+            num_lookups[key] = num_lookups.pop(key, 0) + 1
+        while len(num_lookups) > self.max_tracker_size:
+            num_lookups.popitem(last=False)
+
+    def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """Allocate rows for blocks that were looked up often enough and are not held; see the class for the others."""
+        num_lookups, threshold = self._num_lookups, self.store_threshold
+        return self.backing.prepare_store([key for key in keys if num_lookups.get(key, 0) >= threshold], req_context)
+
+    def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        self.backing.complete_store(keys, req_context, success)
+
+    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        return self.backing.prepare_load(keys, req_context)
+
+    def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        self.backing.complete_load(keys, req_context)
+
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        self.backing.touch(keys, req_context)
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return self.backing.take_events()
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return self.backing.on_new_request(req_context)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._counted.pop(req_context.req_id, None)
+        self.backing.on_request_finished(req_context)
+
+    def reset_cache(self, weights_changed: bool = True) -> None:
+        """Forget all blocks, and all counts."""
+        self._num_lookups.clear()
+        self._counted.clear()
+        self.backing.reset_cache(weights_changed)
+
+    def shutdown(self) -> None:
+        self.backing.shutdown()

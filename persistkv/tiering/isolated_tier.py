@@ -1,0 +1,126 @@
+"""A secondary tier as the tiering manager calls it: none of its exceptions reaches the manager or another tier."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from persistkv.base import OffloadingEvent, OffloadKey, OffloadPolicy, ReqContext
+from persistkv.isolation import Isolation
+from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+from persistkv.tiering.prewarming import RecentContexts
+
+logger = logging.getLogger(__name__)
+
+
+class IsolatedTier:
+    """One secondary tier. Each call logs an exception of the tier and returns the answer of an empty tier.
+
+    A tier is unusable, which means that it gets no lookups and no jobs,
+
+    - while it cannot be polled: rows of its jobs would stay reserved without end;
+    - after a failed reset for changed weights, until a later one succeeds: it may hold blocks of the old weights.
+    """
+
+    def __init__(self, tier: SecondaryTierManager) -> None:
+        self.tier = tier
+        self._isolation = Isolation(f"secondary tier {tier.get_tier_type()}")
+        self._report = self._isolation.report
+        self.num_cascading = 0
+        """Blocks that its store jobs keep from eviction."""
+        self.is_silent = False
+        """Whether its last poll raised."""
+        self._is_stale = False
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it gets lookups and jobs."""
+        return not (self.is_silent or self._is_stale)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        try:
+            return self.tier.lookup(key, req_context)
+        except Exception as error:
+            self._report("lookup", "the block is a miss", error)
+            return False
+
+    def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        try:
+            self.tier.touch(keys, req_context)
+        except Exception as error:
+            self._report("touch", "the use is not counted", error)
+
+    def submit(self, job: JobMetadata) -> bool:
+        """Submit a load or a store.
+
+        :returns: whether the tier has the job; a tier that raises has not.
+        """
+        try:
+            if job.is_promotion:
+                self.tier.submit_load(job)
+            else:
+                self.tier.submit_store(job)
+        except Exception as error:
+            self._report("submit_load" if job.is_promotion else "submit_store", "the job failed", error)
+            return False
+        return True
+
+    def finished_jobs(self) -> list[JobResult]:
+        finished: list[JobResult] = []
+        self.is_silent = False
+        try:
+            finished.extend(self.tier.get_finished_jobs())  # keeps the results of an iterator that raises
+        except Exception as error:
+            self._report("get_finished_jobs", "its jobs fail, and it gets no others until a poll succeeds", error)
+            self.is_silent = True
+        return finished
+
+    def on_new_request(self, req_context: ReqContext) -> OffloadPolicy:
+        with self._isolation.guard("on_new_request", "the tier receives newly computed blocks only"):
+            return self.tier.on_new_request(req_context).policy
+        return OffloadPolicy.BLOCK_LEVEL
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        with self._isolation.guard("on_request_finished", "the tier may miss the end of the request"):
+            self.tier.on_request_finished(req_context)
+
+    def take_events(self) -> list[OffloadingEvent]:
+        events: list[OffloadingEvent] = []
+        try:
+            events.extend(self.tier.take_events())
+        except Exception as error:
+            self._report("take_events", "events of the tier may be missing", error)
+        return events
+
+    def reset_cache(self, weights_changed: bool) -> None:
+        consequence = "the tier is not used until a reset succeeds" if weights_changed else "the tier keeps its state"
+        with self._isolation.guard("reset_cache", consequence) as guard:
+            self.tier.reset_cache(weights_changed)
+        if weights_changed:
+            self._is_stale = guard.raised
+
+    def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
+        with self._isolation.guard("ask_recent", "recently used contexts are not promoted"):
+            return isinstance(self.tier, RecentContexts) and self.tier.ask_recent(max_blocks, only_asked=only_asked)
+        return False
+
+    def take_recent(self) -> list[list[OffloadKey]] | None:
+        with self._isolation.guard("take_recent", "recently used contexts are not promoted"):
+            return self.tier.take_recent() if isinstance(self.tier, RecentContexts) else None
+        return None
+
+    def has_pending_work(self) -> bool:
+        with self._isolation.guard("has_pending_work", "the tier is taken as idle"):
+            return self.tier.has_pending_work()
+        return False
+
+    def shutdown(self, drain_s: float) -> None:
+        """Wait for the tier's jobs, then end it.
+
+        :param drain_s: seconds to wait for the jobs.
+        """
+        with self._isolation.guard("drain_jobs", "shutting down without waiting for its jobs"):
+            if not self.tier.drain_jobs(drain_s):
+                logger.warning("jobs of tier %s did not end within %.0f s", self.tier.get_tier_type(), drain_s)
+        with self._isolation.guard("shutdown", "its resources may not be released"):
+            self.tier.shutdown()

@@ -1,0 +1,135 @@
+"""Processes with the same PID in different PID namespaces, as containers have them."""
+
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+from persistkv.config import StoreUrl
+from persistkv.errors import ProcessIdInUseError
+from persistkv.storage.backend import CommitBatch
+from persistkv.testing.conformance.suite import tables
+from persistkv.testing.samples import sample_pack
+from persistkv_lmdb import LmdbBackend
+
+IN_NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child"]
+
+pytestmark = pytest.mark.skipif(
+    subprocess.run([*IN_NAMESPACE, "true"], capture_output=True, check=False).returncode != 0,
+    reason="PID namespaces need privileges",
+)
+
+HOLD = """
+import os, sys
+from persistkv.config import StoreUrl
+from persistkv_lmdb import LmdbBackend
+assert os.getpid() == 1
+backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+READ = """
+import lmdb, os, sys
+assert os.getpid() == 1
+env = lmdb.open(sys.argv[1], readonly=True, max_readers=512)
+with env.begin():
+    print("inside", flush=True)
+    sys.stdin.read()
+"""
+
+OPEN = """
+import os, sys
+from persistkv.config import StoreUrl
+from persistkv.errors import ProcessIdInUseError
+from persistkv_lmdb import LmdbBackend
+assert os.getpid() == 1
+try:
+    print(LmdbBackend.open(StoreUrl.parse(sys.argv[1]), read_only=sys.argv[2] == "True").stats().packs)
+except ProcessIdInUseError as error:
+    print("in use:", error)
+"""
+
+
+@contextmanager
+def namespaced(program, *arguments):
+    """A process with PID 1 in a namespace of its own, killed at the end of the block."""
+    command = [*IN_NAMESPACE, sys.executable, "-c", program, *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_open_live_process_with_same_pid_names_the_reason(path, closed_pack, read_only):
+    with namespaced(HOLD, f"lmdb://{path}") as holder:
+        assert holder.stdout.readline() == "open\n"
+        with namespaced(OPEN, f"lmdb://{path}", str(read_only)) as other:
+            said = other.stdout.readline()
+    assert said.startswith("in use:")
+    assert "PID namespace" in said
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_open_after_killed_reader_with_same_pid_clears_its_slot(path, open_store, closed_pack, read_only):
+    """The slot would keep the pages of every commit after it from being used again."""
+    backend = open_store()
+    with namespaced(READ, str(path)) as reader:
+        assert reader.stdout.readline() == "inside\n"
+    with namespaced(OPEN, f"lmdb://{path}", str(read_only)) as restarted:
+        assert restarted.stdout.readline() == "1\n"
+        before = backend.stats().disk_bytes
+        for seed in range(60):
+            pack = sample_pack(closed_pack.namespace, 100 + seed, blocks=4, block_bytes=1 << 16)
+            backend.commit(pack.namespace, CommitBatch([pack]))
+            backend.commit(pack.namespace, CommitBatch(deletions=[pack.pack_id]))
+    assert set(tables(backend, closed_pack.namespace)) == {closed_pack.pack_id}
+    assert backend.stats().disk_bytes < before + (8 << 20)
+
+
+def test_error_names_this_process(path, closed_pack):
+    """The store can still be opened by processes with another PID."""
+    with namespaced(HOLD, f"lmdb://{path}") as holder:
+        assert holder.stdout.readline() == "open\n"
+        backend = LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}"))
+        assert os.getpid() != 1
+        assert len(tables(backend, closed_pack.namespace)) == 1
+        backend.close()
+    assert issubclass(ProcessIdInUseError, Exception)
+
+
+COMMAND = """
+import os, sys
+from persistkv_tools.entry import main
+assert os.getpid() == 1
+sys.argv[1:] = ["stat", sys.argv[1]]
+main()
+"""
+
+HOLD_PID_2 = """
+import os, sys
+child = os.fork()
+if child:
+    assert child == 2
+    os.waitpid(child, 0)
+    sys.exit()
+from persistkv.config import StoreUrl
+from persistkv_lmdb import LmdbBackend
+backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_command_with_a_pid_in_use_runs_with_another(path, closed_pack):
+    """Commands run in a child process, which has PID 2 in a fresh container."""
+    with namespaced(HOLD_PID_2, f"lmdb://{path}") as holder:
+        assert holder.stdout.readline() == "open\n"
+        with namespaced(COMMAND, f"lmdb://{path}") as command:
+            output = command.stdout.read()
+            assert command.wait(60) == 0
+    assert "requests" in output

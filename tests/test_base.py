@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from persistkv.base import GPULoadStoreSpec
+from persistkv.cpu.common import CPULoadStoreSpec
+
+
+@pytest.mark.parametrize("block_ids", [[3, 1, 2], (), range(2), np.array([7, 5])])
+def test_load_store_spec_block_ids_are_an_int64_array(block_ids):
+    for spec in (CPULoadStoreSpec(block_ids), GPULoadStoreSpec(block_ids, [len(block_ids)], [0])):
+        assert isinstance(spec.block_ids, np.ndarray)
+        assert (spec.block_ids.dtype, spec.block_ids.shape) == (np.dtype(np.int64), (len(block_ids),))
+        assert spec.block_ids.tolist() == list(block_ids)
+        assert repr(spec.block_ids.tolist()) in repr(spec)
+
+
+def test_load_store_spec_copies_block_ids():
+    rows = np.array([1, 2])
+    spec = CPULoadStoreSpec(rows)
+    rows[0] = 9
+    assert spec.block_ids.tolist() == [1, 2]
+
+
+def test_base_import_does_not_import_torch():
+    program = "import sys, persistkv.base; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

@@ -1,0 +1,255 @@
+"""Requests at the tiering manager: announced, announced twice, or not at all; and their end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from persistkv.base import OffloadKey, OffloadPolicy, ReqContext
+from tests.tiering.tiers import BlockLevelTier, RecordingTier
+
+Keys = Callable[..., list[OffloadKey]]
+MakeStack = Callable[..., Any]
+Described = Callable[..., ReqContext]
+
+recording = partial(RecordingTier, simulate_async=True)
+block_level = partial(BlockLevelTier, simulate_async=True)
+
+
+def leave_in_tiers(stack: Any, names: list[OffloadKey], req: ReqContext) -> None:
+    """Store blocks, wait until the tiers have them, and empty the primary tier."""
+    stack.manager.on_new_request(req)
+    stack.store(names, req)
+    stack.step()
+    stack.manager.on_request_finished(req)
+    stack.forget_primary()
+
+
+def load(stack: Any, names: list[OffloadKey], req: ReqContext) -> None:
+    stack.check(names, stack.manager.prepare_load(names, req))
+    stack.manager.complete_load(names, req)
+
+
+def test_lookup_unannounced_request_is_promoted(make_stack: MakeStack, keys: Keys, described: Described) -> None:
+    stack = make_stack(8, recording)
+    names = keys(3)
+    leave_in_tiers(stack, names, described("a", names))
+    req = described("b", names)
+    assert stack.promote(names, req) == [True] * 3
+    assert stack.primary.num_free_or_evictable() == 5, "its rows stay referenced until it loads them"
+    load(stack, names, req)
+    stack.manager.on_request_finished(req)
+    assert stack.primary.num_free_or_evictable() == 8
+    assert stack.tiers[0].told[-2:] == [("new", "b"), ("finished", "b")]
+
+
+def test_lookup_unannounced_request_joins_a_promotion_in_flight(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    stack = make_stack(8, recording)
+    names = keys(3)
+    leave_in_tiers(stack, names, described("a", names))
+    announced, unannounced = described("b", names), described("c", names)
+    stack.manager.on_new_request(announced)
+    for req in (announced, unannounced):
+        assert [stack.manager.lookup(key, req) for key in names] == [None] * 3
+    assert stack.promote(names, unannounced) == [True] * 3
+    stack.manager.on_request_finished(announced)
+    assert stack.primary.num_free_or_evictable() == 5, "held for the unannounced request alone"
+    load(stack, names, unannounced)
+    assert len(stack.tiers[0].loads) == 1
+
+
+def test_unannounced_request_is_announced_to_tiers_once(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    stack = make_stack(8, recording)
+    names = keys(2)
+    req = described("r", names)
+    assert stack.manager.lookup(names[0], req) is False
+    stack.store(names, req)
+    assert stack.manager.on_new_request(req).policy is OffloadPolicy.REQUEST_LEVEL
+    stack.manager.on_request_finished(req)
+    assert stack.tiers[0].told == [("new", "r"), ("finished", "r")]
+
+
+def test_unannounced_request_that_stores_ends_after_its_last_store(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    stack = make_stack(8, recording)
+    names = keys(2)
+    req = described("r", names)
+    output = stack.manager.prepare_store(names, req)
+    stack.manager.on_request_finished(req)
+    assert ("finished", "r") not in stack.tiers[0].told
+    stack.manager.complete_store(output.keys_to_store, req)
+    assert stack.tiers[0].told == [("new", "r"), ("finished", "r")]
+    assert [list(job.keys) for job in stack.tiers[0].stores] == [names]
+
+
+def test_on_new_request_twice_keeps_held_rows_and_leaks_none(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    stack = make_stack(8, recording)
+    names = keys(3)
+    leave_in_tiers(stack, names, described("a", names))
+    req = described("b", names)
+    stack.manager.on_new_request(req)
+    assert stack.promote(names, req) == [True] * 3
+    stack.manager.on_new_request(described("b", names))
+    assert stack.primary.num_free_or_evictable() == 5, "its rows are still held"
+    assert stack.manager.prepare_store(keys(6), described("other")) is None
+    load(stack, names, req)
+    stack.manager.on_request_finished(req)
+    assert stack.primary.num_free_or_evictable() == 8
+    assert stack.tiers[0].told.count(("new", "b")) == stack.tiers[0].told.count(("finished", "b")) == 1
+
+
+@pytest.mark.parametrize("when", ["pending", "in flight"])
+def test_on_new_request_twice_during_a_promotion_still_waits(
+    make_stack: MakeStack, keys: Keys, described: Described, when: str
+) -> None:
+    stack = make_stack(8, recording)
+    names = keys(3)
+    leave_in_tiers(stack, names, described("a", names))
+    req = described("b", names)
+    stack.manager.on_new_request(req)
+    for key in names:
+        assert stack.manager.lookup(key, req) is None
+    if when == "in flight":
+        stack.step()
+    stack.manager.on_new_request(req)
+    assert stack.promote(names, req) == [True] * 3
+    load(stack, names, req)
+    stack.manager.on_request_finished(req)
+    stack.step()
+    assert stack.primary.num_free_or_evictable() == 8
+    assert len(stack.tiers[0].loads) == 1
+
+
+def test_on_new_request_twice_ends_with_the_newest_description(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    stack = make_stack(8, recording)
+    names = keys(2)
+    stack.manager.lookup(names[0], described("r"))
+    newest = described("r", names)
+    stack.manager.on_new_request(newest)
+    stack.manager.on_request_finished(newest)
+    assert stack.tiers[0].ended[-1] is newest
+
+
+def test_on_new_request_during_the_stores_of_a_finished_request(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    """The id is used again before the stores of the first request have ended."""
+    stack = make_stack(8, recording)
+    first, second = keys(2), keys(2)
+    req = described("r", first)
+    stack.manager.on_new_request(req)
+    output = stack.manager.prepare_store(first, req)
+    stack.manager.on_request_finished(req)
+    again = described("r", second)
+    stack.manager.on_new_request(again)
+    stack.manager.complete_store(output.keys_to_store, req)
+    assert ("finished", "r") not in stack.tiers[0].told, "the second request has not ended"
+    stack.store(second, again)
+    stack.manager.on_request_finished(again)
+    assert stack.tiers[0].told == [("new", "r"), ("finished", "r")]
+    stack.step()
+    assert stack.primary.num_free_or_evictable() == 8
+    assert not stack.manager.has_pending_work()
+
+
+def test_promoted_block_reaches_request_level_tiers_once_readable(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    stack = make_stack(8, recording, recording)
+    near, far = stack.tiers
+    names = keys(3)
+    leave_in_tiers(stack, names, described("a", names))
+    near.blocks.clear()
+    near.stores.clear()
+    far.stores.clear()
+    req = described("b", names)
+    stack.manager.on_new_request(req)
+    assert [stack.manager.lookup(key, req) for key in names] == [None] * 3
+    stack.step()
+    assert near.stores == []
+    stack.step()
+    assert [(list(job.keys), job.req_context.req_id) for job in near.stores] == [(names, "b")]
+    assert far.stores == [], "it is the source"
+    load(stack, names, req)
+    assert stack.manager.prepare_store(names, req).keys_to_store == []
+    assert len(near.stores) == 1, "not submitted again"
+    assert [list(job.keys) for job in far.stores] == [names], "it receives every block that the request offers"
+    stack.manager.on_request_finished(req)
+    stack.step()
+    assert set(near.blocks) == set(names)
+    assert stack.primary.num_free_or_evictable() == 8
+
+
+def test_promoted_block_offered_meanwhile_reaches_request_level_tiers(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    """The request computed the block while another request's promotion was in flight, and ends before that does."""
+    stack = make_stack(8, recording, recording)
+    near, far = stack.tiers
+    names = keys(3)
+    leave_in_tiers(stack, names, described("a", names))
+    near.blocks.clear()
+    near.stores.clear()
+    far.stores.clear()
+    waiting = described("b", names)
+    stack.manager.on_new_request(waiting)
+    for key in names:
+        stack.manager.lookup(key, waiting)
+    stack.step()
+    far.silent = True
+    offering = described("c", names)
+    stack.manager.on_new_request(offering)
+    assert stack.manager.prepare_store(names, offering).keys_to_store == []
+    stack.manager.on_request_finished(waiting)
+    stack.manager.on_request_finished(offering)
+    assert ("finished", "c") not in near.told
+    far.silent = False
+    stack.step()
+    assert [(list(job.keys), job.req_context.req_id) for job in near.stores] == [(names, "c")]
+    assert near.told[-1] == ("finished", "c")
+    stack.step()
+    assert set(near.blocks) == set(names)
+    assert stack.primary.num_free_or_evictable() == 8
+
+
+def test_promoted_block_does_not_reach_block_level_tiers(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    stack = make_stack(8, block_level, recording)
+    near, _ = stack.tiers
+    names = keys(3)
+    leave_in_tiers(stack, names, described("a", names))
+    near.blocks.clear()
+    near.stores.clear()
+    assert stack.promote(names, described("b", names)) == [True] * 3
+    stack.step()
+    assert near.stores == []
+
+
+def test_promoted_block_of_a_request_that_stores_nothing_stays_in_its_tier(
+    make_stack: MakeStack, keys: Keys, described: Described
+) -> None:
+    stack = make_stack(8, recording, recording)
+    near, _ = stack.tiers
+    names = keys(3)
+    leave_in_tiers(stack, names, described("a", names))
+    near.blocks.clear()
+    near.stores.clear()
+    req = ReqContext("b", store=False)
+    assert stack.promote(names, req) == [True] * 3
+    load(stack, names, req)
+    stack.manager.on_request_finished(req)
+    stack.step()
+    assert near.stores == []

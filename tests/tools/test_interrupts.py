@@ -1,0 +1,40 @@
+"""Commands that wait end at once with Ctrl-C, however long they would have waited."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.tools.signals import interrupt, obey_ctrl_c
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        (("warm", "{url}", "one", "--wait", "5m"), 130),
+        (("top", "{url}", "--interval", "5m"), 130),
+        (("verify", "{url}", "--rate", "1KiB"), 130),
+        (("bench", "lmdb://{tmp}/bench", "--size", "4MiB", "--rounds", "1000"), 130),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_command_that_waits_interrupted_ends_at_once(contexts, tmp_path, command, code):
+    url, writer = contexts
+    writer.add("one", "a b c")
+    arguments = [part.format(url=url, tmp=tmp_path) for part in command]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "persistkv_tools", *arguments],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=obey_ctrl_c,
+    )
+    time.sleep(2.0)  # its imports take half a second
+    said, took_s = interrupt(process)
+    assert (process.returncode, said) == (code, "persistkv: interrupted\n")
+    assert took_s < 10
+    assert not list(tmp_path.glob("bench*"))

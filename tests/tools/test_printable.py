@@ -1,0 +1,147 @@
+"""Text of stores and other processes cannot command the terminal or imitate other lines."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from contextlib import closing
+
+import pytest
+
+from persistkv.printable import printable
+from persistkv.storage.identity import Identity
+from persistkv.storage.registry import open_backend
+from persistkv.storage.warming import acknowledge_warm, request_warm
+from tests.storage.statuses import make_status
+from tests.tools.contexts import Contexts
+from tests.tools.damage import Damage
+from tests.tools.terminals import ESCAPES, on_terminal
+
+EVIL = "\x1b[2J\x1b]0;owned\x07\r\n2 requests\t\x9b31m\x7f\u202egnp.exe\u2066\u200b\u2028\ufeff\u061c\U000e0041"
+SHOWN = r"\x1b[2J\x1b]0;owned\x07\r\n2 requests\t\x9b31m\x7f\u202egnp.exe\u2066\u200b\u2028\ufeff\u061c\U000e0041"
+COMMANDS = {
+    "ls": ("ls", "{url}"),
+    "stat": ("stat", "{url}"),
+    "show": ("show", "{url}", "anna", "--tree"),
+    "top": ("top", "{url}", "--interval", "1s"),
+    "report": ("report", "{url}", "-o", "{evil}.html"),
+    "verify": ("verify", "{url}"),
+    "prune": ("prune", "{url}", "--label", "user", "--dry-run"),
+    "pin": ("pin", "{url}", "anna"),
+    "unpin": ("unpin", "{url}", "anna"),
+    "label": ("label", "{url}", "anna", "a={evil}"),
+    "warm": ("warm", "{url}", "anna", "--wait", "1s"),
+    "why": ("why", "{url}", "--against", "{other}"),
+    "doctor": ("doctor", "{url}"),
+    "export": ("export", "{url}", "--all", "-o", "{evil}.pkv"),
+    "import": ("import", "good.pkv", "{other}"),
+    "push": ("push", "{url}", "{other}"),
+    "pull": ("pull", "{other}", "{url}"),
+}
+
+
+@pytest.fixture
+def store(url, tmp_path, run):
+    """A store full of hostile names; its second request is damaged."""
+    with closing(open_backend(url)) as backend:
+        writer = Contexts(backend, Identity.of({"weights": "w", "config": {EVIL: EVIL}}))
+        writer.add(f"anna{EVIL}", "s a", labels={"user": EVIL, EVIL: "value"})
+        writer.add(f"anna{EVIL}2", "s a b")
+        writer.add(f"bert{EVIL}", "s c", labels={"user": EVIL})
+        row = make_status(f"e{EVIL}", host=EVIL, breaker=EVIL, time=time.time(), interval_s=1e6)
+        backend.publish_status("e1", row.encode())
+    with Damage(url, writer.namespace) as damage:
+        damage.flip_keys(f"anna{EVIL}2", 20)
+    with closing(open_backend(url)) as backend:
+        asked = request_warm(backend, writer.namespace, f"bert{EVIL}")
+        acknowledge_warm(backend, asked, "e1", blocks=1, missing=0)
+    other = f"lmdb://{tmp_path}/other"
+    with closing(open_backend(other)) as backend:
+        Contexts(backend, Identity.of({"weights": "w", "config": {EVIL: "other"}})).add("one", "x")
+    assert run("export", url, f"bert{EVIL}", "-o", "good.pkv").returncode == 0
+    return {"url": url, "other": other, "evil": EVIL.replace("/", "")}
+
+
+def is_safe(text):
+    return all(line.isprintable() for line in text.split("\n")) and "\n2 requests" not in text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_command_text_of_others_is_escaped(run, store, name):
+    arguments = [part.format(**store) for part in COMMANDS[name]]
+    done = run(*arguments)
+    assert done.returncode in (0, 1, 2), done.stderr
+    assert done.stdout + done.stderr
+    assert is_safe(done.stdout)
+    assert is_safe(done.stderr)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_command_json_text_of_others_is_exact(run, store, name):
+    arguments = [part.format(**store) for part in COMMANDS[name]]
+    done = run(*arguments, "--json")
+    assert is_safe(done.stdout)
+    if done.returncode != 2:
+        found = json.loads(done.stdout)
+        if name == "ls":
+            assert {request["id"] for request in found["requests"]} >= {f"anna{EVIL}", f"bert{EVIL}"}
+            assert [request["labels"] for request in found["requests"] if request["labels"].get(EVIL)] == [
+                {"user": EVIL, EVIL: "value"}
+            ]
+
+
+def test_ls_unprintable_characters_are_shown(run, store):
+    shown = run("ls", store["url"]).stdout
+    assert f"anna{SHOWN} " in shown
+    assert f"user={SHOWN}" in shown
+
+
+def test_error_text_of_others_is_escaped(run, store):
+    done = run("show", store["url"], "anna")
+    assert done.returncode == 2
+    assert r"anna\x1b[2J" in done.stderr
+    assert is_safe(done.stderr)
+    assert done.stderr.count("\n") == 1
+
+
+def test_report_text_of_others_is_escaped(run, store, tmp_path):
+    assert run("report", store["url"], "-o", "report.html").returncode == 0
+    page = (tmp_path / "report.html").read_text()
+    assert f"bert{SHOWN}" in page
+    assert is_safe(page)
+
+
+def test_log_text_of_others_is_escaped():
+    """Drivers quote paths and rows in log lines."""
+    script = f"""
+import logging
+from persistkv_tools import cli
+try:
+    cli.main(["--version"])
+except SystemExit:
+    logging.getLogger("persistkv_driver").warning("row of %s", {EVIL!r})
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stderr == f"row of {SHOWN}\n"
+
+
+def test_terminal_gets_no_escape_of_others(store, tmp_path):
+    text, code = on_terminal(200, "ls", store["url"], cwd=tmp_path)
+    assert code == 0
+    assert is_safe(ESCAPES.sub("", text).replace("\r", ""))
+    assert not re.search(r"\x1b\[2J|\x1b\]0", text)
+
+
+def test_metrics_hold_no_escape_of_others(store, tmp_path):
+    pytest.importorskip("prometheus_client")
+    metrics, code = on_terminal(200, "serve-metrics", store["url"], "--once", cwd=tmp_path)
+    assert code == 0
+    assert is_safe(metrics)
+
+
+def test_printable_leaves_printable_text_alone():
+    for text in ("", "plain text", "naïve 漢字 🙂", "a → b ÷ c", "back\\slash"):
+        assert printable(text) is text

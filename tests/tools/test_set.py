@@ -1,0 +1,105 @@
+"""``persistkv set``: a store's policy is shown, and changed only here."""
+
+import json
+import time
+from contextlib import closing
+
+import pytest
+
+from persistkv.storage.registry import open_backend
+
+GIB = 1 << 30
+DAY_S = 86_400
+
+
+@pytest.fixture
+def store(contexts):
+    """Two requests in a store of 1 GiB, and its URL without options."""
+    url, writer = contexts
+    writer.add("one", "a b c")
+    writer.add("two", "a b d")
+    return url.partition("?")[0]
+
+
+def policy(run, store):
+    return json.loads(run("set", store, "--json").stdout)["before"]
+
+
+def test_set_without_values_shows_the_policy(run, store):
+    done = run("set", store)
+    assert done.returncode == 0, done.stderr
+    assert "1.0 GiB" in done.stdout
+    assert "inline" in done.stdout
+    assert policy(run, store) == {"capacity": GIB, "ttl_s": None, "placement": "inline"}
+
+
+def test_set_changes_capacity_and_ttl_of_an_open_store(run, store):
+    done = run("set", store, "capacity=2GiB", "ttl=7d", "--yes")
+    assert done.returncode == 0, done.stderr
+    assert "1.0 GiB → 2.0 GiB" in done.stdout
+    assert policy(run, store) == {"capacity": 2 * GIB, "ttl_s": 7 * DAY_S, "placement": "inline"}
+    assert run("set", store, "ttl=none", "--yes").returncode == 0
+    assert policy(run, store)["ttl_s"] is None
+    assert json.loads(run("stat", store, "--json").stdout)["requests"] == 2
+
+
+def test_set_lower_capacity_shows_what_will_be_evicted(run, store):
+    found = json.loads(run("set", store, "capacity=1MiB", "--dry-run", "--json").stdout)
+    assert not found["changed"]
+    disk = found["consequences"]["disk_bytes"]
+    assert found["consequences"]["evicted_bytes"] == max(0, disk - (1 << 20))
+    assert policy(run, store)["capacity"] == GIB
+
+
+def test_set_shorter_ttl_counts_the_requests_that_expire(run, store, monkeypatch):
+    run("pin", store, "one")
+    now, since_boot = time.time, time.clock_gettime
+    monkeypatch.setattr(time, "time", lambda: now() + 2 * DAY_S)
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: since_boot(clock) + 2 * DAY_S)
+    done = run("set", store, "ttl=1d", "--dry-run")
+    assert "1 of 2 requests will expire" in done.stdout
+    assert "will expire" not in run("set", store, "ttl=3d", "--dry-run").stdout
+
+
+def test_set_capacity_beyond_the_disk_names_what_is_missing(run, store):
+    assert "the disk lacks" in run("set", store, "capacity=64TiB", "--dry-run").stdout
+
+
+def test_set_without_consent_changes_nothing(run, store):
+    done = run("set", store, "capacity=2GiB")
+    assert done.returncode == 2
+    assert "--yes or --dry-run" in done.stderr
+    assert policy(run, store)["capacity"] == GIB
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ("capacity", "NAME=VALUE"),
+        ("capacity=lots", "capacity"),
+        ("capacity=0", "capacity"),
+        ("ttl=7", "ttl"),
+        ("placement=extents", "placement"),
+        ("size=1GiB", "one of capacity"),
+    ],
+)
+def test_set_bad_value_is_named(run, store, value, named):
+    done = run("set", store, value, "--yes")
+    assert done.returncode == 2
+    assert named in done.stderr
+    assert policy(run, store) == {"capacity": GIB, "ttl_s": None, "placement": "inline"}
+
+
+def test_set_store_without_a_policy_is_refused(run):
+    done = run("set", "memory://one", "capacity=1GiB", "--yes")
+    assert done.returncode in (2, 3)
+
+
+@pytest.mark.parametrize("command", ["label one a=b", "pin one", "prune --older-than 30d --yes"])
+def test_writing_command_with_another_capacity_keeps_the_recorded_one(run, store, command):
+    name, *rest = command.split()
+    done = run(name, f"{store}?capacity=2MiB&ttl=1m", *rest)
+    assert done.returncode == 0, done.stderr
+    with closing(open_backend(store)) as backend:
+        assert backend.stats().capacity == GIB
+        assert backend.stats().requests == 2

@@ -1,0 +1,186 @@
+"""``persistkv set``: show and change a store's policy."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from persistkv.config import StoreUrl, parse_duration, parse_size
+from persistkv.errors import ConfigurationError
+from persistkv.storage.backend import Backend, Policy, SupportsPolicy
+from persistkv_tools import render
+from persistkv_tools.options import Json, Url, Yes, ensure_consent, opened
+
+_NONE = "none"
+
+
+class PolicyView(msgspec.Struct, frozen=True):
+    """A store's policy."""
+
+    capacity: int | None
+    """Bytes on disk; null: unbounded."""
+    ttl_s: float | None
+    """Seconds after the last use; null: content does not expire."""
+    placement: str | None
+
+    @classmethod
+    def of(cls, policy: Policy) -> PolicyView:
+        """Convert a driver's policy."""
+        return cls(policy.capacity, policy.ttl_s, policy.placement)
+
+
+class Consequences(msgspec.Struct, frozen=True):
+    """What a new policy means for the content of a store."""
+
+    disk_bytes: int
+    """Bytes that the store takes now."""
+    evicted_bytes: int
+    """Of these, what the next commits evict, least recently used first."""
+    expiring_requests: int
+    """Requests that the next commits expire."""
+    requests: int
+    """Requests in all."""
+    missing_disk_bytes: int
+    """What the disk lacks for the store to grow to the capacity."""
+
+
+def set_(
+    url: Url,
+    values: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME=VALUE]...", help="capacity=200GiB, ttl=7d or ttl=none. Without any: show them."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the consequences.")] = False,
+    yes: Yes = False,
+    json: Json = False,
+) -> None:
+    """Show or change what a store keeps: its capacity and how long unused content lives. Engines may run.
+
+    A URL never changes a store that exists; this command does, after it has shown the consequences.
+
+    Example: persistkv set lmdb:///var/cache/kv capacity=200GiB ttl=30d
+    """
+    with opened(url) as backend:
+        before = _policy(backend, url)
+        after = _changed(before, values or [])
+        found = _consequences(backend, url, before, after)
+    if not json:
+        _print(before, after, found)
+    done = False
+    if after != before and not dry_run:
+        ensure_consent("set", url, "--yes or --dry-run", yes=yes, json=json)
+        if yes or typer.confirm("Change it?"):
+            with opened(url, writable=True) as backend:
+                _supported(backend, url).set_policy(after)
+            done = True
+    if json:
+        render.print_json(
+            {
+                "url": url,
+                "before": PolicyView.of(before),
+                "after": PolicyView.of(after),
+                "consequences": found,
+                "changed": done,
+            }
+        )
+    elif done:
+        render.say("changed; engines follow with their next commit")
+
+
+def _supported(backend: Backend, url: str) -> SupportsPolicy:
+    if not isinstance(backend, SupportsPolicy):
+        raise ConfigurationError("url", url, "a store that records its policy, such as lmdb://")
+    return backend
+
+
+def _policy(backend: Backend, url: str) -> Policy:
+    return _supported(backend, url).policy()
+
+
+def _changed(policy: Policy, values: list[str]) -> Policy:
+    """The policy with other values.
+
+    :raises ConfigurationError: a value that is none, or a name that does not exist or cannot be changed.
+    """
+    for text in values:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigurationError("set", text, "NAME=VALUE, such as capacity=200GiB")
+        if name == "capacity":
+            policy = replace(policy, capacity=parse_size(value, name="capacity"))
+        elif name == "ttl":
+            policy = replace(policy, ttl_s=None if value == _NONE else parse_duration(value, name="ttl"))
+        elif name == "placement":
+            if value != policy.placement:
+                expected = f"{policy.placement}, fixed at creation; persistkv push copies a store into a new one"
+                raise ConfigurationError("placement", value, expected)
+        else:
+            raise ConfigurationError("set", text, "one of capacity=SIZE, ttl=DURATION and ttl=none")
+    return policy
+
+
+def _consequences(backend: Backend, url: str, before: Policy, after: Policy) -> Consequences:
+    stats = backend.stats()
+    over = 0 if after.capacity is None else max(0, stats.disk_bytes - after.capacity)
+    grows = 0 if after.capacity is None else max(0, after.capacity - stats.disk_bytes)
+    missing = 0
+    location = Path(StoreUrl.parse(url).location)
+    if after.capacity != before.capacity and location.is_dir():
+        status = os.statvfs(location)
+        missing = max(0, grows - status.f_bavail * status.f_frsize)
+    expiring = _expiring(backend, after.ttl_s) if after.ttl_s != before.ttl_s else 0
+    return Consequences(stats.disk_bytes, over, expiring, stats.requests, missing)
+
+
+def _expiring(backend: Backend, ttl_s: float | None) -> int:
+    """Requests that were last used longer ago than the ttl and are not pinned."""
+    if ttl_s is None:
+        return 0
+    oldest = time.time() - ttl_s
+    count = 0
+    for namespace in backend.namespaces():
+        names = [manifest.id for manifest in backend.manifests(namespace.id)]
+        uses = backend.uses(namespace.id, names)
+        count += sum(use is not None and not use.pinned and use.last_used < oldest for use in uses)
+    return count
+
+
+def _print(before: Policy, after: Policy, found: Consequences) -> None:
+    rows = {
+        "capacity": _arrow(_size(before.capacity), _size(after.capacity)),
+        "ttl": _arrow(_duration(before.ttl_s), _duration(after.ttl_s)),
+        "placement": before.placement or "-",
+        "on disk": render.format_size(found.disk_bytes),
+    }
+    render.console().print(render.pairs(rows))
+    if found.evicted_bytes:
+        size = render.format_size(found.evicted_bytes)
+        render.say(f"about {size} will be evicted by the next commits, least recently used first")
+    if found.expiring_requests:
+        of = render.count(found.requests, "request")
+        render.say(f"{found.expiring_requests:,} of {of} will expire: they were last used before the new ttl")
+    if found.missing_disk_bytes:
+        render.say(f"the disk lacks {render.format_size(found.missing_disk_bytes)} for this capacity")
+
+
+def _arrow(before: str, after: str) -> str:
+    return before if before == after else f"{before} → {after}"
+
+
+def _size(value: int | None) -> str:
+    return _NONE if value is None else render.format_size(value)
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return _NONE
+    for unit, letter in ((86_400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= unit and seconds % unit == 0:
+            return f"{seconds / unit:g}{letter}"
+    return f"{seconds:g}s"

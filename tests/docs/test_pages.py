@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from persistkv_tools.commands import COMMANDS
+from persistkv_tools.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -20,7 +20,6 @@ PAGES = sorted(
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 PLACE = re.compile(r"`((?:tests|benchmarks|backends|tools|docs|examples|\.ci)/[\w./-]*|persistkv/[\w./-]*(?:/|\.py))`")
-OTHER_COMMANDS = ("demo",)  # of integrations, found by entry point
 NO_COMMAND = {"identity"}  # the begin of what a namespace is the digest of
 
 
@@ -49,7 +48,7 @@ def test_modules_targets_and_commands(page: Path) -> None:
     fenced = "\n".join(FENCE.findall(text))
     commands = set(re.findall(r"^(?:\$ )?persistkv ([a-z][a-z-]*)", fenced, re.MULTILINE))
     commands |= set(re.findall(r"`persistkv ([a-z][a-z-]*)", text))
-    assert commands - NO_COMMAND <= {*COMMANDS, *OTHER_COMMANDS}
+    assert commands - NO_COMMAND <= COMMANDS.keys()
 
 
 def test_all_pages_were_found() -> None:

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
@@ -19,17 +20,41 @@ import typer
 from persistkv import __version__
 from persistkv.errors import PersistKVError, ProcessIdInUseError, StoreError
 from persistkv.printable import printable
-from persistkv_tools.commands import COMMANDS, load_command
-from persistkv_tools.plugins import asked_for, attach_commands
 
 _BAD_INPUT = 2
 _STORE_FAILED = 3
 _INTERRUPTED = 130
 RETRY = 75  # exit code for ``entry``: run the command again in another process (EX_TEMPFAIL)
 
+COMMANDS: dict[str, str] = {
+    "ls": "persistkv_tools.commands.ls:ls",
+    "stat": "persistkv_tools.commands.stat:stat",
+    "show": "persistkv_tools.commands.show:show",
+    "top": "persistkv_tools.commands.top:top",
+    "report": "persistkv_tools.commands.report:report",
+    "verify": "persistkv_tools.commands.verify:verify",
+    "prune": "persistkv_tools.commands.prune:prune",
+    "set": "persistkv_tools.commands.set:set_",
+    "pin": "persistkv_tools.commands.pin:pin",
+    "unpin": "persistkv_tools.commands.pin:unpin",
+    "label": "persistkv_tools.commands.label:label",
+    "warm": "persistkv_tools.commands.warm:warm",
+    "why": "persistkv_tools.commands.why:why",
+    "doctor": "persistkv_tools.commands.doctor:doctor",
+    "export": "persistkv_tools.commands.carry:export",
+    "import": "persistkv_tools.commands.carry:import_",
+    "push": "persistkv_tools.commands.carry:push_",
+    "pull": "persistkv_tools.commands.carry:pull",
+    "bench": "persistkv_tools.commands.bench:bench_",
+    "replay": "persistkv_tools.commands.replay:replay_",
+    "serve-metrics": "persistkv_tools.commands.serve:serve_metrics",
+    "demo": "persistkv.integrations.transformers.demo.command:demo",
+}
+"""Module and function of each command, in the order of the help. A module is imported when its command runs."""
+
 
 def build_app(arguments: Sequence[str]) -> typer.Typer:
-    """The application: with the command that ``arguments`` ask for, or with all where they ask for none of ours."""
+    """Return the application with the command that ``arguments`` name, or with all commands if they name none."""
     app = typer.Typer(
         name="persistkv",
         help="Look into persistkv stores, check and bound them, carry contexts, and see them at work.",
@@ -37,10 +62,10 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
-    asked = asked_for(arguments)
-    for name in COMMANDS if asked is None or asked not in COMMANDS else [asked]:
-        app.command(name)(_interruptible(load_command(name)))
-    attach_commands(app, arguments, built_in=COMMANDS, wrapped=_interruptible)
+    asked = next((argument for argument in arguments if not argument.startswith("-")), None)
+    for name in [asked] if asked in COMMANDS else COMMANDS:
+        module, _, function = COMMANDS[name].partition(":")
+        app.command(name)(_interruptible(getattr(import_module(module), function)))
     return app
 
 

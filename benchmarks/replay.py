@@ -4,10 +4,10 @@ Each request looks its chain up, loads the longest prefix that is held (and comp
 context and ends, as an engine would without a primary tier in front. The store keeps small synthetic blocks, one for
 each 512-token block of the trace. Its capacity in bytes is that of the stated share of all distinct blocks, payload
 only: index, manifests and padding have to fit in as well; the column ``not blocks`` tells their share. A pack holds at
-most ``--pack-blocks`` blocks, since real blocks of 512 tokens are large: see ``persistkv_tools.replaying``, which says
-how large. Beside it, caches that hold so many whole blocks and need no
-room for anything else: one that drops what was used longest ago, also with as many blocks as the store held (the median
-of the second half), which tells what order costs from what room costs; and the best that is possible (``trace.py``).
+most ``--pack-blocks`` blocks, since real blocks of 512 tokens are large: see ``persistkv_tools.inspect.replaying``,
+which says how large. Beside it, caches that hold so many whole blocks and need no room for anything else: one that
+drops what was used longest ago, also with as many blocks as the store held (the median of the second half), which tells
+what order costs from what room costs; and the best that is possible (``trace.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks.rig import show
-from persistkv_tools.replaying import PACK_BLOCKS, Comparison, Outcome, replay
+from persistkv_tools.inspect.replaying import PACK_BLOCKS, Comparison, Outcome, replay
 from persistkv_tools.trace import Request, distinct_blocks, lru_hits, read_trace
 
 CONVERSATION = Path(__file__).parent / "data" / "conversation.jsonl.xz"

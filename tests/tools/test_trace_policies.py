@@ -4,7 +4,7 @@ import pytest
 
 from persistkv_tools.trace import clairvoyant_hits, distinct_blocks
 from persistkv_tools.trace_policies import OTHER_POLICIES
-from tests.tools.test_replay import make_trace
+from tests.tools.inspect.test_replay import make_trace
 
 
 @pytest.mark.parametrize("name", OTHER_POLICIES)

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from persistkv_tools.inspect.benching import verdict
+
+pytestmark = pytest.mark.slow
+
+SIZE = 4 << 20
+SMALL = ("--size", "4MiB", "--rounds", "2")
+
+
+def test_it_measures_beside_the_store_and_leaves_nothing(run, filled, tmp_path):
+    before = run("ls", filled, "--json").stdout
+    done = run("bench", filled, *SMALL, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    names = ["store", "load, warm", "load, cold"]
+    if any("page cache" in note for note in found["notes"]):  # where files lie in memory, say
+        names.pop()
+    assert [figure["name"] for figure in found["figures"]] == names
+    for figure in found["figures"]:
+        assert figure["seconds"] > 0
+        assert figure["bytes_per_s"] == pytest.approx(SIZE / figure["seconds"], rel=0.01)
+        if not found["notes"]:  # the disk could be measured
+            assert figure["ratio"] == pytest.approx(figure["limit_seconds"] / figure["seconds"], rel=0.01, abs=0.001)
+    assert run("ls", filled, "--json").stdout == before
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_a_person_reads_a_verdict(run, tmp_path):
+    shown = run("bench", f"lmdb://{tmp_path}/absent", *SMALL).stdout
+    for part in ("store", "load, warm", "verdict"):
+        assert part in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_medium_without_a_disk_has_figures_and_no_ratios(run):
+    """A store in memory ends with its handle: only what one handle does is measured."""
+    found = json.loads(run("bench", "memory://x", *SMALL, "--json").stdout)
+    assert [(figure["name"], figure["ratio"]) for figure in found["figures"]] == [("store", None), ("load, warm", None)]
+    assert any("no ratios" in note for note in found["notes"])
+
+
+@pytest.mark.parametrize(
+    "options", [("--size", "100KB"), ("--size", "1MiB"), ("--size", "5000KB"), ("--size", "none"), ("--rounds", "0")]
+)
+def test_wrong_options(run, tmp_path, options):
+    done = run("bench", f"lmdb://{tmp_path}/new", *options)
+    assert done.returncode == 2
+    assert options[0] in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("ratio", "part"), [(None, "no limit"), (0.8, "as fast"), (0.5, "usable"), (0.2, "slow")])
+def test_verdicts(ratio, part):
+    assert part in verdict("store", ratio)

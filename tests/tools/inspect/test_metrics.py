@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from persistkv.storage.records import StoreCounters
+from persistkv.storage.registry import open_backend
+from tests.storage.statuses import make_status
+from tests.tools.signals import obey_ctrl_c
+
+pytest.importorskip("prometheus_client")
+
+from prometheus_client.parser import text_string_to_metric_families
+
+DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana-dashboard.json"
+
+
+def parsed(text):
+    return {
+        (sample.name, sample.labels.get("engine")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@pytest.fixture
+def shown(filled):
+    """A store in which two engines show themselves, one of them long ago."""
+    counters = StoreCounters(stored_blocks=7, loaded_bytes=4096)
+    with closing(open_backend(filled)) as backend:
+        backend.publish_status("e1", make_status("e1", time=time.time(), counters=counters, breaker="open").encode())
+        backend.publish_status("e2", make_status("e2").encode())
+        yield filled
+
+
+def test_totals_and_engines(run, shown):
+    done = run("serve-metrics", shown, "--once")
+    assert done.returncode == 0, done.stderr
+    found = parsed(done.stdout)
+    totals = json.loads(run("stat", shown, "--json").stdout)
+    for name in ("packs", "blocks", "requests", "raw_bytes", "stored_bytes"):
+        assert found[f"persistkv_store_{name}", None] == totals[name]
+    assert found["persistkv_store_capacity_bytes", None] == totals["capacity"]
+    assert found["persistkv_up", None] == 1
+    assert found["persistkv_engines", None] == 1
+    assert found["persistkv_engine_stored_blocks_total", "e1"] == 7
+    assert found["persistkv_engine_loaded_bytes_total", "e1"] == 4096
+    assert found["persistkv_engine_breaker", "e1"] == 2
+    assert not [name for name, engine in found if engine == "e2"]
+
+
+def test_every_counter_of_a_store_is_exported(run, shown):
+    found = parsed(run("serve-metrics", shown, "--once").stdout)
+    for name in StoreCounters.__struct_fields__:
+        assert (f"persistkv_engine_{name}_total", "e1") in found
+
+
+def test_the_dashboard_asks_for_what_there_is(run, shown):
+    names = {name for name, _ in parsed(run("serve-metrics", shown, "--once").stdout)}
+    dashboard = json.loads(DASHBOARD.read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    used = {name for expr in asked for name in re.findall(r"persistkv_\w+", expr)}
+    assert len(used) > 10
+    assert used <= names
+
+
+@pytest.mark.slow
+def test_a_server_until_ctrl_c(shown, tmp_path):
+    command = [sys.executable, "-m", "persistkv_tools", "serve-metrics", shown, "--listen", "127.0.0.1:0", "--json"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, preexec_fn=obey_ctrl_c
+    )
+    try:
+        assert process.stdout is not None
+        lines = ""
+        while "}" not in lines:
+            lines += process.stdout.readline()
+        with urllib.request.urlopen(json.loads(lines)["address"], timeout=60) as answer:
+            found = parsed(answer.read().decode())
+        assert found["persistkv_up", None] == 1
+    finally:
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+
+
+def test_a_store_that_goes_away_is_down_and_comes_back(shown):
+    from persistkv_tools.inspect.metrics import StoreCollector
+
+    with closing(StoreCollector(f"{shown}&nonsense=1")) as broken, pytest.raises(Exception, match="nonsense"):
+        broken.collect()
+    path = Path(shown.partition("://")[2].partition("?")[0])
+    with closing(StoreCollector(shown)) as collector:
+        collector.close()
+        os.rename(path, path.with_name("away"))
+        (up,) = collector.collect()
+        assert up.samples[0].value == 0
+        os.rename(path.with_name("away"), path)
+        assert collector.collect()[0].samples[0].value == 1
+
+
+@pytest.mark.parametrize("listen", ["9464", "host:", "host:70000", "host:x"])
+def test_wrong_addresses(run, filled, listen):
+    done = run("serve-metrics", filled, "--listen", listen)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "--listen" in done.stderr
+
+
+def test_an_absent_store(run, tmp_path):
+    assert run("serve-metrics", f"lmdb://{tmp_path}/absent", "--once").returncode == 3

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from contextlib import closing
+from html.parser import HTMLParser
+
+import pytest
+
+from persistkv.storage.codec import ZstdCodec
+from persistkv.storage.registry import open_backend
+from persistkv_tools import render
+from persistkv_tools.inspect.reporting import report_data
+from tests.tools.contexts import Contexts
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+VOID = {"meta", "link", "br"}
+
+
+@pytest.fixture
+def store(url):
+    with closing(open_backend(url)) as backend:
+        writer = Contexts(backend, groups=2, codec=ZstdCodec(1), block_bytes=65_536)
+        writer.add("first", "s t a b", labels={"user": "<b>anna</b> & co"}, age_s=7200.0)
+        writer.add("second", "s t a c d e", age_s=3600.0)
+        writer.add("third", "s t x", age_s=60.0)
+    return url
+
+
+@pytest.fixture
+def page(run, store, tmp_path):
+    done = run("report", store, "-o", "report.html")
+    assert done.returncode == 0, done.stderr
+    return tmp_path / "report.html"
+
+
+class Balanced(HTMLParser):
+    """Knows whether all that was opened is closed in turn."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.seen = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def figures(run, store):
+    """What the page must show."""
+    totals = json.loads(run("stat", store, "--json").stdout)
+    return [
+        f"{totals['blocks']:,}",
+        render.format_size(totals["raw_bytes"]),
+        render.format_size(totals["stored_bytes"]),
+        render.format_size(totals["disk_bytes"]),
+        render.format_ratio(totals["raw_bytes"], totals["stored_bytes"]),
+        f"{totals['dedup_ratio']:.2f}",
+        totals["namespaces"][0]["id"][:8],
+        "zstd:1",
+        "second",
+        "38.5%",  # 10 of 26 blocks were named before: 0 of 8, 6 of 12, 4 of 6
+    ]
+
+
+class TestData:
+    def test_the_past_is_that_of_the_requests(self, store):
+        with closing(open_backend(store, read_only=True)) as backend:
+            data = report_data(store, backend)
+        assert sum(period.requests for period in data.periods) == 3
+        assert sum(period.blocks for period in data.periods) == 26
+        assert sum(period.found_blocks for period in data.periods) == 10
+        assert data.periods[-1].held_bytes == 16 * 65_536 == data.totals.raw_bytes
+        held = [period.held_bytes for period in data.periods]
+        assert held == sorted(held)
+        assert [request.id for request in data.largest] == ["second", "first", "third"]
+        assert data.contexts is not None
+        assert data.contexts.tree.requests == 3
+
+    def test_an_empty_store(self, run, url, tmp_path):
+        open_backend(url).close()
+        assert run("report", url, "-o", "empty.html").returncode == 0
+        assert "over time" not in (tmp_path / "empty.html").read_text()
+
+
+class TestPage:
+    def test_it_stands_for_itself(self, page):
+        text = page.read_text()
+        parser = Balanced()
+        parser.feed(text)
+        assert parser.open == []
+        assert not [tag for tag, _ in parser.seen if tag in ("script", "img", "iframe", "object")]
+        for _, attributes in parser.seen:
+            for name in ("src", "href"):
+                assert attributes.get(name, "data:").startswith("data:")
+        assert "url(" not in text
+        assert "prefers-color-scheme: dark" in text
+
+    def test_figures_stand_in_it(self, run, store, page):
+        text = html.unescape(page.read_text())
+        for figure in figures(run, store):
+            assert figure in text
+
+    def test_labels_cannot_become_markup(self, page):
+        assert "<b>anna" not in page.read_text()
+        assert "&lt;b&gt;anna" in page.read_text()
+
+    def test_a_file_that_cannot_be_written(self, run, store):
+        done = run("report", store, "-o", "absent/report.html")
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert "--output" in done.stderr
+
+    def test_json_says_where_it_is(self, run, store, tmp_path):
+        found = json.loads(run("report", store, "-o", "r.html", "--json").stdout)
+        assert found["bytes"] == (tmp_path / "r.html").stat().st_size
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt-get install chromium)")
+class TestInChromium:
+    @pytest.fixture
+    def chromium(self, tmp_path):
+        def start(*arguments):
+            command = [
+                str(CHROMIUM),
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--disable-dev-shm-usage",
+                f"--user-data-dir={tmp_path}/profile",
+                "--enable-logging=stderr",
+                "--v=0",
+                *arguments,
+            ]
+            return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+
+        return start
+
+    def test_it_shows_the_figures_and_complains_of_nothing(self, run, store, page, chromium):
+        done = chromium("--dump-dom", page.as_uri())
+        assert done.returncode == 0, done.stderr
+        text = html.unescape(re.sub(r"<style>.*?</style>|<[^>]+>", " ", done.stdout, flags=re.DOTALL))
+        for figure in figures(run, store):
+            assert figure in text
+        assert not re.findall(r".*CONSOLE.*", done.stderr)
+
+    def test_a_console_error_would_be_seen(self, tmp_path, chromium):
+        """What the other test rests on."""
+        (tmp_path / "bad.html").write_text("<script>console.error('seen it')</script>")
+        assert "CONSOLE" in chromium("--dump-dom", (tmp_path / "bad.html").as_uri()).stderr
+
+    @pytest.mark.parametrize(("dark", "light"), [(False, True), (True, False)])
+    def test_it_is_light_or_dark(self, page, chromium, tmp_path, dark, light):
+        image = tmp_path / "page.png"
+        how = ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if dark else []
+        done = chromium(f"--screenshot={image}", "--window-size=900,1200", *how, page.as_uri())
+        assert done.returncode == 0, done.stderr
+        pixels = pytest.importorskip("PIL.Image").open(image).convert("L")
+        corner = pixels.getpixel((2, 2))
+        assert (corner > 200, corner < 60) == (light, dark)

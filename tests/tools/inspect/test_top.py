@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+
+import pytest
+
+from persistkv.storage.host.protocol import EndRequest
+from persistkv.storage.keys import PackedKeys
+from persistkv.storage.records import StoreCounters
+from persistkv.storage.registry import open_backend
+from persistkv.storage.status import read_statuses
+from persistkv.testing.memory import MemoryBackend
+from persistkv_tools.inspect.watching import Watch, hit_rate
+from persistkv_tools.rig import Job, fresh_keys
+from tests.storage.statuses import make_status
+from tests.tools.signals import obey_ctrl_c
+
+BLOCKS = 8
+JOB_BYTES = 4 << 20  # what is smaller waits for company
+
+
+@pytest.fixture
+def engine(url):
+    """A store's side in a process of its own, which has stored one request and loaded it again."""
+    job = Job(BLOCKS, JOB_BYTES)
+    with closing(job.rig.client(url)) as client:
+        client.open()
+        keys = fresh_keys(BLOCKS)
+        job.store(client, 1, keys)
+        client.end_request(EndRequest("r", "r", (PackedKeys.of(keys),), BLOCKS, 1, True, {}))
+        assert client.flush(60)
+        job.load(client, 2, keys)
+        wait_for(url, lambda statuses: any(status.counters.loaded_blocks == BLOCKS for status in statuses))
+        yield client
+
+
+def wait_for(url, right):
+    deadline = time.monotonic() + 60
+    with closing(open_backend(url, read_only=True)) as backend:
+        while not right(read_statuses(backend)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_an_engine_shows_what_it_did_and_takes_its_row_away(run, url, engine):
+    found = json.loads(run("top", url, "--interval", "1s", "--json").stdout)
+    (view,) = found["engines"]
+    assert (view["live"], view["hit_rate"], view["breaker"]) == (True, 0.5, None)
+    assert view["pid"] == engine.host.pid
+    assert view["indexed_blocks"] == BLOCKS
+    assert (view["counters"]["stored_raw_bytes"], view["counters"]["loaded_bytes"]) == (JOB_BYTES, JOB_BYTES)
+    assert found["requests"] == 1
+    shown = run("top", url, "--interval", "1s").stdout
+    assert "50.0%" in shown
+    engine.close()
+    assert "no engine shows itself" in run("top", url, "--interval", "1s").stdout
+
+
+@pytest.mark.slow
+def test_it_ends_by_ctrl_c_on_a_terminal(url, engine):
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "persistkv_tools", "top", url, "--interval", "1s"]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    process = subprocess.Popen(
+        command, stdin=slave, stdout=slave, stderr=slave, env=environment, preexec_fn=obey_ctrl_c
+    )
+    os.close(slave)
+    shown = b""
+    deadline = time.monotonic() + 60
+    while b"50.0%" not in shown and time.monotonic() < deadline:
+        if select.select([master], [], [], 1)[0]:
+            shown += os.read(master, 65_536)
+    process.send_signal(signal.SIGINT)
+    while process.poll() is None and time.monotonic() < deadline:
+        if select.select([master], [], [], 0.1)[0]:
+            try:
+                shown += os.read(master, 65_536)
+            except OSError:  # the other end is closed
+                break
+    assert process.wait(60) == 0, shown
+    os.close(master)
+    assert b"50.0%" in shown
+    assert b"Traceback" not in shown
+
+
+class TestValues:
+    def test_rates_are_those_between_two_rows(self):
+        rows = {}
+
+        class Shown(MemoryBackend):
+            def statuses(self):
+                return {name: status.encode() for name, status in rows.items()}
+
+        watch = Watch("memory://x", Shown())
+        rows["e1"] = make_status(time=1000.0, counters=StoreCounters(stored_raw_bytes=100, evicted_blocks=1))
+        (view,) = watch.look().engines
+        assert view.rates is None
+        rows["e1"] = make_status(time=1004.0, counters=StoreCounters(stored_raw_bytes=500, evicted_blocks=3))
+        (view,) = watch.look().engines
+        assert (view.rates.stored_raw_bytes, view.rates.evicted_blocks, view.rates.loaded_bytes) == (100.0, 0.5, 0.0)
+        (view,) = watch.look().engines  # the same row once more
+        assert view.rates.stored_raw_bytes == 100.0
+
+    def test_those_that_are_gone_stand_last(self):
+        now = time.time()
+        rows = {"old": make_status("old", started=1.0), "new": make_status("new", started=2.0, time=now)}
+
+        class Shown(MemoryBackend):
+            def statuses(self):
+                return {name: status.encode() for name, status in rows.items()}
+
+        assert [(view.engine, view.live) for view in Watch("", Shown()).look().engines] == [
+            ("new", True),
+            ("old", False),
+        ]
+
+    def test_hit_rate(self):
+        assert hit_rate(StoreCounters()) is None
+        assert hit_rate(StoreCounters(loaded_blocks=3, stored_blocks=1)) == 0.75
+        assert hit_rate(StoreCounters(held_blocks=3, dropped_blocks=1)) == 0.0

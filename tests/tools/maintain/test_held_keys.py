@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import random
+
+from persistkv.storage.keys import PackedKeys
+from persistkv_tools.maintain.held_keys import HeldKeys
+
+
+def test_it_counts_what_a_set_would_count():
+    """Keys of all lengths, packed alike or not, some of which differ in one bit, or in their group only."""
+    draw = random.Random(3)
+    for _ in range(50):
+        pool = [draw.randbytes(draw.choice((1, 4, 20, 35, 36))) for _ in range(200)]
+        pool += [key[:-1] + bytes([key[-1] ^ 1]) for key in pool[:100]]
+        held = draw.sample(pool, 150)
+        keys = HeldKeys(PackedKeys.of(held[start : start + 10]) for start in range(0, 150, 10))
+        requests = [
+            tuple(
+                PackedKeys.of([key for key in draw.sample(pool if number % 3 else held, 20) if len(key) == 36 or group])
+                for group in range(2)
+            )
+            for number in range(20)
+        ]
+        expected = [sum(key not in set(held) for group in one for key in group.unpack()) for one in requests]
+        assert keys.missing(requests) == expected
+
+
+def test_nothing_is_held_and_nothing_is_asked_for():
+    assert HeldKeys([]).missing([()]) == [0]
+    assert HeldKeys([]).missing([(PackedKeys.of([b"one", b"two"]), PackedKeys.of([b"k"]))]) == [3]
+    assert HeldKeys([PackedKeys.of([b"one"])]).missing([]) == []
+
+
+def test_many_are_taken_in_portions():
+    draw = random.Random(9)
+    keys = [draw.randbytes(36) for _ in range(60_000)]
+    held = HeldKeys(PackedKeys.of(keys[start : start + 100]) for start in range(0, 59_900, 100))
+    assert held.missing([(PackedKeys.of(keys[:50_000]),), (PackedKeys.of(keys[50_000:]),)]) == [0, 100]

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from persistkv.errors import StoreError
+from persistkv.storage.backend import CommitBatch
+from persistkv.testing.memory import MemoryBackend
+from persistkv.testing.samples import sample_pack
+from persistkv_tools.errors import NotFoundError
+from persistkv_tools.maintain.labelling import relabel
+from persistkv_tools.selection import find_request
+from tests.tools.contexts import Contexts
+
+
+def labels(run, url):
+    return {request["id"]: request["labels"] for request in json.loads(run("ls", url, "--json").stdout)["requests"]}
+
+
+@pytest.fixture
+def store(contexts):
+    url, writer = contexts
+    writer.add("one", "a b c", labels={"user": "anna", "draft": "yes"})
+    writer.add("two", "a b d")
+    return url
+
+
+def test_labels_come_change_and_go(run, store):
+    done = run("label", store, "one", "user=bert", "project=moon shot", "empty=", "--remove", "draft")
+    assert done.returncode == 0, done.stderr
+    assert "project=moon shot" in done.stdout
+    assert labels(run, store) == {"one": {"user": "bert", "project": "moon shot", "empty": ""}, "two": {}}
+    found = json.loads(run("label", store, "one", "--remove", "user", "--json").stdout)
+    assert (found["request"], found["labels"]) == ("one", {"project": "moon shot", "empty": ""})
+    assert json.loads(run("ls", store, "--label", "project", "--json").stdout)["matched"] == 1
+
+
+def test_nothing_else_changes(run, store):
+    run("pin", store, "one")
+    before = json.loads(run("show", store, "one", "--json").stdout)
+    assert run("label", store, "one", "user=bert").returncode == 0
+    after = json.loads(run("show", store, "one", "--json").stdout)
+    for name in ("labels", "last_used", "hits"):  # it is written anew, so hits are counted from now on
+        before["context"]["request"].pop(name)
+        after["context"]["request"].pop(name)
+    assert before["context"]["request"]["reused"]
+    assert after == before
+    assert run("verify", store).returncode == 0
+
+
+def test_a_pin_stays():
+    """What is pinned keeps its place although the store is full of others."""
+    backend = MemoryBackend(capacity=100_000)
+    writer = Contexts(backend)
+    writer.add("kept", "a b c")
+    backend.commit(writer.namespace, CommitBatch(pins=[("kept", True)]))
+    relabel(backend, find_request(backend, "kept"), {"user": "anna"}, [])
+    for number in range(30):
+        writer.add(f"r{number}", f"{number}-a {number}-b {number}-c")
+    held = {manifest.id: manifest.labels for manifest in backend.manifests(writer.namespace)}
+    assert held["kept"] == {"user": "anna"}
+    assert len(held) < 31
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ((), "NAME=VALUE or --remove"),
+        (("user",), "NAME=VALUE"),
+        (("=anna",), "NAME=VALUE"),
+        (("user=a", "user=b"), "user once"),
+        (("user=a", "--remove", "user"), "another name"),
+    ],
+)
+def test_wrong_labels(run, store, arguments, part):
+    done = run("label", store, "one", *arguments)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert part in done.stderr
+
+
+def test_an_unknown_request(run, store):
+    assert run("label", store, "nobody", "a=b").returncode == 2
+
+
+class TestBesideOthers:
+    @pytest.fixture
+    def memory(self):
+        backend = MemoryBackend()
+        Contexts(backend).add("one", "a b c")
+        return backend
+
+    def test_a_commit_between_look_and_write_is_seen(self, memory):
+        class Busy(MemoryBackend):
+            times = 3
+
+            def commit(self, namespace, batch):
+                if batch.seen is not None and self.times:
+                    self.times -= 1
+                    super().commit(namespace, CommitBatch([sample_pack(namespace, self.times)]))
+                return super().commit(namespace, batch)
+
+        busy = Busy()
+        busy.spaces = memory.spaces
+        assert relabel(busy, find_request(busy, "one"), {"a": "b"}, []) == {"a": "b"}
+        assert busy.times == 0
+
+    def test_one_who_never_pauses_is_told(self, memory):
+        class Busy(MemoryBackend):
+            number = 0
+
+            def commit(self, namespace, batch):
+                if batch.seen is not None:
+                    self.number += 1
+                    super().commit(namespace, CommitBatch([sample_pack(namespace, self.number)]))
+                return super().commit(namespace, batch)
+
+        busy = Busy()
+        busy.spaces = memory.spaces
+        with pytest.raises(StoreError, match="others wrote"):
+            relabel(busy, find_request(busy, "one"), {"a": "b"}, [])
+
+    def test_a_request_that_went_does_not_come_back(self, memory):
+        found = find_request(memory, "one")
+        (pack,) = memory.changes(found.namespace.id, None).added
+        memory.commit(found.namespace.id, CommitBatch(deletions=[pack.pack_id]))
+        with pytest.raises(NotFoundError):
+            relabel(memory, found, {"a": "b"}, [])
+        assert list(memory.manifests(found.namespace.id)) == []

@@ -1,0 +1,331 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import closing
+from unittest import mock
+
+import pytest
+
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.registry import open_backend
+from persistkv.testing.memory import MemoryBackend
+from persistkv_tools.maintain.pruning import Pruning
+from persistkv_tools.selection import Selection
+from tests.tools.contexts import Contexts
+
+
+@pytest.fixture
+def family(contexts):
+    """Four requests: two share a prefix pack, which lies with the first one's own blocks."""
+    url, writer = contexts
+    writer.add("anna-1", "s1 s2 a1", labels={"user": "anna"}, age_s=40 * 86_400.0)
+    writer.add("anna-2", "s1 s2 a1 a2 a3", labels={"user": "anna"}, age_s=3_600.0)
+    writer.add("bert-1", "s1 s2 b1", labels={"user": "bert"}, age_s=60.0)
+    writer.add("lone-1", "x y z", age_s=50 * 86_400.0)
+    writer.add("orphan", "o", manifest=False)
+    return url, writer
+
+
+def requests(run, url):
+    return [row["id"] for row in json.loads(run("ls", url, "--json", "--sort", "id").stdout)["requests"]]
+
+
+def packs(run, url):
+    return json.loads(run("stat", url, "--json").stdout)["packs"]
+
+
+def pruned(run, url, *options, code=0):
+    done = run("prune", url, "--json", *options)
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout)
+
+
+def ids(views):
+    return [view["id"] for view in views]
+
+
+@pytest.mark.parametrize(
+    ("options", "goes"),
+    [
+        (("--request", "lone"), ["lone-1"]),
+        (("--request", "lone-1", "--request", "bert"), ["bert-1", "lone-1"]),
+        (("--older-than", "45d"), ["lone-1"]),
+        (("--label", "user=bert"), ["bert-1"]),
+        (("--label", "user"), ["anna-1", "anna-2", "bert-1"]),
+        (("--larger-than", "16KiB"), ["anna-2"]),
+        (("--never-hit",), ["anna-2", "bert-1", "lone-1"]),
+        (("--namespace", "{namespace}"), ["anna-1", "anna-2", "bert-1", "lone-1"]),
+        (("--keep-size", "32KiB"), ["lone-1"]),
+        (("--keep-size", "1KiB"), ["anna-1", "anna-2", "bert-1", "lone-1"]),
+        (("--keep-size", "1GiB"), []),
+        (("--orphans",), []),
+    ],
+)
+def test_every_choice_deletes_what_the_dry_run_showed(run, family, options, goes):
+    url, writer = family
+    options = [option.format(namespace=writer.namespace.hex()) for option in options]
+    before, held = requests(run, url), packs(run, url)
+    plan = pruned(run, url, *options, "--dry-run")["plan"]
+    assert sorted(ids(plan["requests"])) == goes
+    assert (requests(run, url), packs(run, url)) == (before, held)
+    done = pruned(run, url, *options, "--yes")["done"]
+    assert done["goes"] == plan["goes"]
+    assert done["requests"] == len(goes)
+    assert requests(run, url) == [name for name in before if name not in goes]
+    assert packs(run, url) == held - plan["goes"]["packs"]
+    assert run("verify", url).returncode == 0
+
+
+def test_orphans_go_only_where_they_are_asked_for(run, family):
+    url, _ = family
+    plan = pruned(run, url, "--orphans", "--dry-run")["plan"]
+    assert plan["goes"] == {"packs": 1, "blocks": 1, "stored_bytes": 4096}
+    assert pruned(run, url, "--label", "user", "--dry-run")["plan"]["goes"]["packs"] == 3
+
+
+def test_what_others_use_stays_and_is_said(run, family):
+    url, _ = family
+    plan = pruned(run, url, "--request", "anna-1", "--yes", code=1)
+    assert ids(plan["plan"]["staying"]) == ["anna-1"]
+    assert plan["plan"]["goes"]["packs"] == 0
+    assert plan["done"]["staying"] == ["anna-1"]
+    assert len(requests(run, url)) == 4
+    assert "others use all their packs" in run("prune", url, "--request", "anna-1", "--dry-run").stdout
+
+
+def test_blocks_of_one_request_in_packs_of_others(run, family):
+    """The annas' a1 lies in the pack that bert's prefix lies in, too."""
+    url, writer = family
+    shown = run("prune", url, "--request", "anna-1", "--request", "anna-2", "--dry-run")
+    assert shown.returncode == 1
+    assert "1 block of these requests alone stay" in shown.stdout
+    options = ("--request", "anna-1", "--request", "anna-2", "--shared-packs", "--yes")
+    found = pruned(run, url, *options)
+    assert sorted(ids(found["plan"]["requests"])) == ["anna-1", "anna-2", "bert-1"]
+    assert found["plan"]["private_blocks_left"] == 0
+    assert requests(run, url) == ["lone-1"]
+    held = {table.pack_id for table in writer.backend.changes(writer.namespace, None).added}
+    assert held == {writer.packs["lone-1"], writer.packs["orphan"]}
+
+
+def test_prune_by_age_of_requests_that_others_share_exits_0(run, family):
+    """Nightly on a healthy store: all packs of anna-1 are used by younger requests."""
+    url, _ = family
+    for dry in (("--dry-run",), ("--yes",)):
+        done = run("prune", url, "--older-than", "30d", *dry)
+        assert done.returncode == 0, done.stdout
+        assert "anna-1" in done.stdout
+        assert "others use all their packs" in done.stdout
+        assert "of those that were to go" not in done.stdout
+    assert "1 request stays until one of their packs goes" in done.stdout
+    assert requests(run, url) == ["anna-1", "anna-2", "bert-1"]
+    again = pruned(run, url, "--older-than", "30d", "--yes")
+    assert (ids(again["plan"]["staying"]), again["done"]["staying"]) == (["anna-1"], ["anna-1"])
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        (("--request", "anna-1"), 1),
+        (("--request", "anna-1", "--older-than", "30d"), 1),
+        (("--label", "who=first"), 1),
+        (("--label", "who=first", "--older-than", "30d"), 0),
+        (("--label", "who=first", "--keep-size", "1KiB"), 0),
+        (("--older-than", "30d"), 0),
+    ],
+)
+def test_prune_exits_1_for_a_named_request_that_stays(run, family, options, code):
+    """Named by its id, or by labels and nothing else. Other conditions are housekeeping."""
+    url, _ = family
+    assert run("label", url, "anna-1", "who=first").returncode == 0
+    done = run("prune", url, *options, "--yes")
+    assert done.returncode == code
+    assert "anna-1" in requests(run, url)
+
+
+def test_prune_plan_marks_pinned_requests(run, family):
+    url, _ = family
+    unmarked = run("prune", url, "--older-than", "30d", "--dry-run").stdout
+    assert "pinned" not in unmarked
+    assert run("pin", url, "lone-1").returncode == 0
+    shown = run("prune", url, "--older-than", "30d", "--dry-run").stdout
+    (row,) = [line for line in shown.splitlines() if "lone-1" in line]
+    assert "yes" in row.split()
+    assert "1 request of these is pinned" in shown
+    plan = pruned(run, url, "--older-than", "30d", "--dry-run")["plan"]
+    assert [(view["id"], view["pinned"]) for view in plan["requests"]] == [("lone-1", True)]
+
+
+def test_prune_keep_size_says_how_to_shrink_the_files(run, tmp_path):
+    url = f"lmdb://{tmp_path}/extents?capacity=256MiB&placement=extents"
+    with closing(open_backend(url)) as backend:
+        writer = Contexts(backend, block_bytes=65_536)
+        for number in range(40):
+            writer.add(f"r{number}", " ".join(f"{number}-{word}" for word in range(16)), age_s=100.0 - number)
+    done = run("prune", url, "--keep-size", "10MiB", "--yes")
+    assert done.returncode == 0, done.stderr
+    assert "deleted: 30 requests, 30 packs, 30.0 MiB" in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("on disk: ")]
+    assert "are free for new content" in line
+    assert f"persistkv prune '{url}' --compact" in line
+    stat = json.loads(run("stat", url, "--json").stdout)
+    found = pruned(run, url, "--keep-size", "10MiB", "--yes")
+    assert found["disk_bytes"] == stat["disk_bytes"]
+    assert found["free_bytes"] == stat["free"]["payload_bytes"] + stat["free"]["catalogue_bytes"]
+    assert found["free_bytes"] > 25 << 20
+    done = run("prune", url, "--keep-size", "9MiB", "--compact", "--yes")
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("on disk: ")]
+    assert "--compact" not in line
+    dry = pruned(run, url, "--keep-size", "1MiB", "--dry-run")
+    assert (dry["disk_bytes"], dry["free_bytes"]) == (None, None)
+
+
+def test_prune_keep_size_that_is_not_reached_says_so(run, family):
+    url, _ = family
+    done = run("prune", url, "--keep-size", "1KiB", "--yes")
+    assert done.returncode == 0
+    assert "4.0 KiB of packs are left" in done.stdout
+    assert "--orphans" in done.stdout
+
+
+def test_nothing_is_deleted_unless_asked(run, family):
+    url, _ = family
+    for options in ((), ("--json",)):
+        done = run("prune", url, "--older-than", "1h", *options)
+        assert done.returncode == 2
+        assert "--yes" in done.stderr
+    done = run("prune", url, "--yes")
+    assert done.returncode == 2
+    assert "--older-than" in done.stderr
+    assert len(requests(run, url)) == 4
+
+
+@pytest.mark.parametrize(("answer", "left"), [(b"y\n", 3), (b"n\n", 4), (b"\n", 4)])
+def test_a_person_is_asked(run, family, answer, left):
+    url, _ = family
+    ours, theirs = os.openpty()
+    os.write(ours, answer)
+    command = [sys.executable, "-m", "persistkv_tools", "prune", url, "--request", "lone-1"]
+    done = subprocess.run(command, stdin=theirs, capture_output=True, text=True, timeout=120, check=False)
+    os.close(ours)
+    os.close(theirs)
+    assert done.returncode == 0, done.stderr
+    assert "to delete: 1 request, 1 pack, 12.0 KiB" in done.stdout
+    assert "Delete them? [y/N]" in done.stdout
+    assert len(requests(run, url)) == left
+
+
+def test_one_namespace_leaves_the_others(run, filled):
+    found = json.loads(run("stat", filled, "--json").stdout)["namespaces"]
+    first = next(space["id"] for space in found if space["packs"] == 2)
+    pruned(run, filled, "--namespace", first[:8], "--orphans", "--yes")
+    left = json.loads(run("stat", filled, "--json").stdout)["namespaces"]
+    assert {space["id"]: space["packs"] for space in left} == {
+        space["id"]: int(space["id"] != first) for space in found
+    }
+
+
+class TestWhileOthersWrite:
+    @pytest.fixture
+    def store(self):
+        backend = MemoryBackend()
+        writer = Contexts(backend)
+        for number in range(4):
+            writer.add(f"r{number}", f"a{number} b{number}")
+        return backend, writer
+
+    def test_a_request_that_came_since_keeps_its_packs(self, store):
+        backend, writer = store
+        pruning = Pruning(backend, backend.namespaces())
+        pruning.choose(Selection())
+        assert pruning.plan().goes.packs == 4
+        writer.add("new", "a2 b2 c")
+        done = pruning.run(backend)
+        assert done.goes.packs == 3
+        assert done.staying == ["r2"]
+        held = {table.pack_id for table in backend.changes(writer.namespace, None).added}
+        assert held == {writer.packs["r2"], writer.packs["new"]}
+        assert {manifest.id for manifest in backend.manifests(writer.namespace)} == {"r2", "new"}
+
+    def test_packs_that_went_meanwhile_are_passed_over(self, store):
+        backend, writer = store
+        pruning = Pruning(backend, backend.namespaces())
+        pruning.choose(Selection())
+        pruning.plan()
+        backend.commit(writer.namespace, CommitBatch(deletions=[writer.packs["r1"]]))
+        done = pruning.run(backend)
+        assert (done.goes.packs, done.staying) == (3, [])
+
+
+def test_pins_keep_a_context_and_unpins_let_it_go(run, url):
+    small = url.replace("1GiB", "2MiB")
+    with closing(open_backend(small)) as backend:
+        writer = Contexts(backend)
+        writer.add("kept", "k1 k2 k3")
+    for command, stays in (("pin", True), ("unpin", False)):
+        done = run(command, small, "kep", "--json")
+        assert json.loads(done.stdout)["pinned"] is stays
+        with closing(open_backend(small)) as backend:
+            writer = Contexts(backend)
+            for number in range(40):
+                words = " ".join(f"{command}{number}-{word}" for word in range(30))
+                writer.add(f"{command}-{number}", words)
+        assert ("kept" in requests(run, small)) is stays
+    assert run("pin", small, "gone").returncode == 2
+    assert "gone" in run("pin", small, "gone").stderr
+
+
+def test_a_pin_says_what_it_did(run, family):
+    done = run("pin", family[0], "lone")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("pinned lone-1 ")
+
+
+def test_compact_gives_what_is_free_back_to_the_disk(run, tmp_path):
+    url = f"lmdb://{tmp_path}/extents?capacity=256MiB&placement=extents"
+    with closing(open_backend(url)) as backend:
+        writer = Contexts(backend, block_bytes=65_536)
+        for number in range(40):
+            labels = {"user": "anna"} if number % 4 else {}
+            writer.add(f"r{number}", " ".join(f"{number}-{word}" for word in range(16)), labels=labels)
+        done = run("prune", url, "--label", "user=anna", "--compact", "--yes", "--json")
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert found["done"]["requests"] == 30
+        assert found["freed_bytes"] > 10 << 20
+        writer.add("more", "x y z")
+    assert run("verify", url).returncode == 0
+    again = run("prune", url, "--compact", "--yes")
+    assert again.returncode == 0
+    assert "given back to the disk" in again.stdout
+    assert json.loads(run("prune", url, "--compact", "--dry-run", "--json").stdout)["freed_bytes"] is None
+
+
+def test_where_nothing_is_to_go_no_catalogue_is_read(contexts):
+    _, writer = contexts
+    writer.add("one", "a b")
+    backend = writer.backend
+    with mock.patch.object(backend, "changes", side_effect=AssertionError("the catalogue was read")):
+        pruning = Pruning(backend, backend.namespaces())
+        pruning.choose(Selection(made_before=1.0))
+        assert pruning.plan().requests == []
+        assert pruning.run(backend).requests == 0
+        pruning.choose(Selection())
+        pruning.shrink_to(1 << 30)
+        assert pruning.plan().goes.packs == 0
+
+
+def test_what_others_evict_meanwhile_is_not_counted(contexts):
+    _, writer = contexts
+    writer.add("one", "a b")
+    writer.add("two", "c d", labels={"user": "anna"})
+    backend = writer.backend
+    pruning = Pruning(backend, backend.namespaces())
+    pruning.choose(Selection(labels=(("user", "anna"),)))
+    pruning.plan()
+    backend.commit(writer.namespace, CommitBatch(deletions=[writer.packs["one"]]))
+    done = pruning.run(backend)
+    assert (done.requests, done.goes.packs, done.staying) == (1, 1, [])

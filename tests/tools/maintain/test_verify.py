@@ -1,0 +1,377 @@
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+
+import pytest
+
+from persistkv.config import StoreUrl
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.codec import ZstdCodec
+from persistkv.storage.registry import open_backend
+from persistkv.testing.memory import MemoryBackend
+from persistkv.testing.samples import sample_manifest, sample_pack
+from persistkv_tools.live import LivePacks
+from persistkv_tools.maintain.repairing import repair
+from persistkv_tools.maintain.verify_state import VerifyState
+from persistkv_tools.maintain.verifying import Verifier, check_manifests, count_rows, packs_left, read_catalogues
+from persistkv_tools.pack_check import Problem
+from tests.storage.statuses import make_status
+from tests.tools.contexts import Contexts
+from tests.tools.damage import Damage, store_with_a_bad_pack
+from tests.tools.middle_pack import MiddlePack
+from tests.tools.signals import obey_ctrl_c, run_interrupted
+
+URL = "memory://here"
+
+
+def ignore(num_bytes):
+    pass
+
+
+@pytest.fixture
+def memory():
+    backend = MemoryBackend.open(StoreUrl.parse(URL))
+    writer = Contexts(backend, groups=2, codec=ZstdCodec(1))
+    for number in range(6):
+        writer.add(f"r{number}", f"a b c{number} d{number}")
+    return backend, writer
+
+
+INTERRUPTED_SCAN = """
+from contextlib import closing
+from persistkv.storage.backend import Capabilities
+from persistkv.testing.memory import MemoryBackend
+from persistkv_tools.live import LivePacks
+from persistkv_tools.maintain.scanning import Scanner, batches
+from tests.tools.contexts import Contexts
+
+class Hanging(MemoryBackend):
+    capabilities = Capabilities(remote=True)
+
+    def scan(self, namespace, spans):
+        time.sleep(3600)
+
+backend = Hanging()
+writer = Contexts(backend)
+for number in range(8):
+    writer.add(str(number), f"a{number}")
+tables = LivePacks(backend, writer.namespace).tables.values()
+interrupt_in(0.3)
+begin = time.monotonic()
+try:
+    with closing(Scanner(backend, batches(tables, 1), 4)) as scanner:
+        list(scanner)
+except KeyboardInterrupt:
+    print(time.monotonic() - begin)
+"""
+
+
+def findings(backend, state=None):
+    state = state or VerifyState.begin(URL, 1.0)
+    spaces = read_catalogues(backend)
+    for _ in Verifier(backend, spaces, state, ignore).packs():
+        pass
+    return [*count_rows(backend, spaces).findings, *check_manifests(backend, spaces, ignore)[1], *state.findings]
+
+
+class TestWhatIsFound:
+    def test_nothing_in_a_good_store(self, memory):
+        assert findings(memory[0]) == []
+
+    def test_every_byte_of_a_payload_counts(self, memory):
+        """Frames, of which some are compressed, and the padding between them."""
+        backend, writer = memory
+        payload = backend.spaces[writer.namespace].packs[writer.packs["r0"]].payload
+        for position in range(0, len(payload), 97):
+            payload[position] ^= 0x10
+            (found,) = findings(backend)
+            assert found.problem in (Problem.PAYLOAD, Problem.PADDING)
+            assert found.pack == writer.packs["r0"].hex()
+            payload[position] ^= 0x10
+        assert findings(backend) == []
+
+    def test_a_payload_that_ends_too_early(self, memory):
+        backend, writer = memory
+        payload = backend.spaces[writer.namespace].packs[writer.packs["r1"]].payload
+        del payload[-1:]
+        (found,) = findings(backend)
+        assert (found.problem, found.pack) == (Problem.SHORT, writer.packs["r1"].hex())
+
+    def test_payloads_that_changed_places(self, memory):
+        backend, writer = memory
+        packs = backend.spaces[writer.namespace].packs
+        one, other = writer.packs["r1"], writer.packs["r2"]
+        packs[one], packs[other] = (
+            packs[one]._replace(payload=packs[other].payload),
+            packs[other]._replace(payload=packs[one].payload),
+        )
+        found = findings(backend)
+        assert {finding.pack for finding in found} == {one.hex(), other.hex()}
+
+    def test_rows_that_do_not_read_are_counted(self, memory):
+        backend, writer = memory
+        space = backend.spaces[writer.namespace]
+        for name in ("r3", "r4"):
+            pack = writer.packs[name]
+            space.packs[pack] = space.packs[pack]._replace(table=b"no table")
+        space.manifests["r0"] = space.manifests["r0"]._replace(head=b"no head")
+        space.manifests["r1"] = space.manifests["r1"]._replace(keys=b"no keys")
+        found = findings(backend)
+        assert {(finding.problem, finding.count, finding.request) for finding in found} == {
+            (Problem.PACK_ROWS, 2, None),
+            (Problem.MANIFEST_ROWS, 1, None),
+            (Problem.MANIFEST_KEYS, 1, "r1"),
+            (Problem.MISSING_BLOCKS, 1, "r3"),
+            (Problem.MISSING_BLOCKS, 1, "r4"),
+        }
+
+    def test_a_request_of_blocks_that_no_pack_holds(self, memory):
+        backend, writer = memory
+        backend.commit(writer.namespace, CommitBatch(manifests=[sample_manifest("ghost")]))
+        (found,) = findings(backend)
+        assert (found.problem, found.request) == (Problem.MISSING_BLOCKS, "ghost")
+        assert found.detail.startswith("3 of its blocks")
+
+
+class TestWhatOthersDoMeanwhile:
+    def test_a_pack_that_went_is_no_problem(self, memory):
+        backend, writer = memory
+        spaces = read_catalogues(backend)
+        state = VerifyState.begin(URL, 1.0)
+        backend.commit(writer.namespace, CommitBatch(deletions=[writer.packs["r3"]]))
+        for _ in Verifier(backend, spaces, state, ignore).packs():
+            pass
+        assert (state.findings, state.went, state.packs) == ([], 1, 6)
+        assert check_manifests(backend, spaces, ignore) == (5, [])
+
+    def test_a_pack_that_was_replaced_is_checked_as_it_is_now(self, memory):
+        backend, writer = memory
+        pack = sample_pack(writer.namespace, 77)
+        backend.commit(writer.namespace, CommitBatch([pack]))
+        spaces = read_catalogues(backend)
+        again = sample_pack(writer.namespace, 77, content=78)
+        backend.commit(writer.namespace, CommitBatch([again], deletions=[pack.pack_id]))
+        state = VerifyState.begin(URL, 1.0)
+        for _ in Verifier(backend, spaces, state, ignore).packs():
+            pass
+        assert (state.findings, state.went) == ([], 1)
+
+    def test_nothing_is_said_of_rows_while_somebody_writes(self, memory):
+        backend, _ = memory
+
+        class Busy(MemoryBackend):
+            written = 0
+
+            def manifests(self, namespace):
+                self.written += 1
+                self.commit(namespace, CommitBatch([sample_pack(namespace, 100 + self.written)]))
+                return super().manifests(namespace)
+
+        busy = Busy()
+        busy.spaces = backend.spaces
+        found = count_rows(busy, read_catalogues(busy))
+        assert (found.certain, found.findings) == (False, [])
+
+    def test_repair_spares_a_pack_that_is_good_again(self, memory):
+        backend, writer = memory
+        bad, healed = writer.packs["r1"], writer.packs["r2"]
+        packs = backend.spaces[writer.namespace].packs
+        for pack in (bad, healed):
+            packs[pack].payload[0] ^= 1
+        spaces = read_catalogues(backend)
+        state = VerifyState.begin(URL, 1.0)
+        verifier = Verifier(backend, spaces, state, ignore)
+        for _ in verifier.packs():
+            pass
+        assert {finding.pack for finding in state.findings} == {bad.hex(), healed.hex()}
+        packs[healed].payload[0] ^= 1
+        repaired = repair(backend, spaces, state.findings, ignore)
+        assert repaired.packs == [bad]
+        assert (repaired.shortened, repaired.deleted) == ({(writer.namespace, "r1")}, set())
+        assert LivePacks(backend, writer.namespace).tables.keys() == set(writer.packs.values()) - {bad}
+        assert findings(backend) == []
+
+
+class TestResume:
+    def test_goes_on_where_it_stopped(self, memory, tmp_path):
+        backend, writer = memory
+        backend.spaces[writer.namespace].packs[min(writer.packs.values())].payload[0] ^= 1
+        file = tmp_path / "state"
+        state = VerifyState.load(file, URL, 1.0)
+        first = Verifier(backend, read_catalogues(backend), state, ignore, portion_bytes=1)
+        run = first.packs()
+        for _ in range(2):
+            next(run)
+        state.save(file)
+        state = VerifyState.load(file, URL, 1.0)
+        spaces = read_catalogues(backend)
+        assert len(packs_left(spaces, state)) == 4
+        verifier = Verifier(backend, spaces, state, ignore, portion_bytes=1)
+        assert len(list(verifier.packs())) == 4
+        assert state.packs == 6
+        assert len(state.findings) == 1
+
+    def test_a_share_is_drawn_once_for_a_run(self):
+        names = [bytes([number, 7]) * 8 for number in range(200)]
+        state = VerifyState.begin(URL, 0.3)
+        drawn = {name for name in names if state.draws(name)}
+        assert 20 < len(drawn) < 110
+        assert drawn == {name for name in names if state.draws(name)}
+        assert all(VerifyState.begin(URL, 1.0).draws(name) for name in names)
+
+    def test_the_file_of_another_run_is_refused(self, run, filled, tmp_path):
+        VerifyState.begin("lmdb:///elsewhere", 1.0).save(tmp_path / "other")
+        (tmp_path / "text").write_text("hello")
+        for name in ("other", "text"):
+            done = run("verify", filled, "--resume", name)
+            assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+            assert "--resume" in done.stderr
+
+    def test_ctrl_c_leaves_a_file_to_go_on_from(self, run, contexts, tmp_path):
+        url, writer = contexts
+        for number in range(16):
+            writer.add(f"r{number}", " ".join(f"{number}-{word}" for word in range(32)))
+        slow = [sys.executable, "-m", "persistkv_tools", "verify", url, "--rate", "64KiB", "--resume", "state"]
+        process = subprocess.Popen(slow, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=obey_ctrl_c)
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "state").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        assert "interrupted" in process.communicate(timeout=60)[1]
+        assert process.returncode == 130
+        assert VerifyState.load(tmp_path / "state", url, 1.0).packs < 16
+        found = json.loads(run("verify", url, "--resume", "state", "--json").stdout)
+        assert (found["packs"], found["problems"]) == (16, 0)
+        assert not (tmp_path / "state").exists()
+
+    def test_interrupted_reads_of_a_remote_store_do_not_keep_the_process(self):
+        """They write into memory of their own, and end by the driver's deadline at the latest."""
+        seconds = run_interrupted(INTERRUPTED_SCAN)
+        assert float(seconds) < 10
+
+    def test_a_file_that_cannot_be_written_is_told_at_once(self, run, filled):
+        done = run("verify", filled, "--resume", "absent/state")
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert "absent/state" in done.stderr
+
+    def test_rate_of_a_resumed_run_is_that_of_what_it_read(self, run, contexts, tmp_path):
+        url, writer = contexts
+        writer.add("one", "a b c")
+        earlier = VerifyState.load(tmp_path / "state", url, 1.0)
+        earlier.packs, earlier.stored_bytes = 1, 1 << 40
+        earlier.after = "f" * 64
+        earlier.save(tmp_path / "state")
+        done = run("verify", url, "--resume", "state")
+        assert done.returncode == 0
+        assert "(0 B/s)" in done.stdout
+        assert "1 pack, 1.0 TiB of it before it was resumed" in done.stdout
+        earlier.save(tmp_path / "state")
+        found = json.loads(run("verify", url, "--resume", "state", "--json").stdout)
+        assert (found["stored_bytes"], found["resumed_bytes"], found["resumed_packs"]) == (1 << 40, 1 << 40, 1)
+        fresh = run("verify", url)
+        assert "resumed" not in fresh.stdout
+
+    def test_the_file_is_gone_at_the_end(self, run, filled, tmp_path):
+        assert run("verify", filled, "--resume", "state").returncode == 0
+        assert not (tmp_path / "state").exists()
+
+
+class TestCommand:
+    def test_a_good_store_while_it_is_open(self, run, contexts):
+        url, writer = contexts
+        writer.add("one", "a b c")
+        done = run("verify", url)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "nothing is wrong" in done.stdout
+        found = json.loads(run("verify", url, "--json", "--rate", "100MiB").stdout)
+        assert (found["packs"], found["requests"], found["problems"], found["rows_counted"]) == (1, 1, 0, True)
+        assert found["stored_bytes"] == 3 * 4096
+
+    def test_beside_an_engine_it_reads_a_share_of_the_time(self, run, url):
+        with closing(open_backend(url)) as backend:
+            Contexts(backend).add("one", "a b c")
+            backend.publish_status("live", make_status("live", time=time.time()).encode())
+            backend.publish_status("gone", make_status("gone", time=0.0).encode())
+            done = run("verify", url)
+            assert "beside 1 engine, it read a twentieth of the time" in done.stdout
+            assert "nothing is wrong" in done.stdout
+            assert json.loads(run("verify", url, "--json").stdout)["beside_engines"] == 1
+            backend.publish_status("live", None)
+            assert json.loads(run("verify", url, "--json").stdout)["beside_engines"] == 0
+
+    def test_beside_an_engine_a_rate_takes_the_place_of_the_share(self, run, url):
+        with closing(open_backend(url)) as backend:
+            Contexts(backend).add("one", "a b c")
+            backend.publish_status("live", make_status("live", time=time.time()).encode())
+            shown = run("verify", url, "--rate", "200MiB").stdout
+        assert "beside 1 engine, it read 200.0 MiB a second at most" in shown
+        assert "twentieth" not in shown
+
+    def test_damage_is_named_and_repaired(self, run, url):
+        bad = store_with_a_bad_pack(url)
+        done = run("verify", url)
+        assert done.returncode == 1
+        assert bad.hex()[:8] in done.stdout
+        assert "found 1 problem" in done.stdout
+        refused = run("verify", url, "--repair")
+        assert (refused.returncode, "--yes" in refused.stderr) == (2, True)
+        done = run("verify", url, "--repair", "--yes", "--json")
+        assert done.returncode == 1
+        assert json.loads(done.stdout)["deleted_packs"] == 1
+        assert run("verify", url).returncode == 0
+        left = json.loads(run("ls", url, "--json").stdout)["requests"]
+        assert [request["id"] for request in left] == ["two"]
+
+    def test_repair_keeps_what_stands_before_a_bad_pack(self, run, url):
+        context = MiddlePack(url)
+        with Damage(url, context.namespace) as damage:
+            damage.flip_payload(context.pack, 5000)
+        context.check_repair(run)
+
+    def test_repair_shows_its_plan(self, run, url):
+        context = MiddlePack(url)
+        with Damage(url, context.namespace) as damage:
+            damage.flip_payload(context.pack, 5000)
+        done = run("verify", url, "--repair", "--yes")
+        plan, _, result = done.stdout.partition("deleted 1 pack")
+        assert result
+        rows = {line.split()[0]: line.split() for line in plan.splitlines() if line.split()}
+        assert rows[context.pack.hex()[:8]][1:3] == [context.namespace.hex()[:8], "2"]
+        assert rows["whole"][1:] == ["6", "2"], "blocks before and after"
+        assert rows["lost"][1:] == ["2", "0"]
+        assert "begin" not in rows
+        assert "to delete: 1 pack, 2 blocks, 16.0 KiB, and 1 request; to shorten: 1 request" in plan
+
+    def test_repair_plan_as_json(self, run, url):
+        context = MiddlePack(url)
+        with Damage(url, context.namespace) as damage:
+            damage.flip_payload(context.pack, 5000)
+        assert json.loads(run("verify", url, "--json").stdout)["repair"] is None
+        plan = json.loads(run("verify", url, "--repair", "--yes", "--json").stdout)["repair"]
+        assert (plan["blocks"], plan["stored_bytes"]) == (2, 16384)
+        assert [(row["namespace"], row["pack"], row["blocks"]) for row in plan["packs"]] == [
+            (context.namespace.hex(), context.pack.hex(), 2)
+        ]
+        found = [(row["request"], row["blocks"], row["kept_blocks"]) for row in plan["requests"]]
+        assert sorted(found) == [("lost", 2, 0), ("whole", 6, 2)]
+
+    def test_repair_says_what_became_of_requests(self, run, url):
+        store_with_a_bad_pack(url)
+        shown = run("verify", url, "--repair", "--yes").stdout
+        assert "deleted 1 pack" in shown
+        assert "shortened 0 requests to what stands before; deleted 1 that kept nothing" in shown
+
+    @pytest.mark.parametrize("options", [("--sample", "0"), ("--sample", "1.5"), ("--rate", "fast")])
+    def test_wrong_options(self, run, filled, options):
+        done = run("verify", filled, *options)
+        assert done.returncode == 2
+        assert options[0] in done.stderr
+
+    def test_an_absent_store(self, run, tmp_path):
+        assert run("verify", f"lmdb://{tmp_path}/absent", "--repair", "--yes").returncode == 3
+        assert not (tmp_path / "absent").exists()

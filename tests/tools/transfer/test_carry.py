@@ -1,0 +1,587 @@
+from __future__ import annotations
+
+import json
+import random
+import resource
+import signal
+from contextlib import closing
+
+import pytest
+import xxhash
+
+from persistkv.errors import ConfigurationError
+from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.storage.codec import PlanesCodec, RawCodec, ZstdCodec
+from persistkv.storage.identity import Identity
+from persistkv.storage.pack_writer import PackWriter
+from persistkv.storage.registry import open_backend
+from persistkv.testing.memory import MemoryBackend
+from persistkv.testing.samples import payload_of, sample_manifest, sample_pack, sample_segment
+from persistkv_tools.errors import CorruptArchiveError
+from persistkv_tools.selection import FoundRequest, Selection
+from persistkv_tools.stored_pack import StoredPack, read_pack
+from persistkv_tools.transfer.archive import ArchiveWriter
+from persistkv_tools.transfer.carrying import Import, Push, export_requests, verify_archive
+from persistkv_tools.transfer.fitting import Room, capacity_for
+from tests.tools.contexts import Contexts
+from tests.tools.damage import store_with_a_bad_pack
+
+
+def ignore(num_bytes):
+    pass
+
+
+def import_archive(target, path, took, **options):
+    return Import(path, verify_archive(path, took), target, "memory://target").run(target, took, **options)
+
+
+def push(source, target, namespaces, selection, took, **options):
+    return Push(source, namespaces, selection, target, "memory://target").run(target, took, **options)
+
+
+def catalogue(backend, namespace):
+    return {table.pack_id: table for table in backend.changes(namespace, None).added}
+
+
+def payload(backend, table):
+    buffer = bytearray(table.payload_length)
+    assert backend.read(table.namespace, [ReadSpan(table.pack_id, 0, [memoryview(buffer)])]) == [True]
+    return bytes(buffer)
+
+
+def contents(backend):
+    """All that a store holds: packs byte by byte, heads and keys of requests."""
+    found = {}
+    for namespace in backend.namespaces():
+        packs = {name: (table, payload(backend, table)) for name, table in catalogue(backend, namespace.id).items()}
+        heads = {manifest.id: manifest for manifest in backend.manifests(namespace.id)}
+        keys = {name: backend.manifest_keys(namespace.id, name) for name in heads}
+        found[namespace.id] = (packs, heads, keys)
+    return found
+
+
+@pytest.fixture
+def source():
+    backend = MemoryBackend()
+    writer = Contexts(backend, groups=2, codec=ZstdCodec(1))
+    writer.add("anna-1", "s1 s2 a1", labels={"user": "anna"}, age_s=300.0)
+    writer.add("anna-2", "s1 s2 a1 a2", labels={"user": "anna"}, age_s=200.0)
+    writer.add("bert-1", "s1 b1", age_s=100.0)
+    Contexts(backend, Identity.of({"weights": "checkpoint:2"})).add("other", "x y")
+    return backend, writer
+
+
+def all_requests(backend):
+    return [
+        FoundRequest(namespace, manifest)
+        for namespace in backend.namespaces()
+        for manifest in backend.manifests(namespace.id)
+    ]
+
+
+def exported(backend, path, found=None):
+    with ArchiveWriter(path) as writer:
+        return export_requests(backend, all_requests(backend) if found is None else found, writer, ignore)
+
+
+class TestStoredPack:
+    @pytest.mark.parametrize("codec", [RawCodec(), ZstdCodec(3), PlanesCodec(2)])
+    def test_is_the_pack_it_was(self, codec):
+        backend, other = MemoryBackend(), MemoryBackend()
+        namespace = backend.open_namespace(Identity.of({"a": 1})).id
+        segments = [sample_segment(1, blocks=300, depth=7), sample_segment(2, group=3, block_bytes=70_000, blocks=2)]
+        pack = PackWriter(namespace, codec, segments)
+        backend.commit(namespace, CommitBatch([pack]))
+        stored, findings = read_pack(backend, pack.table, ignore)
+        assert findings == []
+        assert (stored.pack_id, stored.codecs, stored.raw_length) == (pack.pack_id, pack.codecs, pack.raw_length)
+        assert not stored.written
+        other.commit(other.open_namespace(Identity.of({"a": 1})).id, CommitBatch([stored]))
+        assert stored.table == pack.table
+        assert contents(other) == contents(backend)
+
+    def test_its_blocks_are_the_ones_that_were_stored(self):
+        namespace = bytes(16)
+        pack = sample_pack(namespace, 5, codec=ZstdCodec(1), blocks=300)
+        stored_bytes = payload_of(pack)
+        stored = StoredPack(pack.table, stored_bytes)
+        blocks = b"".join(bytes(piece) for segment in stored.segments for piece in segment.source.pieces(0, 300))
+        assert blocks == bytes(pack.segments[0].raw(0, 300))
+        assert [segment.depth for segment in stored.segments] == [0, 256]
+        assert bytes(stored.segments[1].raw(3, 4)) == bytes(pack.segments[0].raw(259, 260))
+
+
+class TestArchive:
+    def test_an_import_into_an_empty_store_is_the_same_store(self, source, tmp_path):
+        backend, _ = source
+        sent = exported(backend, tmp_path / "a.pkv")
+        assert (sent.namespaces, sent.requests, sent.packs, sent.incomplete) == (2, 4, 4, [])
+        held = verify_archive(tmp_path / "a.pkv", ignore)
+        assert (held.packs, held.requests, len(held.namespaces)) == (4, 4, 2)
+        target = MemoryBackend()
+        received = import_archive(target, tmp_path / "a.pkv", ignore)
+        assert (received.packs, received.requests, received.incomplete) == (4, 4, [])
+        assert contents(target) == contents(backend)
+        again = import_archive(target, tmp_path / "a.pkv", ignore)
+        assert (again.packs, again.requests, again.packs_held, again.requests_held) == (0, 0, 4, 4)
+
+    def test_a_selection_brings_the_packs_it_needs_and_no_others(self, source, tmp_path):
+        backend, writer = source
+        found = [request for request in all_requests(backend) if request.manifest.id == "bert-1"]
+        exported(backend, tmp_path / "a.pkv", found)
+        target = MemoryBackend()
+        import_archive(target, tmp_path / "a.pkv", ignore)
+        assert catalogue(target, writer.namespace).keys() == {writer.packs["anna-1"], writer.packs["bert-1"]}
+        assert [manifest.id for manifest in target.manifests(writer.namespace)] == ["bert-1"]
+
+    def test_manifests_name_their_packs_so_that_one_goes_with_them(self, source, tmp_path):
+        backend, writer = source
+        exported(backend, tmp_path / "a.pkv")
+        target = MemoryBackend()
+        import_archive(target, tmp_path / "a.pkv", ignore)
+        target.commit(writer.namespace, CommitBatch(deletions=[writer.packs["anna-2"]]))
+        assert {manifest.id for manifest in target.manifests(writer.namespace)} == {"anna-1", "bert-1"}
+
+    def test_every_changed_byte_is_found_before_anything_is_written(self, source, tmp_path):
+        backend, _ = source
+        path = tmp_path / "a.pkv"
+        exported(backend, path)
+        good = path.read_bytes()
+        rng = random.Random(3)
+        for position in [*range(60), *range(len(good) - 60, len(good)), *rng.sample(range(len(good)), 150)]:
+            data = bytearray(good)
+            data[position] ^= 1 << rng.randrange(8)
+            path.write_bytes(data)
+            with pytest.raises(CorruptArchiveError):
+                verify_archive(path, ignore)
+        path.write_bytes(good)
+        assert verify_archive(path, ignore).requests == 4
+
+    def test_every_cut_is_found(self, source, tmp_path):
+        backend, _ = source
+        path = tmp_path / "a.pkv"
+        exported(backend, path)
+        good = path.read_bytes()
+        for length in [*range(0, 100, 7), *range(0, len(good), len(good) // 50), len(good) - 1]:
+            path.write_bytes(good[:length])
+            with pytest.raises(CorruptArchiveError):
+                verify_archive(path, ignore)
+        path.write_bytes(good + b"x")
+        with pytest.raises(CorruptArchiveError):
+            verify_archive(path, ignore)
+
+    def test_records_that_are_left_out_or_change_places_are_found(self, source, tmp_path):
+        backend, _ = source
+        path = tmp_path / "a.pkv"
+        exported(backend, path)
+        good = path.read_bytes()
+        records = split(good)
+        for number in range(1, len(records) - 1):
+            path.write_bytes(good[:8] + b"".join(records[:number] + records[number + 1 :]))
+            with pytest.raises(CorruptArchiveError):
+                verify_archive(path, ignore)
+        path.write_bytes(good[:8] + b"".join([records[0], records[2], records[1], *records[3:]]))
+        with pytest.raises(CorruptArchiveError):
+            verify_archive(path, ignore)
+
+    def test_what_is_well_formed_and_wrong_is_refused(self, source, tmp_path):
+        """A writer that is not ours may seal anything."""
+        backend, writer = source
+        other = next(space for space in backend.namespaces() if space.id != writer.namespace)
+        table = catalogue(backend, writer.namespace)[writer.packs["anna-1"]]
+        stored = payload(backend, table)
+        damaged = bytearray(stored)
+        damaged[0] ^= 1
+        ghost = sample_manifest("ghost")
+        wrong = {
+            "namespace that it stands in": lambda archive: archive.pack(table, stored),
+            "payload": lambda archive: archive.pack(sample_table(other.id), bytes(4096)),
+            "not in the file": lambda archive: archive.request(ghost.manifest, ghost.keys),
+            "other blocks": lambda archive: archive.request(ghost.manifest, (*ghost.keys, *ghost.keys)),
+        }
+        for part, write in wrong.items():
+            with ArchiveWriter(tmp_path / "a.pkv") as archive:
+                archive.namespace(other.identity)
+                write(archive)
+            with pytest.raises(CorruptArchiveError, match=part):
+                verify_archive(tmp_path / "a.pkv", ignore)
+        with ArchiveWriter(tmp_path / "a.pkv") as archive:
+            archive.namespace(Identity.of({}))
+            archive.namespace(next(s.identity for s in backend.namespaces() if s.id == writer.namespace))
+            archive.pack(table, bytes(damaged))
+        with pytest.raises(CorruptArchiveError, match="checksum"):
+            verify_archive(tmp_path / "a.pkv", ignore)
+
+
+def sample_table(namespace):
+    pack = sample_pack(namespace, 9)
+    payload_of(pack)
+    return pack.table
+
+
+def split(data):
+    """The records of a file by docs/format.md, without persistkv's reader."""
+    records, at = [], 8
+    while at < len(data):
+        end = at + 24 + int.from_bytes(data[at + 8 : at + 16], "little")
+        records.append(data[at:end])
+        at = end
+    return records
+
+
+class TestPush:
+    def test_copies_what_is_missing_and_nothing_twice(self, source):
+        backend, writer = source
+        writer.add("orphan", "o", manifest=False)
+        target = MemoryBackend()
+        first = push(backend, target, backend.namespaces(), Selection(), ignore)
+        assert (first.requests, first.packs, first.packs_held) == (4, 5, 0)
+        assert contents(target) == contents(backend)
+        writer.add("new", "s1 s2 n")
+        second = push(backend, target, backend.namespaces(), Selection(), ignore)
+        assert (second.requests, second.packs, second.requests_held) == (1, 1, 4)
+        assert contents(target) == contents(backend)
+
+    def test_goes_on_where_it_was_cut_off(self, source):
+        backend, _ = source
+
+        class Failing(MemoryBackend):
+            left = 2
+
+            def commit(self, namespace, batch):
+                if not self.left:
+                    raise KeyboardInterrupt
+                self.left -= 1
+                return super().commit(namespace, batch)
+
+        target = Failing()
+        with pytest.raises(KeyboardInterrupt):
+            push(backend, target, backend.namespaces(), Selection(), ignore)
+        target.left = 100
+        rest = push(backend, target, backend.namespaces(), Selection(), ignore)
+        assert rest.requests == 2
+        assert contents(target) == contents(backend)
+
+    def test_a_selection_copies_its_own_packs_only(self, source):
+        backend, writer = source
+        target = MemoryBackend()
+        received = push(backend, target, backend.namespaces(), Selection(labels=(("user", "anna"),)), ignore)
+        assert (received.requests, received.packs) == (2, 2)
+        assert catalogue(target, writer.namespace).keys() == {writer.packs["anna-1"], writer.packs["anna-2"]}
+
+    def test_damaged_packs_stay_behind_with_their_requests(self, source, tmp_path):
+        backend, writer = source
+        backend.spaces[writer.namespace].packs[writer.packs["anna-2"]].payload[0] ^= 1
+        target = MemoryBackend()
+        received = push(backend, target, backend.namespaces(), Selection(), ignore)
+        assert received.incomplete == ["anna-2"]
+        assert writer.packs["anna-2"] not in catalogue(target, writer.namespace)
+        assert {manifest.id for manifest in target.manifests(writer.namespace)} == {"anna-1", "bert-1"}
+        sent = exported(backend, tmp_path / "a.pkv")
+        assert (sent.requests, sent.incomplete) == (3, ["anna-2"])
+        assert verify_archive(tmp_path / "a.pkv", ignore).requests == 3
+
+    def test_push_evicted_meanwhile_is_reported_and_not_written_again(self, source):
+        """Another writer takes the room that was free when the copy began."""
+        backend, writer = source
+        for number in range(20):
+            writer.add(f"r{number:02d}", f"shared r{number} a b c", age_s=90.0 - number)
+
+        class Shrinking(MemoryBackend):
+            commits = 0
+
+            def commit(self, namespace, batch):
+                self.commits += 1
+                if self.commits == 10:
+                    self.capacity = 200_000
+                return super().commit(namespace, batch)
+
+        target = Shrinking()
+        received = push(backend, target, backend.namespaces(), Selection(), ignore)
+        left = {manifest.id for manifest in target.manifests(writer.namespace)}
+        assert received.lost
+        assert left.isdisjoint(received.lost)
+        assert len(left) + len(received.lost) + len(received.incomplete) == 23
+        assert received.lost_packs > 0
+        assert not received.complete
+        assert received.packs <= backend.stats().packs
+        assert received.stored_bytes <= backend.stats().stored_bytes
+
+
+BLOCK = 64 << 10
+WORDS = 16  # blocks of a request: 1 MiB
+
+
+class TestSmallTargets:
+    """A store of 24 requests, each of 1 MiB; the newest is r00."""
+
+    @pytest.fixture
+    def source(self, tmp_path):
+        url = f"lmdb://{tmp_path}/source?capacity=64MiB"
+        with closing(open_backend(url)) as backend:
+            writer = Contexts(backend, block_bytes=BLOCK)
+            for number in range(24):
+                words = " ".join(f"{number}-{word}" for word in range(WORDS))
+                writer.add(f"r{number:02d}", words, age_s=100.0 + number)
+        return url
+
+    def target(self, tmp_path, capacity, count=0):
+        """Another store of another identity, with a number of requests that were there before."""
+        url = f"lmdb://{tmp_path}/target?capacity={capacity}"
+        if count:
+            with closing(open_backend(url)) as backend:
+                writer = Contexts(backend, Identity.of({"weights": "theirs"}), block_bytes=BLOCK)
+                for number in range(count):
+                    words = " ".join(f"old {number}-{word}" for word in range(WORDS))
+                    writer.add(f"old{number:02d}", words, age_s=9_000.0 + number)
+        return url
+
+    def commands(self, run, source, target):
+        """Each way to bring all of the source there."""
+        assert run("export", source, "--all", "-o", "all.pkv", "--force").returncode == 0
+        return [("push", source, target), ("pull", target, source), ("import", "all.pkv", target)]
+
+    def held(self, run, url):
+        return {row["id"] for row in json.loads(run("ls", url, "--json").stdout)["requests"]}
+
+    def test_new_target_too_small_is_refused_and_not_created(self, run, source, tmp_path):
+        target = self.target(tmp_path, "8MiB")
+        for command in self.commands(run, source, target):
+            done = run(*command)
+            assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), command
+            assert "24 requests" in done.stderr
+            assert "24.6 MiB" in done.stderr  # with catalogue rows
+            assert "8.0 MiB" in done.stderr
+            assert "larger capacity" in done.stderr
+            assert "--newest" in done.stderr
+            assert not (tmp_path / "target").exists()
+
+    def test_target_too_small_is_refused_and_keeps_its_content(self, run, source, tmp_path):
+        target = self.target(tmp_path, "32MiB", 8)
+        before = self.held(run, target)
+        assert len(before) == 8
+        for command in self.commands(run, source, target):
+            done = run(*command)
+            assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), command
+            assert self.held(run, target) == before
+
+    @pytest.mark.parametrize("count", [0, 8])
+    def test_newest_copies_what_fits_and_lists_the_rest(self, run, source, tmp_path, count):
+        target = self.target(tmp_path, "24MiB", count)
+        for command in self.commands(run, source, target):
+            if count:
+                before = self.held(run, target) & {f"old{number:02d}" for number in range(count)}
+                assert len(before) == count
+            done = run(*command, "--newest", "--json")
+            assert done.returncode == 1, done.stderr
+            received = json.loads(done.stdout)["received"]
+            missing = received["missing"]
+            assert 1 <= 24 - len(missing) <= 24 - count
+            assert missing == [f"r{number:02d}" for number in range(24 - len(missing), 24)], "the oldest are missing"
+            assert (received["evicted_packs"], received["lost"], received["lost_packs"]) == (0, [], 0)
+            old = {f"old{number:02d}" for number in range(count)}
+            assert self.held(run, target) == old | {f"r{number:02d}" for number in range(24 - len(missing))}
+            assert received["requests"] + received["requests_held"] == 24 - len(missing)
+        shown = run("push", source, target, "--newest")
+        assert shown.returncode == 1
+        assert f"no room for {len(missing)} requests" in shown.stdout
+        assert "r23" in shown.stdout
+        assert run("verify", target).returncode == 0
+
+    def test_what_is_there_already_takes_no_room(self, run, source, tmp_path):
+        target = self.target(tmp_path, "64MiB")
+        assert run("push", source, target).returncode == 0
+        again = json.loads(run("push", source, target, "--json").stdout)["received"]
+        assert (again["requests_held"], again["packs"]) == (24, 0)
+        small = self.target(tmp_path / "small", "24MiB")
+        assert run("push", source, small, "--newest").returncode == 1
+        held = json.loads(run("ls", small, "--json").stdout)["requests"]
+        with closing(open_backend(source)) as backend:
+            writer = Contexts(backend, block_bytes=BLOCK)
+            names = [name for name in self.held(run, source) if name not in {row["id"] for row in held}]
+            packs = [table.pack_id for table in backend.changes(writer.namespace, None).added]
+            gone = {pack for name in names for pack in self.packs_of(backend, writer.namespace, name)}
+            backend.commit(writer.namespace, CommitBatch(deletions=[pack for pack in packs if pack in gone]))
+        assert run("push", source, small).returncode == 0, "nothing is left to copy into a store that is full"
+
+    def packs_of(self, backend, namespace, name):
+        return [table.pack_id for table in backend.named_packs(namespace, name)]
+
+    @pytest.mark.parametrize(("capacity", "expected"), [("12GiB", 12 << 30), ("64MiB", 10 << 30)])
+    def test_push_new_target_gets_the_capacity_of_the_source(self, run, tmp_path, capacity, expected):
+        source = f"lmdb://{tmp_path}/source?capacity={capacity}"
+        with closing(open_backend(source)) as backend:
+            Contexts(backend).add("one", "a b")
+        found = json.loads(run("push", source, f"lmdb://{tmp_path}/target", "--json").stdout)
+        assert found["capacity"] == expected
+        assert json.loads(run("stat", f"lmdb://{tmp_path}/target", "--json").stdout)["capacity"] == expected
+        chosen = json.loads(run("push", source, f"lmdb://{tmp_path}/other?capacity=32MiB", "--json").stdout)
+        assert chosen["capacity"] == 32 << 20
+        said = run("push", source, f"lmdb://{tmp_path}/third").stdout
+        assert ("was created with a capacity of 12.0 GiB" in said) == (capacity == "12GiB")
+
+    @pytest.mark.parametrize("share", [1.02, 1.1, 1.3])
+    @pytest.mark.parametrize("placement", ["extents", "inline"])
+    def test_push_cut_off_goes_on_where_it_was_just_accepted(self, run, source, tmp_path, share, placement):
+        """In the smallest capacity that is accepted, and in larger ones, the rest of a copy is accepted too."""
+        smallest = next(
+            size
+            for size in range(24, 64)
+            if run("push", source, f"lmdb://{tmp_path}/probe{size}?capacity={size}MiB&placement={placement}").returncode
+            == 0
+        )
+        target = f"lmdb://{tmp_path}/cut?capacity={int(share * smallest)}MiB&placement={placement}"
+        with closing(open_backend(source, read_only=True)) as backend, closing(open_backend(target)) as cut:
+            stop = 0
+
+            def took(num_bytes):
+                nonlocal stop
+                stop += num_bytes
+                if stop > 12 << 20:
+                    raise KeyboardInterrupt
+
+            with pytest.raises(KeyboardInterrupt):
+                push(backend, cut, backend.namespaces(), Selection(), took)
+        done = run("push", source, target, "--json")
+        assert done.returncode == 0, done.stderr
+        received = json.loads(done.stdout)["received"]
+        assert (received["evicted_packs"], received["missing"], received["lost"]) == (0, [], [])
+        assert 0 < received["requests"] < 24
+        assert len(self.held(run, target)) == 24
+
+    def test_capacity_for_content_holds_it(self):
+        """Capacity of a store that ``import`` creates, for content of any size."""
+        for size in (0, 1 << 20, 100 << 20, 3 << 30, 700 << 30, 9 << 40):
+            assert Room.of_new(capacity_for(size)).free_bytes >= size
+
+    def test_a_store_without_a_capacity_is_never_refused(self, source):
+        target = MemoryBackend()
+        with closing(open_backend(source, read_only=True)) as backend:
+            received = push(backend, target, backend.namespaces(), Selection(), ignore)
+        assert (received.requests, received.complete) == (24, True)
+
+
+class TestCommands:
+    @pytest.fixture
+    def store(self, contexts):
+        url, writer = contexts
+        writer.add("anna-1", "s1 a1", labels={"user": "anna"})
+        writer.add("bert-1", "s1 b1")
+        return url, writer
+
+    def test_there_and_back(self, run, store, tmp_path):
+        url, writer = store
+        done = run("export", url, "anna", "bert-1", "-o", "out.pkv")
+        assert done.returncode == 0, done.stderr
+        assert "2 requests with 2 packs" in done.stdout
+        assert (tmp_path / "out.pkv").stat().st_mode & 0o777 == 0o600
+        assert not (tmp_path / "out.pkv.part").exists()
+        target = f"lmdb://{tmp_path}/copy"
+        found = json.loads(run("import", "out.pkv", target, "--json").stdout)
+        assert found["received"]["requests"] == 2
+        with closing(open_backend(target, read_only=True)) as backend:
+            assert contents(backend) == contents(writer.backend)
+        assert run("verify", target).returncode == 0
+        assert "were there already" in run("import", "out.pkv", target).stdout
+
+    @pytest.mark.parametrize(("options", "count"), [(("--all",), 2), (("--label", "user"), 1)])
+    def test_selections(self, run, store, options, count):
+        found = json.loads(run("export", store[0], *options, "-o", "o.pkv", "--json").stdout)
+        assert found["exported"]["requests"] == count
+
+    def test_a_file_that_is_there_stays_unless_forced(self, run, store, tmp_path):
+        (tmp_path / "out.pkv").write_text("mine")
+        done = run("export", store[0], "--all", "-o", "out.pkv")
+        assert (done.returncode, (tmp_path / "out.pkv").read_text()) == (2, "mine")
+        assert run("export", store[0], "nobody", "-o", "out.pkv", "--force").returncode == 2
+        assert (tmp_path / "out.pkv").read_text() == "mine"
+        assert run("export", store[0], "--all", "-o", "out.pkv", "--force").returncode == 0
+
+    def test_a_full_disk_leaves_no_half_file(self, store, tmp_path):
+        """A limit on the size of files ends a write as a full disk does."""
+        _, writer = store
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handled = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+        try:
+            with pytest.raises(ConfigurationError, match="room to write"):
+                exported(writer.backend, tmp_path / "o.pkv")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, handled)
+        assert not list(tmp_path.glob("o.pkv*"))
+
+    def test_nothing_is_made_of_a_bad_file(self, run, tmp_path):
+        (tmp_path / "bad.pkv").write_text("hello")
+        for name in ("bad.pkv", "absent.pkv"):
+            done = run("import", name, f"lmdb://{tmp_path}/new")
+            assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+            assert name in done.stderr
+        assert not (tmp_path / "new").exists()
+
+    def test_another_identity_is_told_and_refused_where_asked(self, run, store, tmp_path):
+        url, _ = store
+        assert run("export", url, "--all", "-o", "out.pkv").returncode == 0
+        target = f"lmdb://{tmp_path}/other"
+        with closing(open_backend(target)) as backend:
+            theirs = {"weights": "checkpoint:1", "config": {"rope_theta": 5.0}, "dtype": {"model": "bfloat16"}}
+            backend.open_namespace(Identity.of(theirs))
+        done = run("import", "out.pkv", target, "--strict")
+        assert done.returncode == 2
+        assert "config.rope_theta: 10000.0 here, 5.0 stored" in done.stderr
+        done = run("import", "out.pkv", target)
+        assert done.returncode == 0
+        assert "config.rope_theta: 10000.0 here, 5.0 stored" in done.stdout
+
+    def test_push(self, run, store, tmp_path):
+        url, writer = store
+        target = f"lmdb://{tmp_path}/copy"
+        assert "2 requests and 2 packs" in run("push", url, target).stdout
+        assert json.loads(run("push", url, target, "--json").stdout)["received"]["requests_held"] == 2
+        with closing(open_backend(target, read_only=True)) as backend:
+            assert contents(backend) == contents(writer.backend)
+        done = run("push", url, url.partition("?")[0])
+        assert done.returncode == 2
+        assert "another store" in done.stderr
+
+    def test_pull_is_push_from_the_other_end(self, run, store, tmp_path):
+        url, writer = store
+        target = f"lmdb://{tmp_path}/copy"
+        found = json.loads(run("pull", target, url, "--label", "user=anna", "--json").stdout)
+        assert (found["source"], found["target"]) == (url, target)
+        assert (found["received"]["requests"], found["received"]["packs"]) == (1, 1)
+        assert run("pull", target, url).returncode == 0
+        with closing(open_backend(target, read_only=True)) as backend:
+            assert contents(backend) == contents(writer.backend)
+        assert run("pull", url, url).returncode == 2
+
+    def test_damage_ends_with_exit_code_1(self, run, url, tmp_path):
+        store_with_a_bad_pack(url)
+        for command in (("export", url, "--all", "-o", "o.pkv"), ("push", url, f"lmdb://{tmp_path}/copy")):
+            done = run(*command)
+            assert done.returncode == 1
+            assert "left out" in done.stdout
+            assert "one" in done.stdout
+
+
+def test_the_file_is_what_the_page_says(source, tmp_path):
+    """docs/format.md, read without persistkv's reader."""
+    backend, _ = source
+    exported(backend, tmp_path / "a.pkv")
+    data = (tmp_path / "a.pkv").read_bytes()
+    assert data[:8] == b"PKVARCH1"
+    records = split(data)
+    kinds = [record[:4] for record in records]
+    assert kinds[:3] == [b"HEAD", b"NSPC", b"PACK"]
+    assert kinds[-1] == b"END "
+    assert sorted(set(kinds)) == [b"END ", b"HEAD", b"NSPC", b"PACK", b"RQST"]
+    heads = xxhash.xxh3_64()
+    for record in records:
+        assert record[4:8] == bytes(4)
+        assert int.from_bytes(record[16:24], "little") == xxhash.xxh3_64_intdigest(record[24:])
+        if record is not records[-1]:
+            heads.update(record[:24])
+    assert json.loads(records[-1][24:]) == {"records": len(records) - 1, "heads": heads.hexdigest()}
+    assert json.loads(records[0][24:])["version"] == 1
+    table = next(iter(catalogue(backend, next(iter(backend.namespaces())).id).values()))
+    assert payload(backend, table) + table.encode() in [record[24:] for record in records]

@@ -1,0 +1,1 @@
+"""Commands that show what stores hold and how fast they are."""

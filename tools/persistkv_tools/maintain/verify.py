@@ -1,0 +1,303 @@
+"""``persistkv verify``."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from persistkv.config import parse_size
+from persistkv.storage.backend import Backend
+from persistkv.storage.status import read_statuses
+from persistkv_tools import render
+from persistkv_tools.live import LivePacks
+from persistkv_tools.maintain.repairing import Repaired, RepairPlan, plan_repair
+from persistkv_tools.maintain.repairing import repair as repair_packs
+from persistkv_tools.maintain.verify_state import VerifyState
+from persistkv_tools.maintain.verifying import Verifier, check_manifests, count_rows, payload_left, read_catalogues
+from persistkv_tools.options import Json, Rate, Url, Yes, ensure_consent, opened
+from persistkv_tools.pack_check import Finding
+from persistkv_tools.progress import byte_progress, counted
+from persistkv_tools.throttle import Throttle
+
+_SAVE_S = 5.0
+_PORTION_BYTES = 1 << 30  # 1 GiB
+_BOUNDED_BATCH_BYTES = 1 << 20  # 1 MiB
+_SHARE_BESIDE_ENGINES = 0.05  # of the time
+_THREADS = 4
+_SWITCH_S = 0.0002
+_SHOWN = 20
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """What a run came to."""
+
+    url: str
+    sample: float
+    """Share of the packs that was read."""
+    seconds: float
+    """Of this run, what was done before it was resumed left out."""
+    packs: int
+    frames: int
+    stored_bytes: int
+    resumed_packs: int
+    """Of ``packs``, those that were read before this run was resumed."""
+    resumed_bytes: int
+    """Of ``stored_bytes``, likewise."""
+    requests: int
+    went_meanwhile: int
+    """Packs that others deleted or replaced while they were read."""
+    other_release_packs: int
+    """Packs that this release cannot decode: nothing was said of them."""
+    rows_counted: bool
+    """False: others wrote all the time, so rows that do not read could not be told."""
+    beside_engines: int
+    """That showed themselves: where there were any, and no --rate, it read a twentieth of the time."""
+    problems: int
+    by_problem: dict[str, int]
+    deleted_packs: int
+    """By --repair."""
+    shortened_requests: int
+    """Those that named these packs and keep what stands before them."""
+    deleted_requests: int
+    """Those of which nothing was left."""
+    repair: RepairPlan | None
+    """Plan of --repair; null without --repair, or if no pack is bad."""
+    findings: list[Finding]
+
+
+def verify(
+    url: Url,
+    sample: Annotated[
+        float, typer.Option(metavar="SHARE", help="Read this share of the packs, drawn anew each time, e.g. 0.05.")
+    ] = 1.0,
+    rate: Rate = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Delete the packs that are bad; requests keep what stands before them.")
+    ] = False,
+    yes: Yes = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Note here how far it came, and go on there; removed at the end."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Read everything and check it, a twentieth of the time where an engine shows that it uses the store and there is
+    no --rate. Exit code 1: something is wrong, repaired or not.
+
+    Example: persistkv verify lmdb:///var/cache/kv --rate 200MiB --resume /var/tmp/kv.verify
+    """
+    if not 0 < sample <= 1:
+        raise typer.BadParameter(f"{sample:g} is no share above 0 and up to 1", param_hint="--sample")
+    if repair:
+        ensure_consent("verify --repair", url, "--yes", yes=yes, json=json)
+    bytes_per_s = None if rate is None else parse_size(rate, name="--rate")
+    state = VerifyState.begin(url, sample) if resume is None else VerifyState.load(resume, url, sample)
+    summary = _run(url, state, bytes_per_s, resume, repair=repair, yes=yes, json=json)
+    if json:
+        render.print_json(summary)
+    else:
+        _print(summary, bytes_per_s)
+    if summary.problems:
+        raise typer.Exit(1)
+
+
+def _run(
+    url: str, state: VerifyState, bytes_per_s: int | None, resume: Path | None, *, repair: bool, yes: bool, json: bool
+) -> Summary:
+    begin = time.monotonic()
+    resumed = state.packs, state.stored_bytes
+    with opened(url, writable=repair) as backend:
+        engines = _engines(backend)
+        throttle = Throttle(bytes_per_s, share=_SHARE_BESIDE_ENGINES if engines and bytes_per_s is None else 1)
+        spaces = read_catalogues(backend)
+        with byte_progress() as progress:
+            total = payload_left(spaces, state)
+            took = counted(progress, "verify", total, throttle)
+            verifier = _verifier(backend, spaces, state, took, throttle, resume is not None)
+            with closing(verifier), _prompt_threads():
+                if not throttle.bounded:
+                    verifier.begin()
+                rows = count_rows(backend, spaces)
+                requests, of_manifests = check_manifests(backend, spaces, took)
+                _read_packs(verifier, state, resume)
+        plan, repaired = None, Repaired()
+        if repair and any(finding.pack for finding in state.findings):
+            plan = plan_repair(backend, spaces, state.findings)
+            if plan.packs and not json:
+                _print_plan(plan)
+            if plan.packs and (yes or typer.confirm(_question(plan))):
+                repaired = repair_packs(backend, spaces, state.findings, took)
+    if resume is not None:
+        with suppress(FileNotFoundError):
+            resume.unlink()
+    findings = [*rows.findings, *of_manifests, *state.findings]
+    seconds = time.monotonic() - begin
+    return _summary(url, state, resumed, findings, seconds, requests, rows.certain, engines, repaired, plan)
+
+
+def _question(plan: RepairPlan) -> str:
+    return f"Delete {render.count(len(plan.packs), 'bad pack')}, and shorten requests to the blocks before?"
+
+
+def _engines(backend: Backend) -> int:
+    """How many show that they use the store."""
+    now = time.time()
+    return sum(status.is_live(now) for status in read_statuses(backend))
+
+
+def _verifier(
+    backend: Backend,
+    spaces: list[LivePacks],
+    state: VerifyState,
+    took: Callable[[int], None],
+    throttle: Throttle,
+    resumable: bool,
+) -> Verifier:
+    portion = min(_PORTION_BYTES, throttle.bytes_in(_SAVE_S)) if resumable else None
+    if throttle.bounded:  # small reads, so that those of an engine get between them
+        return Verifier(backend, spaces, state, took, 0, portion, _BOUNDED_BATCH_BYTES)
+    return Verifier(backend, spaces, state, took, _THREADS, portion)
+
+
+@contextmanager
+def _prompt_threads() -> Iterator[None]:
+    """Threads that come back from a read wait for the interpreter until another lets go of it: 5 ms by default. The
+    garbage collector leaves the tables alone meanwhile.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        sys.setswitchinterval(before)
+
+
+def _read_packs(verifier: Verifier, state: VerifyState, resume: Path | None) -> None:
+    if resume is not None:
+        state.save(resume)  # now, and not after an hour, it shows whether it can be written
+    saved = time.monotonic()
+    try:
+        for _ in verifier.packs():
+            if resume is not None and time.monotonic() - saved > _SAVE_S:
+                state.save(resume)
+                saved = time.monotonic()
+    finally:
+        if resume is not None:
+            state.save(resume)
+
+
+def _summary(
+    url: str,
+    state: VerifyState,
+    resumed: tuple[int, int],
+    findings: list[Finding],
+    seconds: float,
+    requests: int,
+    certain: bool,
+    engines: int,
+    repaired: Repaired,
+    plan: RepairPlan | None,
+) -> Summary:
+    by_problem: Counter[str] = Counter()
+    for finding in findings:
+        by_problem[finding.problem.value] += finding.count
+    return Summary(
+        url,
+        state.share,
+        round(seconds, 3),
+        state.packs,
+        state.frames,
+        state.stored_bytes,
+        *resumed,
+        requests,
+        state.went,
+        state.other_release,
+        certain,
+        engines,
+        sum(by_problem.values()),
+        dict(by_problem),
+        len(repaired.packs),
+        len(repaired.shortened),
+        len(repaired.deleted),
+        plan,
+        findings,
+    )
+
+
+def _print_plan(plan: RepairPlan) -> None:
+    packs = [
+        [row.pack[:8], row.namespace[:8], f"{row.blocks:,}", render.format_size(row.stored_bytes)]
+        for row in plan.packs[:_SHOWN]
+    ]
+    title = "these packs are bad and go"
+    console = render.console()
+    console.print(render.table(("pack", "namespace", "blocks", "size"), packs, title=title, left="namespace"))
+    if plan.requests:
+        requests = [[row.request, f"{row.blocks:,}", f"{row.kept_blocks:,}"] for row in plan.requests[:_SHOWN]]
+        title = "these requests name them; they keep the blocks before, and those with none go"
+        console.print(render.table(("request", "blocks", "kept"), requests, title=title))
+    hidden = max(len(plan.packs), len(plan.requests)) - _SHOWN
+    if hidden > 0:
+        render.say("and more; --json lists all")
+    going = f"{render.count(len(plan.packs), 'pack')}, {render.count(plan.blocks, 'block')}"
+    shortened = sum(row.kept_blocks > 0 for row in plan.requests)
+    render.say(
+        f"to delete: {going}, {render.format_size(plan.stored_bytes)},"
+        f" and {render.count(len(plan.requests) - shortened, 'request')};"
+        f" to shorten: {render.count(shortened, 'request')}"
+    )
+
+
+def _print(summary: Summary, bytes_per_s: int | None) -> None:
+    if summary.findings:
+        rows = [
+            [
+                finding.problem.value,
+                (finding.pack or "")[:8] or finding.request or "-",
+                (finding.namespace or "")[:8],
+                finding.detail,
+            ]
+            for finding in summary.findings[:_SHOWN]
+        ]
+        render.console().print(
+            render.table(("problem", "where", "namespace", "what"), rows, left="where namespace what")
+        )
+    if len(summary.findings) > _SHOWN:
+        render.say(f"and {len(summary.findings) - _SHOWN:,} more; --json lists all")
+    read_bytes = summary.stored_bytes - summary.resumed_bytes
+    speed = render.format_size(int(read_bytes / summary.seconds)) if summary.seconds else "-"
+    read = f"{render.count(summary.packs, 'pack')}, {render.format_size(summary.stored_bytes)}"
+    render.say(f"read {read} and {render.count(summary.requests, 'request')} in {summary.seconds:.1f} s ({speed}/s)")
+    if summary.resumed_packs:
+        earlier = f"{render.count(summary.resumed_packs, 'pack')}, {render.format_size(summary.resumed_bytes)}"
+        render.say(f"{earlier} of it before it was resumed")
+    if summary.beside_engines:
+        engines = render.count(summary.beside_engines, "engine")
+        bound = (
+            "a twentieth of the time" if bytes_per_s is None else f"{render.format_size(bytes_per_s)} a second at most"
+        )
+        render.say(f"beside {engines}, it read {bound}")
+    if summary.went_meanwhile:
+        render.say(f"{render.count(summary.went_meanwhile, 'pack')} went while they were read: no problem")
+    if summary.other_release_packs:
+        render.say(f"{render.count(summary.other_release_packs, 'pack')} of another release's codec: not checked")
+    if not summary.rows_counted:
+        render.say("rows that do not read could not be told: others wrote all the time")
+    if summary.deleted_packs:
+        render.say(f"deleted {render.count(summary.deleted_packs, 'pack')}; their blocks will be computed again")
+        shortened = render.count(summary.shortened_requests, "request")
+        render.say(
+            f"shortened {shortened} to what stands before; deleted {summary.deleted_requests:,} that kept nothing"
+        )
+    render.say("nothing is wrong" if not summary.problems else f"found {render.count(summary.problems, 'problem')}")

@@ -1,0 +1,1 @@
+"""Commands that copy contexts between stores and files."""

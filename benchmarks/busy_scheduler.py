@@ -23,8 +23,8 @@ from functools import partial
 
 from benchmarks.rig import percentile, ratio_interval, show, touch_memory
 from benchmarks.scheduler_loop import Scheduler
+from benchmarks.store_rig import Rig, fresh_keys
 from persistkv.storage.host.client import StoreClient
-from persistkv_tools.rig import Rig, fresh_keys
 
 JOB_BYTES = 32 << 20  # 32 MiB
 MAX_RATIO = 1.3

@@ -18,6 +18,7 @@ import time
 
 from benchmarks.open_store import fill
 from benchmarks.rig import anonymous_bytes, show
+from benchmarks.store_rig import Rig, fresh_keys
 from persistkv.base import OffloadKey, ReqContext
 from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
 from persistkv.storage.identity import Identity
@@ -26,7 +27,6 @@ from persistkv.storage.registry import open_backend
 from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.tiering.persistent import PersistentTier
-from persistkv_tools.rig import Rig, fresh_keys
 
 MAX_LOOKUP_S = 0.5e-6
 MAX_BLOCK_BYTES = 180

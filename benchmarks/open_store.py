@@ -12,7 +12,7 @@ import tempfile
 import time
 
 from benchmarks.rig import show
-from persistkv_tools.rig import Rig, finish, fresh_keys
+from benchmarks.store_rig import Rig, finish, fresh_keys
 
 TARGET_S = 0.15
 

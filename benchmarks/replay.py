@@ -4,10 +4,11 @@ Each request looks its chain up, loads the longest prefix that is held (and comp
 context and ends, as an engine would without a primary tier in front. The store keeps small synthetic blocks, one for
 each 512-token block of the trace. Its capacity in bytes is that of the stated share of all distinct blocks, payload
 only: index, manifests and padding have to fit in as well; the column ``not blocks`` tells their share. A pack holds at
-most ``--pack-blocks`` blocks, since real blocks of 512 tokens are large: see ``persistkv_tools.inspect.replaying``,
-which says how large. Beside it, caches that hold so many whole blocks and need no room for anything else: one that
-drops what was used longest ago, also with as many blocks as the store held (the median of the second half), which tells
-what order costs from what room costs; and the best that is possible (``trace.py``).
+most ``--pack-blocks`` blocks, since real blocks of 512 tokens are large: see ``persistkv_tools.inspect.replay``, which
+says how large. Beside it, caches that hold so many whole blocks and need no room for anything else
+(``trace_policies.py``): one that drops what was used longest ago, also with as many blocks as the store held (the
+median of the second half), which tells what order costs from what room costs; the best that is possible; and other
+policies.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks.rig import show
-from persistkv_tools.inspect.replaying import PACK_BLOCKS, Comparison, Outcome, replay
-from persistkv_tools.trace import Request, distinct_blocks, lru_hits, read_trace
+from benchmarks.trace_policies import OTHER_POLICIES, clairvoyant_hits, lru_hits
+from persistkv_tools.inspect.replay import PACK_BLOCKS, Request, Run, distinct_blocks, read_trace, replay
 
 CONVERSATION = Path(__file__).parent / "data" / "conversation.jsonl.xz"
 
@@ -45,33 +46,43 @@ def main() -> None:
         blocks, block_bytes = int(distinct * share), block_kib << 10
         with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
             url = f"lmdb://{directory}/store?capacity={blocks * block_bytes}" + f"&{options}" * bool(options)
-            found = replay(requests, url, block_bytes, pack_blocks=pack_blocks)
+            run = Run(url, blocks * block_bytes, blocks)
+            found = replay(requests, run, block_bytes, pack_blocks=pack_blocks)
         name = f"{share:.0%}, {block_kib} KiB {options}".rstrip()
-        rows.append([name, str(pack_blocks or "request"), *columns_of(found, requests, blocks, block_bytes)])
+        rows.append([name, str(pack_blocks or "request"), *columns_of(found, requests)])
         print(*rows[-1], flush=True)
-    unbounded = lru_hits(requests, distinct)
-    title = f"{len(requests):,} requests, {asked:,} blocks, {distinct:,} distinct; unbounded {unbounded / asked:.2%}"
+    title = f"{len(requests):,} requests, {asked:,} blocks, {distinct:,} distinct; unbounded {1 - distinct / asked:.2%}"
     columns = ["capacity, block", "pack", "blocks: nominal, held", "not blocks", "prefix hits"]
     columns += ["LRU, nominal", "LRU, held", "best possible"]
     show(title, [*columns, ">= LRU", "÷ best", "not served", "on disk ÷ capacity"], rows)
+    columns = ["blocks", *(name.upper() for name in OTHER_POLICIES)]
+    sizes = sorted({int(distinct * share) for share in arguments.share})
+    show("hits of caches of whole blocks, by policy", columns, [policy_cells(requests, blocks) for blocks in sizes])
 
 
-def columns_of(found: Outcome, requests: Sequence[Request], blocks: int, block_bytes: int) -> list[str]:
+def columns_of(found: Run, requests: Sequence[Request]) -> list[str]:
     """One replay beside the caches of whole blocks: of the nominal number, and of as many as the store held."""
     asked = sum(map(len, requests))
-    beside = Comparison.of(requests, blocks, found.held_blocks)
+    blocks, held = found.nominal_blocks, found.held_blocks
+    lru, best = lru_hits(requests, blocks), clairvoyant_hits(requests, blocks)
     return [
-        f"{blocks:,}, {found.held_blocks:,}",
-        f"{1 - found.held_blocks / blocks:.2%}",
+        f"{blocks:,}, {held:,}",
+        f"{1 - held / blocks:.2%}",
         f"{found.hits / asked:.2%}",
-        f"{beside.lru / asked:.2%}",
-        f"{beside.lru_held / asked:.2%}",
-        f"{beside.best / asked:.2%}",
-        "yes" if found.hits >= beside.lru else "NO",
-        f"{found.hits / max(1, beside.best):.3f}",
-        f"{found.wrong}",
-        f"{found.disk_bytes / (blocks * block_bytes):.4f}",
+        f"{lru / asked:.2%}",
+        f"{lru_hits(requests, held) / asked:.2%}",
+        f"{best / asked:.2%}",
+        "yes" if found.hits >= lru else "NO",
+        f"{found.hits / max(1, best):.3f}",
+        f"{found.wrong_blocks}",
+        f"{found.disk_bytes / (found.capacity or 1):.4f}",
     ]
+
+
+def policy_cells(requests: Sequence[Request], blocks: int) -> list[str]:
+    """Hit rates of caches of so many whole blocks with other policies."""
+    asked = sum(map(len, requests))
+    return [f"{blocks:,}", *(f"{hits(requests, blocks) / asked:.2%}" for hits in OTHER_POLICIES.values())]
 
 
 if __name__ == "__main__":

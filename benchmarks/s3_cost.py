@@ -19,6 +19,7 @@ import numpy as np
 from benchmarks.rig import show
 from benchmarks.s3_proxy import CountingProxy
 from benchmarks.s3_rig import make_bucket, pack_of, server
+from benchmarks.store_rig import Rig, fresh_keys
 from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
@@ -27,7 +28,6 @@ from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.testing.samples import sample_manifest
 from persistkv_s3 import S3Backend
-from persistkv_tools.rig import Rig, fresh_keys
 
 TOKENS_PER_BLOCK = 16
 MOST_BESIDE_PACKS = 2

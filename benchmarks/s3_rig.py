@@ -14,11 +14,11 @@ from typing import Any
 
 import boto3
 
+from benchmarks.store_rig import fresh_keys
 from persistkv.storage.arrays import ByteArray
 from persistkv.storage.codec import RawCodec
 from persistkv.storage.pack_writer import PackWriter, Segment
 from persistkv.testing.samples import ArraySource
-from persistkv_tools.rig import fresh_keys
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from persistkv.storage.manifest import RequestManifest
 from persistkv.storage.pack_writer import PackWriter, Segment
 from persistkv.storage.registry import open_backend
 from persistkv.testing.samples import ArraySource
-from persistkv_tools.raw_disk import drop_page_cache
+from persistkv_tools.inspect.bench import drop_page_cache
 
 TARGETS = {"stat": 2.0, "ls": 1.0, "show": 1.0}  # seconds
 MEMORY_TARGET = 500 << 20  # 500 MiB

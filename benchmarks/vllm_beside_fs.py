@@ -22,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.rig import median_interval, show_markdown, touch_memory
 from benchmarks.vllm_rig import ALONE, FS, OURS, Contestant, Field, Turn, add_options, field_of, prompts_of
-from persistkv_tools.raw_disk import drop_page_cache
+from persistkv_tools.inspect.bench import drop_page_cache
 
 ALL = [ALONE, FS, OURS]
 MAX_DISK = 0.75

@@ -28,9 +28,9 @@ import numpy as np
 
 from benchmarks.rig import show, touch_memory
 from benchmarks.scheduler_loop import Scheduler
+from benchmarks.store_rig import Rig, fresh_keys
 from persistkv.storage.host.client import StoreClient
-from persistkv_tools.raw_disk import drop_page_cache
-from persistkv_tools.rig import Rig, fresh_keys
+from persistkv_tools.inspect.bench import drop_page_cache
 
 JOB_BYTES = 32 << 20  # 32 MiB
 TARGETS = {(64 << 10, "store"): 3.0, (64 << 10, "load"): 3.0, (2 << 20, "store"): 1.5, (2 << 20, "load"): 1.2}

@@ -23,13 +23,13 @@ import torch
 
 from benchmarks.gpu.results import Results, parse
 from benchmarks.gpu.rig import PinnedCopies
+from benchmarks.store_rig import fresh_keys
 from persistkv.base import OffloadKey
 from persistkv.errors import ConfigurationError
 from persistkv.huge_pages import huge_memory
 from persistkv.integrations.transformers.kv_cache import KVGroupGeometry, PagedKVCache
 from persistkv.integrations.transformers.offload import OffloadLoop
 from persistkv.integrations.transformers.stack import StackOptions, build_stack
-from persistkv_tools.rig import fresh_keys
 
 TARGET = 0.85
 

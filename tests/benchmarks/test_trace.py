@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.replay import CONVERSATION
-from persistkv_tools.trace import Request, clairvoyant_hits, distinct_blocks, lru_hits, read_trace
+from benchmarks.trace_policies import clairvoyant_hits, lru_hits
+from persistkv_tools.inspect.replay import Request, distinct_blocks, read_trace
 
 
 def chains(seed: int, count: int) -> list[Request]:

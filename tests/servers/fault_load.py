@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.store_rig import Rig, fresh_keys
 from persistkv.storage.host.client import StoreClient
-from persistkv_tools.rig import Rig, fresh_keys
 
 BLOCK = 64 << 10
 JOB_BLOCKS = 8

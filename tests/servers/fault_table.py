@@ -30,13 +30,13 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from benchmarks.rig import machine, percentile
 from benchmarks.s3_rig import make_bucket, plain_client, server
+from benchmarks.store_rig import Rig
 from persistkv.config import StoreUrl
 from persistkv.storage.backend import ReadSpan
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.identity import Identity
 from persistkv_s3 import S3Backend
 from persistkv_s3.names import Names, parse_pack
-from persistkv_tools.rig import Rig
 from tests.backends.s3.faults import SERVERS, FaultProxy, wait_for_port
 from tests.servers.fault_load import BLOCK, PATIENCE_S, ROWS, Load
 from tests.servers.orphans import Orphans

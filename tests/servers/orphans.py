@@ -16,13 +16,13 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
+from benchmarks.store_rig import fresh_keys
 from persistkv.config import StoreUrl
 from persistkv.storage.codec import RawCodec
 from persistkv.storage.identity import Identity
 from persistkv.storage.pack_writer import PackWriter, Segment
 from persistkv.testing.samples import ArraySource
 from persistkv_s3 import S3Backend
-from persistkv_tools.rig import fresh_keys
 from tests.servers.fault_load import BLOCK, JOB_BLOCKS, PATIENCE_S, Contents
 
 GRACE_S = 15.0  # longer than the engine takes from a pack's PUT to the index object that names it

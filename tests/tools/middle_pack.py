@@ -7,11 +7,11 @@ from contextlib import closing
 
 import numpy as np
 
+from benchmarks.store_rig import Job, finish, fresh_keys
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import EndRequest
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.registry import open_backend
-from persistkv_tools.rig import Job, finish, fresh_keys
 
 BLOCKS = 2
 """Of each pack."""

@@ -153,7 +153,7 @@ def paths(value, prefix="") -> set[str]:
     return set()
 
 
-FREE = ("labels", "identity", "by_problem", "policy_hit_rates", "requests_sent", "children")
+FREE = ("labels", "identity", "by_problem", "requests_sent", "children")
 """Objects whose names are data, and the tree within the tree."""
 
 

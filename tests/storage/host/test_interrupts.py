@@ -8,7 +8,7 @@ from tests.storage.host.jobs import KINDS
 from tests.tools.signals import run_interrupted
 
 STORE_UNTIL_INTERRUPTED = """
-from persistkv_tools.rig import Job, fresh_keys
+from benchmarks.store_rig import Job, fresh_keys
 
 url, kind = sys.argv[1:]
 job = Job(64, 16 << 20)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from persistkv_tools.inspect.benching import verdict
+from persistkv_tools.inspect.bench import verdict
 
 pytestmark = pytest.mark.slow
 

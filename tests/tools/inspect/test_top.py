@@ -12,6 +12,7 @@ from contextlib import closing
 
 import pytest
 
+from benchmarks.store_rig import Job, fresh_keys
 from persistkv.storage.host.protocol import EndRequest
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.records import StoreCounters
@@ -19,7 +20,6 @@ from persistkv.storage.registry import open_backend
 from persistkv.storage.status import read_statuses
 from persistkv.testing.memory import MemoryBackend
 from persistkv_tools.inspect.watching import Watch, hit_rate
-from persistkv_tools.rig import Job, fresh_keys
 from tests.storage.statuses import make_status
 from tests.tools.signals import obey_ctrl_c
 

@@ -1,22 +1,88 @@
-"""``persistkv bench``."""
+"""``persistkv bench``: the speed of a store, and of its disk or bucket without persistkv.
+
+1. The store and the plain medium take turns within a round: a slow phase of the medium affects both.
+2. A store job ends when its blocks are visible, hence durable; a load job ends when its rows are filled and verified.
+3. All work happens in a new store next to the named one. It is removed at the end.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import mmap
+import os
+import secrets
+import shutil
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlencode
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
 import typer
+import xxhash
 
-from persistkv.config import parse_size
-from persistkv.errors import ConfigurationError
+from persistkv.config import GroupLayout, RowLayout, StoreUrl, parse_size
+from persistkv.errors import ConfigurationError, StoreError
+from persistkv.huge_pages import use_huge_pages
+from persistkv.libc import address_of
+from persistkv.storage.backend import Backend, CommitBatch, PlainMedium
+from persistkv.storage.host.answers import JobOutcome
+from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.launch import Host, ProcessHost
+from persistkv.storage.host.protocol import Hello
+from persistkv.storage.identity import Identity
 from persistkv.storage.planning import DIRECT_BYTES
+from persistkv.storage.records import StoreOptions
+from persistkv.storage.registry import backend_class, open_backend
 from persistkv_tools import render
-from persistkv_tools.inspect.benching import Figure, Report, bench
 from persistkv_tools.options import Json, Url
 from persistkv_tools.progress import byte_progress, counted
 from persistkv_tools.throttle import Throttle
 
+_BLOCK_BYTES = 64 << 10  # 64 KiB
+_QUEUE_BYTES = 8 << 30  # 8 GiB
+_DELETED_AT_ONCE = 256
+_MAX_BUFFERS = 1024  # of one system call
+_PAUSE_S = 0.2  # before a cold read
+_NAP_S = 0.0001
+_TIMEOUT_S = 120.0
+_GOOD = {"store": 0.75, "load, warm": 0.8, "load, cold": 0.9}
+"""Shares of the plain speed that are good: checksums, messages and a transaction take the rest."""
+_POOR = 0.5
+"""Below this share of a good ratio, the machine needs attention."""
 _COLUMNS = ("operation", "time", "speed", "plain", "ratio", "verdict")
-_BLOCK = 64 << 10  # 64 KiB
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """One operation, in medians over the rounds."""
+
+    name: str
+    seconds: float
+    bytes_per_s: float
+    limit_seconds: float | None
+    """Time of the plain medium for the same bytes; None if unknown."""
+    ratio: float | None
+    """Share of the plain medium's speed. Above 1 if persistkv is faster."""
+    verdict: str
+
+
+class Report(msgspec.Struct, frozen=True):
+    """One run."""
+
+    url: str
+    scratch_url: str
+    """The store that was measured; it is removed."""
+    job_bytes: int
+    rounds: int
+    figures: list[Figure]
+    notes: list[str]
 
 
 def bench_(
@@ -33,18 +99,14 @@ def bench_(
     Example: persistkv bench lmdb:///var/cache/kv
     """
     job_bytes = parse_size(size, name="--size")
-    if job_bytes % _BLOCK or job_bytes < DIRECT_BYTES:
+    if job_bytes % _BLOCK_BYTES or job_bytes < DIRECT_BYTES:
         raise ConfigurationError("--size", size, "a multiple of 64KiB, 4MiB or more: what is smaller waits for company")
     with byte_progress() as progress:
         took = counted(progress, "bench", (2 * rounds + 1) * job_bytes, Throttle(None))
-        report = bench(url, job_bytes, rounds, took)
+        report = _bench(url, job_bytes, rounds, took)
     if json:
         render.print_json(report)
-    else:
-        _print(report)
-
-
-def _print(report: Report) -> None:
+        return
     title = f"jobs of {render.format_size(report.job_bytes)}, medians of {render.count(report.rounds, 'round')}"
     render.console().print(render.table(_COLUMNS, map(_cells, report.figures), title=title, left="verdict"))
     for note in report.notes:
@@ -60,3 +122,312 @@ def _cells(figure: Figure) -> list[str]:
         "-" if figure.ratio is None else f"{figure.ratio:.2f}",
         figure.verdict,
     ]
+
+
+def _bench(url: str, job_bytes: int, rounds: int, took: Callable[[int], None]) -> Report:
+    """Measure; one round more is done first and not counted.
+
+    :param took: called with the bytes of each round.
+    :raises StoreError: the store failed or returned other bytes.
+    """
+    notes: list[str] = []
+    times: dict[str, list[float]] = defaultdict(list)
+    with _scratch(url, notes) as (scratch, directory):
+        plain = _plain_medium(scratch, directory, notes)
+        with nullcontext() if plain is None else closing(plain):
+            job = _Job(job_bytes)
+            keys = [job.fresh_keys() for _ in range(rounds + 1)]
+            with job.client(scratch) as client:
+                for names in keys:
+                    times["store"].append(job.store(client, names))
+                    if plain is not None:
+                        times["plain store"].append(_seconds(plain.write, job.source))
+                    job.load(client, names)  # fills the page cache
+                    times["load, warm"].append(job.load(client, names))
+                    if isinstance(plain, _PlainDisk):
+                        plain.read(job.target)  # fills the page cache
+                    if plain is not None:
+                        times["plain load, warm"].append(_seconds(plain.read, job.target))
+                    took(job_bytes)
+            for seconds in times.values():
+                del seconds[0]
+            if directory is not None:
+                try:
+                    _cold(scratch, directory, job, keys, plain, times, took)
+                except OSError as error:
+                    notes.append(f"what is not in the page cache cannot be measured: {error.strerror}")
+    figures = [_figure(name, times[name], times.get(f"plain {name}"), job_bytes) for name in _GOOD if times.get(name)]
+    return Report(url, scratch, job_bytes, rounds, figures, notes)
+
+
+def _cold(
+    scratch: str,
+    directory: Path,
+    job: _Job,
+    keys: list[list[bytes]],
+    plain: PlainMedium | None,
+    times: dict[str, list[float]],
+    took: Callable[[int], None],
+) -> None:
+    """Measure loads without the page cache. A disk that was just read from answers sooner: pause before each read.
+
+    :raises OSError: the page cache keeps the files.
+    """
+    for number, names in enumerate(keys[1:]):
+        if isinstance(plain, _PlainDisk):
+            time.sleep(_PAUSE_S)
+            times["plain load, cold"].append(_seconds(plain.read_cold, number, job.target))
+            job.clear()  # as a load does: rows that were just read into are read into faster
+        drop_page_cache([directory])
+        with job.client(scratch) as client:
+            time.sleep(_PAUSE_S)
+            times["load, cold"].append(job.load(client, names))
+        took(job.num_bytes)
+
+
+def _seconds(call: Callable[..., None], *arguments: object) -> float:
+    begin = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - begin
+
+
+def _figure(name: str, times: list[float], plain: list[float] | None, job_bytes: int) -> Figure:
+    seconds = statistics.median(times)
+    limit = statistics.median(plain) if plain else None
+    ratio = None if limit is None else limit / seconds
+    return Figure(
+        name,
+        round(seconds, 6),
+        round(job_bytes / seconds),
+        None if limit is None else round(limit, 6),
+        None if ratio is None else round(ratio, 3),
+        verdict(name, ratio),
+    )
+
+
+def verdict(name: str, ratio: float | None) -> str:
+    """Return what a ratio means."""
+    if ratio is None:
+        return "no limit to hold it against"
+    if ratio >= _GOOD[name]:
+        return "as fast as this disk or bucket allows"
+    if ratio >= _GOOD[name] * _POOR:
+        return "usable; a part of the speed is lost"
+    return "slow: look at persistkv doctor, and at what else runs here"
+
+
+@contextmanager
+def _scratch(url: str, notes: list[str]) -> Iterator[tuple[str, Path | None]]:
+    """Create a store next to the one of the URL, and remove it. With its directory if it has one on this machine."""
+    parsed = StoreUrl.parse(url)
+    location = f"{parsed.location.rstrip('/')}.bench-{secrets.token_hex(4)}"
+    query = urlencode(parsed.options)
+    scratch = f"{parsed.scheme}://{location}" + f"?{query}" * bool(query)
+    open_backend(scratch).close()
+    directory = Path(location) if Path(location).is_dir() else None
+    try:
+        yield scratch, directory
+    finally:
+        if directory is not None:
+            shutil.rmtree(directory)
+        else:
+            with closing(open_backend(scratch)) as backend:
+                _empty(backend)
+            notes.append(f"{scratch} is empty; a few small objects of it stay, to be removed by the bucket's own tools")
+
+
+def _empty(backend: Backend) -> None:
+    for namespace in list(backend.namespaces()):
+        packs = [table.pack_id for table in backend.changes(namespace.id, None).added]
+        for start in range(0, len(packs), _DELETED_AT_ONCE):
+            backend.commit(namespace.id, CommitBatch(deletions=packs[start : start + _DELETED_AT_ONCE]))
+
+
+class _Job:
+    """One job's rows in shared memory: the first half is stored, the second half is loaded to, in shuffled order."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._fd = os.memfd_create("persistkv-bench")
+        os.ftruncate(self._fd, 2 * num_bytes)
+        memory = mmap.mmap(self._fd, 2 * num_bytes)
+        self._rows: npt.NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8).reshape(-1, _BLOCK_BYTES)
+        random = np.random.default_rng(0)
+        self._count = len(self._rows) // 2
+        self._rows[: self._count] = random.integers(0, 256, (self._count, _BLOCK_BYTES), dtype=np.uint8)
+        self.clear()
+        use_huge_pages(self._fd, 2 * num_bytes)  # as the primary tier does
+        self._order = [int(row) for row in random.permutation(self._count)]
+        self.source = [self._rows[row].data for row in self._order]
+        self.target = [self._rows[row + self._count].data for row in self._order]
+        self._last_id = 0
+
+    def fresh_keys(self) -> list[bytes]:
+        """Return keys that no store holds."""
+        return [os.urandom(32) + bytes(4) for _ in self._order]
+
+    @contextmanager
+    def client(self, url: str) -> Iterator[StoreClient]:
+        """Open a client of a store whose host process uses these rows."""
+        with closing(store_client(url, ProcessHost(self._fd, 2 * self.num_bytes), _BLOCK_BYTES)) as client:
+            client.open()
+            yield client
+
+    def store(self, client: StoreClient, keys: list[bytes]) -> float:
+        """Return the seconds until all blocks are visible.
+
+        :raises StoreError: some were not stored, or are not visible in two minutes.
+        """
+        self._last_id += 1
+        begin = time.perf_counter()
+        name = f"request {self._last_id}"
+        client.submit_store(self._last_id, name, keys, self._order, range(self._count), self.num_bytes)
+        self._check(finish(client, self._last_id))
+        while not all(map(client.contains, keys)):
+            client.poll()
+            client.take_stored()  # as an engine does in each step
+            client.take_removed()
+            if time.perf_counter() - begin > _TIMEOUT_S:
+                raise StoreError(f"stored blocks were not visible in {_TIMEOUT_S:g} s")
+            time.sleep(_NAP_S)
+        return time.perf_counter() - begin
+
+    def load(self, client: StoreClient, keys: list[bytes]) -> float:
+        """Return the seconds until the rows are filled; the rows are then compared and cleared.
+
+        :raises StoreError: some were not loaded, or are not what was stored.
+        """
+        self._last_id += 1
+        begin = time.perf_counter()
+        client.submit_load(self._last_id, keys, [row + self._count for row in self._order])
+        outcome = finish(client, self._last_id)
+        seconds = time.perf_counter() - begin
+        self._check(outcome)
+        if not np.array_equal(self._rows[self._count :], self._rows[: self._count]):
+            raise StoreError("what was loaded is not what was stored")
+        self.clear()
+        return seconds
+
+    def clear(self) -> None:
+        """Fill the rows that are loaded to with zeros."""
+        self._rows[self._count :] = 0
+
+    def _check(self, outcome: JobOutcome) -> None:
+        if outcome.failed:
+            raise StoreError(f"{len(outcome.failed)} blocks failed")
+
+
+def store_client(url: str, host: Host, block_bytes: int) -> StoreClient:
+    """Return a client, not yet open, for blocks of one KV cache group."""
+    layout = RowLayout(block_bytes, (GroupLayout(((0, block_bytes),)),))
+    hello = Hello(url, Identity.of({"benchmark": block_bytes}).encode(), layout, StoreOptions())
+    return StoreClient(host, hello, max_queue_bytes=_QUEUE_BYTES)
+
+
+def finish(client: StoreClient, job_id: int) -> JobOutcome:
+    """Poll until a job has ended.
+
+    :raises StoreError: it did not end in two minutes.
+    """
+    deadline = time.monotonic() + _TIMEOUT_S
+    while time.monotonic() < deadline:
+        for outcome in client.poll():
+            if outcome.job_id == job_id:
+                return outcome
+        time.sleep(_NAP_S)
+    raise StoreError(f"job {job_id} did not end in {_TIMEOUT_S:g} s")
+
+
+def _plain_medium(scratch: str, directory: Path | None, notes: list[str]) -> PlainMedium | None:
+    if directory is not None:
+        try:
+            return _PlainDisk(directory / "plain")
+        except OSError as error:
+            notes.append(f"the disk cannot be measured past the page cache ({error.strerror}): there are no ratios")
+            return None
+    parsed = StoreUrl.parse(scratch)
+    plain = backend_class(parsed.scheme).plain_medium(parsed)
+    if plain is None:
+        notes.append("what the medium could give at most is not known here: there are figures, and no ratios")
+    return plain
+
+
+class _PlainDisk(PlainMedium):
+    """A file that is written and read with plain system calls."""
+
+    def __init__(self, path: Path) -> None:
+        """:raises OSError: the file system has no O_DIRECT."""
+        self._direct = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+        self._buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._end = 0
+
+    def write(self, buffers: Sequence[memoryview]) -> None:
+        """Append past the page cache, durably."""
+        self._end += transfer(os.pwritev, self._direct, buffers, self._end)
+        os.fdatasync(self._direct)
+
+    def read(self, buffers: Sequence[memoryview]) -> None:
+        """Read what was written last through the page cache, with a checksum of each buffer."""
+        transfer(os.preadv, self._buffered, buffers, self._end - sum(map(len, buffers)))
+        for buffer in buffers:
+            xxhash.xxh3_64_intdigest(buffer)
+
+    def read_cold(self, number: int, buffers: Sequence[memoryview]) -> None:
+        """Read what an earlier call wrote, past the page cache."""
+        transfer(os.preadv, self._direct, buffers, number * sum(map(len, buffers)))
+
+    def close(self) -> None:
+        """Close the file; the scratch directory is removed as a whole."""
+        os.close(self._direct)
+        os.close(self._buffered)
+
+
+def transfer(
+    call: Callable[[int, Sequence[memoryview], int], int], fd: int, buffers: Sequence[memoryview], offset: int
+) -> int:
+    """Do one gathered transfer in as few calls as the kernel allows; return its bytes.
+
+    :raises OSError: it was short.
+    """
+    begin = offset
+    for start in range(0, len(buffers), _MAX_BUFFERS):
+        part = buffers[start : start + _MAX_BUFFERS]
+        wanted = sum(map(len, part))
+        if (done := call(fd, part, offset)) != wanted:
+            raise OSError(errno.EIO, f"{done} of {wanted} bytes")
+        offset += wanted
+    return offset - begin
+
+
+def drop_page_cache(paths: Sequence[Path]) -> None:
+    """Remove files, and all files below directories, from the page cache. No process may have them mapped.
+
+    :raises OSError: pages of a file stay in it.
+    """
+    for path in paths:
+        for file in [path] if path.is_file() else [below for below in path.rglob("*") if below.is_file()]:
+            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                if not _dropped(fd):
+                    os.fsync(fd)  # dirty pages stay; only then, because each fsync flushes the disk
+                    if not _dropped(fd):
+                        raise OSError(errno.EBUSY, f"{file} stays in the page cache: who uses it?")
+            finally:
+                os.close(fd)
+
+
+def _dropped(fd: int) -> bool:
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    return _resident_bytes(fd) <= max(os.fstat(fd).st_size // 100, 1 << 20)
+
+
+def _resident_bytes(fd: int) -> int:
+    size = os.fstat(fd).st_size
+    if not size:
+        return 0
+    with mmap.mmap(fd, size, prot=mmap.PROT_READ) as memory:
+        pages = np.zeros(-(-size // mmap.PAGESIZE), dtype=np.uint8)
+        address, libc = address_of(memoryview(memory)), ctypes.CDLL(None, use_errno=True)
+        if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data)):
+            raise OSError(ctypes.get_errno(), "mincore")
+    return int(np.count_nonzero(pages & 1)) * mmap.PAGESIZE

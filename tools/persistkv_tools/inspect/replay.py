@@ -1,62 +1,82 @@
-"""``persistkv replay``."""
+"""``persistkv replay``: the hit rate of a trace on a store of a given capacity.
+
+1. A request of a trace is the chain of its blocks' ids. Equal ids mean equal prefixes: a block always follows the same
+   block. A hit is a block of the longest prefix of a request that is held when the request comes.
+2. Each request looks its chain up, loads the longest prefix that is held, compares the bytes, then stores its whole
+   context and ends, as an engine without a primary tier would.
+3. Blocks are synthetic and hundreds of times smaller than real ones. A store evicts packs. Real packs are cut at 32 MiB
+   where depths are known, and hold 64 MiB at most: 1 to 10 blocks of 512 tokens, by the model. So that synthetic packs
+   hold no more blocks than real ones, each pack's blocks are stored as a job of their own.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import lzma
+import mmap
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 from urllib.parse import urlencode
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import typer
 from rich.progress import Progress
 
 from persistkv.config import PAGE_BYTES, StoreUrl, parse_size
-from persistkv.errors import ConfigurationError
+from persistkv.errors import ConfigurationError, StoreError
+from persistkv.storage.host.launch import InlineHost
+from persistkv.storage.host.protocol import EndRequest, HostStats
+from persistkv.storage.keys import PackedKeys
 from persistkv.storage.registry import open_backend
 from persistkv_tools import render
-from persistkv_tools.inspect.replaying import PACK_BLOCKS, Comparison, replay
+from persistkv_tools.inspect.bench import finish, store_client
 from persistkv_tools.options import Json
 from persistkv_tools.progress import byte_progress, counted
 from persistkv_tools.throttle import Throttle
-from persistkv_tools.trace import Request, distinct_blocks, lru_hits, read_trace
-from persistkv_tools.trace_policies import OTHER_POLICIES
 
-_COLUMNS = ("capacity", "blocks", "held", "hits", "LRU", "LRU, held", "best")
+Request = list[int]
+"""Ids of the blocks, in order."""
+
+PACK_BLOCKS = 8
+"""Default of the most blocks in a pack: a power of two as in real packs, and more than most models have."""
+_TOKENS_PER_BLOCK = 512
+_LOOK_EVERY = 100  # requests
+_RATES = ("capacity", "blocks", "held", "hits")
 _TRAFFIC = ("capacity", "evicted blocks", "written", "read", "commits", "wrong blocks", "seconds")
-_POLICIES = ("capacity", "this store", "LRU", *(name.upper() for name in OTHER_POLICIES), "best possible")
 
 
-class Run(msgspec.Struct, frozen=True):
-    """One capacity. Rates are of all blocks that were asked for."""
+class Run(msgspec.Struct):
+    """Outcome of a replay on one store."""
 
     url: str
-    """The store that it made. It stays."""
+    """The store, which stays."""
     capacity: int | None
     nominal_blocks: int
-    """What the capacity would hold of payload alone, at most all blocks of the trace."""
-    held_blocks: int
-    """What the store held: index, requests and padding need room too."""
-    hits: int
-    hit_rate: float
-    lru_hit_rate: float
-    """Of a cache of the nominal number of whole blocks that drops what was used longest ago."""
-    lru_held_hit_rate: float
-    """Of one that has as many blocks as the store held."""
-    best_hit_rate: float
-    """The most that any cache of the nominal number can have."""
-    policy_hit_rates: dict[str, float]
-    """Of caches of the nominal number with other policies."""
-    wrong_blocks: int
-    """Blocks that were promised and not served. 0 is good."""
-    evicted_blocks: int
-    commits: int
-    stored_bytes: int
-    loaded_bytes: int
-    disk_bytes: int
-    requests_sent: dict[str, int]
+    """Blocks that fit the capacity if payload were all, at most all blocks of the trace."""
+    held_blocks: int = 0
+    """Blocks that the store held, the median over the second half: index, requests and padding need room too."""
+    hits: int = 0
+    """Blocks that were held as prefix, loaded, and right."""
+    hit_rate: float = 0.0
+    """Share of all blocks that were asked for."""
+    wrong_blocks: int = 0
+    """Blocks that were promised and not served, or not right. 0 is good."""
+    evicted_blocks: int = 0
+    commits: int = 0
+    stored_bytes: int = 0
+    loaded_bytes: int = 0
+    disk_bytes: int = 0
+    """The most that the store took on disk, its index included."""
+    requests_sent: dict[str, int] = {}
     """To a bucket, by method, retries included; empty for a disk."""
-    seconds: float
+    seconds: float = 0.0
 
 
 def replay_(
@@ -73,7 +93,7 @@ def replay_(
     ] = PACK_BLOCKS,
     json: Json = False,
 ) -> None:
-    """Replay a trace against new stores of small blocks: hit rates by capacity, beside other policies; requests, bytes.
+    """Replay a trace against new stores of small blocks: hit rates by capacity, evictions, requests, bytes.
 
     Each --share makes a store of its own below URL, which stays; without it, the capacity is that of the URL.
 
@@ -90,25 +110,13 @@ def replay_(
     urls = [_with_share(url, wanted, distinct * block_bytes) for wanted in share] if share else [url]
     with byte_progress() as progress:
         runs = [_run(place, chains, distinct, block_bytes, pack_blocks, progress) for place in urls]
-    unbounded = _rate(lru_hits(chains, distinct), asked)
+    unbounded = round(1 - distinct / asked, 4)  # each block but its first is a hit: equal ids mean equal prefixes
     if json:
-        render.print_json(
-            {
-                "url": url,
-                "trace": str(trace),
-                "requests": len(chains),
-                "blocks": asked,
-                "distinct_blocks": distinct,
-                "block_bytes": block_bytes,
-                "pack_blocks": pack_blocks,
-                "unbounded_hit_rate": unbounded,
-                "runs": runs,
-            }
-        )
+        head = {"url": url, "trace": str(trace), "requests": len(chains), "blocks": asked, "distinct_blocks": distinct}
+        sizes = {"block_bytes": block_bytes, "pack_blocks": pack_blocks}
+        render.print_json({**head, **sizes, "unbounded_hit_rate": unbounded, "runs": runs})
         return
-    render.console().print(render.table(_COLUMNS, map(_cells, runs)))
-    title = "hit rates of caches of as many whole blocks, by policy"
-    render.console().print(render.table(_POLICIES, map(_policy_cells, runs), title=title))
+    render.console().print(render.table(_RATES, map(_rate_cells, runs)))
     render.console().print(render.table(_TRAFFIC, map(_traffic_cells, runs)))
     for run in runs:
         if run.requests_sent:
@@ -121,32 +129,14 @@ def replay_(
 
 
 def _run(url: str, chains: list[Request], distinct: int, block_bytes: int, pack_blocks: int, progress: Progress) -> Run:
-    asked = sum(map(len, chains))
-    capacity = _check_empty(url)
+    with closing(open_backend(url)) as backend:
+        if any(True for _ in backend.namespaces()):
+            raise ConfigurationError("URL", url, "a store that holds nothing yet: a replay fills it")
+        capacity = backend.stats().capacity
     nominal = distinct if capacity is None else min(distinct, capacity // block_bytes)
-    took = counted(progress, f"{nominal:,} blocks", asked * block_bytes, Throttle(None))
-    found = replay(chains, url, block_bytes, took, pack_blocks=pack_blocks)
-    beside = Comparison.of(chains, nominal, found.held_blocks)
-    return Run(
-        url,
-        capacity,
-        nominal,
-        found.held_blocks,
-        found.hits,
-        _rate(found.hits, asked),
-        _rate(beside.lru, asked),
-        _rate(beside.lru_held, asked),
-        _rate(beside.best, asked),
-        {name: _rate(hits, asked) for name, hits in beside.others.items()},
-        found.wrong,
-        found.evicted_blocks,
-        found.commits,
-        found.stored_bytes,
-        found.loaded_bytes,
-        found.disk_bytes,
-        found.requests,
-        found.seconds,
-    )
+    asked_bytes = sum(map(len, chains)) * block_bytes
+    took = counted(progress, f"{nominal:,} blocks", asked_bytes, Throttle(None))
+    return replay(chains, Run(url, capacity, nominal), block_bytes, took, pack_blocks=pack_blocks)
 
 
 def _with_share(url: str, share: float, num_bytes: int) -> str:
@@ -155,33 +145,8 @@ def _with_share(url: str, share: float, num_bytes: int) -> str:
     return f"{parsed.scheme}://{parsed.location.rstrip('/')}/{share:g}?{urlencode(options)}"
 
 
-def _check_empty(url: str) -> int | None:
-    """Make the store; its capacity."""
-    with closing(open_backend(url)) as backend:
-        if any(True for _ in backend.namespaces()):
-            raise ConfigurationError("URL", url, "a store that holds nothing yet: a replay fills it")
-        return backend.stats().capacity
-
-
-def _rate(hits: int, asked: int) -> float:
-    return round(hits / asked, 4)
-
-
-def _cells(run: Run) -> list[str]:
-    return [
-        _capacity(run),
-        f"{run.nominal_blocks:,}",
-        f"{run.held_blocks:,}",
-        f"{run.hit_rate:.2%}",
-        f"{run.lru_hit_rate:.2%}",
-        f"{run.lru_held_hit_rate:.2%}",
-        f"{run.best_hit_rate:.2%}",
-    ]
-
-
-def _policy_cells(run: Run) -> list[str]:
-    rates = [run.hit_rate, run.lru_hit_rate, *run.policy_hit_rates.values(), run.best_hit_rate]
-    return [_capacity(run), *(f"{rate:.2%}" for rate in rates)]
+def _rate_cells(run: Run) -> list[str]:
+    return [_capacity(run), f"{run.nominal_blocks:,}", f"{run.held_blocks:,}", f"{run.hit_rate:.2%}"]
 
 
 def _traffic_cells(run: Run) -> list[str]:
@@ -198,3 +163,159 @@ def _traffic_cells(run: Run) -> list[str]:
 
 def _capacity(run: Run) -> str:
     return "none" if run.capacity is None else render.format_size(run.capacity)
+
+
+class _Line(msgspec.Struct):
+    """What is read of a line; the rest of it may be anything."""
+
+    hash_ids: Request
+
+
+def read_trace(path: Path, limit: int | None = None) -> list[Request]:
+    """Return the chains of the first requests of a trace in Mooncake's form (JSON lines), compressed with xz or plain.
+
+    :raises ConfigurationError: the file is not a trace, or a block follows two different ones: its id does not stand
+        for a prefix.
+    """
+    requests: list[Request] = []
+    parents: dict[int, int] = {}
+    try:
+        with _opened(path) as lines:
+            for line in islice(lines, limit):
+                chain = msgspec.json.decode(line, type=_Line).hash_ids
+                _check_prefixes(path, chain, parents)
+                requests.append(chain)
+    except OSError as error:
+        raise ConfigurationError("trace", str(path), f"a readable file ({error.strerror or error})") from None
+    except (ValueError, EOFError, lzma.LZMAError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        expected = f'lines of JSON with "hash_ids", plain or .xz (line {len(requests) + 1}: {error})'
+        raise ConfigurationError("trace", str(path), expected) from None
+    if not any(requests):
+        raise ConfigurationError("trace", str(path), "a trace of at least one block")
+    return requests
+
+
+def _opened(path: Path) -> TextIO:
+    return lzma.open(path, "rt") if path.suffix == ".xz" else path.open()
+
+
+def _check_prefixes(path: Path, chain: Request, parents: dict[int, int]) -> None:
+    for parent, block in zip([-1, *chain], chain, strict=False):
+        if parents.setdefault(block, parent) != parent:
+            expected = f"ids that stand for prefixes; block {block} follows both {parents[block]} and {parent}"
+            raise ConfigurationError("trace", str(path), expected)
+
+
+def distinct_blocks(requests: Sequence[Request]) -> int:
+    """Return the number of different blocks."""
+    return len({block for chain in requests for block in chain})
+
+
+def replay(
+    requests: Sequence[Request],
+    run: Run,
+    block_bytes: int,
+    took: Callable[[int], None] = lambda num_bytes: None,
+    *,
+    pack_blocks: int = PACK_BLOCKS,
+) -> Run:
+    """Send all requests, one after the other, to an empty store.
+
+    :param run: names the store; is completed.
+    :param pack_blocks: blocks in a pack at most; 0: all that a request adds are one pack, up to the store's own bound.
+    :param took: called with the bytes of each request's blocks.
+    :raises StoreError: the store failed.
+    """
+    begin = time.monotonic()
+    with closing(_Replay(run, block_bytes, max(map(len, requests)), pack_blocks)) as engine:
+        for number, chain in enumerate(requests):
+            if chain:
+                engine.answer(number, chain)
+            if number % _LOOK_EVERY == 0:
+                engine.look()
+            took(len(chain) * block_bytes)
+        engine.complete()
+    run.hit_rate = round(run.hits / sum(map(len, requests)), 4)
+    run.seconds = round(time.monotonic() - begin, 3)
+    return run
+
+
+class _Replay:
+    """An engine without a model: rows of memory, the first half stored from, the second half loaded to."""
+
+    def __init__(self, run: Run, block_bytes: int, longest: int, pack_blocks: int) -> None:
+        self._run = run
+        memory = mmap.mmap(-1, 2 * longest * block_bytes)
+        self._words = np.frombuffer(memory, dtype=np.uint64).reshape(2 * longest, -1)
+        self._pattern = np.random.default_rng(0).integers(1, 1 << 63, block_bytes // 8, dtype=np.uint64)
+        self._block_bytes = block_bytes
+        self._longest = longest
+        self._pack_blocks = pack_blocks or longest
+        self._held: list[int] = []
+        self._job = 0
+        self._client = store_client(run.url, InlineHost(memoryview(memory)), block_bytes)
+        self._client.open()
+
+    def answer(self, number: int, chain: Request) -> None:
+        """One request: look up, load, store, end."""
+        keys = [key_of(block) for block in chain]
+        held = next((place for place, key in enumerate(keys) if not self._client.contains(key)), len(keys))
+        good = self._load(keys[:held], chain) if held else 0
+        self._run.hits += good
+        self._run.wrong_blocks += held - good
+        self._store(f"request {number}", keys, chain)
+
+    def _load(self, keys: list[bytes], chain: Request) -> int:
+        self._job += 1
+        rows = range(self._longest, self._longest + len(keys))
+        self._client.submit_load(self._job, keys, rows)
+        failed = set(finish(self._client, self._job).failed)
+        right = (self._words[rows.start : rows.stop] == self._contents(chain[: len(keys)])).all(axis=1)
+        return sum(bool(same) and key not in failed for same, key in zip(right, keys, strict=True))
+
+    def _contents(self, chain: Request) -> npt.NDArray[np.uint64]:
+        """Return blocks of bytes that differ for each id, (n, words)."""
+        return self._pattern * (np.asarray(chain, dtype=np.uint64) * np.uint64(2) + np.uint64(1))[:, None]
+
+    def _store(self, request: str, keys: list[bytes], chain: Request) -> None:
+        """Cut at fixed depths, as engines do. Small jobs of one name would wait and become one pack."""
+        self._words[: len(chain)] = self._contents(chain)
+        for start in range(0, len(keys), self._pack_blocks):
+            part = range(start, min(start + self._pack_blocks, len(keys)))
+            self._job += 1
+            name = f"{request}, from {start}"
+            size = len(part) * self._block_bytes
+            self._client.submit_store(self._job, name, keys[part.start : part.stop], part, part, size)
+        groups, tokens = (PackedKeys.of(keys),), len(keys) * _TOKENS_PER_BLOCK
+        self._client.end_request(EndRequest(request, request, groups, tokens, _TOKENS_PER_BLOCK, True, {}))
+        finish(self._client, self._job)  # one step takes all of them, and writes them
+
+    def look(self) -> HostStats:
+        """Note how much the store holds; return its counters."""
+        host = self._client.stats().host
+        if host is None:
+            raise StoreError("the store did not answer")
+        self._run.disk_bytes = max(self._run.disk_bytes, host.disk_bytes)
+        self._held.append(len(self._client))
+        return host
+
+    def complete(self) -> None:
+        """Note what the store counted."""
+        host = self.look()
+        self._run.held_blocks = round(statistics.median(self._held[len(self._held) // 2 :]))
+        self._run.requests_sent = host.requests
+        self._run.stored_bytes = host.counters.stored_bytes
+        self._run.loaded_bytes = host.counters.loaded_bytes
+        self._run.evicted_blocks = host.counters.evicted_blocks
+        self._run.commits = host.counters.commits
+
+    def close(self) -> None:
+        """Write what waits, and end."""
+        self._client.close()
+
+
+def key_of(block: int) -> bytes:
+    """Return a key as an engine would make it."""
+    return hashlib.blake2b(block.to_bytes(8, "big"), digest_size=32).digest() + bytes(4)

@@ -1,7 +1,8 @@
-"""What caches of a number of whole blocks, each with its own policy, make of a trace. See ``trace`` for words.
+"""Caches of a number of whole blocks, each with its own eviction policy, on traces of prefix reuse.
 
-Within a request the end counts as used before the beginning, as in ``lru_hits``, so that a prefix outlives what follows
-it, in so far as the policy goes by use at all.
+See ``persistkv_tools.inspect.replay`` for requests and hits. After a request all its blocks are offered to the cache.
+Within a request the end counts as used before the beginning, so a prefix outlives what follows it if the policy goes by
+use at all.
 """
 
 from __future__ import annotations
@@ -9,9 +10,68 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
-from persistkv_tools.trace import Request
+from persistkv_tools.inspect.replay import Request
+
+_NEVER = 1 << 62
+
+
+def lru_hits(requests: Sequence[Request], capacity: int) -> int:
+    """Hits of a cache of ``capacity`` blocks that drops what was used longest ago.
+
+    Within a request the end counts as used before the beginning, so a prefix outlives what follows it: the stronger of
+    the two orders.
+    """
+    cache: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for chain in requests:
+        hits += prefix_length(chain, cache)
+        for block in reversed(chain):
+            cache[block] = None
+            cache.move_to_end(block)
+        while len(cache) > capacity:
+            cache.popitem(last=False)
+    return hits
+
+
+def clairvoyant_hits(requests: Sequence[Request], capacity: int) -> int:
+    """The most hits that any cache of ``capacity`` blocks can have: Belady's MIN with bypass, block by block.
+
+    MIN counts every held block, held prefix or not, so no cache has more prefix hits. It is also attained: a block's
+    parent is always wanted again no later than the block, so MIN gives up the block first, and all its hits are
+    prefix hits.
+    """
+    cache: dict[int, int] = {}
+    furthest: list[tuple[int, int]] = []
+    hits = 0
+    for block, next_use in _with_next_use(requests):
+        hits += block in cache
+        if next_use == _NEVER:
+            cache.pop(block, None)
+            continue
+        cache[block] = next_use
+        heapq.heappush(furthest, (-next_use, block))
+        while len(cache) > capacity:
+            negative, candidate = heapq.heappop(furthest)
+            if cache.get(candidate) == -negative:
+                del cache[candidate]
+    return hits
+
+
+def _with_next_use(requests: Sequence[Request]) -> list[tuple[int, int]]:
+    blocks = [block for chain in requests for block in chain]
+    coming: dict[int, int] = {}
+    uses = []
+    for position in range(len(blocks) - 1, -1, -1):
+        uses.append((blocks[position], coming.get(blocks[position], _NEVER)))
+        coming[blocks[position]] = position
+    return uses[::-1]
+
+
+def prefix_length(chain: Sequence[int], held: Container[int]) -> int:
+    """How many blocks from the first on are held."""
+    return next((position for position, block in enumerate(chain) if block not in held), len(chain))
 
 
 class _Cache(ABC):
@@ -24,7 +84,7 @@ class _Cache(ABC):
         """The uses that follow are of another request."""
 
     @abstractmethod
-    def __contains__(self, block: int) -> bool: ...
+    def __contains__(self, block: object) -> bool: ...
 
     @abstractmethod
     def use(self, block: int) -> None:
@@ -38,7 +98,7 @@ class _Fifo(_Cache):
         super().__init__(capacity)
         self._held: OrderedDict[int, None] = OrderedDict()
 
-    def __contains__(self, block: int) -> bool:
+    def __contains__(self, block: object) -> bool:
         return block in self._held
 
     def use(self, block: int) -> None:
@@ -56,7 +116,7 @@ class _Lfu(_Cache):
         self._least: list[tuple[int, int, int]] = []
         self._now = 0
 
-    def __contains__(self, block: int) -> bool:
+    def __contains__(self, block: object) -> bool:
         return block in self._uses
 
     def use(self, block: int) -> None:
@@ -88,7 +148,7 @@ class _Arc(_Cache):
         self._target = 0.0
         """Of ``_once``."""
 
-    def __contains__(self, block: int) -> bool:
+    def __contains__(self, block: object) -> bool:
         return block in self._once or block in self._again
 
     def use(self, block: int) -> None:
@@ -148,7 +208,7 @@ class _Pause(_Cache):
         self._first: list[tuple[int, int, int]] = []
         self._now = self._uses = self._at_least = 0
 
-    def __contains__(self, block: int) -> bool:
+    def __contains__(self, block: object) -> bool:
         return block in self._places
 
     def begin(self) -> None:
@@ -178,7 +238,7 @@ def _hits(make: Callable[[int], _Cache]) -> Callable[[Sequence[Request], int], i
         cache, hits = make(capacity), 0
         for chain in requests:
             cache.begin()
-            hits += next((place for place, block in enumerate(chain) if block not in cache), len(chain))
+            hits += prefix_length(chain, cache)
             for block in reversed(chain):
                 cache.use(block)
         return hits

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from persistkv_tools.trace import clairvoyant_hits, distinct_blocks
-from persistkv_tools.trace_policies import OTHER_POLICIES
+from benchmarks.trace_policies import OTHER_POLICIES, clairvoyant_hits
+from persistkv_tools.inspect.replay import distinct_blocks
 from tests.tools.inspect.test_replay import make_trace
 
 

@@ -1,10 +1,7 @@
-"""What the disk and the page cache do without a store: the yardstick of ``disk_speed``, and dropping the page cache."""
+"""What the disk and the page cache do without a store: the yardstick of ``disk_speed``."""
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -15,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from persistkv.libc import address_of
+from persistkv_tools.inspect.bench import drop_page_cache, transfer
 
 FRAME_BYTES = 1 << 20  # 1 MiB: what one checksum covers
-MAX_BUFFERS = 1024  # of one system call
 _CALL_BYTES = 4 << 20  # 4 MiB: what is read at once where it is verified, too
 _SLOTS = 8  # jobs that the preallocated files have room for
 
@@ -124,21 +120,6 @@ class RawDisk:
             os.close(fd)
 
 
-def transfer(
-    call: Callable[[int, Sequence[memoryview], int], int], fd: int, buffers: Sequence[memoryview], offset: int
-) -> None:
-    """One gathered transfer, in as few calls as the kernel allows.
-
-    :raises OSError: it was short.
-    """
-    for start in range(0, len(buffers), MAX_BUFFERS):
-        part = buffers[start : start + MAX_BUFFERS]
-        wanted = sum(map(len, part))
-        if (done := call(fd, part, offset)) != wanted:
-            raise OSError(f"{done} of {wanted} bytes")
-        offset += wanted
-
-
 def checksums(buffers: Sequence[memoryview]) -> list[int]:
     """xxh3 of each frame: blocks that fit one together, or one that is larger."""
     found: list[int] = []
@@ -159,42 +140,6 @@ def fill_page_cache(paths: Sequence[Path]) -> None:
         with file.open("rb", buffering=0) as stream:
             while stream.readinto(buffer):
                 pass
-
-
-def drop_page_cache(paths: Sequence[Path]) -> None:
-    """Take files, and all files below directories, out of the page cache. No process may have them mapped.
-
-    :raises OSError: more than a hundredth of a file stayed.
-    """
-    files = [file for path in paths for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
-    for file in files:
-        fd = os.open(file, os.O_RDONLY)
-        try:
-            if not _drop(fd):
-                os.fsync(fd)  # what is dirty stays; only where it has to be, because each fsync flushes the disk
-                if not _drop(fd):
-                    raise OSError(errno.EBUSY, f"{file} stays in the page cache: who uses it?")
-        finally:
-            os.close(fd)
-
-
-def _drop(fd: int) -> bool:
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    return _resident_bytes(fd) <= max(os.fstat(fd).st_size // 100, 1 << 20)
-
-
-def _resident_bytes(fd: int) -> int:
-    size = os.fstat(fd).st_size
-    if not size:
-        return 0
-    memory = mmap.mmap(fd, size, prot=mmap.PROT_READ)
-    pages = np.zeros(-(-size // mmap.PAGESIZE), dtype=np.uint8)
-    address = address_of(memoryview(memory))
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data)):
-        raise OSError(ctypes.get_errno(), "mincore")
-    memory = None  # type: ignore[assignment]  # unmapped once nothing refers to it
-    return int(np.count_nonzero(pages & 1)) * mmap.PAGESIZE
 
 
 def _open(path: Path, flags: int) -> int:

@@ -104,7 +104,7 @@ def test_output_that_nobody_reads_is_no_finding(store, options):
     ],
 )
 def test_who_only_looks_stands_back(arguments, stands_back):
-    program = f"import os, persistkv_tools.standing_back as s; s.stand_back({arguments!r}); print(os.nice(0))"
+    program = f"import os, persistkv_tools.entry as s; s.lower_priority({arguments!r}); print(os.nice(0))"
     before = os.nice(0)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert (int(done.stdout) > before) == stands_back

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from persistkv_tools import throttle
-from persistkv_tools.throttle import Throttle
+from persistkv_tools import progress
+from persistkv_tools.progress import Throttle
 
 
 class Clock:
@@ -26,7 +26,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(throttle, "time", made)
+    monkeypatch.setattr(progress, "time", made)
     return made
 
 

@@ -1,4 +1,4 @@
-"""What lies where in one namespace, as a snapshot in memory: the tables of its packs, and the packs of each key."""
+"""Packs of one namespace and the keys in them, read from a store."""
 
 from __future__ import annotations
 
@@ -32,15 +32,6 @@ class Catalogue:
     def __contains__(self, key: bytes) -> bool:
         return key in self._where
 
-    def pack_of(self, key: bytes) -> bytes | None:
-        """One pack that holds the key; None where no pack does."""
-        return self._where.get(key)
-
-    def packs_of(self, key: bytes) -> list[bytes]:
-        """All packs that hold the key."""
-        first = self._where.get(key)
-        return [] if first is None else [first, *self._also.get(key, ())]
-
     def packs_holding(self, keys: Iterable[bytes]) -> set[bytes]:
         """All packs that hold one of the keys."""
         wanted = list(keys)
@@ -59,16 +50,34 @@ class Catalogue:
         return sorted(depths, key=depths.__getitem__)
 
 
+class LivePacks:
+    """The tables as of the last look; ``refresh`` looks again."""
+
+    def __init__(self, backend: Backend, namespace: bytes) -> None:
+        self.namespace = namespace
+        self._backend = backend
+        found = backend.changes(namespace, None)
+        self.cursor = found.cursor
+        self.tables = {table.pack_id: table for table in found.added}
+
+    def refresh(self) -> bool:
+        """Apply what happened since; whether anything did."""
+        found = self._backend.changes(self.namespace, self.cursor)
+        moved = found.cursor != self.cursor
+        self.cursor = found.cursor
+        if found.reset:
+            self.tables.clear()
+        for pack_id in found.removed:
+            self.tables.pop(pack_id, None)
+        self.tables.update((table.pack_id, table) for table in found.added)
+        return moved
+
+
 def keys_of(backend: Backend, namespace: bytes, requests: Iterable[str]) -> Iterator[tuple[str, ManifestKeys | None]]:
     """Ids of requests with their keys, some at a time; None where these are gone or do not read."""
     waiting = iter(requests)
     while some := list(islice(waiting, _AT_ONCE)):
         yield from zip(some, backend.many_manifest_keys(namespace, some), strict=True)
-
-
-def all_requests(backend: Backend, namespace: bytes) -> Iterator[str]:
-    """The ids of all that read."""
-    return (manifest.id for manifest in backend.manifests(namespace))
 
 
 def all_keys(keys: ManifestKeys) -> list[bytes]:

@@ -17,6 +17,7 @@ import msgspec
 from persistkv.errors import CorruptPackError
 from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.pack import Frame, PackTable, align, decode_frame, frame_seed, pack_id, verify_frame
+from persistkv.storage.stored_pack import StoredPack
 
 _READ_BYTES = 8 << 20  # 8 MiB: past it, larger reads gain nothing
 
@@ -100,6 +101,19 @@ def check_payload(table: PackTable, payload: memoryview) -> list[Finding]:
     for frame in table.frames:
         check.frame(frame, payload[frame.offset :])
     return check.findings
+
+
+def read_pack(
+    backend: Backend, table: PackTable, took: Callable[[int], None]
+) -> tuple[StoredPack | None, list[Finding]]:
+    """A pack out of a store, checked; or what is wrong with it.
+
+    :raises OtherReleaseError: this release cannot decode it.
+    :raises StoreError: the medium failed.
+    """
+    payload = bytearray()
+    findings = check_pack(backend, table, took, payload)
+    return (None if findings else StoredPack(table, payload)), findings
 
 
 class _Check:

@@ -1,13 +1,17 @@
-"""Bars of bytes on standard error, on terminals only."""
+"""Pace of commands that read or write much: bars on terminals, and bounds that leave an engine its disk."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from persistkv_tools import render
-from persistkv_tools.throttle import Throttle
+
+_LONGEST_S = 1.0
+_FAST = 2 << 30  # bytes a second: what a disk is taken to give, where nothing but a share of its time is known
 
 
 def byte_progress() -> Progress:
@@ -36,3 +40,39 @@ def counted(progress: Progress, what: str, total: int | None, throttle: Throttle
         throttle.took(num_bytes)
 
     return took
+
+
+class Throttle:
+    """Sleeps after each piece for as long as its bound asks.
+
+    :param bytes_per_s: at most, in the mean; what was not used is not saved up beyond one second. None: no such bound.
+    :param share: of the time that may be spent on the pieces: whoever does something a twentieth of the time takes no
+        more than a twentieth of anything, however fast it is. No sleep is longer than a second.
+    """
+
+    def __init__(self, bytes_per_s: int | None = None, *, share: float = 1.0) -> None:
+        self._rate = bytes_per_s
+        self._share = share
+        self._free_at = self._resumed = time.monotonic()
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there is a bound at all."""
+        return self._rate is not None or self._share < 1
+
+    def bytes_in(self, seconds: float) -> int:
+        """What passes in so long at most; without a bound, more than there is anywhere."""
+        if not self.bounded:
+            return sys.maxsize
+        return max(1, int((_FAST * self._share if self._rate is None else self._rate) * seconds))
+
+    def took(self, num_bytes: int) -> None:
+        """Account for bytes that were read or written."""
+        now = time.monotonic()
+        pause = min(_LONGEST_S, (now - self._resumed) * (1 / self._share - 1))
+        if self._rate is not None:
+            self._free_at = max(self._free_at, now - _LONGEST_S) + num_bytes / self._rate
+            pause = max(pause, self._free_at - now)
+        if pause > 0:
+            time.sleep(pause)
+        self._resumed = time.monotonic()

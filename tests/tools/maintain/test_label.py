@@ -8,9 +8,8 @@ from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.memory import MemoryBackend
 from persistkv.testing.samples import sample_pack
-from persistkv_tools.errors import NotFoundError
 from persistkv_tools.maintain.labelling import relabel
-from persistkv_tools.selection import find_request
+from persistkv_tools.selection import NotFoundError, find_request
 from tests.tools.contexts import Contexts
 
 

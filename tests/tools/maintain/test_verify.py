@@ -15,7 +15,7 @@ from persistkv.storage.codec import ZstdCodec
 from persistkv.storage.registry import open_backend
 from persistkv.testing.memory import MemoryBackend
 from persistkv.testing.samples import sample_manifest, sample_pack
-from persistkv_tools.live import LivePacks
+from persistkv_tools.catalogue import LivePacks
 from persistkv_tools.maintain.repairing import repair
 from persistkv_tools.maintain.verify_state import VerifyState
 from persistkv_tools.maintain.verifying import Verifier, check_manifests, count_rows, packs_left, read_catalogues
@@ -46,7 +46,7 @@ INTERRUPTED_SCAN = """
 from contextlib import closing
 from persistkv.storage.backend import Capabilities
 from persistkv.testing.memory import MemoryBackend
-from persistkv_tools.live import LivePacks
+from persistkv_tools.catalogue import LivePacks
 from persistkv_tools.maintain.scanning import Scanner, batches
 from tests.tools.contexts import Contexts
 

@@ -15,12 +15,12 @@ from persistkv.storage.codec import PlanesCodec, RawCodec, ZstdCodec
 from persistkv.storage.identity import Identity
 from persistkv.storage.pack_writer import PackWriter
 from persistkv.storage.registry import open_backend
+from persistkv.storage.stored_pack import StoredPack
 from persistkv.testing.memory import MemoryBackend
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack, sample_segment
-from persistkv_tools.errors import CorruptArchiveError
+from persistkv_tools.pack_check import read_pack
 from persistkv_tools.selection import FoundRequest, Selection
-from persistkv_tools.stored_pack import StoredPack, read_pack
-from persistkv_tools.transfer.archive import ArchiveWriter
+from persistkv_tools.transfer.archive import ArchiveWriter, CorruptArchiveError
 from persistkv_tools.transfer.carrying import Import, Push, export_requests, verify_archive
 from persistkv_tools.transfer.fitting import Room, capacity_for
 from tests.tools.contexts import Contexts

@@ -43,8 +43,7 @@ from persistkv.storage.records import StoreOptions
 from persistkv.storage.registry import backend_class, open_backend
 from persistkv_tools import render
 from persistkv_tools.options import Json, Url
-from persistkv_tools.progress import byte_progress, counted
-from persistkv_tools.throttle import Throttle
+from persistkv_tools.progress import Throttle, byte_progress, counted
 
 _BLOCK_BYTES = 64 << 10  # 64 KiB
 _QUEUE_BYTES = 8 << 30  # 8 GiB

@@ -13,9 +13,7 @@ from persistkv.storage.backend import Backend
 from persistkv.storage.memory import no_collections
 from persistkv.storage.pack import Frame, PackTable
 from persistkv_tools.catalogue import keys_of
-from persistkv_tools.errors import NotFoundError
-from persistkv_tools.inspect.listing import RequestView
-from persistkv_tools.selection import FoundRequest
+from persistkv_tools.selection import FoundRequest, NotFoundError, RequestView
 
 _SHARERS = 5
 _SHORT = 12

@@ -4,76 +4,14 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice, repeat
+from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import Any
 
 import msgspec
 
-from persistkv.storage.backend import Backend, Namespace, RequestUse
-from persistkv.storage.manifest import RequestManifest
-from persistkv_tools.selection import Selection, chosen_namespaces
-
-_AT_ONCE = 256
-
-
-class RequestView(msgspec.Struct, frozen=True):
-    """One request's whole context."""
-
-    id: str
-    namespace: str
-    """The namespace's id, hexadecimal."""
-    created: float
-    """Seconds since the epoch."""
-    tokens: int
-    blocks: int
-    group_blocks: tuple[int, ...]
-    raw_bytes: int
-    """Bytes of these blocks before the codec; what requests share is counted for each."""
-    ordered: bool
-    labels: dict[str, str]
-    last_used: float | None = None
-    """Seconds since the epoch: when all of it was used last. None here and below: the store does not tell."""
-    reused: bool | None = None
-    """Whether it was used after it was stored: a hit."""
-    shared_by: int | None = None
-    """Other requests whose context goes through all of it."""
-    pinned: bool | None = None
-    hits: int | None = None
-    """Of those, the ones that were stored after it: its hits, as far as the requests that had them are still held."""
-    stored_bytes: int | None = None
-    """What its blocks take at rest, by the codec ratio of the packs that it lies in."""
-
-    @classmethod
-    def of(cls, namespace: bytes, manifest: RequestManifest, use: RequestUse | None) -> RequestView:
-        """The view of a manifest's head, and of what the store knows of its use."""
-        view = cls(
-            manifest.id,
-            namespace.hex(),
-            manifest.created,
-            manifest.tokens,
-            manifest.blocks,
-            manifest.group_blocks,
-            manifest.raw_bytes,
-            manifest.ordered,
-            manifest.labels,
-        )
-        return view.with_use(use)
-
-    def with_use(self, use: RequestUse | None) -> RequestView:
-        """The same request with what the store knows of its use."""
-        if use is None:
-            return self
-        packed = use.packs_raw_bytes
-        return msgspec.structs.replace(
-            self,
-            last_used=use.last_used,
-            reused=use.reused,
-            shared_by=use.shared_by,
-            pinned=use.pinned,
-            hits=use.hits,
-            stored_bytes=round(self.raw_bytes * use.packs_stored_bytes / packed) if packed else None,
-        )
+from persistkv.storage.backend import Backend, Namespace
+from persistkv_tools.selection import RequestView, Selection, chosen_namespaces, used
 
 
 class NamespaceView(msgspec.Struct, frozen=True):
@@ -192,12 +130,3 @@ class _Counts:
                 if selection.takes(manifest, use):
                     self.matched += 1
                     yield RequestView.of(namespace.id, manifest, use)
-
-
-def used(
-    backend: Backend, namespace: bytes, manifests: Iterable[RequestManifest]
-) -> Iterator[tuple[RequestManifest, RequestUse | None]]:
-    """Requests with what the store knows of their use."""
-    waiting = iter(manifests)
-    while some := list(islice(waiting, _AT_ONCE)):
-        yield from zip(some, backend.uses(namespace, [manifest.id for manifest in some]), strict=True)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from persistkv_tools import render
-from persistkv_tools.inspect.listing import Page, RequestView, Sort, list_requests
+from persistkv_tools.inspect.listing import Page, Sort, list_requests
 from persistkv_tools.options import (
     InNamespace,
     Json,
@@ -21,7 +21,7 @@ from persistkv_tools.options import (
     Url,
     opened,
 )
-from persistkv_tools.selection import Selection
+from persistkv_tools.selection import RequestView, Selection
 
 _PAGE = 50
 _WIDE = 120  # columns

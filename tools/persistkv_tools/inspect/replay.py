@@ -38,8 +38,7 @@ from persistkv.storage.registry import open_backend
 from persistkv_tools import render
 from persistkv_tools.inspect.bench import finish, store_client
 from persistkv_tools.options import Json
-from persistkv_tools.progress import byte_progress, counted
-from persistkv_tools.throttle import Throttle
+from persistkv_tools.progress import Throttle, byte_progress, counted
 
 Request = list[int]
 """Ids of the blocks, in order."""

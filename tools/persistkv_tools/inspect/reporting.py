@@ -14,11 +14,11 @@ import msgspec
 
 from persistkv.storage.backend import Backend, Namespace
 from persistkv.storage.manifest import RequestManifest
-from persistkv_tools.catalogue import all_keys, all_requests
-from persistkv_tools.inspect.listing import RequestView
+from persistkv_tools.catalogue import all_keys
 from persistkv_tools.inspect.totals import StoreTotals, store_totals
 from persistkv_tools.inspect.tree import TreeNode, prefix_tree
 from persistkv_tools.inspect.watching import EngineView, Watch
+from persistkv_tools.selection import RequestView
 
 _PERIODS = 48
 _LARGEST = 10
@@ -93,9 +93,8 @@ def report_data(url: str, backend: Backend) -> ReportData:
 def _contexts(backend: Backend, found: _Found) -> LargestContexts:
     namespace, manifest = found.namespace.id, found.manifest
     group = max(range(len(manifest.group_blocks)), key=manifest.group_blocks.__getitem__, default=0)
-    tree = prefix_tree(
-        backend, namespace, all_requests(backend, namespace), manifest.id, group=group, node_limit=_NODES
-    )
+    names = (head.id for head in backend.manifests(namespace))
+    tree = prefix_tree(backend, namespace, names, manifest.id, group=group, node_limit=_NODES)
     return LargestContexts(_viewed(backend, found), group, tree)
 
 

@@ -9,10 +9,9 @@ import typer
 
 from persistkv.storage.backend import Namespace
 from persistkv_tools import render
-from persistkv_tools.errors import NotFoundError
 from persistkv_tools.inspect.comparing import ComparisonView, compare_model, compare_namespaces, nearest
 from persistkv_tools.options import InNamespace, Json, Url, opened
-from persistkv_tools.selection import chosen_namespaces
+from persistkv_tools.selection import NotFoundError, chosen_namespaces
 
 _LONGEST = 200
 

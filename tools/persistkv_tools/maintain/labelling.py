@@ -8,10 +8,8 @@ import msgspec
 
 from persistkv.errors import ConfigurationError, StoreError
 from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
-from persistkv_tools.catalogue import Catalogue
-from persistkv_tools.errors import NotFoundError
-from persistkv_tools.live import LivePacks
-from persistkv_tools.selection import FoundRequest, find_request
+from persistkv_tools.catalogue import Catalogue, LivePacks
+from persistkv_tools.selection import FoundRequest, NotFoundError, find_request
 
 _ATTEMPTS = 100
 

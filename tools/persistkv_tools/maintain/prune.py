@@ -12,7 +12,6 @@ from persistkv.config import parse_size
 from persistkv.errors import ConfigurationError
 from persistkv.storage.backend import Backend, SupportsQuarantine
 from persistkv_tools import render
-from persistkv_tools.inspect.listing import RequestView
 from persistkv_tools.maintain.pruning import Amount, Done, Plan, Pruning
 from persistkv_tools.options import (
     InNamespace,
@@ -27,7 +26,7 @@ from persistkv_tools.options import (
     opened,
 )
 from persistkv_tools.progress import byte_progress
-from persistkv_tools.selection import Selection, chosen_namespaces, find_request
+from persistkv_tools.selection import RequestView, Selection, chosen_namespaces, find_request
 
 _SHOWN = 20
 

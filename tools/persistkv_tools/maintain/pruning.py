@@ -22,8 +22,7 @@ from persistkv.storage.backend import Backend, CommitBatch, Namespace, RequestUs
 from persistkv.storage.manifest import RequestManifest
 from persistkv.storage.pack import PackTable
 from persistkv_tools.catalogue import Catalogue, all_keys, keys_of
-from persistkv_tools.inspect.listing import RequestView, used
-from persistkv_tools.selection import Selection
+from persistkv_tools.selection import RequestView, Selection, used
 
 _PACKS_AT_ONCE = 64
 _MOST_PAUSE_S = 0.2

@@ -17,7 +17,7 @@ from persistkv.storage.ending import ManifestMaker
 from persistkv.storage.index import Index
 from persistkv.storage.pack import PackTable
 from persistkv.storage.shortening import NamedRequest, removal, requests_naming
-from persistkv_tools.live import LivePacks
+from persistkv_tools.catalogue import LivePacks
 from persistkv_tools.pack_check import Finding, check_pack
 
 _ATTEMPTS = 100

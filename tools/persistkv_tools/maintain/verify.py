@@ -18,15 +18,14 @@ from persistkv.config import parse_size
 from persistkv.storage.backend import Backend
 from persistkv.storage.status import read_statuses
 from persistkv_tools import render
-from persistkv_tools.live import LivePacks
+from persistkv_tools.catalogue import LivePacks
 from persistkv_tools.maintain.repairing import Repaired, RepairPlan, plan_repair
 from persistkv_tools.maintain.repairing import repair as repair_packs
 from persistkv_tools.maintain.verify_state import VerifyState
 from persistkv_tools.maintain.verifying import Verifier, check_manifests, count_rows, payload_left, read_catalogues
 from persistkv_tools.options import Json, Rate, Url, Yes, ensure_consent, opened
 from persistkv_tools.pack_check import Finding
-from persistkv_tools.progress import byte_progress, counted
-from persistkv_tools.throttle import Throttle
+from persistkv_tools.progress import Throttle, byte_progress, counted
 
 _SAVE_S = 5.0
 _PORTION_BYTES = 1 << 30  # 1 GiB

@@ -14,8 +14,7 @@ from typing import NamedTuple
 from persistkv.storage.backend import Backend, BackendStats
 from persistkv.storage.memory import no_collections
 from persistkv.storage.pack import PackTable
-from persistkv_tools.catalogue import keys_of
-from persistkv_tools.live import LivePacks
+from persistkv_tools.catalogue import LivePacks, keys_of
 from persistkv_tools.maintain.held_keys import HeldKeys
 from persistkv_tools.maintain.scanning import BATCH_BYTES, Look, Scanner, batches
 from persistkv_tools.maintain.verify_state import VerifyState

@@ -21,7 +21,7 @@ import msgspec
 import xxhash
 
 from persistkv import __version__
-from persistkv.errors import ConfigurationError, CorruptPackError
+from persistkv.errors import ConfigurationError, CorruptPackError, PersistKVError
 from persistkv.storage.codec import Buffer
 from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import (
@@ -33,13 +33,16 @@ from persistkv.storage.manifest import (
     encode_manifest_keys,
 )
 from persistkv.storage.pack import PackTable
-from persistkv_tools.errors import CorruptArchiveError
 
 ARCHIVE_VERSION = 1
 _MAGIC = b"PKVARCH1"
 _RECORD = struct.Struct("<4sIQQ")
 _HEAD_LENGTH = struct.Struct("<I")
 _HEAD, _NAMESPACE, _PACK, _REQUEST, _END = b"HEAD", b"NSPC", b"PACK", b"RQST", b"END "
+
+
+class CorruptArchiveError(PersistKVError):
+    """A file does not read as one of ``persistkv export``; nothing of it was imported."""
 
 
 class ArchiveHead(msgspec.Struct, frozen=True):

@@ -24,9 +24,8 @@ from persistkv_tools.options import (
     opened,
     opened_if_there,
 )
-from persistkv_tools.progress import byte_progress, counted
+from persistkv_tools.progress import Throttle, byte_progress, counted
 from persistkv_tools.selection import FoundRequest, Selection, chosen_namespaces, find_request
-from persistkv_tools.throttle import Throttle
 from persistkv_tools.transfer.archive import ArchiveWriter
 from persistkv_tools.transfer.carrying import Import, Push, export_requests, new_identities, verify_archive
 from persistkv_tools.transfer.fitting import Room, Transfer, capacity_for

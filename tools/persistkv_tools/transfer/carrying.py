@@ -14,11 +14,9 @@ from persistkv.storage.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.pack import PackTable
 from persistkv.storage.stored_pack import StoredPack
 from persistkv_tools.catalogue import Catalogue, all_keys
-from persistkv_tools.errors import CorruptArchiveError
-from persistkv_tools.pack_check import OtherReleaseError, check_payload
+from persistkv_tools.pack_check import OtherReleaseError, check_payload, read_pack
 from persistkv_tools.selection import FoundRequest, Selection
-from persistkv_tools.stored_pack import read_pack
-from persistkv_tools.transfer.archive import ArchiveWriter, PackRecord, RequestRecord, read_archive
+from persistkv_tools.transfer.archive import ArchiveWriter, CorruptArchiveError, PackRecord, RequestRecord, read_archive
 from persistkv_tools.transfer.fitting import Candidate, Room, Transfer
 from persistkv_tools.transfer.receiving import Received, Receiver
 

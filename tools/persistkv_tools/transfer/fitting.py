@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from persistkv.errors import PersistKVError
 from persistkv.storage.backend import Backend
 from persistkv.storage.manifest import RequestManifest
 from persistkv.storage.pack import PackTable
-from persistkv_tools.errors import StoreTooSmallError
 from persistkv_tools.render import count, format_size
 
 _PAGE_HEADERS = 64  # one page of 4 KiB for each piece of 256 KiB
@@ -26,6 +26,10 @@ _EMPTY_BYTES = 256 << 10  # 256 KiB: files of an empty store
 _COMMIT_SHARE, _MOST_COMMIT_BYTES = 16, 256 << 20  # 256 MiB
 _CATALOGUE_SHARES, _SMALL_CATALOGUE_BYTES = (32, 256), 8 << 20  # 8 MiB
 _PAGES_BYTES = 2 << 20  # 2 MiB: catalogue pages freed by the last commits, not yet reusable
+
+
+class StoreTooSmallError(PersistKVError):
+    """The capacity of a store has no room for the content to copy; nothing was written."""
 
 
 class Content(msgspec.Struct):

@@ -15,15 +15,15 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
 from persistkv.storage.registry import open_backend
 from persistkv.testing.samples import sample_manifest
-from persistkv_tools.inspect import checks
-from persistkv_tools.inspect.checks import Level, examine
+from persistkv_tools.inspect import doctor
+from persistkv_tools.inspect.doctor import Level, examine
 
 
 def by_check(findings):
     return {finding.check: finding for finding in findings}
 
 
-def examined(url=None, environment=None, shared_memory=checks.SHARED_MEMORY):
+def examined(url=None, environment=None, shared_memory=doctor.SHARED_MEMORY):
     return by_check(examine(url, environment or {}, shared_memory))
 
 
@@ -161,9 +161,9 @@ def test_o_direct_leaves_nothing_behind(store, tmp_path):
 
 def test_missing_packages(monkeypatch):
     def absent(name):
-        raise checks.PackageNotFoundError(name)
+        raise doctor.PackageNotFoundError(name)
 
-    monkeypatch.setattr(checks, "version", absent)
+    monkeypatch.setattr(doctor, "version", absent)
     found = examined()
     assert found["package lmdb"].level is Level.PROBLEM
     assert found["package torch"].level is Level.NOTE

@@ -11,7 +11,7 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.registry import open_backend
 from persistkv.testing.memory import MemoryBackend
 from persistkv.testing.samples import sample_manifest
-from persistkv_tools.inspect.listing import Sort, list_requests
+from persistkv_tools.inspect.ls import Sort, list_requests
 from persistkv_tools.selection import Selection
 from tests.tools.contexts import Contexts
 

@@ -96,7 +96,7 @@ def test_a_server_until_ctrl_c(shown, tmp_path):
 
 
 def test_a_store_that_goes_away_is_down_and_comes_back(shown):
-    from persistkv_tools.inspect.metrics import StoreCollector
+    from persistkv_tools.inspect.serve_metrics import StoreCollector
 
     with closing(StoreCollector(f"{shown}&nonsense=1")) as broken, pytest.raises(Exception, match="nonsense"):
         broken.collect()

@@ -13,7 +13,7 @@ import pytest
 from persistkv.storage.codec import ZstdCodec
 from persistkv.storage.registry import open_backend
 from persistkv_tools import render
-from persistkv_tools.inspect.reporting import report_data
+from persistkv_tools.inspect.report import report_data
 from tests.tools.contexts import Contexts
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -19,7 +19,7 @@ from persistkv.storage.records import StoreCounters
 from persistkv.storage.registry import open_backend
 from persistkv.storage.status import read_statuses
 from persistkv.testing.memory import MemoryBackend
-from persistkv_tools.inspect.watching import Watch, hit_rate
+from persistkv_tools.inspect.top import Watch, hit_rate
 from tests.storage.statuses import make_status
 from tests.tools.signals import obey_ctrl_c
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 
 from persistkv.storage.keys import PackedKeys
-from persistkv_tools.maintain.held_keys import HeldKeys
+from persistkv_tools.maintain.integrity import HeldKeys
 
 
 def test_it_counts_what_a_set_would_count():

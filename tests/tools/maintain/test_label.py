@@ -8,7 +8,7 @@ from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.memory import MemoryBackend
 from persistkv.testing.samples import sample_pack
-from persistkv_tools.maintain.labelling import relabel
+from persistkv_tools.maintain.label import relabel
 from persistkv_tools.selection import NotFoundError, find_request
 from tests.tools.contexts import Contexts
 

@@ -12,7 +12,7 @@ import pytest
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.registry import open_backend
 from persistkv.testing.memory import MemoryBackend
-from persistkv_tools.maintain.pruning import Pruning
+from persistkv_tools.maintain.prune import Pruning
 from persistkv_tools.selection import Selection
 from tests.tools.contexts import Contexts
 

@@ -16,9 +16,15 @@ from persistkv.storage.registry import open_backend
 from persistkv.testing.memory import MemoryBackend
 from persistkv.testing.samples import sample_manifest, sample_pack
 from persistkv_tools.catalogue import LivePacks
-from persistkv_tools.maintain.repairing import repair
-from persistkv_tools.maintain.verify_state import VerifyState
-from persistkv_tools.maintain.verifying import Verifier, check_manifests, count_rows, packs_left, read_catalogues
+from persistkv_tools.maintain.integrity import (
+    Verifier,
+    VerifyState,
+    check_manifests,
+    count_rows,
+    packs_left,
+    read_catalogues,
+)
+from persistkv_tools.maintain.verify import repair_packs
 from persistkv_tools.pack_check import Problem
 from tests.storage.statuses import make_status
 from tests.tools.contexts import Contexts
@@ -47,7 +53,7 @@ from contextlib import closing
 from persistkv.storage.backend import Capabilities
 from persistkv.testing.memory import MemoryBackend
 from persistkv_tools.catalogue import LivePacks
-from persistkv_tools.maintain.scanning import Scanner, batches
+from persistkv_tools.maintain.integrity import Scanner, batches
 from tests.tools.contexts import Contexts
 
 class Hanging(MemoryBackend):
@@ -190,7 +196,7 @@ class TestWhatOthersDoMeanwhile:
             pass
         assert {finding.pack for finding in state.findings} == {bad.hex(), healed.hex()}
         packs[healed].payload[0] ^= 1
-        repaired = repair(backend, spaces, state.findings, ignore)
+        repaired = repair_packs(backend, spaces, state.findings, ignore)
         assert repaired.packs == [bad]
         assert (repaired.shortened, repaired.deleted) == ({(writer.namespace, "r1")}, set())
         assert LivePacks(backend, writer.namespace).tables.keys() == set(writer.packs.values()) - {bad}

@@ -1,18 +1,68 @@
-"""``persistkv doctor``."""
+"""``persistkv doctor``: what of this machine stands in persistkv's way, and what to do about it.
+
+Nothing is changed, and nothing stays: O_DIRECT is tried on a file without a name.
+"""
 
 from __future__ import annotations
 
+import enum
+import errno
+import fcntl
+import mmap
 import os
+import resource
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.text import Text
 
+from persistkv.config import PAGE_BYTES, StoreUrl
+from persistkv.errors import PersistKVError
+from persistkv.storage.registry import open_backend
 from persistkv_tools import render
-from persistkv_tools.inspect.checks import Finding, Level, examine
 from persistkv_tools.options import Json
 
+SHARED_MEMORY = Path("/dev/shm")
+REGIONS = "persistkv_offload_*.mmap"
+"""The names of primary tiers under /dev/shm; ``persistkv.cpu.region_file`` makes them."""
+_PACKAGES = ("persistkv", "lmdb", "msgspec", "numpy", "xxhash", "zstandard")
+_OPTIONAL_PACKAGES = ("boto3", "torch", "transformers", "safetensors")
+_MIN_SHARED = 1 << 30  # 1 GiB: less holds no primary tier worth having
+_MIN_FILES = 1024
+_RELEASED = 1_760_000_000  # seconds since the epoch: no clock that is right shows less
+_SKEW_S = 300.0
+_INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # inode in /proc/*/ns/pid: include/linux/proc_ns.h
+
+
+class Level(str, enum.Enum):
+    """How bad it is."""
+
+    OK = "ok"
+    NOTE = "note"
+    """Worth knowing."""
+    WARNING = "warning"
+    """It works, and something will be slow or short."""
+    PROBLEM = "problem"
+    """It does not work."""
+
+
 _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """The outcome of one check."""
+
+    check: str
+    level: Level
+    found: str
+    todo: str = ""
+    """What to do; empty where there is nothing."""
 
 
 def doctor(
@@ -42,3 +92,185 @@ def _print(findings: list[Finding]) -> None:
             Text("\n").join(map(render.plain, found)),
         )
     render.console().print(made)
+
+
+def examine(url: str | None, environment: Mapping[str, str], shared_memory: Path = SHARED_MEMORY) -> Iterator[Finding]:
+    """All checks; those of a store where one is named.
+
+    :param environment: the environment's variables.
+    :param shared_memory: where primary tiers lie.
+    """
+    yield from _packages()
+    yield from _shared_memory(shared_memory)
+    yield _open_files()
+    yield _locked_memory()
+    yield _hash_seed(environment)
+    yield _clock()
+    if url is not None:
+        yield from _store(url)
+
+
+def _packages() -> Iterator[Finding]:
+    for name in (*_PACKAGES, *_OPTIONAL_PACKAGES):
+        try:
+            yield Finding(f"package {name}", Level.OK, version(name))
+        except PackageNotFoundError:
+            needed = name in _PACKAGES
+            extra = {"boto3": "s3"}.get(name, "transformers")
+            todo = f"pip install {name}" if needed else f"pip install 'persistkv[{extra}]', where it is needed"
+            yield Finding(f"package {name}", Level.PROBLEM if needed else Level.NOTE, "not installed", todo)
+
+
+def _shared_memory(directory: Path) -> Iterator[Finding]:
+    try:
+        status = os.statvfs(directory)
+    except OSError as error:
+        yield Finding("shared memory", Level.PROBLEM, f"{directory}: {error.strerror}", "mount a tmpfs there")
+        return
+    total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    found = f"{render.format_size(free)} of {render.format_size(total)} free in {directory}"
+    todo = "an engine's primary tier lies there: give the container more (docker run --shm-size), or remount with size="
+    yield (
+        Finding("shared memory", Level.OK, found)
+        if free >= _MIN_SHARED
+        else Finding("shared memory", Level.WARNING, found, todo)
+    )
+    yield _leftovers(directory)
+
+
+def _leftovers(directory: Path) -> Finding:
+    """Regions that nobody locks; those that engines use, and those of other users, are none of ours."""
+    left = [path for path in sorted(directory.glob(REGIONS)) if _is_left(path)]
+    if not left:
+        return Finding("leftover regions", Level.OK, "none")
+    size = sum(path.stat().st_size for path in left)
+    names = " ".join(map(str, left))
+    found = f"{render.count(len(left), 'region')} of killed engines, {render.format_size(size)}: {names}"
+    return Finding("leftover regions", Level.WARNING, found, "the next engine removes them; or rm them")
+
+
+def _is_left(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # for a moment: an engine that meets it tries again
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{_limit(soft)} (at most {_limit(hard)})"
+    if soft != resource.RLIM_INFINITY and soft < _MIN_FILES:
+        return Finding("open files", Level.WARNING, found, f"ulimit -n {_MIN_FILES}, or LimitNOFILE= of the service")
+    return Finding("open files", Level.OK, found)
+
+
+def _locked_memory() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Finding("locked memory", Level.OK, "no limit")
+    todo = "only where pinning the primary tier for a GPU fails: ulimit -l unlimited, or LimitMEMLOCK=infinity"
+    return Finding("locked memory", Level.NOTE, render.format_size(soft), todo)
+
+
+def _limit(value: int) -> str:
+    return "no limit" if value == resource.RLIM_INFINITY else f"{value:,}"
+
+
+def _hash_seed(environment: Mapping[str, str]) -> Finding:
+    seed = environment.get("PYTHONHASHSEED", "")
+    if seed.isdecimal():
+        return Finding("PYTHONHASHSEED", Level.OK, seed)
+    todo = "engines that name blocks with Python's hash() find nothing after a restart: set it to 0 for each of them"
+    return Finding("PYTHONHASHSEED", Level.NOTE, seed or "not set", todo)
+
+
+def _clock() -> Finding:
+    now = time.time()
+    found = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
+    if now < _RELEASED:
+        return Finding("clock", Level.WARNING, found, "it is behind: set it (ages and ttl go by it)")
+    return Finding("clock", Level.OK, found)
+
+
+def _store(url: str) -> Iterator[Finding]:
+    try:
+        location = Path(StoreUrl.parse(url).location)
+        with closing(open_backend(url, read_only=True)) as backend:
+            stats = backend.stats()
+            created = [head.created for space in backend.namespaces() for head in backend.manifests(space.id)]
+    except PersistKVError as error:
+        todo = "see the message; an engine makes a store that is absent"
+        yield Finding("store", Level.PROBLEM, " ".join(str(error).split()), todo)
+        return
+    packs = f"{render.count(stats.packs, 'pack')}, {render.format_size(stats.disk_bytes)} on disk"
+    held = f"{render.count(stats.requests, 'request')}, {packs}"
+    yield Finding("store", Level.OK, f"opens: {held}")
+    if stats.quarantined:
+        found = f"{render.format_size(stats.quarantined_bytes)} outside of the capacity: {' '.join(stats.quarantined)}"
+        yield Finding("damaged files", Level.WARNING, found, f"persistkv prune {url} --quarantined deletes them")
+    yield _future(created)
+    if location.is_dir():
+        yield _pid_namespace()
+        yield _space(location, stats.disk_bytes, stats.capacity)
+        yield _direct(location)
+
+
+def _pid_namespace() -> Finding:
+    """LMDB tells the processes that use a store apart by PID; in containers, PIDs repeat."""
+    try:
+        is_initial = os.stat("/proc/self/ns/pid").st_ino == _INITIAL_PID_NAMESPACE
+    except OSError:
+        is_initial = True
+    if is_initial:
+        return Finding("PID namespace", Level.OK, "that of the machine")
+    todo = "containers that share a store need different PIDs: give them one PID namespace (docker run --pid)"
+    return Finding("PID namespace", Level.NOTE, "this container's own", todo)
+
+
+def _future(created: list[float]) -> Finding:
+    newest = max(created, default=0.0)
+    if newest > time.time() + _SKEW_S:
+        found = f"the newest request is {render.format_age(newest)} old"
+        return Finding("store's clock", Level.WARNING, found, "this machine's clock, or that of an engine, is wrong")
+    return Finding("store's clock", Level.OK, "no request is from the future")
+
+
+def _space(location: Path, held: int, capacity: int | None) -> Finding:
+    status = os.statvfs(location)
+    free = status.f_bavail * status.f_frsize
+    if capacity is not None and capacity - held > free:
+        found = f"{render.format_size(free)} free, and the store may grow by {render.format_size(capacity - held)}"
+        todo = "the store evicts where the disk ends; make room, or open it with a smaller capacity"
+        return Finding("free disk", Level.WARNING, found, todo)
+    return Finding("free disk", Level.OK, f"{render.format_size(free)} free")
+
+
+def _direct(location: Path) -> Finding:
+    """Write one page past the page cache to a file without a name, in the store's directory."""
+    flags = os.O_RDWR | os.O_TMPFILE | os.O_DIRECT | os.O_CLOEXEC
+    try:
+        descriptor = os.open(location, flags, 0o600)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return _no_direct(location)
+        return Finding("O_DIRECT", Level.NOTE, f"could not be tried: {error.strerror}")
+    try:
+        with mmap.mmap(-1, PAGE_BYTES) as page:
+            os.pwritev(descriptor, [page], 0)
+    except OSError:
+        return _no_direct(location)
+    finally:
+        os.close(descriptor)
+    return Finding("O_DIRECT", Level.OK, "works")
+
+
+def _no_direct(location: Path) -> Finding:
+    todo = "writes go through the page cache, slower and less evenly; a local ext4 or xfs can do better"
+    return Finding("O_DIRECT", Level.WARNING, f"does not work in {location}", todo)

@@ -1,18 +1,112 @@
-"""``persistkv report``."""
+"""``persistkv report``: one self-contained HTML page about a store.
+
+A store keeps no history of itself. The past is read from the requests that are still there: what each of them added to
+those before it, and what it found.
+"""
 
 from __future__ import annotations
 
+import html
 import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
+from persistkv import __version__
 from persistkv.errors import ConfigurationError
+from persistkv.printable import printable
+from persistkv.storage.backend import Backend
+from persistkv.storage.manifest import RequestManifest
 from persistkv_tools import render
-from persistkv_tools.inspect.report_page import report_page
-from persistkv_tools.inspect.reporting import report_data
+from persistkv_tools.catalogue import all_keys
+from persistkv_tools.inspect.show import TreeNode, prefix_tree
+from persistkv_tools.inspect.stat import Bin, StoreTotals, store_totals
+from persistkv_tools.inspect.top import EngineView, Watch
 from persistkv_tools.options import Json, Url, opened
+from persistkv_tools.selection import FoundRequest, RequestView
+
+_PERIODS = 48
+_LARGEST = 10
+_NODES = 60
+_WIDTH, _HEIGHT = 720, 200
+_LEFT, _BOTTOM, _TOP, _RIGHT = 72, 24, 10, 12
+_STYLE = """
+:root { color-scheme: light dark; --back: #ffffff; --panel: #f5f7fa; --text: #1c2733; --dim: #5b6b7b; --line: #d5dce4;
+  --bar: #2563b0; --area: #2563b033; --hot: #b4540a; }
+@media (prefers-color-scheme: dark) { :root { --back: #12181f; --panel: #1b232d; --text: #e4eaf0; --dim: #97a6b5;
+  --line: #33404e; --bar: #6aa5ee; --area: #6aa5ee33; --hot: #f0a35e; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 1100px; padding: 24px; background: var(--back); color: var(--text);
+  font: 15px/1.45 system-ui, sans-serif; }
+h1 { font-size: 22px; margin: 0; overflow-wrap: anywhere; } h2 { font-size: 17px; margin: 32px 0 8px; }
+p { margin: 4px 0 12px; color: var(--dim); }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); gap: 10px; margin: 16px 0; }
+.card { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: 10px 12px; }
+.card b { display: block; font-size: 20px; font-variant-numeric: tabular-nums; } .card span { color: var(--dim); }
+.columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 0 28px; }
+@media (max-width: 520px) { .columns { grid-template-columns: 1fr; } }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { text-align: right; padding: 4px 8px; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th { color: var(--dim); font-weight: 500; } th:first-child, td:first-child { text-align: left; }
+td.bar { width: 45%; text-align: left; }
+td.bar i { display: block; height: 12px; border-radius: 2px; background: var(--bar); }
+svg { width: 100%; height: auto; display: block; } svg text { fill: var(--dim); font-size: 12px; }
+.track { position: relative; height: 14px; min-width: 260px; background: var(--panel); border-radius: 2px; }
+.track i { position: absolute; top: 0; bottom: 0; min-width: 2px; border-radius: 2px; background: var(--bar); }
+.track.chosen i { background: var(--hot); }
+td.tree { width: 60%; }
+footer { margin-top: 36px; color: var(--dim); }
+"""
+
+
+class Period(msgspec.Struct):
+    """A piece of the past; all are of one length."""
+
+    start: float
+    """Seconds since the epoch."""
+    requests: int = 0
+    """Made in it, and there still."""
+    blocks: int = 0
+    """Of these."""
+    found_blocks: int = 0
+    """Of these, those that an earlier request of the store had named."""
+    added_bytes: int = 0
+    """Raw bytes of the others."""
+    held_bytes: int = 0
+    """Raw bytes of all that was added up to the end of it."""
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the blocks that were there already."""
+        return self.found_blocks / self.blocks if self.blocks else None
+
+
+class LargestContexts(msgspec.Struct, frozen=True):
+    """The largest request, and what shares its beginning."""
+
+    request: RequestView
+    group: int
+    """By whose keys the tree goes."""
+    tree: TreeNode
+
+
+class ReportData(msgspec.Struct, frozen=True):
+    """All that the page shows."""
+
+    url: str
+    made: float
+    """Seconds since the epoch."""
+    totals: StoreTotals
+    periods: list[Period]
+    """Empty where there is no request."""
+    largest: list[RequestView]
+    contexts: LargestContexts | None
+    engines: list[EngineView]
 
 
 def report(
@@ -36,3 +130,351 @@ def report(
         render.print_json({"url": url, "file": str(output), "bytes": len(made)})
     else:
         render.say(f"{output}: {render.format_size(len(made))}")
+
+
+def report_data(url: str, backend: Backend) -> ReportData:
+    """Read it. The keys of all requests are read once: some 150 bytes of memory for each block.
+
+    :raises StoreError: the medium failed.
+    """
+    totals = store_totals(url, backend)
+    found = [
+        FoundRequest(space, manifest) for space in backend.namespaces() for manifest in backend.manifests(space.id)
+    ]
+    found.sort(key=lambda request: (request.manifest.created, request.manifest.id))
+    by_size = sorted(found, key=lambda request: -request.manifest.raw_bytes)[:_LARGEST]
+    largest = [_viewed(backend, request) for request in by_size]
+    contexts = _contexts(backend, by_size[0]) if by_size else None
+    engines = Watch(url, backend).look().engines
+    return ReportData(url, time.time(), totals, _periods(backend, found), largest, contexts, engines)
+
+
+def _contexts(backend: Backend, found: FoundRequest) -> LargestContexts:
+    namespace, manifest = found.namespace.id, found.manifest
+    group = max(range(len(manifest.group_blocks)), key=manifest.group_blocks.__getitem__, default=0)
+    names = (head.id for head in backend.manifests(namespace))
+    tree = prefix_tree(backend, namespace, names, manifest.id, group=group, node_limit=_NODES)
+    return LargestContexts(_viewed(backend, found), group, tree)
+
+
+def _viewed(backend: Backend, found: FoundRequest) -> RequestView:
+    namespace, manifest = found.namespace.id, found.manifest
+    return RequestView.of(namespace, manifest, backend.uses(namespace, [manifest.id])[0])
+
+
+def _periods(backend: Backend, found: list[FoundRequest]) -> list[Period]:
+    """:param found: in the order of their creation."""
+    if not found:
+        return []
+    first, last = found[0].manifest.created, found[-1].manifest.created
+    length = max((last - first) / _PERIODS, 1.0)
+    periods = [Period(first + number * length) for number in range(int((last - first) / length) + 1)]
+    for request, known in _with_known(backend, found):
+        period = periods[min(int((request.created - first) / length), len(periods) - 1)]
+        period.requests += 1
+        period.blocks += request.blocks
+        period.found_blocks += known
+        period.added_bytes += request.raw_bytes * (request.blocks - known) // max(1, request.blocks)
+    held = 0
+    for period in periods:
+        held += period.added_bytes
+        period.held_bytes = held
+    return periods
+
+
+def _with_known(backend: Backend, found: Iterable[FoundRequest]) -> Iterator[tuple[RequestManifest, int]]:
+    """Each request that reads, and how many of its blocks an earlier one of its namespace had named."""
+    named: dict[bytes, set[bytes]] = {}
+    for namespace, manifest in found:
+        keys = backend.manifest_keys(namespace.id, manifest.id)
+        if keys is None:
+            continue
+        seen = named.setdefault(namespace.id, set())
+        own = all_keys(keys)
+        known = sum(key in seen for key in own)
+        seen.update(own)
+        yield manifest, known
+
+
+def report_page(data: ReportData) -> str:
+    """One self-contained page of HTML."""
+    return page(f"persistkv: {data.url}", _parts(data))
+
+
+def _parts(data: ReportData) -> Iterator[str]:
+    yield heading(data.url, 1)
+    yield paragraph(f"as of {render.format_time(data.made)}")
+    yield cards(_cards(data.totals))
+    if data.totals.requests:
+        yield columns(
+            section("Age", "Requests by when they were stored.", _histogram("younger than", data.totals.ages)),
+            section(
+                "Size", "Requests by the raw bytes of their context.", _histogram("smaller than", data.totals.sizes)
+            ),
+        )
+    if data.periods:
+        yield columns(_fill(data.periods), _hits(data.periods))
+    if data.contexts is not None:
+        yield _tree(data.contexts)
+    yield section("Codecs", "Raw bytes per stored byte, for each KV cache group.", _groups(data.totals)) + section(
+        "Namespaces", "One for each identity: model, dtype, layout.", _namespaces(data.totals)
+    )
+    if data.largest:
+        yield section("Largest requests", "By raw bytes.", _largest(data))
+    if data.engines:
+        yield section("Engines", "What they said of themselves last.", _engines(data.engines))
+    yield f"<footer>persistkv {__version__}</footer>"
+
+
+def _cards(totals: StoreTotals) -> Iterator[tuple[str, str]]:
+    yield "requests", f"{totals.requests:,}"
+    yield "packs", f"{totals.packs:,}"
+    yield "blocks", f"{totals.blocks:,}"
+    yield "raw", render.format_size(totals.raw_bytes)
+    yield "stored", render.format_size(totals.stored_bytes)
+    yield "on disk", render.format_size(totals.disk_bytes)
+    yield "of the capacity", "no bound" if totals.fill is None else f"{totals.fill:.1%}"
+    yield "codec ratio", render.format_ratio(totals.raw_bytes, totals.stored_bytes)
+    yield "blocks named ÷ held", "-" if totals.dedup_ratio is None else f"{totals.dedup_ratio:.2f}"
+
+
+def _histogram(header: str, bins: list[Bin]) -> str:
+    rows = [(found.below or "(more)", float(found.requests), f"{found.requests:,}") for found in bins]
+    return bars((header, "requests"), rows)
+
+
+def _fill(periods: list[Period]) -> str:
+    top = max(1, periods[-1].held_bytes)
+    points: list[tuple[str, float | None]] = [
+        (
+            f"{render.format_time(period.start)}: {render.format_size(period.held_bytes)},"
+            f" {render.count(period.requests, 'request')}",
+            period.held_bytes,
+        )
+        for period in periods
+    ]
+    chart = steps(points, top, render.format_size(top), _ends(periods), label="raw bytes held, over time")
+    return section("Fill over time", "Raw bytes that the requests of today had added by then.", chart)
+
+
+def _hits(periods: list[Period]) -> str:
+    points = [
+        (f"{render.format_time(period.start)}: {_share(period.hit_rate)} of {period.blocks:,} blocks", period.hit_rate)
+        for period in periods
+    ]
+    chart = steps(points, 1.0, "100 %", _ends(periods), label="share of blocks that were there, over time")
+    blocks, found = (sum(getattr(period, name) for period in periods) for name in ("blocks", "found_blocks"))
+    note = (
+        f"Share of a request's blocks that an earlier one had named; {_share(found / blocks if blocks else None)} of"
+        " all. Of the requests that are there still."
+    )
+    return section("Hit rate over time", note, chart)
+
+
+def _ends(periods: list[Period]) -> tuple[str, str]:
+    return render.format_time(periods[0].start), render.format_time(periods[-1].start) if len(periods) > 1 else ""
+
+
+def _tree(contexts: LargestContexts) -> str:
+    nodes = list(_walk(contexts.tree))
+    deepest = max((node.start + node.blocks for _, node in nodes), default=1)
+    rows = [
+        (
+            level,
+            node.key,
+            f"{render.count(node.blocks, 'block')}, {render.count(node.requests, 'request')}"
+            + (f", {node.hidden:,} more below" if node.hidden else ""),
+            node.start / deepest,
+            (node.start + node.blocks) / deepest,
+            node.chosen,
+        )
+        for level, node in nodes
+    ]
+    note = (
+        f"Runs of blocks that the same requests share, by the keys of group {contexts.group} of namespace"
+        f" {contexts.request.namespace[:8]}. What the largest request, {contexts.request.id}, goes through stands out."
+    )
+    return section("Prefix tree of the largest contexts", note, tracks(("first key", "shared by"), rows))
+
+
+def _walk(top: TreeNode) -> Iterator[tuple[int, TreeNode]]:
+    """All nodes below it, each before its children, with their levels."""
+    waiting = [(0, node) for node in reversed(top.children)]
+    while waiting:
+        level, node = waiting.pop()
+        yield level, node
+        waiting += [(level + 1, child) for child in reversed(node.children)]
+
+
+def _groups(totals: StoreTotals) -> str:
+    rows = [
+        (
+            f"{namespace.id[:8]}, group {group.group}: {' '.join(group.codecs)}",
+            group.codec_ratio or 0.0,
+            f"{render.format_ratio(group.raw_bytes, group.stored_bytes)}"
+            f" ({render.format_size(group.raw_bytes)} in {render.format_size(group.stored_bytes)})",
+        )
+        for namespace in totals.namespaces
+        for group in namespace.groups
+    ]
+    return bars(("namespace and group", "ratio"), rows)
+
+
+def _namespaces(totals: StoreTotals) -> str:
+    rows = [
+        [
+            found.id[:8],
+            render.format_time(found.created),
+            f"{found.requests:,}",
+            f"{found.packs:,}",
+            f"{found.blocks:,}",
+            render.format_size(found.raw_bytes),
+            render.format_size(found.stored_bytes),
+        ]
+        for found in totals.namespaces
+    ]
+    return table(("namespace", "since", "requests", "packs", "blocks", "raw", "stored"), rows)
+
+
+def _largest(data: ReportData) -> str:
+    rows = [
+        [
+            request.id,
+            render.format_time(request.created),
+            f"{request.tokens:,}",
+            f"{request.blocks:,}",
+            render.format_size(request.raw_bytes),
+            render.format_labels(request.labels),
+        ]
+        for request in data.largest
+    ]
+    return table(("request", "stored at", "tokens", "blocks", "raw", "labels"), rows)
+
+
+def _engines(engines: list[EngineView]) -> str:
+    rows = [
+        [
+            f"{engine.host}:{engine.pid}" + ("" if engine.live else " (gone)"),
+            render.format_time(engine.updated),
+            _share(engine.hit_rate),
+            render.format_size(engine.counters.stored_raw_bytes),
+            render.format_size(engine.counters.loaded_bytes),
+            f"{engine.counters.evicted_blocks:,}",
+            f"{engine.counters.dropped_blocks:,}",
+        ]
+        for engine in engines
+    ]
+    return table(("engine", "seen", "hits", "written", "read", "evicted", "dropped"), rows)
+
+
+def _share(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:.1%}"
+
+
+def escape(text: str) -> str:
+    """Text as HTML; it comes from stores and from other processes."""
+    return html.escape(printable(text))
+
+
+def page(title: str, parts: Iterable[str]) -> str:
+    """A whole page."""
+    body = "\n".join(parts)
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<link rel="icon" href="data:,">\n'
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def heading(text: str, level: int = 2) -> str:
+    """A heading."""
+    return f"<h{level}>{escape(text)}</h{level}>"
+
+
+def paragraph(text: str) -> str:
+    """Text for a person."""
+    return f"<p>{escape(text)}</p>"
+
+
+def section(title: str, note: str, *parts: str) -> str:
+    """A heading, what it means, and what is below it."""
+    return "<section>" + heading(title) + paragraph(note) + "".join(parts) + "</section>"
+
+
+def columns(*parts: str) -> str:
+    """Side by side where there is room."""
+    return f'<div class="columns">{"".join(parts)}</div>'
+
+
+def cards(values: Iterable[tuple[str, str]]) -> str:
+    """(name, figure) each."""
+    inner = "".join(
+        f'<div class="card"><b>{escape(figure)}</b><span>{escape(name)}</span></div>' for name, figure in values
+    )
+    return f'<div class="cards">{inner}</div>'
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Text, the first column left."""
+    head = "".join(f"<th>{escape(header)}</th>" for header in headers)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def bars(headers: Sequence[str], rows: Sequence[tuple[str, float, str]]) -> str:
+    """(name, value, how the value is written) each, with a bar."""
+    largest = max((value for _, value, _ in rows), default=0.0)
+    head = "".join(f"<th>{escape(header)}</th>" for header in headers)
+    body = "".join(
+        f'<tr><td>{escape(name)}</td><td>{escape(text)}</td><td class="bar">'
+        f'<i style="width:{100 * value / largest if largest else 0:.2f}%"></i></td></tr>'
+        for name, value, text in rows
+    )
+    return f'<div class="scroll"><table><tr>{head}<th></th></tr>{body}</table></div>'
+
+
+def steps(
+    points: Sequence[tuple[str, float | None]], top: float, top_text: str, ends: tuple[str, str], *, label: str
+) -> str:
+    """A column for each of equal steps; None leaves a gap.
+
+    :param points: (what the step shows, in words; its value).
+    :param top: the largest value that fits, above 0.
+    :param ends: what stands below the first and the last step.
+    :param label: what it shows, for who cannot see it.
+    """
+    width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+    step = width / max(1, len(points))
+    marks = []
+    for place, (name, value) in enumerate(points):
+        if value is not None:
+            tall = height * min(1.0, value / top)
+            marks.append(
+                f'<rect x="{_LEFT + place * step:.1f}" y="{_TOP + height - tall:.1f}" width="{max(1.0, step - 1):.1f}"'
+                f' height="{tall:.1f}" fill="var(--bar)"><title>{escape(name)}</title></rect>'
+            )
+    base = _TOP + height
+    axis = (
+        f'<path d="M{_LEFT} {_TOP}V{base}H{_WIDTH - _RIGHT}" fill="none" stroke="var(--line)"/>'
+        f'<text x="{_LEFT - 6}" y="{_TOP + 10}" text-anchor="end">{escape(top_text)}</text>'
+        f'<text x="{_LEFT - 6}" y="{base}" text-anchor="end">0</text>'
+    )
+    below = (
+        f'<text x="{_LEFT}" y="{_HEIGHT - 6}">{escape(ends[0])}</text>'
+        f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 6}" text-anchor="end">{escape(ends[1])}</text>'
+    )
+    view = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}"'
+    return f"<svg {view}>{axis}{''.join(marks)}{below}</svg>"
+
+
+def tracks(headers: Sequence[str], rows: Iterable[tuple[int, str, str, float, float, bool]]) -> str:
+    """(level, name, text, begin, end, whether it is the chosen one) each; begin and end are shares of the track."""
+    head = "".join(f"<th>{escape(header)}</th>" for header in headers)
+    body = "".join(
+        f'<tr><td>{"&nbsp;" * 2 * level}{escape(name)}</td><td>{escape(text)}</td><td class="tree">'
+        f'<div class="track{" chosen" if chosen else ""}">'
+        f'<i style="left:{100 * begin:.3f}%;width:{100 * (end - begin):.3f}%"></i></div></td></tr>'
+        for level, name, text, begin, end, chosen in rows
+    )
+    return f'<div class="scroll"><table><tr>{head}<th></th></tr>{body}</table></div>'

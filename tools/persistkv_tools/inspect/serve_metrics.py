@@ -1,16 +1,66 @@
-"""``persistkv serve-metrics``."""
+"""``persistkv serve-metrics``: exports a store's totals, and the status of its engines, to Prometheus.
+
+Each scrape looks at the store anew. Nothing is exported of requests: no ids, no labels. prometheus_client, an extra, is
+imported when the command runs.
+"""
 
 from __future__ import annotations
 
+import logging
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from contextlib import closing, suppress
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from persistkv.errors import ConfigurationError, MissingExtraError
+from persistkv.errors import ConfigurationError, MissingExtraError, StoreError
+from persistkv.storage.backend import Backend, BackendStats
+from persistkv.storage.registry import open_backend
+from persistkv.storage.status import EngineStatus, read_statuses
 from persistkv_tools import render
 from persistkv_tools.options import Json, Url, opened
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+    from prometheus_client.registry import Collector
+
+logger = logging.getLogger(__name__)
+
+_STORE: dict[str, str] = {
+    "packs": "Packs in the store.",
+    "blocks": "Blocks in all packs; one that lies in two is counted twice.",
+    "requests": "Requests whose whole context is kept.",
+    "raw_bytes": "Bytes of all blocks, before the codec.",
+    "stored_bytes": "Bytes of all payloads, padding included.",
+    "disk_bytes": "Bytes that the medium gives to the store, catalogue included.",
+    "quarantined_bytes": "Bytes of damaged stores that were renamed; they count towards no capacity.",
+}
+_COUNTERS: dict[str, str] = {
+    "stored_blocks": "Blocks written.",
+    "stored_raw_bytes": "Bytes of blocks written, before the codec.",
+    "stored_bytes": "Bytes written at rest, padding included.",
+    "held_blocks": "Blocks that were offered and that the store held already.",
+    "dropped_blocks": "Blocks that were not written, because a commit failed.",
+    "dropped_bytes": "Raw bytes of those.",
+    "loaded_blocks": "Blocks read into rows.",
+    "loaded_bytes": "Raw bytes of those.",
+    "missed_blocks": "Blocks that were asked for and not there.",
+    "verification_failures": "Frames that did not verify.",
+    "evicted_blocks": "Blocks that commits evicted or deleted.",
+    "commits": "Transactions.",
+}
+_GAUGES: dict[str, str] = {
+    "indexed_blocks": "Blocks that a lookup finds.",
+    "staged_bytes": "Bytes of copies that wait to be written.",
+    "waiting_jobs": "Store jobs and ends of requests that were not begun.",
+    "writing_jobs": "Store jobs whose rows are in use.",
+    "loading_jobs": "Load jobs that wait or are read.",
+}
+_BREAKER = ("closed", "half-open", "open")
+_ENGINE_LABELS = ("store", "engine", "host", "namespace")
 
 
 def serve_metrics(
@@ -28,15 +78,13 @@ def serve_metrics(
     host, port = _address(listen)
     try:
         from prometheus_client import CollectorRegistry, generate_latest, start_http_server
-
-        from persistkv_tools.inspect.metrics import StoreCollector
     except ImportError:
         raise MissingExtraError("prometheus-client", "metrics") from None
     with opened(url):  # what is wrong with it is told now, and not to Prometheus
         pass
     registry = CollectorRegistry()
     with closing(StoreCollector(url)) as collector:
-        registry.register(collector)
+        registry.register(cast("Collector", collector))
         if once:
             render.print_exact(generate_latest(registry).decode())
             return
@@ -61,3 +109,84 @@ def _address(listen: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or int(port) > 0xFFFF:
         raise ConfigurationError("--listen", listen, "HOST:PORT, e.g. 127.0.0.1:9464")
     return host.strip("[]"), int(port)
+
+
+class StoreCollector:
+    """Prometheus asks it at each scrape, from any thread. Keeps the store open; one that failed is opened anew."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._store = url.partition("?")[0]
+        self._lock = threading.Lock()
+        self._backend: Backend | None = None
+
+    def collect(self) -> list[Metric]:
+        """The metrics; only ``persistkv_up`` where the store cannot be read."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        with self._lock:
+            up = GaugeMetricFamily("persistkv_up", "Whether the store could be read.", labels=["store"])
+            try:
+                stats, statuses = self._look()
+            except StoreError as error:
+                logger.warning("%s cannot be read: %s", self._store, error)
+                self._close()
+                up.add_metric([self._store], 0.0)
+                return [up]
+            up.add_metric([self._store], 1.0)
+            now = time.time()
+            live = [status for status in statuses if status.is_live(now)]
+            return [up, *self._of_store(stats), *self._of_engines(live)]
+
+    def _look(self) -> tuple[BackendStats, list[EngineStatus]]:
+        if self._backend is None:
+            self._backend = open_backend(self._url, read_only=True)
+        return self._backend.stats(), read_statuses(self._backend)
+
+    def close(self) -> None:
+        """Release the store; idempotent."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        if self._backend is not None:
+            self._backend.close()
+            self._backend = None
+
+    def _of_store(self, stats: BackendStats) -> Iterator[Metric]:
+        from prometheus_client.core import GaugeMetricFamily
+
+        values = [(name, text, getattr(stats, name)) for name, text in _STORE.items()]
+        if stats.capacity is not None:
+            values.append(("capacity_bytes", "The bound on disk_bytes.", stats.capacity))
+        for name, text, value in values:
+            gauge = GaugeMetricFamily(f"persistkv_store_{name}", text, labels=["store"])
+            gauge.add_metric([self._store], value)
+            yield gauge
+
+    def _of_engines(self, statuses: list[EngineStatus]) -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        engines = GaugeMetricFamily("persistkv_engines", "Engines that show themselves.", labels=["store"])
+        engines.add_metric([self._store], len(statuses))
+        yield engines
+        for name, text in _COUNTERS.items():
+            counter = CounterMetricFamily(f"persistkv_engine_{name}", text, labels=_ENGINE_LABELS)
+            for status in statuses:
+                counter.add_metric(self._labels(status), getattr(status.counters, name), created=status.started)
+            yield counter
+        for name, text in _GAUGES.items():
+            gauge = GaugeMetricFamily(f"persistkv_engine_{name}", text, labels=_ENGINE_LABELS)
+            for status in statuses:
+                gauge.add_metric(self._labels(status), getattr(status, name))
+            yield gauge
+        breaker = GaugeMetricFamily(
+            "persistkv_engine_breaker", "0: closed, 1: half-open, 2: open.", labels=_ENGINE_LABELS
+        )
+        for status in statuses:
+            if status.breaker in _BREAKER:
+                breaker.add_metric(self._labels(status), _BREAKER.index(status.breaker))
+        yield breaker
+
+    def _labels(self, status: EngineStatus) -> list[str]:
+        return [self._store, status.engine, status.host, status.namespace]

@@ -1,22 +1,123 @@
-"""``persistkv show``."""
+"""``persistkv show``: one context, and the prefix tree of its namespace.
+
+Contexts that begin alike share keys (a block's key covers all tokens before it), so sorted chains of keys are a tree:
+what neighbours have in common is a node. Nodes are only made where they are shown.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, groupby
+from typing import Annotated, NamedTuple
 
+import msgspec
 import typer
 from rich.text import Text
 from rich.tree import Tree
 
+from persistkv.storage.backend import Backend
+from persistkv.storage.memory import no_collections
+from persistkv.storage.pack import Frame, PackTable
 from persistkv_tools import render
-from persistkv_tools.inspect.context import ContextView, GroupView, PackView, show_context
-from persistkv_tools.inspect.tree import TreeNode, prefix_tree
+from persistkv_tools.catalogue import keys_of
 from persistkv_tools.options import InNamespace, Json, Request, Url, opened
-from persistkv_tools.selection import find_request
+from persistkv_tools.selection import FoundRequest, NotFoundError, RequestView, find_request
 
-_PACKS = ("pack", "blocks", "of", "raw", "stored", "codecs", "shared with")
-_KEYS = ("key", "depth", "pack", "frame at")
+_PACK_COLUMNS = ("pack", "blocks", "of", "raw", "stored", "codecs", "shared with")
+_KEY_COLUMNS = ("key", "depth", "pack", "frame at")
 _SHOWN_PACKS = 40
+_SHARERS = 5
+_KEY_DIGITS = 12
+_Chain = tuple[list[bytes], str]
+_NAMES = 2
+_BRANCHES = 8
+_NODE_DIGITS = 8
+
+
+class KeyView(msgspec.Struct, frozen=True):
+    """One block."""
+
+    depth: int
+    key: str
+    """The first digits of its hash, hexadecimal."""
+    pack: str | None
+    """The pack that holds it; None: no pack does."""
+    offset: int | None
+    """First byte of its frame in the pack's payload."""
+
+
+class GroupView(msgspec.Struct, frozen=True):
+    """The blocks of one KV cache group."""
+
+    group: int
+    blocks: int
+    missing: int
+    """Blocks that no pack holds."""
+    raw_bytes: int
+    stored_bytes: int
+    """Their share of their frames, padding left out."""
+    keys: list[KeyView]
+    """The first ones."""
+
+
+class PackView(msgspec.Struct, frozen=True):
+    """One pack that holds blocks of the request."""
+
+    id: str
+    blocks: int
+    """Blocks of this request in it."""
+    pack_blocks: int
+    """All blocks in it."""
+    raw_bytes: int
+    """Of the whole pack."""
+    stored_bytes: int
+    codecs: str
+    shared_with: int
+    """Other requests that name blocks of this request in it."""
+    sharers: list[str]
+    """Some of them."""
+
+
+class ContextView(msgspec.Struct, frozen=True):
+    """One request's whole context."""
+
+    url: str
+    request: RequestView
+    groups: list[GroupView]
+    packs: list[PackView]
+    """The ones nearest to the begin of the context first."""
+    shared_blocks: int
+    """Blocks that some other request names too, in the same packs where the driver tells who names a pack."""
+
+
+class _Place(NamedTuple):
+    """Where a block lies."""
+
+    pack: PackTable
+    frame: Frame
+
+
+class TreeNode(msgspec.Struct):
+    """A run of blocks that the same requests share."""
+
+    start: int
+    """Depth of the first block."""
+    blocks: int
+    key: str
+    """Of the first block, the first digits, hexadecimal."""
+    requests: int
+    """Requests that go through it."""
+    ends: int
+    """Of these, the ones that end with its last block."""
+    names: list[str]
+    """Ids of some that end here."""
+    chosen: bool
+    """Whether the request that was asked for goes through it."""
+    children: list[TreeNode]
+    """First what the chosen request goes through, then those with most requests."""
+    hidden: int = 0
+    """Children that are not listed."""
 
 
 def show(
@@ -74,7 +175,7 @@ def _print(context: ContextView) -> None:
     console.print(render.pairs(rows))
     columns = ("group", "blocks", "missing", "raw", "stored", "ratio")
     console.print(render.table(columns, map(_group_cells, context.groups)))
-    console.print(render.table(_PACKS, map(_pack_cells, context.packs[:_SHOWN_PACKS]), left="codecs"))
+    console.print(render.table(_PACK_COLUMNS, map(_pack_cells, context.packs[:_SHOWN_PACKS]), left="codecs"))
     if len(context.packs) > _SHOWN_PACKS:
         render.say(f"and {len(context.packs) - _SHOWN_PACKS:,} more packs; --json lists all")
     for group in context.groups:
@@ -89,7 +190,7 @@ def _print(context: ContextView) -> None:
                 ]
                 for key in group.keys
             ]
-            console.print(render.table(_KEYS, cells, title=title))
+            console.print(render.table(_KEY_COLUMNS, cells, title=title))
 
 
 def _group_cells(group: GroupView) -> list[str]:
@@ -120,13 +221,13 @@ def _drawn(top: TreeNode, title: str) -> Tree:
     waiting = [(drawn, top)]
     while waiting:
         branch, node = waiting.pop()
-        waiting += [(branch.add(_label(child)), child) for child in node.children]
+        waiting += [(branch.add(_node_text(child)), child) for child in node.children]
         if node.hidden:
             branch.add(render.plain(f"{node.hidden:,} more not drawn (--nodes)", "dim"))
     return drawn
 
 
-def _label(node: TreeNode) -> Text:
+def _node_text(node: TreeNode) -> Text:
     line = f"{node.key} blocks {node.start:,} to {node.start + node.blocks:,}"
     if node.requests > 1:
         line += f", {render.count(node.requests, 'request')}"
@@ -134,3 +235,184 @@ def _label(node: TreeNode) -> Text:
     if node.names:
         line += f"; ends {', '.join(node.names)}{more}"
     return render.plain(line, "bold" if node.chosen else "")
+
+
+def show_context(
+    url: str, backend: Backend, found: FoundRequest, names: Iterable[str], *, key_limit: int
+) -> ContextView:
+    """The view of one request.
+
+    :param names: of all requests of the namespace; looked through where the driver does not tell who names a pack.
+    :param key_limit: keys to name of each group.
+    :raises NotFoundError: the request went meanwhile, or its keys do not read.
+    """
+    namespace, manifest = found.namespace.id, found.manifest
+    keys = backend.manifest_keys(namespace, manifest.id)
+    if keys is None:
+        raise NotFoundError(f"the keys of {manifest.id} are gone or do not read; persistkv verify tells which")
+    chains = [group.unpack() for group in keys]
+    named = backend.named_packs(namespace, manifest.id)
+    if named is not None:  # else the driver cannot tell, and all are looked through
+        names = [head.id for head in backend.manifests_naming(namespace, [table.pack_id for table in named])]
+    places = _places(backend, namespace, named or [], chains)
+    sharers = _sharers(backend, namespace, (name for name in names if name != manifest.id), chains)
+    shared = [key for keys_of_group in chains for key in keys_of_group if key in sharers]
+    return ContextView(
+        url,
+        RequestView.of(namespace, manifest, backend.uses(namespace, [manifest.id])[0]),
+        [_group_view(number, chain, places, key_limit) for number, chain in enumerate(chains)],
+        _pack_views(chains, places, sharers),
+        len(shared),
+    )
+
+
+def _places(
+    backend: Backend, namespace: bytes, named: Iterable[PackTable], chains: Sequence[list[bytes]]
+) -> dict[bytes, _Place]:
+    """Where the blocks of a request lie. All tables are looked through for those that are in no pack that it names."""
+    wanted = {key for chain in chains for key in chain}
+    places: dict[bytes, _Place] = {}
+    for table in named:
+        _note_places(table, wanted, places)
+    if len(places) < len(wanted):
+        with no_collections():  # of many objects that are made to stay
+            tables = backend.changes(namespace, None).added
+        for table in tables:
+            _note_places(table, wanted, places)
+    return places
+
+
+def _note_places(table: PackTable, wanted: set[bytes], places: dict[bytes, _Place]) -> None:
+    keys = table.keys.unpack()
+    if wanted.isdisjoint(keys):
+        return
+    ends = accumulate(frame.block_count for frame in table.frames)
+    for frame, end in zip(table.frames, ends, strict=True):
+        for key in keys[end - frame.block_count : end]:
+            if key in wanted:
+                places.setdefault(key, _Place(table, frame))
+
+
+def _sharers(
+    backend: Backend, namespace: bytes, others: Iterable[str], chains: Sequence[list[bytes]]
+) -> dict[bytes, list[str]]:
+    """For each key of the request that others name too, who."""
+    wanted = [frozenset(chain) for chain in chains]
+    found: dict[bytes, list[str]] = {}
+    for other, groups in keys_of(backend, namespace, others):
+        for among, group in zip(wanted, groups or (), strict=False):
+            keys = group.unpack()
+            if not among.isdisjoint(keys):  # most share nothing, and are passed over in half the time
+                for key in dict.fromkeys(key for key in keys if key in among):
+                    found.setdefault(key, []).append(other)
+    return found
+
+
+def _group_view(number: int, chain: list[bytes], places: dict[bytes, _Place], key_limit: int) -> GroupView:
+    held = [places[key].frame for key in chain if key in places]
+    return GroupView(
+        number,
+        len(chain),
+        len(chain) - len(held),
+        sum(frame.block_bytes for frame in held),
+        sum(frame.stored_length // frame.block_count for frame in held),
+        [_key_view(depth, key, places.get(key)) for depth, key in enumerate(chain[:key_limit])],
+    )
+
+
+def _key_view(depth: int, key: bytes, place: _Place | None) -> KeyView:
+    pack, offset = (None, None) if place is None else (place.pack.pack_id.hex(), place.frame.offset)
+    return KeyView(depth, key.hex()[:_KEY_DIGITS], pack, offset)
+
+
+def _pack_views(
+    chains: Sequence[list[bytes]], places: dict[bytes, _Place], sharers: dict[bytes, list[str]]
+) -> list[PackView]:
+    blocks = Counter(place.pack.pack_id for place in places.values())
+    others: dict[bytes, set[str]] = {}
+    for key, names in sharers.items():
+        if key in places:
+            others.setdefault(places[key].pack.pack_id, set()).update(names)
+    depths: dict[bytes, int] = {}
+    for chain in chains:
+        for depth, key in enumerate(chain):
+            if key in places:
+                pack_id = places[key].pack.pack_id
+                depths[pack_id] = min(depth, depths.get(pack_id, depth))
+    tables = {place.pack.pack_id: place.pack for place in places.values()}
+    return [
+        _pack_view(tables[pack_id], blocks[pack_id], sorted(others.get(pack_id, ())))
+        for pack_id in sorted(depths, key=depths.__getitem__)
+    ]
+
+
+def _pack_view(table: PackTable, blocks: int, sharers: list[str]) -> PackView:
+    return PackView(
+        table.pack_id.hex(),
+        blocks,
+        len(table.keys),
+        table.raw_length,
+        table.payload_length,
+        table.codecs,
+        len(sharers),
+        sharers[:_SHARERS],
+    )
+
+
+def prefix_tree(
+    backend: Backend, namespace: bytes, names: Iterable[str], chosen: str, *, group: int, node_limit: int
+) -> TreeNode:
+    """A node of no blocks above the roots. Children: first what the chosen request goes through, then the most used.
+
+    :param names: of all requests of the namespace.
+    :param chosen: a request's id.
+    :param group: whose keys to go by.
+    :param node_limit: nodes to make below it; of one node, 8 children at most.
+    """
+    chains: list[_Chain] = []
+    for name, keys in keys_of(backend, namespace, names):
+        if keys is not None and len(keys) > group and len(keys[group]):
+            chains.append((keys[group].unpack(), name))
+    chains.sort()
+    top = TreeNode(0, 0, "", len(chains), 0, [], True, [])
+    _grow(top, chains, chosen, node_limit)
+    return top
+
+
+def _grow(top: TreeNode, chains: Sequence[_Chain], chosen: str, node_limit: int) -> None:
+    """What the chosen request goes through first, then breadth first: a bound cuts details and not whole branches."""
+    waiting: list[tuple[TreeNode, list[_Chain]]] = [(top, list(chains))]
+    left = node_limit
+    while waiting:
+        parent, below = waiting.pop(0)
+        depth = parent.start + parent.blocks
+        branches = [list(run) for _, run in groupby((c for c in below if len(c[0]) > depth), key=lambda c: c[0][depth])]
+        branches.sort(key=lambda branch: (not _has(branch, chosen), -len(branch), branch[0][0][depth]))
+        shown = branches[: min(left, _BRANCHES)]
+        left -= len(shown)
+        parent.hidden = len(branches) - len(shown)
+        for branch in shown:
+            node = _node(branch, depth, chosen)
+            parent.children.append(node)
+            waiting.insert(0 if node.chosen else len(waiting), (node, branch))
+
+
+def _node(branch: Sequence[_Chain], depth: int, chosen: str) -> TreeNode:
+    """:param branch: sorted chains with one key at ``depth``."""
+    end = _common(branch[0][0], branch[-1][0])
+    names = [name for keys, name in branch if len(keys) == end]
+    names.sort(key=lambda name: name != chosen)
+    first = branch[0][0][depth].hex()[:_NODE_DIGITS]
+    return TreeNode(depth, end - depth, first, len(branch), len(names), names[:_NAMES], _has(branch, chosen), [])
+
+
+def _common(first: list[bytes], last: list[bytes]) -> int:
+    """How many keys two chains begin with alike; in between, so do all that are sorted between them."""
+    for depth, (one, other) in enumerate(zip(first, last, strict=False)):
+        if one != other:
+            return depth
+    return min(len(first), len(last))
+
+
+def _has(branch: Sequence[_Chain], chosen: str) -> bool:
+    return any(name == chosen for _, name in branch)

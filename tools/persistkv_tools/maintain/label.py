@@ -1,16 +1,21 @@
-"""``persistkv label``."""
+"""``persistkv label``: changes the labels of a request while others write."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Annotated
 
+import msgspec
 import typer
 
-from persistkv.errors import ConfigurationError
+from persistkv.errors import ConfigurationError, StoreError
+from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
 from persistkv_tools import render
-from persistkv_tools.maintain.labelling import parse_labels, relabel
+from persistkv_tools.catalogue import Catalogue, LivePacks
 from persistkv_tools.options import InNamespace, Json, Request, Url, opened
-from persistkv_tools.selection import find_request
+from persistkv_tools.selection import FoundRequest, NotFoundError, find_request
+
+_ATTEMPTS = 100
 
 
 def label(
@@ -42,3 +47,47 @@ def label(
         render.print_json({"url": url, "request": name, "namespace": space, "labels": now})
     else:
         render.say(f"{name} (namespace {space[:8]}): {render.format_labels(now) or 'no labels'}")
+
+
+def parse_labels(texts: Iterable[str]) -> dict[str, str]:
+    """``NAME=VALUE`` each; the value may be empty.
+
+    :raises ConfigurationError: one that is none, or a name that is given twice.
+    """
+    labels: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise ConfigurationError("label", text, "NAME=VALUE")
+        if name in labels:
+            raise ConfigurationError("label", text, f"{name} once")
+        labels[name] = value
+    return labels
+
+
+def relabel(backend: Backend, found: FoundRequest, given: Mapping[str, str], removed: Iterable[str]) -> dict[str, str]:
+    """Give a request labels and take some away; all that it has afterwards. It counts as used.
+
+    :raises NotFoundError: the request went meanwhile, or its keys do not read.
+    :raises StoreError: the commit failed, or others wrote all the time. Nothing was changed.
+    """
+    namespace, name = found.namespace.id, found.manifest.id
+    for _ in range(_ATTEMPTS):
+        packs = LivePacks(backend, namespace)
+        manifest = find_request(backend, name, namespace.hex()).manifest
+        keys = backend.manifest_keys(namespace, name)
+        if keys is None:
+            raise NotFoundError(f"the keys of {name} are gone or do not read; persistkv verify tells which")
+        labels = {**manifest.labels, **given}
+        for label in removed:
+            labels.pop(label, None)
+        if labels == manifest.labels:
+            return labels
+        held = Catalogue(packs.tables.values()).packs_in_order([group.unpack() for group in keys])
+        write = ManifestWrite(msgspec.structs.replace(manifest, labels=labels), keys, held)
+        (use,) = backend.uses(namespace, [name])
+        if not backend.commit(namespace, CommitBatch(manifests=[write], seen=packs.cursor)).stale:
+            if use is not None and use.reused:  # it was written anew, and would count as never hit
+                backend.commit(namespace, CommitBatch(touches=held))
+            return labels
+    raise StoreError(f"{name} could not be labelled: others wrote between each look and the commit")

@@ -184,6 +184,24 @@ def find_request(
     raise NotFoundError(f"{wanted!r} means {len(candidates)} requests: {meant}")
 
 
+def chosen_requests(
+    backend: Backend, names: Iterable[str], selection: Selection, namespace: str | None
+) -> list[FoundRequest]:
+    """The requests of these names, each once; without names, all that are selected.
+
+    :raises NotFoundError: a name means none, or more than one.
+    """
+    found = [find_request(backend, name, namespace) for name in names]
+    if found:
+        return list({(one.namespace.id, one.manifest.id): one for one in found}.values())
+    return [
+        FoundRequest(space, manifest)
+        for space in chosen_namespaces(backend, namespace)
+        for manifest in backend.manifests(space.id)
+        if selection.takes(manifest)
+    ]
+
+
 def _named(names: Iterator[str]) -> str:
     found = sorted(names)
     more = f" and {len(found) - _NAMED_AT_MOST} more" if len(found) > _NAMED_AT_MOST else ""

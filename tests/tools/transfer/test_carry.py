@@ -21,8 +21,10 @@ from persistkv.testing.samples import payload_of, sample_manifest, sample_pack, 
 from persistkv_tools.pack_check import read_pack
 from persistkv_tools.selection import FoundRequest, Selection
 from persistkv_tools.transfer.archive import ArchiveWriter, CorruptArchiveError
-from persistkv_tools.transfer.carrying import Import, Push, export_requests, verify_archive
-from persistkv_tools.transfer.fitting import Room, capacity_for
+from persistkv_tools.transfer.export import export_requests
+from persistkv_tools.transfer.import_ import Import, verify_archive
+from persistkv_tools.transfer.push import Push
+from persistkv_tools.transfer.target import Room, capacity_for
 from tests.tools.contexts import Contexts
 from tests.tools.damage import store_with_a_bad_pack
 

@@ -15,7 +15,7 @@ from persistkv.storage.status import read_statuses
 from persistkv.storage.warming import WarmAnswer, WarmRequest, request_warm, warm_answers, withdraw_warm
 from persistkv_tools import render
 from persistkv_tools.options import InNamespace, Json, Labels, Url, opened
-from persistkv_tools.selection import FoundRequest, Selection, chosen_namespaces, find_request
+from persistkv_tools.selection import FoundRequest, Selection, chosen_requests
 
 _LOOK_S = 0.5
 _SHOWN = 20
@@ -62,7 +62,7 @@ def warm(
     ttl_s = parse_duration(ttl, name="--ttl")
     wait_s = None if wait is None else parse_duration(wait, name="--wait")
     with opened(url, writable=True) as backend:
-        chosen = _chosen(backend, requests or [], label, namespace)
+        chosen = chosen_requests(backend, requests or [], Selection.parse(label), namespace)
         if withdraw:
             for found in chosen:
                 withdraw_warm(backend, found.namespace.id, found.manifest.id)
@@ -80,21 +80,6 @@ def warm(
         _print(warmed, ttl)
     if wait_s is not None and not all(map(_is_warm, warmed)):
         raise typer.Exit(1)
-
-
-def _chosen(
-    backend: Backend, requests: list[str], labels: list[str] | None, namespace: str | None
-) -> list[FoundRequest]:
-    if requests:
-        found = [find_request(backend, name, namespace) for name in requests]
-        return list({(one.namespace.id, one.manifest.id): one for one in found}.values())
-    selection = Selection.parse(labels)
-    return [
-        FoundRequest(space, manifest)
-        for space in chosen_namespaces(backend, namespace)
-        for manifest in backend.manifests(space.id)
-        if selection.takes(manifest)
-    ]
 
 
 def _live(backend: Backend, namespace: str) -> set[str]:

@@ -28,7 +28,9 @@ def byte_progress() -> Progress:
     )
 
 
-def counted(progress: Progress, what: str, total: int | None, throttle: Throttle) -> Callable[[int], None]:
+def counted(
+    progress: Progress, what: str, total: int | None, throttle: Throttle | None = None
+) -> Callable[[int], None]:
     """What a reader is to call with the bytes it took: moves a bar, and waits where it went too fast.
 
     :param total: bytes that there will be; None: nobody knows.
@@ -37,7 +39,8 @@ def counted(progress: Progress, what: str, total: int | None, throttle: Throttle
 
     def took(num_bytes: int) -> None:
         progress.advance(task, num_bytes)
-        throttle.took(num_bytes)
+        if throttle is not None:
+            throttle.took(num_bytes)
 
     return took
 

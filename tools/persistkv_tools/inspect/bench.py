@@ -43,7 +43,7 @@ from persistkv.storage.records import StoreOptions
 from persistkv.storage.registry import backend_class, open_backend
 from persistkv_tools import render
 from persistkv_tools.options import Json, Url
-from persistkv_tools.progress import Throttle, byte_progress, counted
+from persistkv_tools.progress import byte_progress, counted
 
 _BLOCK_BYTES = 64 << 10  # 64 KiB
 _QUEUE_BYTES = 8 << 30  # 8 GiB
@@ -101,7 +101,7 @@ def bench_(
     if job_bytes % _BLOCK_BYTES or job_bytes < DIRECT_BYTES:
         raise ConfigurationError("--size", size, "a multiple of 64KiB, 4MiB or more: what is smaller waits for company")
     with byte_progress() as progress:
-        took = counted(progress, "bench", (2 * rounds + 1) * job_bytes, Throttle(None))
+        took = counted(progress, "bench", (2 * rounds + 1) * job_bytes)
         report = _bench(url, job_bytes, rounds, took)
     if json:
         render.print_json(report)

@@ -38,7 +38,7 @@ from persistkv.storage.registry import open_backend
 from persistkv_tools import render
 from persistkv_tools.inspect.bench import finish, store_client
 from persistkv_tools.options import Json
-from persistkv_tools.progress import Throttle, byte_progress, counted
+from persistkv_tools.progress import byte_progress, counted
 
 Request = list[int]
 """Ids of the blocks, in order."""
@@ -134,7 +134,7 @@ def _run(url: str, chains: list[Request], distinct: int, block_bytes: int, pack_
         capacity = backend.stats().capacity
     nominal = distinct if capacity is None else min(distinct, capacity // block_bytes)
     asked_bytes = sum(map(len, chains)) * block_bytes
-    took = counted(progress, f"{nominal:,} blocks", asked_bytes, Throttle(None))
+    took = counted(progress, f"{nominal:,} blocks", asked_bytes)
     return replay(chains, Run(url, capacity, nominal), block_bytes, took, pack_blocks=pack_blocks)
 
 

@@ -16,14 +16,7 @@ from persistkv.storage.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.stored_pack import StoredPack
 from persistkv_tools import render
 from persistkv_tools.catalogue import Catalogue, all_keys
-from persistkv_tools.options import (
-    InNamespace,
-    Json,
-    Labels,
-    Rate,
-    Url,
-    opened,
-)
+from persistkv_tools.options import InNamespace, Json, Labels, Rate, Url, opened
 from persistkv_tools.pack_check import OtherReleaseError, read_pack
 from persistkv_tools.progress import Throttle, byte_progress, counted
 from persistkv_tools.selection import FoundRequest, Selection, chosen_requests

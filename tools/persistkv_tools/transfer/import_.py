@@ -19,13 +19,9 @@ from persistkv.storage.registry import open_backend
 from persistkv.storage.stored_pack import StoredPack
 from persistkv_tools import render
 from persistkv_tools.catalogue import all_keys
-from persistkv_tools.options import (
-    Json,
-    Url,
-    opened_if_there,
-)
+from persistkv_tools.options import Json, Url, opened_if_there
 from persistkv_tools.pack_check import OtherReleaseError, check_payload
-from persistkv_tools.progress import Throttle, byte_progress, counted
+from persistkv_tools.progress import byte_progress, counted
 from persistkv_tools.transfer.archive import CorruptArchiveError, PackRecord, RequestRecord, read_archive
 from persistkv_tools.transfer.target import (
     Candidate,
@@ -38,7 +34,6 @@ from persistkv_tools.transfer.target import (
     Transfer,
     finish,
     place_for,
-    print_capacity,
     print_received,
 )
 
@@ -81,13 +76,13 @@ def import_(
     StoreUrl.parse(url)
     with byte_progress() as progress:
         size = file.stat().st_size if file.is_file() else None
-        contents = verify_archive(file, counted(progress, "verify", size, Throttle(None)))
+        contents = verify_archive(file, counted(progress, "verify", size))
         with opened_if_there(url) as there:
             transfer = Import(file, contents, there, url)
             place = place_for(transfer, there, url, None, newest=newest)
         with closing(open_backend(place)) as backend:
             differences = new_identities(backend, url, contents, strict=strict)
-            took = counted(progress, "import", size, Throttle(None))
+            took = counted(progress, "import", size)
             received = transfer.run(backend, took, newest=newest)
             capacity = backend.stats().capacity
     if json:
@@ -99,8 +94,7 @@ def import_(
         for found in differences:
             fields = "; ".join(map(str, found))
             render.say(f"{url} held nothing of this identity; its nearest namespace differs in {fields}")
-        print_received(received, url)
-        print_capacity(url, place, capacity)
+        print_received(received, url, place, capacity)
     if not received.complete:
         raise typer.Exit(1)
 

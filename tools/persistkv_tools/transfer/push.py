@@ -15,16 +15,7 @@ from persistkv.storage.manifest import RequestManifest
 from persistkv.storage.registry import open_backend
 from persistkv_tools import render
 from persistkv_tools.catalogue import all_keys
-from persistkv_tools.options import (
-    InNamespace,
-    Json,
-    Labels,
-    NewerThan,
-    OlderThan,
-    Rate,
-    opened,
-    opened_if_there,
-)
+from persistkv_tools.options import InNamespace, Json, Labels, NewerThan, OlderThan, Rate, opened, opened_if_there
 from persistkv_tools.progress import Throttle, byte_progress, counted
 from persistkv_tools.selection import Selection, chosen_namespaces
 from persistkv_tools.transfer.export import Source, oldest_first
@@ -39,7 +30,6 @@ from persistkv_tools.transfer.target import (
     Transfer,
     finish,
     place_for,
-    print_capacity,
     print_received,
 )
 
@@ -108,8 +98,7 @@ def _copy(
     if json:
         render.print_json({"source": source, "target": target, "received": received, "capacity": capacity})
     else:
-        print_received(received, target)
-        print_capacity(target, place, capacity)
+        print_received(received, target, place, capacity)
     if not received.complete:
         raise typer.Exit(1)
 

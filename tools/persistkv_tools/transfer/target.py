@@ -28,7 +28,6 @@ from persistkv.storage.registry import backend_class
 from persistkv.storage.stored_pack import StoredPack
 from persistkv_tools import render
 from persistkv_tools.catalogue import Catalogue
-from persistkv_tools.render import count, format_size
 
 _SHOWN = 20
 _PAGE_HEADERS = 64  # one page of 4 KiB for each piece of 256 KiB
@@ -225,10 +224,11 @@ class Transfer:
         if room is None or needed <= room.free_bytes:
             return choice
         if not newest:
+            requests = render.count(choice.content.requests, "request")
             raise StoreTooSmallError(
-                f"{self._url} is too small: {count(choice.content.requests, 'request')} and"
-                f" {count(choice.content.packs, 'pack')} that it lacks take {format_size(needed)}; of its capacity of"
-                f" {format_size(room.capacity)}, {format_size(room.free_bytes)} are free for them."
+                f"{self._url} is too small: {requests} and {render.count(choice.content.packs, 'pack')} that it lacks"
+                f" take {render.format_size(needed)}; of its capacity of {render.format_size(room.capacity)},"
+                f" {render.format_size(room.free_bytes)} are free for them."
                 " Prune it, give it a larger capacity, or copy the newest requests that fit with --newest"
             )
         return self._newest(lambda content: content.store_bytes <= room.free_bytes)
@@ -412,6 +412,10 @@ class Receiver:
 
 
 def finish(receivers: Collection[Receiver], received: Received) -> Received:
+    """Write what waits in all receivers, then look for written content that is gone again.
+
+    :raises StoreError: a commit failed; those before it were done.
+    """
     for receiver in receivers:
         receiver.flush()
     for receiver in receivers:
@@ -419,7 +423,13 @@ def finish(receivers: Collection[Receiver], received: Received) -> Received:
     return received
 
 
-def print_received(received: Received, url: str) -> None:
+def print_received(received: Received, url: str, place: str, capacity: int | None) -> None:
+    """Print the outcome of a transfer.
+
+    :param place: the URL that was opened; another one than ``url`` for a store that was created with a capacity of its
+        content, which neither ``url`` nor the driver's default explains.
+    :param capacity: of the store.
+    """
     packs = f"{render.count(received.packs, 'pack')}, {render.format_size(received.stored_bytes)}"
     render.say(f"{render.count(received.requests, 'request')} and {packs} came to {url}")
     if received.requests_held or received.packs_held:
@@ -436,10 +446,6 @@ def print_received(received: Received, url: str) -> None:
         lost = f"{render.count(len(received.lost), 'request')} and {render.count(received.lost_packs, 'pack')}"
         render.say(f"{lost} that came were evicted again:")
         _print_names(received.lost)
-
-
-def print_capacity(url: str, place: str, capacity: int | None) -> None:
-    """A capacity that neither the URL nor the driver's default explains."""
     if place != url and capacity is not None:
         render.say(f"{url} was created with a capacity of {render.format_size(capacity)}")
 
@@ -452,5 +458,6 @@ def _print_names(names: list[str]) -> None:
 
 
 def print_incomplete(names: list[str]) -> None:
+    """Print the requests that were left out."""
     for name in names:
         render.say(f"left out, because some of its blocks are damaged or gone: {name}")

@@ -1,10 +1,10 @@
-"""Where ``persistkv`` starts: a child of its own runs the command, and what ends the child is told as an error.
+"""Entry point of ``persistkv``: a child process runs the command, and a signal that ends it becomes an error message.
 
-A store's catalogue may be read through a memory map. Where the file is cut short or damaged while somebody reads it,
-the kernel ends the reader (SIGBUS), and nobody can catch that within.
+A store's catalogue may be read through a memory map. If the file is truncated or damaged meanwhile, the kernel ends the
+reader with SIGBUS, which cannot be handled within the process.
 
 1. The child is forked before anything is imported that might start threads, and dies with its parent.
-2. What is sent to this process alone is passed on; Ctrl-C of a terminal reaches both, and the child answers it.
+2. Signals that were sent to this process alone are passed on. Ctrl-C of a terminal reaches both; the child handles it.
 3. If a process in another container uses the store with the child's PID, another child is forked: it gets another
    PID.
 4. Commands that only read take what processor time the engines of the machine leave, imports included. Commands that
@@ -25,12 +25,12 @@ _STORE_FAILED, _RETRY = 3, 75  # as in ``cli``, which is not imported here
 _DAMAGE = frozenset({signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL})
 _PASSED_ON = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
 _PID_ATTEMPTS = 8
-_BY_A_PROCESS = 0  # ``si_code`` of what a process sent is this or less; of what a terminal sends, more
+_BY_A_PROCESS = 0  # ``si_code`` of a signal from a process is at most this; of one from a terminal, it is larger
 _PR_SET_PDEATHSIG = 1
 _READING = frozenset({"ls", "stat", "show", "top", "report", "verify", "why", "doctor", "serve-metrics"})
 _WRITES = "--repair"
 _READS = "--dry-run"
-_NICENESS = 10  # a tenth of what an engine gets where both want the same processor
+_NICENESS = 10  # a tenth of the time of an engine on the same processor
 
 
 def main() -> NoReturn:
@@ -64,7 +64,9 @@ def lower_priority(arguments: Sequence[str]) -> None:
 
 def _run(*, may_retry: bool) -> NoReturn:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the command begins: an import must not tell of Ctrl-C
+        signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # until the command starts: Ctrl-C must not print a traceback of an import
     from persistkv_tools.cli import main as run
 
     run(may_retry=may_retry)

@@ -1,4 +1,4 @@
-"""What several commands take on their command line, and how they open a store."""
+"""Options that several commands share, and opening of stores."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Yes = Annotated[bool, typer.Option("--yes", help="Do not ask before anything is 
 
 
 def ensure_consent(what: str, url: str, ways: str, *, yes: bool, json: bool) -> None:
-    """Nothing is deleted unless somebody agreed, or can be asked.
+    """Require consent to a deletion: an option, or a terminal to ask at.
 
     :param what: deletes.
     :param ways: options that would do.

@@ -1,6 +1,6 @@
 """Reads one pack from a store and checks all of it: what ``verify``, ``export`` and ``push`` rest on.
 
-1. Every stored byte is looked at: frames by their checksums, padding by its zeros, the table by the pack's name.
+1. Every stored byte is checked: frames by their checksums, padding by its zeros, the table by the pack's name.
 2. A frame is good where it also decodes to its raw length.
 3. Damage is a finding, never an exception; ``StoreError`` means that the medium failed.
 """
@@ -32,7 +32,7 @@ class Problem(str, enum.Enum):
     SHORT = "short"
     """The payload is not there, or ends too early."""
     PADDING = "padding"
-    """Bytes between frames are not zero: harmless by themselves, but somebody wrote there."""
+    """Bytes between frames are not zero: harmless by themselves, and a sign of a foreign write."""
     NAME = "name"
     """The table's keys or codecs are not those that the pack is named after."""
     PACK_ROWS = "pack rows"
@@ -51,7 +51,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     problem: Problem
     detail: str
     count: int = 1
-    """Of rows, where it stands for several."""
+    """Number of rows that it reports."""
     namespace: str | None = None
     pack: str | None = None
     request: str | None = None
@@ -67,10 +67,10 @@ class OtherReleaseError(Exception):
 def check_pack(
     backend: Backend, table: PackTable, took: Callable[[int], None], keep: bytearray | None = None
 ) -> list[Finding]:
-    """What is wrong with a pack; nothing where it is good.
+    """Return the defects of a pack.
 
     :param took: called with the bytes of each read.
-    :param keep: is extended by the whole payload; of no use where something is wrong.
+    :param keep: is extended by the whole payload; useless if there are defects.
     :raises OtherReleaseError: the pack cannot be decoded by this release.
     :raises StoreError: the medium failed.
     """
@@ -90,7 +90,7 @@ def check_pack(
 
 
 def check_payload(table: PackTable, payload: memoryview) -> list[Finding]:
-    """What is wrong with a pack whose payload is in memory.
+    """Return the defects of a pack whose payload is in memory.
 
     :raises OtherReleaseError: the pack cannot be decoded by this release.
     """
@@ -106,7 +106,7 @@ def check_payload(table: PackTable, payload: memoryview) -> list[Finding]:
 def read_pack(
     backend: Backend, table: PackTable, took: Callable[[int], None]
 ) -> tuple[StoredPack | None, list[Finding]]:
-    """A pack out of a store, checked; or what is wrong with it.
+    """Read and check a pack; return it, or its defects.
 
     :raises OtherReleaseError: this release cannot decode it.
     :raises StoreError: the medium failed.
@@ -117,7 +117,7 @@ def read_pack(
 
 
 class _Check:
-    """What is wrong with a pack's table at once, with its frames as they are given."""
+    """Findings about one pack: its table when it is created, each frame when it is given."""
 
     def __init__(self, table: PackTable) -> None:
         self.findings: list[Finding] = []
@@ -150,7 +150,7 @@ class _Check:
     def frame(self, frame: Frame, found: memoryview) -> None:
         """Check a frame.
 
-        :param found: its stored bytes and what follows, padding included.
+        :param found: its stored bytes, its padding, and any bytes behind.
         """
         stored = found[: frame.stored_length]
         try:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from persistkv_tools import render
 
 _LONGEST_S = 1.0
-_FAST = 2 << 30  # bytes a second: what a disk is taken to give, where nothing but a share of its time is known
+_FAST = 2 << 30  # bytes a second: assumed speed of a disk if only a share of its time is given
 
 
 def byte_progress() -> Progress:
@@ -31,9 +31,9 @@ def byte_progress() -> Progress:
 def counted(
     progress: Progress, what: str, total: int | None, throttle: Throttle | None = None
 ) -> Callable[[int], None]:
-    """What a reader is to call with the bytes it took: moves a bar, and waits where it went too fast.
+    """Return a function to call with the bytes of each read: it moves a bar, and sleeps as the throttle requires.
 
-    :param total: bytes that there will be; None: nobody knows.
+    :param total: bytes in all; None if unknown.
     """
     task = progress.add_task(what, total=total)
 
@@ -48,7 +48,7 @@ def counted(
 class Throttle:
     """Sleeps after each piece for as long as its bound asks.
 
-    :param bytes_per_s: at most, in the mean; what was not used is not saved up beyond one second. None: no such bound.
+    :param bytes_per_s: mean bound; unused time accumulates up to one second. None: no such bound.
     :param share: of the time that may be spent on the pieces: whoever does something a twentieth of the time takes no
         more than a twentieth of anything, however fast it is. No sleep is longer than a second.
     """
@@ -64,7 +64,7 @@ class Throttle:
         return self._rate is not None or self._share < 1
 
     def bytes_in(self, seconds: float) -> int:
-        """What passes in so long at most; without a bound, more than there is anywhere."""
+        """Most bytes in so much time; without a bound, more than any store holds."""
         if not self.bounded:
             return sys.maxsize
         return max(1, int((_FAST * self._share if self._rate is None else self._rate) * seconds))

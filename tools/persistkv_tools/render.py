@@ -40,7 +40,7 @@ def format_size(num_bytes: int) -> str:
 
 
 def format_age(created: float, now: float | None = None) -> str:
-    """How long ago, for a person: ``3d``, ``12h``, ``5m``, ``40s``; ``-2m`` where it lies in the future."""
+    """How long ago, for a person: ``3d``, ``12h``, ``5m``, ``40s``; ``-2m`` in the future."""
     seconds = (time.time() if now is None else now) - created
     sign, seconds = ("-", -seconds) if seconds < 0 else ("", seconds)
     for unit, letter in _AGES:
@@ -50,7 +50,7 @@ def format_age(created: float, now: float | None = None) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """A moment, in the zone of whoever looks."""
+    """A moment, in the local time zone."""
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
@@ -107,10 +107,10 @@ def say(text: str) -> None:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, left: str = "") -> Table:
-    """A table whose numbers stand right.
+    """A table with right-aligned numbers.
 
     :param columns: their headers.
-    :param left: the headers of columns that stand left, joined by spaces, the first column besides.
+    :param left: headers of left-aligned columns, joined by spaces; the first column is always left-aligned.
     """
     made = Table(
         title=None if title is None else plain(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
@@ -156,6 +156,6 @@ class _Console(Console):
 
 
 def _nobody_reads() -> NoReturn:
-    """Whoever read the output has enough, as ``head`` has: an end of its own, not one that means a finding."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still in the buffer goes nowhere
+    """Exit after the reader of the output closed it, as ``head`` does; the exit code must not mean a finding."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest of the buffer is discarded
     raise SystemExit(_PIPE_CLOSED)

@@ -1,4 +1,4 @@
-"""Requests of a store: which ones a command means, and what is shown of them."""
+"""Requests of a store: their selection by commands, and their view."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class RequestView(msgspec.Struct, frozen=True):
     """Other requests whose context goes through all of it."""
     pinned: bool | None = None
     hits: int | None = None
-    """Of those, the ones that were stored after it: its hits, as far as the requests that had them are still held."""
+    """Of those, the ones that were stored after it: its hits by requests that are still held."""
     stored_bytes: int | None = None
-    """What its blocks take at rest, by the codec ratio of the packs that it lies in."""
+    """Size of its blocks at rest, by the codec ratio of its packs."""
 
     @classmethod
     def of(cls, namespace: bytes, manifest: RequestManifest, use: RequestUse | None) -> RequestView:
@@ -100,7 +100,7 @@ class Selection(msgspec.Struct, frozen=True):
     """Of raw bytes."""
     fewer_bytes_than: int | None = None
     never_hit: bool = False
-    """Only what nobody used after it was stored."""
+    """Only requests that were never used after they were stored."""
 
     @classmethod
     def parse(
@@ -113,7 +113,7 @@ class Selection(msgspec.Struct, frozen=True):
         *,
         never_hit: bool = False,
     ) -> Selection:
-        """Read the options as they stand on a command line.
+        """Parse options of a command line.
 
         :raises ConfigurationError: naming the option that is wrong.
         """
@@ -162,7 +162,7 @@ def find_request(
 ) -> FoundRequest:
     """The request of this id, or the only one whose id begins so.
 
-    :param names: takes the ids of all requests that were looked through, by namespace.
+    :param names: receives the ids of all requests that were read, by namespace.
     :raises NotFoundError: there is none, or more than one.
     """
     similar: list[FoundRequest] = []

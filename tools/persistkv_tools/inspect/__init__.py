@@ -1,1 +1,1 @@
-"""Commands that show what stores hold and how fast they are."""
+"""Commands that show the content, the state and the speed of stores."""

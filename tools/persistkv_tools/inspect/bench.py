@@ -205,7 +205,7 @@ def _figure(name: str, times: list[float], plain: list[float] | None, job_bytes:
 
 
 def verdict(name: str, ratio: float | None) -> str:
-    """Return what a ratio means."""
+    """Return the meaning of a ratio."""
     if ratio is None:
         return "no limit to hold it against"
     if ratio >= _GOOD[name]:
@@ -294,7 +294,7 @@ class _Job:
     def load(self, client: StoreClient, keys: list[bytes]) -> float:
         """Return the seconds until the rows are filled; the rows are then compared and cleared.
 
-        :raises StoreError: some were not loaded, or are not what was stored.
+        :raises StoreError: some were not loaded, or differ from the stored ones.
         """
         self._last_id += 1
         begin = time.perf_counter()
@@ -366,13 +366,16 @@ class _PlainDisk(PlainMedium):
         os.fdatasync(self._direct)
 
     def read(self, buffers: Sequence[memoryview]) -> None:
-        """Read what was written last through the page cache, with a checksum of each buffer."""
+        """Read the bytes of the last call of ``write`` through the page cache, with a checksum of each buffer."""
         transfer(os.preadv, self._buffered, buffers, self._end - sum(map(len, buffers)))
         for buffer in buffers:
             xxhash.xxh3_64_intdigest(buffer)
 
     def read_cold(self, number: int, buffers: Sequence[memoryview]) -> None:
-        """Read what an earlier call wrote, past the page cache."""
+        """Read the bytes of an earlier call of ``write`` past the page cache.
+
+        :param number: of the call, from 0.
+        """
         transfer(os.preadv, self._direct, buffers, number * sum(map(len, buffers)))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""``persistkv doctor``: what of this machine stands in persistkv's way, and what to do about it.
+"""``persistkv doctor``: settings of this machine that prevent or slow persistkv, and their remedies.
 
 Nothing is changed, and nothing stays: O_DIRECT is tried on a file without a name.
 """
@@ -62,7 +62,7 @@ class Finding(msgspec.Struct, frozen=True):
     level: Level
     found: str
     todo: str = ""
-    """What to do; empty where there is nothing."""
+    """The remedy; empty if none is needed."""
 
 
 def doctor(
@@ -98,7 +98,7 @@ def examine(url: str | None, environment: Mapping[str, str], shared_memory: Path
     """All checks; those of a store where one is named.
 
     :param environment: the environment's variables.
-    :param shared_memory: where primary tiers lie.
+    :param shared_memory: directory of the primary tiers.
     """
     yield from _packages()
     yield from _shared_memory(shared_memory)
@@ -139,7 +139,7 @@ def _shared_memory(directory: Path) -> Iterator[Finding]:
 
 
 def _leftovers(directory: Path) -> Finding:
-    """Regions that nobody locks; those that engines use, and those of other users, are none of ours."""
+    """Find regions without a lock. Regions of running engines and of other users are left out."""
     left = [path for path in sorted(directory.glob(REGIONS)) if _is_left(path)]
     if not left:
         return Finding("leftover regions", Level.OK, "none")
@@ -223,7 +223,7 @@ def _store(url: str) -> Iterator[Finding]:
 
 
 def _pid_namespace() -> Finding:
-    """LMDB tells the processes that use a store apart by PID; in containers, PIDs repeat."""
+    """LMDB identifies the processes that use a store by PID; in containers, PIDs repeat."""
     try:
         is_initial = os.stat("/proc/self/ns/pid").st_ino == _INITIAL_PID_NAMESPACE
     except OSError:

@@ -36,7 +36,7 @@ _Key = Callable[[RequestView], tuple[Any, ...]]
 
 
 class NamespaceView(msgspec.Struct, frozen=True):
-    """What all that is stored under it shares."""
+    """One identity and its namespace."""
 
     id: str
     """The identity's digest, hexadecimal."""
@@ -54,11 +54,11 @@ class Page(msgspec.Struct, frozen=True):
 
     url: str
     total: int
-    """Requests in the namespaces that were looked at."""
+    """Requests in the selected namespaces."""
     matched: int
-    """Of these, the ones that were asked for."""
+    """Of these, the requests that match the selection."""
     offset: int
-    """How many of the matched ones stand before this page."""
+    """Matching requests before this page."""
     requests: list[RequestView]
     namespaces: list[NamespaceView]
     """Oldest first."""
@@ -87,7 +87,7 @@ _KEYS: dict[Sort, tuple[_Key, bool]] = {
     Sort.ID: (lambda view: (view.id, view.namespace), False),
     Sort.NAMESPACE: (lambda view: (view.namespace, -view.created, view.id), False),
 }
-"""What to compare, and whether the largest stands first."""
+"""Sort key, and whether the largest comes first."""
 _BY_USE = (Sort.USED, Sort.HITS)
 
 
@@ -141,7 +141,7 @@ def _print(page: Page) -> None:
 
 
 def _columns(page: Page) -> list[tuple[str, Callable[[RequestView], str]]]:
-    """What there is something to say of; sizes at rest and groups where there is room."""
+    """Columns with content; sizes at rest and groups only on wide terminals."""
     wide = render.console().width >= _WIDE
     columns: list[tuple[str, Callable[[RequestView], str]]] = [
         ("request", lambda request: request.id),
@@ -171,7 +171,7 @@ def _stored(request: RequestView) -> str:
 
 
 def _hits(request: RequestView) -> str:
-    """At least one where it was used, though whoever did is not held any more, or has not ended yet."""
+    """At least one if it was used: the request that used it may be evicted, or may not have ended."""
     return "-" if request.hits is None else f"{max(request.hits, int(request.reused or False)):,}"
 
 

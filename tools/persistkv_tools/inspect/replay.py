@@ -6,7 +6,7 @@
    context and ends, as an engine without a primary tier would.
 3. Blocks are synthetic and hundreds of times smaller than real ones. A store evicts packs. Real packs are cut at 32 MiB
    where depths are known, and hold 64 MiB at most: 1 to 10 blocks of 512 tokens, by the model. So that synthetic packs
-   hold no more blocks than real ones, each pack's blocks are stored as a job of their own.
+   hold no more blocks than real ones, the blocks of each pack are stored as one job.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _capacity(run: Run) -> str:
 
 
 class _Line(msgspec.Struct):
-    """What is read of a line; the rest of it may be anything."""
+    """The fields of a line that are read; others are ignored."""
 
     hash_ids: Request
 
@@ -173,8 +173,8 @@ class _Line(msgspec.Struct):
 def read_trace(path: Path, limit: int | None = None) -> list[Request]:
     """Return the chains of the first requests of a trace in Mooncake's form (JSON lines), compressed with xz or plain.
 
-    :raises ConfigurationError: the file is not a trace, or a block follows two different ones: its id does not stand
-        for a prefix.
+    :raises ConfigurationError: the file is not a trace, or a block follows two different ones: its id does not
+        identify a prefix.
     """
     requests: list[Request] = []
     parents: dict[int, int] = {}
@@ -311,7 +311,7 @@ class _Replay:
         self._run.commits = host.counters.commits
 
     def close(self) -> None:
-        """Write what waits, and end."""
+        """Write pending blocks and close the store."""
         self._client.close()
 
 

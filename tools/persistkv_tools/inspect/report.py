@@ -1,7 +1,7 @@
 """``persistkv report``: one self-contained HTML page about a store.
 
 A store keeps no history of itself. The past is read from the requests that are still there: what each of them added to
-those before it, and what it found.
+those before it, and the blocks that it found.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Period(msgspec.Struct):
 
 
 class LargestContexts(msgspec.Struct, frozen=True):
-    """The largest request, and what shares its beginning."""
+    """The largest request, and the requests that share its beginning."""
 
     request: RequestView
     group: int
@@ -96,7 +96,7 @@ class LargestContexts(msgspec.Struct, frozen=True):
 
 
 class ReportData(msgspec.Struct, frozen=True):
-    """All that the page shows."""
+    """Content of the page."""
 
     url: str
     made: float
@@ -398,7 +398,7 @@ def paragraph(text: str) -> str:
 
 
 def section(title: str, note: str, *parts: str) -> str:
-    """A heading, what it means, and what is below it."""
+    """A heading, a note that explains it, and content."""
     return "<section>" + heading(title) + paragraph(note) + "".join(parts) + "</section>"
 
 
@@ -441,8 +441,8 @@ def steps(
 
     :param points: (what the step shows, in words; its value).
     :param top: the largest value that fits, above 0.
-    :param ends: what stands below the first and the last step.
-    :param label: what it shows, for who cannot see it.
+    :param ends: labels of the first and the last step.
+    :param label: description for screen readers.
     """
     width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
     step = width / max(1, len(points))

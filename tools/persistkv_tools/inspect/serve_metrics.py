@@ -1,7 +1,7 @@
 """``persistkv serve-metrics``: exports a store's totals, and the status of its engines, to Prometheus.
 
-Each scrape looks at the store anew. Nothing is exported of requests: no ids, no labels. prometheus_client, an extra, is
-imported when the command runs.
+Each scrape reads the store. No ids or labels of requests are exported. prometheus_client, an extra, is imported when
+the command runs.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def serve_metrics(
         from prometheus_client import CollectorRegistry, generate_latest, start_http_server
     except ImportError:
         raise MissingExtraError("prometheus-client", "metrics") from None
-    with opened(url):  # what is wrong with it is told now, and not to Prometheus
+    with opened(url):  # a store that cannot be opened ends the command now
         pass
     registry = CollectorRegistry()
     with closing(StoreCollector(url)) as collector:
@@ -112,7 +112,7 @@ def _address(listen: str) -> tuple[str, int]:
 
 
 class StoreCollector:
-    """Prometheus asks it at each scrape, from any thread. Keeps the store open; one that failed is opened anew."""
+    """Collector of one store, called at each scrape from any thread. Keeps the store open; reopens it after a failure."""
 
     def __init__(self, url: str) -> None:
         self._url = url

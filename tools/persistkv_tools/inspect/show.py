@@ -92,7 +92,7 @@ class ContextView(msgspec.Struct, frozen=True):
 
 
 class _Place(NamedTuple):
-    """Where a block lies."""
+    """Location of a block."""
 
     pack: PackTable
     frame: Frame
@@ -242,7 +242,7 @@ def show_context(
 ) -> ContextView:
     """The view of one request.
 
-    :param names: of all requests of the namespace; looked through where the driver does not tell who names a pack.
+    :param names: of all requests of the namespace; read if the driver does not know which requests name a pack.
     :param key_limit: keys to name of each group.
     :raises NotFoundError: the request went meanwhile, or its keys do not read.
     """
@@ -252,7 +252,7 @@ def show_context(
         raise NotFoundError(f"the keys of {manifest.id} are gone or do not read; persistkv verify tells which")
     chains = [group.unpack() for group in keys]
     named = backend.named_packs(namespace, manifest.id)
-    if named is not None:  # else the driver cannot tell, and all are looked through
+    if named is not None:  # otherwise the driver does not know, and all requests are read
         names = [head.id for head in backend.manifests_naming(namespace, [table.pack_id for table in named])]
     places = _places(backend, namespace, named or [], chains)
     sharers = _sharers(backend, namespace, (name for name in names if name != manifest.id), chains)
@@ -269,7 +269,7 @@ def show_context(
 def _places(
     backend: Backend, namespace: bytes, named: Iterable[PackTable], chains: Sequence[list[bytes]]
 ) -> dict[bytes, _Place]:
-    """Where the blocks of a request lie. All tables are looked through for those that are in no pack that it names."""
+    """Locations of the blocks of a request. All tables are searched for blocks that are in none of its packs."""
     wanted = {key for chain in chains for key in chain}
     places: dict[bytes, _Place] = {}
     for table in named:
@@ -296,7 +296,7 @@ def _note_places(table: PackTable, wanted: set[bytes], places: dict[bytes, _Plac
 def _sharers(
     backend: Backend, namespace: bytes, others: Iterable[str], chains: Sequence[list[bytes]]
 ) -> dict[bytes, list[str]]:
-    """For each key of the request that others name too, who."""
+    """For each key of the request that others name too, their ids."""
     wanted = [frozenset(chain) for chain in chains]
     found: dict[bytes, list[str]] = {}
     for other, groups in keys_of(backend, namespace, others):
@@ -380,7 +380,7 @@ def prefix_tree(
 
 
 def _grow(top: TreeNode, chains: Sequence[_Chain], chosen: str, node_limit: int) -> None:
-    """What the chosen request goes through first, then breadth first: a bound cuts details and not whole branches."""
+    """Grow the path of the chosen request first, then breadth first: a bound cuts details and not whole branches."""
     waiting: list[tuple[TreeNode, list[_Chain]]] = [(top, list(chains))]
     left = node_limit
     while waiting:

@@ -1,4 +1,4 @@
-"""``persistkv stat``: what a store holds in total."""
+"""``persistkv stat``: totals of a store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class GroupTotals(msgspec.Struct):
     codec_ratio: float | None = None
     """Raw bytes per stored byte."""
     codecs: list[str] = []
-    """Those that its frames are written with; ``raw`` where one did not shrink."""
+    """Codecs of its frames; ``raw`` for frames that did not shrink."""
 
 
 class NamespaceTotals(msgspec.Struct, frozen=True):
@@ -41,7 +41,7 @@ class NamespaceTotals(msgspec.Struct, frozen=True):
     requests: int
     packs: int
     blocks: int
-    """In all packs; a block that lies in two is counted twice."""
+    """In all packs; a block in two packs counts twice."""
     raw_bytes: int
     stored_bytes: int
     """Payloads, padding included."""
@@ -63,22 +63,22 @@ class Bin(msgspec.Struct):
 
 
 class FreeTotals(msgspec.Struct, frozen=True):
-    """What of ``disk_bytes`` holds nothing, and is written to again."""
+    """The part of ``disk_bytes`` that is free and reused."""
 
     catalogue_bytes: int
-    """Of the index; of all there is, where payloads lie in it."""
+    """Of the index; with inline payloads, of the whole store."""
     payload_bytes: int
     """Of the files of payloads."""
     pieces: int
-    """That the latter lies in."""
+    """Extents of free payload space."""
     largest_bytes: int
-    """Of these pieces."""
+    """Of these extents."""
     fragmentation: float | None
-    """Share of the free payload space that lies outside of the largest piece; None where nothing is free."""
+    """Share of the free payload space outside of the largest extent; None if nothing is free."""
 
     @classmethod
     def of(cls, found: FreeSpace | None) -> FreeTotals | None:
-        """What a backend says."""
+        """Convert the value of a backend."""
         if found is None:
             return None
         outside = _ratio(found.payload_bytes - found.largest_bytes, found.payload_bytes)

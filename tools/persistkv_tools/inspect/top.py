@@ -1,4 +1,4 @@
-"""``persistkv top``: what engines do with a store right now, by the status rows that they publish."""
+"""``persistkv top``: present activity of the engines of a store, from the status rows that they publish."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Rates(msgspec.Struct, frozen=True):
     stored_raw_bytes: float
     """Written to the store, before the codec."""
     stored_bytes: float
-    """Written to the store, as it lies there."""
+    """Written to the store, encoded."""
     loaded_bytes: float
     """Read from the store into rows."""
     dropped_bytes: float
@@ -50,8 +50,8 @@ class EngineView(msgspec.Struct, frozen=True):
     updated: float
     """When it said this."""
     hit_rate: float | None
-    """Blocks that it got from the store, of those that it got there or had to compute and store, since its start. What
-    it had in memory all the time counts in neither."""
+    """Blocks loaded from the store, as a share of those loaded from it or computed and stored, since its start. Blocks
+    that stayed in memory do not count."""
     rates: Rates | None
     """None before the second look, and where its row is the same one still."""
     indexed_blocks: int
@@ -77,7 +77,7 @@ class Look(msgspec.Struct, frozen=True):
     fill: float | None
     """Share of the capacity that is taken."""
     engines: list[EngineView]
-    """Those that run, in the order of their start; then those that are gone."""
+    """Running engines in the order of their start, then engines that are gone."""
 
 
 def top(
@@ -168,7 +168,7 @@ def _name(view: EngineView) -> str:
 
 
 class Watch:
-    """Looks at a store again and again."""
+    """Repeated snapshots of a store."""
 
     def __init__(self, url: str, backend: Backend) -> None:
         self._url = url

@@ -28,9 +28,9 @@ class DifferenceView(msgspec.Struct, frozen=True):
     field: str
     """Dotted path, e.g. ``config.rope_theta``."""
     ours: Any
-    """What was compared with the store; null where it lacks the field."""
+    """Value of the compared side; null if it lacks the field."""
     theirs: Any
-    """What the store holds; null where it lacks the field."""
+    """Value of the store; null if it lacks the field."""
 
     @classmethod
     def of(cls, difference: FieldDifference) -> DifferenceView:
@@ -42,7 +42,7 @@ class ComparisonView(msgspec.Struct, frozen=True):
     """One namespace of the store against one other thing."""
 
     ours: str
-    """What was compared: a namespace's id, or a model's directory."""
+    """The compared side: a namespace's id, or a model's directory."""
     theirs: str
     """The namespace's id."""
     matches: bool
@@ -87,7 +87,7 @@ def why(
 
 
 def _sides(held: list[Namespace], against: str, wanted: str | None) -> tuple[list[Namespace] | Path, list[Namespace]]:
-    """What is compared, and the namespaces of the store that it is compared with."""
+    """The compared side, and the namespaces of the store to compare it with."""
     theirs = held if wanted is None else _of_id(held, wanted, "--namespace")
     if "://" in against:
         with opened(against) as other:
@@ -139,7 +139,7 @@ def compare_namespaces(ours: Namespace, theirs: Namespace) -> ComparisonView:
 def compare_model(directory: Path, theirs: Namespace) -> ComparisonView:
     """A checkpoint against a namespace, without loading the model: weights, dtype, and what its config.json says.
 
-    What config.json leaves to defaults, and what only an engine knows, is not compared.
+    Values that config.json leaves to defaults or that only an engine knows are not compared.
 
     :raises ConfigurationError: there are no weights or no readable config.json.
     """

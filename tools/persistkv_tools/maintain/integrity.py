@@ -1,11 +1,11 @@
 """Checks of ``persistkv verify``: all packs, rows and requests of a store, while others write to it.
 
-1. A first pass reads packs as fast as the medium delivers them, in the order in which they lie, and looks at every
-   stored byte. Neighbours are read with one call and checked in the same thread, while they are in the processor's
-   cache. The first pass reports nothing by itself.
-2. What looks wrong is checked again by ``pack_check``, after another look at the catalogue: a pack may have been
-   deleted or replaced meanwhile. A finding is wrong twice, and still there.
-3. A store does not return rows that do not read. They are found by its totals, when nobody writes meanwhile.
+1. A first pass reads packs as fast as the medium delivers them, in their order on the medium, and checks every stored
+   byte. Neighbours are read with one call and checked in the same thread, while they are in the processor's cache.
+   The first pass reports nothing by itself.
+2. Suspects are checked again by ``pack_check`` after the catalogue was read again: a pack may have been deleted or
+   replaced meanwhile. A finding is wrong twice, and still there.
+3. A store does not return unreadable rows. They are found by its totals if no other process writes meanwhile.
 4. Requests are compared with 64-bit fingerprints of the held keys: 8 bytes a key, where a set of keys takes 100. With a
    million keys, the probability that a missing key has the fingerprint of a held one is below 10^-13.
 """
@@ -54,7 +54,7 @@ Fingerprints = npt.NDArray[np.uint64]
 
 
 class Look(enum.IntEnum):
-    """What came of it. Of the parts of one pack, the largest counts."""
+    """Outcome of the first pass. Of the parts of one pack, the largest counts."""
 
     RIGHT = 0
     OTHER_RELEASE = 1
@@ -77,7 +77,7 @@ class Piece(NamedTuple):
 
 
 class VerifyState(msgspec.Struct, kw_only=True):
-    """Where a run stands, and what it found so far. Packs are taken in the order of their ids."""
+    """Progress of a run, and its findings so far. Packs are taken in the order of their ids."""
 
     version: int = STATE_VERSION
     store: str
@@ -100,12 +100,12 @@ class VerifyState(msgspec.Struct, kw_only=True):
 
     @classmethod
     def begin(cls, url: str, share: float) -> VerifyState:
-        """Nothing is done yet."""
+        """Return the state of a new run."""
         return cls(store=_store(url), share=share, salt=secrets.randbits(32))
 
     @classmethod
     def load(cls, path: Path, url: str, share: float) -> VerifyState:
-        """What the file says; a new state where there is none.
+        """Read the state of a file; a new state if the file is absent.
 
         :raises ConfigurationError: it does not read, or is of another run.
         """
@@ -125,11 +125,11 @@ class VerifyState(msgspec.Struct, kw_only=True):
         return state
 
     def beside(self) -> VerifyState:
-        """A count of what comes next, to be taken in once it is complete."""
+        """Return an empty tally of the same run, for ``take``."""
         return VerifyState(store=self.store, share=self.share, salt=self.salt)
 
     def take(self, tally: VerifyState, after: str) -> None:
-        """Add what was counted up to a pack."""
+        """Add a tally that is complete up to a pack."""
         self.after = after
         self.packs += tally.packs
         self.frames += tally.frames
@@ -156,7 +156,7 @@ class VerifyState(msgspec.Struct, kw_only=True):
 
 
 class Rows(NamedTuple):
-    """What can be said of rows that do not read."""
+    """Findings about unreadable rows."""
 
     findings: list[Finding]
     certain: bool
@@ -200,7 +200,7 @@ def batches(tables: Iterable[PackTable], batch_bytes: int) -> Iterator[Batch]:
 
 
 class Scanner:
-    """Reads batches and looks at them, some ahead of those that were asked for where there are threads.
+    """Reads and checks batches; with threads, ahead of the caller.
 
     :param threads: 0: in the caller's thread, when it asks.
     """
@@ -214,7 +214,7 @@ class Scanner:
         self._begin()
 
     def __iter__(self) -> Iterator[tuple[Batch, list[Look]]]:
-        """Each batch, and what came of each of its pieces.
+        """Each batch, and the outcome of each of its pieces.
 
         :raises StoreError: the medium failed.
         """
@@ -303,7 +303,7 @@ def _store(url: str) -> str:
 
 
 def read_catalogues(backend: Backend) -> list[LivePacks]:
-    """All namespaces of a store, as far as they read, by id."""
+    """Readable namespaces of a store, by id."""
     with no_collections():  # of many objects that are made to stay
         return [LivePacks(backend, name) for name in sorted(space.id for space in backend.namespaces())]
 
@@ -372,12 +372,12 @@ class Verifier:
         portion_bytes: int | None = None,
         batch_bytes: int = BATCH_BYTES,
     ) -> None:
-        """:param state: where to go on; is kept up to date.
+        """:param state: of the run; is updated.
 
         :param took: called with the bytes of each read.
         :param threads: that read and check; 0: the caller's.
         :param portion_bytes: payload between two states that can be gone on from; None: as much as there is. Within a
-            portion packs are read as they lie, and not in the order of their names.
+            portion packs are read in their order on the medium, and not in the order of their names.
         :param batch_bytes: of one read.
         """
         self._threads = threads
@@ -390,7 +390,7 @@ class Verifier:
         self._scanning: tuple[_Portion, Scanner] | None = None
 
     def begin(self) -> None:
-        """Begin to read, beside what the caller does until it asks for ``packs``."""
+        """Start to read in the background; ``packs`` returns the results."""
         if self._scanning is None and (portion := next(self._portions, None)) is not None:
             order = self._backend.scan_order(portion.space.namespace, portion.packs)
             tables = (table for pack_id in order if (table := portion.space.tables.get(pack_id)) is not None)
@@ -415,7 +415,7 @@ class Verifier:
             self.begin()
 
     def close(self) -> None:
-        """Read nothing any more."""
+        """Stop reading."""
         if self._scanning is not None:
             self._scanning[1].close()
             self._scanning = None
@@ -444,7 +444,7 @@ class Verifier:
         tally.findings += findings
 
     def _confirmed(self, space: LivePacks, table: PackTable, tally: VerifyState) -> list[Finding]:
-        """What is wrong with a pack that looked wrong, and that stayed where it was while it was read again."""
+        """Findings of a suspect that was not replaced while it was read again."""
         findings: list[Finding] = []
         for _ in range(_ATTEMPTS):
             space.refresh()

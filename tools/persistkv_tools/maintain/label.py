@@ -87,7 +87,7 @@ def relabel(backend: Backend, found: FoundRequest, given: Mapping[str, str], rem
         write = ManifestWrite(msgspec.structs.replace(manifest, labels=labels), keys, held)
         (use,) = backend.uses(namespace, [name])
         if not backend.commit(namespace, CommitBatch(manifests=[write], seen=packs.cursor)).stale:
-            if use is not None and use.reused:  # it was written anew, and would count as never hit
+            if use is not None and use.reused:  # the new row would count as never hit
                 backend.commit(namespace, CommitBatch(touches=held))
             return labels
     raise StoreError(f"{name} could not be labelled: others wrote between each look and the commit")

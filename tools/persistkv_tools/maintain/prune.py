@@ -4,8 +4,8 @@
 2. A request is deleted with the first of its packs. If all its packs stay, it stays too: a store deletes packs, not
    requests.
 3. Requests that were added after the plan was made are looked for before each commit; their packs are spared.
-4. Tables of packs are read only of namespaces where something is to be deleted. A run that finds nothing costs what a
-   list of requests costs.
+4. Tables of packs are read only of namespaces where something is to be deleted. A run that finds nothing costs as much
+   as a list of requests.
 5. Commits are short, and other writers get as much time between them as they took.
 """
 
@@ -53,7 +53,7 @@ _MOST_PAUSE_S = 0.2
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What the command line asks for."""
+    """Options of the command line."""
 
     selection: Selection
     namespace: str | None
@@ -127,10 +127,10 @@ class Amount(msgspec.Struct):
 
 
 class Plan(msgspec.Struct):
-    """What would go."""
+    """Requests and packs to delete."""
 
     requests: list[RequestView]
-    """Those that would go, oldest first."""
+    """Requests to delete, oldest first."""
     staying: list[RequestView]
     """Chosen requests that stay: other requests use all their packs."""
     goes: Amount
@@ -325,15 +325,15 @@ def _cells(request: RequestView, *, pinned: bool) -> list[str]:
 
 
 class Usage:
-    """The requests and packs of one namespace, and who uses what."""
+    """Requests and packs of one namespace, and which request uses which packs."""
 
     def __init__(self, backend: Backend, namespace: Namespace) -> None:
         self.namespace = namespace
         self.manifests = {manifest.id: manifest for manifest in backend.manifests(namespace.id)}
         self.doomed: set[str] = set()
-        """Ids of the requests that are to go."""
+        """Ids of the requests to delete."""
         self.going: set[str] = set()
-        """Of those that the plan takes: the doomed ones that can go, and what goes with them."""
+        """Ids of the requests that the plan deletes: doomed ones that can go, and requests that go with them."""
         self._backend = backend
 
     @cached_property
@@ -385,7 +385,7 @@ class Pruning:
             usage.doomed.update(manifest.id for manifest, use in asked if selection.takes(manifest, use))
 
     def shrink_to(self, stored_bytes: int) -> None:
-        """Of what was chosen, only as much goes as is needed, oldest first, until so many bytes are left."""
+        """Reduce the choice to as many requests as needed, oldest first, until so many bytes are left."""
         if self._backend.stats().stored_bytes <= stored_bytes:  # of all namespaces
             for usage in self._usages:
                 usage.doomed.clear()
@@ -470,7 +470,7 @@ class Pruning:
             yield from self._delete(backend, usage, wanted[half:])
 
     def _used_since(self, usage: Usage, packs: list[bytes]) -> set[bytes]:
-        """Those of the packs that requests use which came after the plan was made."""
+        """Packs of these that are used by requests added after the plan was made."""
         namespace = usage.namespace.id
         fresh = [found.id for found in self._backend.manifests(namespace) if found.id not in usage.manifests]
         if not fresh:

@@ -36,7 +36,7 @@ class PolicyView(msgspec.Struct, frozen=True):
 
 
 class Consequences(msgspec.Struct, frozen=True):
-    """What a new policy means for the content of a store."""
+    """Consequences of a new policy for the content of a store."""
 
     disk_bytes: int
     """Bytes that the store takes now."""
@@ -47,7 +47,7 @@ class Consequences(msgspec.Struct, frozen=True):
     requests: int
     """Requests in all."""
     missing_disk_bytes: int
-    """What the disk lacks for the store to grow to the capacity."""
+    """Bytes that the disk lacks for the store to grow to the capacity."""
 
 
 def set_(

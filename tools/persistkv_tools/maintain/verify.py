@@ -52,13 +52,13 @@ _ATTEMPTS = 100
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """What a run came to."""
+    """Outcome of a run."""
 
     url: str
     sample: float
     """Share of the packs that was read."""
     seconds: float
-    """Of this run, what was done before it was resumed left out."""
+    """Of this run, without the time before it was resumed."""
     packs: int
     frames: int
     stored_bytes: int
@@ -72,7 +72,7 @@ class Summary(msgspec.Struct, frozen=True):
     other_release_packs: int
     """Packs that this release cannot decode: nothing was said of them."""
     rows_counted: bool
-    """False: others wrote all the time, so rows that do not read could not be told."""
+    """False: other processes wrote all the time, so unreadable rows could not be counted."""
     beside_engines: int
     """That showed themselves: where there were any, and no --rate, it read a twentieth of the time."""
     problems: int
@@ -80,9 +80,9 @@ class Summary(msgspec.Struct, frozen=True):
     deleted_packs: int
     """By --repair."""
     shortened_requests: int
-    """Those that named these packs and keep what stands before them."""
+    """Requests that named these packs and keep the blocks before them."""
     deleted_requests: int
-    """Those of which nothing was left."""
+    """Requests without a block left."""
     repair: RepairPlan | None
     """Plan of --repair; null without --repair, or if no pack is bad."""
     findings: list[Finding]
@@ -118,7 +118,7 @@ class RepairPlan(msgspec.Struct, frozen=True):
 
 
 class Repaired(msgspec.Struct):
-    """What a repair did."""
+    """Outcome of a repair."""
 
     packs: list[bytes] = []
     """Ids of those that it deleted."""
@@ -203,7 +203,7 @@ def _question(plan: RepairPlan) -> str:
 
 
 def _engines(backend: Backend) -> int:
-    """How many show that they use the store."""
+    """Number of engines that use the store."""
     now = time.time()
     return sum(status.is_live(now) for status in read_statuses(backend))
 
@@ -224,8 +224,8 @@ def _verifier(
 
 @contextmanager
 def _prompt_threads() -> Iterator[None]:
-    """Threads that come back from a read wait for the interpreter until another lets go of it: 5 ms by default. The
-    garbage collector leaves the tables alone meanwhile.
+    """After a read, a thread waits for the GIL until another thread releases it: 5 ms by default. The garbage collector
+    skips the tables meanwhile.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
@@ -426,7 +426,7 @@ def _removal(backend: Backend, space: LivePacks, bad: Sequence[bytes]) -> Commit
 
 
 def _tables_of(requests: Iterable[NamedRequest], tables: list[PackTable]) -> list[PackTable]:
-    """Those that hold blocks of the requests: an index of them all would take as much memory as an engine's."""
+    """Tables with blocks of the requests: an index of all would take as much memory as an engine's."""
     wanted = {key for request in requests for group in request.keys for key in group.unpack()}
     return [table for table in tables if not wanted.isdisjoint(table.keys.unpack())]
 

@@ -46,7 +46,7 @@ class CorruptArchiveError(PersistKVError):
 
 
 class ArchiveHead(msgspec.Struct, frozen=True):
-    """What a file says of itself."""
+    """Head of a file."""
 
     version: int
     created: float
@@ -62,7 +62,7 @@ class PackRecord(NamedTuple):
 
 
 class RequestRecord(NamedTuple):
-    """A request of the namespace that was named last; its packs stand before it."""
+    """A request of the namespace that was named last; its packs precede it."""
 
     manifest: RequestManifest
     keys: ManifestKeys
@@ -78,9 +78,9 @@ class _End(msgspec.Struct, frozen=True):
 
 
 class ArchiveWriter:
-    """Writes beside the target and takes its place at the end of the block, where nothing was raised.
+    """Writes a temporary file, which replaces the target at the end of a block that raised nothing.
 
-    The file has mode 0600: it holds somebody's contexts.
+    The file has mode 0600: contexts are private.
     """
 
     def __init__(self, path: Path) -> None:
@@ -110,16 +110,16 @@ class ArchiveWriter:
                 self._write(_END, msgspec.json.encode(_End(self._records, self._heads.hexdigest())))
                 self._finish()
         finally:
-            with suppress(OSError):  # what is left in the buffer of a file that is given up
+            with suppress(OSError):  # flush of a file that is abandoned
                 self._file.close()
             self._part.unlink(missing_ok=True)
 
     def namespace(self, identity: Identity) -> None:
-        """What follows is of this namespace."""
+        """Begin a namespace: packs and requests that follow belong to it."""
         self._write(_NAMESPACE, identity.encode())
 
     def pack(self, table: PackTable, payload: Buffer) -> None:
-        """A pack as it lies in a store."""
+        """A pack as it is stored."""
         self._write(_PACK, payload, table.encode())
 
     def request(self, manifest: RequestManifest, keys: ManifestKeys) -> None:

@@ -25,7 +25,7 @@ from persistkv_tools.transfer.target import Took, print_incomplete
 
 
 class Sent(msgspec.Struct):
-    """What was written to a file."""
+    """Content of a written file."""
 
     namespaces: int = 0
     requests: int = 0
@@ -100,7 +100,7 @@ class Source:
 
 
 def export_requests(backend: Backend, found: Iterable[FoundRequest], writer: ArchiveWriter, took: Took) -> Sent:
-    """Write requests with their packs, each pack once. A pack is written whole, whoever else's blocks it holds.
+    """Write requests with their packs, each pack once. A pack is written whole, including blocks of other requests.
 
     :raises StoreError: the medium failed.
     """

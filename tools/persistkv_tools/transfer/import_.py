@@ -39,7 +39,7 @@ from persistkv_tools.transfer.target import (
 
 
 class Contents(msgspec.Struct):
-    """What a file holds, all of it verified."""
+    """Content of a verified file."""
 
     namespaces: list[Identity] = []
     tables: dict[bytes, dict[bytes, PackTable]] = {}
@@ -100,7 +100,7 @@ def import_(
 
 
 def verify_archive(path: Path, took: Took) -> Contents:
-    """Read all of a file and check what a store would be given.
+    """Read all of a file and check everything that a store would receive.
 
     :raises CorruptArchiveError: something in it is wrong.
     """

@@ -144,7 +144,7 @@ class Choice(NamedTuple):
 
 
 class Received(msgspec.Struct):
-    """What came into a store."""
+    """Outcome of a transfer."""
 
     packs: int = 0
     stored_bytes: int = 0
@@ -331,7 +331,7 @@ class Receiver:
         return missing
 
     def pack(self, pack: StoredPack) -> None:
-        """Take a pack, which is written now or with what follows.
+        """Accept a pack, to be written now or in a later commit.
 
         :raises StoreError: a commit failed; those before it were done.
         """
@@ -361,7 +361,7 @@ class Receiver:
         self._received.requests += 1
 
     def flush(self) -> None:
-        """Write what waits.
+        """Write pending packs.
 
         :raises StoreError: the commit failed; those before it were done.
         """
@@ -412,7 +412,7 @@ class Receiver:
 
 
 def finish(receivers: Collection[Receiver], received: Received) -> Received:
-    """Write what waits in all receivers, then look for written content that is gone again.
+    """Flush all receivers, then find written content that was evicted since.
 
     :raises StoreError: a commit failed; those before it were done.
     """

@@ -219,7 +219,7 @@ def _has_label(manifest: RequestManifest, name: str, value: str | None) -> bool:
     return name in manifest.labels and value in (None, manifest.labels[name])
 
 
-def used(
+def with_uses(
     backend: Backend, namespace: bytes, manifests: Iterable[RequestManifest]
 ) -> Iterator[tuple[RequestManifest, RequestUse | None]]:
     """Requests with what the store knows of their use."""

@@ -28,7 +28,7 @@ from persistkv_tools.options import (
     Url,
     opened,
 )
-from persistkv_tools.selection import RequestView, Selection, chosen_namespaces, used
+from persistkv_tools.selection import RequestView, Selection, chosen_namespaces, with_uses
 
 _PAGE = 50
 _WIDE = 120  # columns
@@ -194,7 +194,7 @@ def list_requests(
     """
     namespaces = chosen_namespaces(backend, namespace)
     seen = _Counts()
-    views = seen.matching(backend, namespaces, selection, with_uses=sort in _BY_USE or selection.never_hit)
+    views = seen.matching(backend, namespaces, selection, by_use=sort in _BY_USE or selection.never_hit)
     key, largest_first = _KEYS[sort]
     if reverse:
         largest_first = not largest_first
@@ -224,11 +224,11 @@ class _Counts:
         self.total = self.matched = 0
 
     def matching(
-        self, backend: Backend, namespaces: list[Namespace], selection: Selection, *, with_uses: bool
+        self, backend: Backend, namespaces: list[Namespace], selection: Selection, *, by_use: bool
     ) -> Iterator[RequestView]:
         for namespace in namespaces:
             found = backend.manifests(namespace.id)
-            uses = used(backend, namespace.id, found) if with_uses else zip(found, repeat(None), strict=False)
+            uses = with_uses(backend, namespace.id, found) if by_use else zip(found, repeat(None), strict=False)
             for manifest, use in uses:
                 self.total += 1
                 if selection.takes(manifest, use):

@@ -112,7 +112,7 @@ def _address(listen: str) -> tuple[str, int]:
 
 
 class StoreCollector:
-    """Collector of one store, called at each scrape from any thread. Keeps the store open; reopens it after a failure."""
+    """Collector of one store, called at each scrape from any thread. The store stays open, unless it failed."""
 
     def __init__(self, url: str) -> None:
         self._url = url

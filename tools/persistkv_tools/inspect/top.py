@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.live import Live
 
 from persistkv.config import parse_duration
-from persistkv.storage.backend import Backend, BackendStats
+from persistkv.storage.backend import Backend
 from persistkv.storage.records import StoreCounters
 from persistkv.storage.status import EngineStatus, read_statuses
 from persistkv_tools import render
@@ -189,7 +189,19 @@ class Watch:
                 self._rates[status.engine] = _rates(before, status)
         self._before = {status.engine: status for status in statuses}
         views = [_view(status, self._rates.get(status.engine), now) for status in statuses]
-        return _look(self._url, now, self._backend.stats(), sorted(views, key=lambda view: not view.live))
+        stats = self._backend.stats()
+        return Look(
+            self._url,
+            now,
+            stats.requests,
+            stats.packs,
+            stats.blocks,
+            stats.stored_bytes,
+            stats.disk_bytes,
+            stats.capacity,
+            round(stats.disk_bytes / stats.capacity, 4) if stats.capacity else None,
+            sorted(views, key=lambda view: not view.live),
+        )
 
 
 def hit_rate(counters: StoreCounters) -> float | None:
@@ -226,20 +238,4 @@ def _view(status: EngineStatus, rates: Rates | None, now: float) -> EngineView:
         status.staged_bytes,
         status.breaker,
         status.counters,
-    )
-
-
-def _look(url: str, now: float, stats: BackendStats, engines: list[EngineView]) -> Look:
-    fill = round(stats.disk_bytes / stats.capacity, 4) if stats.capacity else None
-    return Look(
-        url,
-        now,
-        stats.requests,
-        stats.packs,
-        stats.blocks,
-        stats.stored_bytes,
-        stats.disk_bytes,
-        stats.capacity,
-        fill,
-        engines,
     )

@@ -41,7 +41,7 @@ from persistkv_tools.options import (
     opened,
 )
 from persistkv_tools.progress import byte_progress
-from persistkv_tools.selection import RequestView, Selection, chosen_namespaces, find_request, used
+from persistkv_tools.selection import RequestView, Selection, chosen_namespaces, find_request, with_uses
 
 _SHOWN = 20
 _ONE_OF = (
@@ -59,8 +59,6 @@ class Wanted(msgspec.Struct, frozen=True):
     namespace: str | None
     requests: list[str]
     keep_size: int | None
-    orphans: bool
-    shared: bool
 
     @property
     def names_requests(self) -> bool:
@@ -192,8 +190,6 @@ def prune(
         namespace,
         request or [],
         None if keep_size is None else parse_size(keep_size, name="--keep-size"),
-        orphans,
-        shared_packs,
     )
     if not (wanted.names_requests or orphans or quarantined or compact):
         raise ConfigurationError("prune", url, _ONE_OF)
@@ -354,7 +350,7 @@ class Usage:
 
     def uses(self, names: Iterable[str]) -> Iterator[tuple[RequestManifest, RequestUse | None]]:
         """These requests, with what the store knows of their use."""
-        return used(self._backend, self.namespace.id, (self.manifests[name] for name in names))
+        return with_uses(self._backend, self.namespace.id, (self.manifests[name] for name in names))
 
     def used(self, requests: Iterable[str]) -> set[bytes]:
         """The packs that these requests use."""

@@ -176,7 +176,11 @@ def _run(
         with byte_progress() as progress:
             total = payload_left(spaces, state)
             took = counted(progress, "verify", total, throttle)
-            verifier = _verifier(backend, spaces, state, took, throttle, resume is not None)
+            portion = None if resume is None else min(_PORTION_BYTES, throttle.bytes_in(_SAVE_S))
+            if throttle.bounded:  # small reads, so that those of an engine get between them
+                verifier = Verifier(backend, spaces, state, took, 0, portion, _BOUNDED_BATCH_BYTES)
+            else:
+                verifier = Verifier(backend, spaces, state, took, _THREADS, portion)
             with closing(verifier), _prompt_threads():
                 if not throttle.bounded:
                     verifier.begin()
@@ -188,38 +192,43 @@ def _run(
             plan = plan_repair(backend, spaces, state.findings)
             if plan.packs and not json:
                 _print_plan(plan)
-            if plan.packs and (yes or typer.confirm(_question(plan))):
+            question = f"Delete {render.count(len(plan.packs), 'bad pack')}, and shorten requests to the blocks before?"
+            if plan.packs and (yes or typer.confirm(question)):
                 repaired = repair_packs(backend, spaces, state.findings, took)
     if resume is not None:
         with suppress(FileNotFoundError):
             resume.unlink()
     findings = [*rows.findings, *of_manifests, *state.findings]
-    seconds = time.monotonic() - begin
-    return _summary(url, state, resumed, findings, seconds, requests, rows.certain, engines, repaired, plan)
-
-
-def _question(plan: RepairPlan) -> str:
-    return f"Delete {render.count(len(plan.packs), 'bad pack')}, and shorten requests to the blocks before?"
+    by_problem: Counter[str] = Counter()
+    for finding in findings:
+        by_problem[finding.problem.value] += finding.count
+    return Summary(
+        url,
+        state.share,
+        round(time.monotonic() - begin, 3),
+        state.packs,
+        state.frames,
+        state.stored_bytes,
+        *resumed,
+        requests,
+        state.went,
+        state.other_release,
+        rows.certain,
+        engines,
+        sum(by_problem.values()),
+        dict(by_problem),
+        len(repaired.packs),
+        len(repaired.shortened),
+        len(repaired.deleted),
+        plan,
+        findings,
+    )
 
 
 def _engines(backend: Backend) -> int:
     """Number of engines that use the store."""
     now = time.time()
     return sum(status.is_live(now) for status in read_statuses(backend))
-
-
-def _verifier(
-    backend: Backend,
-    spaces: list[LivePacks],
-    state: VerifyState,
-    took: Callable[[int], None],
-    throttle: Throttle,
-    resumable: bool,
-) -> Verifier:
-    portion = min(_PORTION_BYTES, throttle.bytes_in(_SAVE_S)) if resumable else None
-    if throttle.bounded:  # small reads, so that those of an engine get between them
-        return Verifier(backend, spaces, state, took, 0, portion, _BOUNDED_BATCH_BYTES)
-    return Verifier(backend, spaces, state, took, _THREADS, portion)
 
 
 @contextmanager
@@ -249,44 +258,6 @@ def _read_packs(verifier: Verifier, state: VerifyState, resume: Path | None) -> 
     finally:
         if resume is not None:
             state.save(resume)
-
-
-def _summary(
-    url: str,
-    state: VerifyState,
-    resumed: tuple[int, int],
-    findings: list[Finding],
-    seconds: float,
-    requests: int,
-    certain: bool,
-    engines: int,
-    repaired: Repaired,
-    plan: RepairPlan | None,
-) -> Summary:
-    by_problem: Counter[str] = Counter()
-    for finding in findings:
-        by_problem[finding.problem.value] += finding.count
-    return Summary(
-        url,
-        state.share,
-        round(seconds, 3),
-        state.packs,
-        state.frames,
-        state.stored_bytes,
-        *resumed,
-        requests,
-        state.went,
-        state.other_release,
-        certain,
-        engines,
-        sum(by_problem.values()),
-        dict(by_problem),
-        len(repaired.packs),
-        len(repaired.shortened),
-        len(repaired.deleted),
-        plan,
-        findings,
-    )
 
 
 def _print_plan(plan: RepairPlan) -> None:

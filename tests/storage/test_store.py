@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from persistkv.errors import ConfigurationError, CorruptPackError, IdentityMismatchError
-from persistkv.storage.backend import CommitBatch, CommitResult, ReadSpan
+from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.identity import Identity
 from persistkv.storage.pack import PackTable
 from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
-from tests.storage.stores import FailingBackend, end, manifests, refill
+from tests.storage.stores import end, inject_faults, manifests, refill
 
 Keys = Callable[..., list[bytes]]
 OpenStore = Callable[..., Store]
@@ -222,17 +222,13 @@ def test_what_others_commit_before_ours_is_not_passed_over(open_store: OpenStore
     ours, theirs = open_store(url), open_store(url)
     foreign = keys(3)
 
-    class Beaten(FailingBackend):
-        """Somebody else commits before each of our commits."""
-
-        def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
-            if foreign:
-                theirs.put("r", [foreign.pop()], [0], None)
-                theirs.flush()
-            return super().commit(namespace, batch)
+    def commit_before(namespace: bytes, batch: CommitBatch) -> None:
+        if foreign:
+            theirs.put("r", [foreign.pop()], [0], None)
+            theirs.flush()
 
     expected = list(foreign)
-    ours.medium.backend = Beaten(ours.medium.backend)
+    inject_faults(ours).before("commit", commit_before)
     ours.put("r", mine := keys(64), range(64), None)
     ours.commit()
     ours.refresh()
@@ -278,13 +274,7 @@ def test_readers_take_neighbouring_frames_in_one_span(open_store: OpenStore, key
     store.put("r", names, range(32), None)
     store.flush()
     seen: list[ReadSpan] = []
-
-    class Recording(FailingBackend):
-        def read(self, namespace: bytes, spans: Any) -> list[bool]:
-            seen.extend(spans)
-            return super().read(namespace, spans)
-
-    store.medium.backend = Recording(store.medium.backend)
+    inject_faults(store).before("read", lambda namespace, spans: seen.extend(spans))
     assert store.read(names, range(32)) == []
     assert len(seen) == 1
     assert sum(map(len, seen[0].buffers)) == 32 * (64 << 10)

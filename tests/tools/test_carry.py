@@ -15,7 +15,7 @@ from persistkv.storage.codec import PlanesCodec, RawCodec, ZstdCodec
 from persistkv.storage.identity import Identity
 from persistkv.storage.pack_writer import PackWriter
 from persistkv.storage.registry import open_backend
-from persistkv.testing.memory import MemoryBackend
+from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack, sample_segment
 from persistkv_tools.archive import ArchiveWriter
 from persistkv_tools.carrying import Import, Push, export_requests, verify_archive
@@ -245,19 +245,15 @@ class TestPush:
     def test_goes_on_where_it_was_cut_off(self, source):
         backend, _ = source
 
-        class Failing(MemoryBackend):
-            left = 2
+        target = FaultyBackend.of(MemoryBackend())
 
-            def commit(self, namespace, batch):
-                if not self.left:
-                    raise KeyboardInterrupt
-                self.left -= 1
-                return super().commit(namespace, batch)
+        def interrupt_the_third(*_):
+            if target.calls.count("commit") == 3:
+                raise KeyboardInterrupt
 
-        target = Failing()
+        target.before("commit", interrupt_the_third)
         with pytest.raises(KeyboardInterrupt):
             push(backend, target, backend.namespaces(), Selection(), ignore)
-        target.left = 100
         rest = push(backend, target, backend.namespaces(), Selection(), ignore)
         assert rest.requests == 2
         assert contents(target) == contents(backend)
@@ -287,16 +283,13 @@ class TestPush:
         for number in range(20):
             writer.add(f"r{number:02d}", f"shared r{number} a b c", age_s=90.0 - number)
 
-        class Shrinking(MemoryBackend):
-            commits = 0
+        target = FaultyBackend.of(MemoryBackend())
 
-            def commit(self, namespace, batch):
-                self.commits += 1
-                if self.commits == 10:
-                    self.capacity = 200_000
-                return super().commit(namespace, batch)
+        def shrink(*_):
+            if target.calls.count("commit") == 10:
+                target.inner.capacity = 200_000
 
-        target = Shrinking()
+        target.before("commit", shrink)
         received = push(backend, target, backend.namespaces(), Selection(), ignore)
         left = {manifest.id for manifest in target.manifests(writer.namespace)}
         assert received.lost

@@ -13,7 +13,7 @@ from persistkv.config import StoreUrl
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.codec import ZstdCodec
 from persistkv.storage.registry import open_backend
-from persistkv.testing.memory import MemoryBackend
+from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv.testing.samples import sample_manifest, sample_pack
 from persistkv_tools.live import LivePacks
 from persistkv_tools.pack_check import Problem
@@ -45,18 +45,15 @@ def memory():
 INTERRUPTED_SCAN = """
 from contextlib import closing
 from persistkv.storage.backend import Capabilities
-from persistkv.testing.memory import MemoryBackend
+from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv_tools.live import LivePacks
 from persistkv_tools.scanning import Scanner, batches
 from tests.tools.contexts import Contexts
 
-class Hanging(MemoryBackend):
-    capabilities = Capabilities(remote=True)
-
-    def scan(self, namespace, spans):
-        time.sleep(3600)
-
-backend = Hanging()
+memory = MemoryBackend()
+memory.capabilities = Capabilities(remote=True)
+backend = FaultyBackend.of(memory)
+backend.before("scan", lambda *_: time.sleep(3600))
 writer = Contexts(backend)
 for number in range(8):
     writer.add(str(number), f"a{number}")
@@ -163,17 +160,13 @@ class TestWhatOthersDoMeanwhile:
 
     def test_nothing_is_said_of_rows_while_somebody_writes(self, memory):
         backend, _ = memory
+        busy = FaultyBackend.of(backend)
 
-        class Busy(MemoryBackend):
-            written = 0
+        def write(namespace):
+            seed = 100 + busy.calls.count("manifests")
+            backend.commit(namespace, CommitBatch([sample_pack(namespace, seed)]))
 
-            def manifests(self, namespace):
-                self.written += 1
-                self.commit(namespace, CommitBatch([sample_pack(namespace, 100 + self.written)]))
-                return super().manifests(namespace)
-
-        busy = Busy()
-        busy.spaces = backend.spaces
+        busy.before("manifests", write)
         found = count_rows(busy, read_catalogues(busy))
         assert (found.certain, found.findings) == (False, [])
 

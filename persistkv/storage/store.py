@@ -38,7 +38,6 @@ from persistkv.storage.pack_writer import PackWriter, Segment
 from persistkv.storage.planning import DIRECT_BYTES, Blocks, PlannedPack, plan_packs
 from persistkv.storage.reading import ReadOutcome, make_scratch, part_bytes, plan_reads, read_part
 from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions, parse_durability
-from persistkv.storage.resuming import Resumption
 from persistkv.storage.rows import Rows
 from persistkv.storage.staging import Staging
 from persistkv.storage.writing import Outgoing, Writing, slices_of
@@ -79,8 +78,6 @@ class Store:
         self.medium = Medium(backend, self.namespace, executor or InPlaceExecutor())
         self._catalogue = Catalogue(self.medium, self.counters, rows.layout)
         self._writable = backend.capabilities.writable
-        resumes = self._writable and options.resume_from
-        self._resumption = Resumption(self.medium, self._catalogue, options.resume_from) if resumes else None
         self._shares = MemoryShares.of(options.staging_bytes)
         self._remote = backend.capabilities.remote
         self._copies_all = self._interval_s is not None or self._remote
@@ -234,8 +231,6 @@ class Store:
         waits = [self._refreshed + self.options.refresh_s - now, self._seconds_to_upkeep()]
         if (aged := self._staging.seconds_to_due()) is not None:
             waits.append(aged)
-        if self._resumption is not None and (turn := self._resumption.seconds_to_turn) is not None:
-            waits.append(turn)
         if self._ends:
             waits.append(self._ends_since + (self._interval_s or 0.0) - now)
         return max(0.0, min(waits))
@@ -335,7 +330,7 @@ class Store:
     # The rest
 
     def tick(self) -> None:
-        """Begin what is due: a commit, a look for what others stored, a turn of what a crash cut off."""
+        """Begin what is due: a commit, or a look for what others stored."""
         executor = self.medium.executor
         if executor.writing:
             return
@@ -344,8 +339,6 @@ class Store:
         if not executor.writing and time.monotonic() - self._refreshed >= self.options.refresh_s:
             self._refreshed = time.monotonic()
             executor.begin_write(self._catalogue.refresh_or_complain())
-        if not executor.writing and self._resumption is not None and self._resumption.seconds_to_turn == 0.0:
-            executor.begin_write(self._resumption.turn())
 
     @property
     def staged_bytes(self) -> int:
@@ -397,19 +390,11 @@ class Store:
         self.medium.executor.run_until(lambda: bool(outcomes))
         return outcomes[0].failed
 
-    def stop_resuming(self) -> None:
-        """Copy no more from a nearer store; what is on its way ends."""
-        if self._resumption is not None:
-            self._resumption.stop()
-
     def close(self) -> None:
         """Write what was taken, then release the backend, which is released whatever writing raises; idempotent."""
-        self.stop_resuming()
         try:
             self.flush()
         finally:
-            if self._resumption is not None:
-                self._resumption.close()
             self.medium.backend.close()
 
 

@@ -343,8 +343,6 @@ class StoreServer:
             self._executor.run_until(lambda: not self._opening)
         store = self._store
         try:
-            if store is not None:
-                store.stop_resuming()
             if store is not None and finish:
                 self._executor.run_until(self._finished)
                 if self._status is not None:

@@ -23,7 +23,7 @@ import msgspec
 from persistkv.config import StoreUrl
 from persistkv.storage.backend import Backend, CommitBatch, PlainMedium
 from persistkv.storage.host.client import StoreClient
-from persistkv.storage.registry import backend_class, open_backend
+from persistkv.storage.registry import BACKENDS, open_backend
 from persistkv_tools.raw_disk import RawDisk, drop_page_cache
 from persistkv_tools.rig import Job, fresh_keys
 
@@ -152,7 +152,7 @@ class _Plain:
 def _yardstick(scratch: str, job: Job, directory: Path | None, notes: list[str]) -> RawDisk | _Plain | None:
     if directory is None:
         parsed = StoreUrl.parse(scratch)
-        plain = backend_class(parsed.scheme).plain_medium(parsed)
+        plain = BACKENDS.get(parsed.scheme).plain_medium(parsed)
         if plain is None:
             notes.append("what the medium could give at most is not known here: there are figures, and no ratios")
         return None if plain is None else _Plain(plain, job)

@@ -11,7 +11,7 @@ import typer
 from persistkv.config import StoreUrl, parse_size
 from persistkv.errors import ConfigurationError
 from persistkv.storage.backend import Backend
-from persistkv.storage.registry import backend_class, open_backend
+from persistkv.storage.registry import BACKENDS, open_backend
 from persistkv_tools import render
 from persistkv_tools.archive import ArchiveWriter
 from persistkv_tools.carrying import Import, Push, export_requests, new_identities, verify_archive
@@ -197,7 +197,7 @@ def _place(transfer: Transfer, there: Backend | None, url: str, least: int | Non
         transfer.choose(Room.of(there), newest=newest)
         return url
     parsed = StoreUrl.parse(url)
-    driver = backend_class(parsed.scheme)
+    driver = BACKENDS.get(parsed.scheme)
     capacity = driver.new_capacity(parsed)
     wanted = max(least or 0, capacity_for(transfer.content.store_bytes))
     if capacity is not None and capacity < wanted and "capacity" not in parsed.options:

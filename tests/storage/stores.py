@@ -20,7 +20,7 @@ def end(request: str, *chains: list[bytes], tokens: int | None = None, **more: A
 
 
 def manifests(store: Store) -> list[RequestManifest]:
-    return sorted(store.medium.backend.manifests(store.namespace), key=lambda manifest: manifest.id)
+    return sorted(store.catalogue.backend.manifests(store.namespace), key=lambda manifest: manifest.id)
 
 
 def refill(store: Store) -> np.ndarray[Any, Any]:
@@ -32,7 +32,7 @@ def refill(store: Store) -> np.ndarray[Any, Any]:
 
 def inject_faults(store: Store) -> FaultyBackend[Backend]:
     """Wrap the store's backend."""
-    backend = store.medium.backend = FaultyBackend.of(store.medium.backend)
+    backend = store.catalogue.backend = FaultyBackend.of(store.catalogue.backend)
     return backend
 
 

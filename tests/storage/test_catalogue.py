@@ -52,8 +52,8 @@ def test_a_bad_pack_shortens_its_request_and_costs_no_other(
 
 def replace(store: Store, names: list[bytes]) -> None:
     """Delete the pack of these keys, and store other bytes under them: the pack's name is the same."""
-    tables = store.medium.backend.changes(store.namespace, None).added
-    store.medium.backend.commit(store.namespace, CommitBatch(deletions=[table.pack_id for table in tables]))
+    tables = store.catalogue.backend.changes(store.namespace, None).added
+    store.catalogue.backend.commit(store.namespace, CommitBatch(deletions=[table.pack_id for table in tables]))
     store.refresh()
     store.rows.array[:] ^= 0xFF
     store.put("r", names, range(64), None)
@@ -111,8 +111,8 @@ def test_what_went_meanwhile_is_no_damage(
     names = keys(64)
     ours.put("r", names, range(64), None)
     ours.commit()
-    (table,) = theirs.medium.backend.changes(theirs.namespace, None).added
-    theirs.medium.backend.commit(theirs.namespace, CommitBatch(deletions=[table.pack_id]))
+    (table,) = theirs.catalogue.backend.changes(theirs.namespace, None).added
+    theirs.catalogue.backend.commit(theirs.namespace, CommitBatch(deletions=[table.pack_id]))
     assert ours.read(names, range(64)) == names
     assert "do not verify" not in caplog.text
     assert ours.counters.verification_failures == 0
@@ -126,7 +126,7 @@ def test_a_handle_that_lost_its_place_learns_what_it_missed(open_store: OpenStor
     url = f"lmdb://{tmp_path}/store"
     ours, theirs = open_store(url), open_store(url)
     foreign, mine = keys(1), keys(64)
-    ours._catalogue.cursor = None
+    ours.catalogue.cursor = None
     theirs.put("r", foreign, [0], None)
     theirs.flush()
     ours.put("r", mine, range(64), None)

@@ -112,7 +112,7 @@ def test_two_stores_cut_the_same_packs_of_one_prefix(
         for run in runs:
             store.put("r", [names[i] for i in run], list(run), list(run))
         store.flush()
-        cut.append({table.pack_id for table in store.medium.backend.changes(store.namespace, None).added})
+        cut.append({table.pack_id for table in store.catalogue.backend.changes(store.namespace, None).added})
     assert cut[0] == cut[1]
     assert len(cut[0]) == 3
 
@@ -128,7 +128,7 @@ def test_a_manifest_tells_of_the_whole_context(store_url: str, open_store: OpenS
     (manifest,) = manifests(store)
     assert (manifest.id, manifest.tokens, manifest.blocks, manifest.labels) == ("manifest-b", 70, 4, {"user": "x"})
     assert manifest.raw_bytes == 4 * (64 << 10)
-    (chain,) = store.medium.backend.manifest_keys(store.namespace, "manifest-b") or ()
+    (chain,) = store.catalogue.backend.manifest_keys(store.namespace, "manifest-b") or ()
     assert chain.unpack() == names
     assert all(map(store.contains, names)), "what another request staged is written with it"
 
@@ -196,8 +196,8 @@ def test_other_handles_learn_of_what_was_stored_and_deleted(open_store: OpenStor
     writer.commit()
     reader.tick()
     assert sorted(reader.take_news().stored) == sorted(names)
-    tables = writer.medium.backend.changes(writer.namespace, None).added
-    writer.medium.backend.commit(writer.namespace, CommitBatch(deletions=[table.pack_id for table in tables]))
+    tables = writer.catalogue.backend.changes(writer.namespace, None).added
+    writer.catalogue.backend.commit(writer.namespace, CommitBatch(deletions=[table.pack_id for table in tables]))
     reader.tick()
     assert sorted(reader.take_news().removed) == sorted(names)
     assert reader.read(names, range(64)) == names
@@ -213,7 +213,7 @@ def test_a_commit_looks_again_at_what_others_stored(open_store: OpenStore, keys:
     two.commit()
     assert all(map(two.contains, names))
     assert two.counters.stored_blocks == 0
-    assert one.medium.backend.stats().packs == 1
+    assert one.catalogue.backend.stats().packs == 1
 
 
 def test_what_others_commit_before_ours_is_not_passed_over(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
@@ -256,7 +256,7 @@ def test_another_identity_misses_and_is_told_why(open_store: OpenStore, keys: Ke
     other = Identity.of({"weights": "w", "dtype": "bfloat16"})
     with pytest.raises(IdentityMismatchError, match="dtype: 'bfloat16' here, 'float32' stored"):
         open_store(url, identity=other, strict_identity=True)
-    assert len(list(store.medium.backend.namespaces())) == 1, "a refusal creates nothing"
+    assert len(list(store.catalogue.backend.namespaces())) == 1, "a refusal creates nothing"
     stranger = open_store(url, identity=other)
     assert "dtype: 'bfloat16' here, 'float32' stored" in stranger.notice
     assert not any(map(stranger.contains, names))
@@ -285,7 +285,7 @@ def test_a_pack_alone_is_enough(open_store: OpenStore, keys: Keys) -> None:
     names = keys(8)
     store.put("r", names, range(8), range(8))
     store.flush()
-    (pack,) = store.medium.backend.spaces[store.namespace].packs.values()  # type: ignore[attr-defined]
+    (pack,) = store.catalogue.backend.spaces[store.namespace].packs.values()  # type: ignore[attr-defined]
     table = PackTable.parse(bytes(pack.payload) + pack.table)
     assert table.keys.unpack() == names
     assert [frame.depth for frame in table.frames] == [0]

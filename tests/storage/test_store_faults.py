@@ -110,8 +110,8 @@ def test_a_pack_that_was_replaced_is_not_deleted(open_store: OpenStore, keys: Ke
     ours.put("r", names, range(64), None)
     ours.commit()
     theirs.refresh()
-    tables = theirs.medium.backend.changes(theirs.namespace, None).added
-    theirs.medium.backend.commit(theirs.namespace, CommitBatch(deletions=[table.pack_id for table in tables]))
+    tables = theirs.catalogue.backend.changes(theirs.namespace, None).added
+    theirs.catalogue.backend.commit(theirs.namespace, CommitBatch(deletions=[table.pack_id for table in tables]))
     theirs.refresh()
     theirs.rows.array[:] ^= 0xFF
     theirs.put("r", names, range(64), None)
@@ -132,7 +132,7 @@ def test_a_pack_without_its_payload_heals(open_store: OpenStore, keys: Keys) -> 
         store.put("r", names, range(64), None)
         store.commit()
         assert store.read(names, range(64)) == []
-        packs = store.medium.backend.spaces[store.namespace].packs  # type: ignore[attr-defined]
+        packs = store.catalogue.backend.spaces[store.namespace].packs  # type: ignore[attr-defined]
         (name,) = packs
         packs[name] = packs[name]._replace(payload=bytearray())
         assert store.read(names, range(64)) == names
@@ -178,7 +178,7 @@ def test_a_block_in_the_place_of_another_does_not_verify(open_store: OpenStore, 
     store.rows.array[:] ^= 0xFF
     store.put("b", two, range(64), None)
     store.commit()
-    packs = store.medium.backend.spaces[store.namespace].packs  # type: ignore[attr-defined]
+    packs = store.catalogue.backend.spaces[store.namespace].packs  # type: ignore[attr-defined]
     first, second = packs
     packs[first], packs[second] = (
         packs[first]._replace(payload=packs[second].payload),

@@ -17,9 +17,9 @@ def test_a_row_that_failed_is_followed_by_the_next(
 ) -> None:
     caplog.set_level(logging.INFO)
     store = open_store(f"lmdb://{tmp_path}/store")
-    monkeypatch.setattr(store.medium.backend, "status_interval_s", 0.0)
+    monkeypatch.setattr(store.catalogue.backend, "status_interval_s", 0.0)
     backend = inject_faults(store)
-    publisher = StatusPublisher(store, store.medium.executor)
+    publisher = StatusPublisher(store, store.catalogue.executor)
     backend.fail("publish_status", StoreError("the disk is full"))
     for _ in range(3):
         publisher.tick(waiting_jobs=0, writing_jobs=0, loading_jobs=0)

@@ -14,6 +14,8 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.pack import PackTable
 from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
+from persistkv.testing.conformance.suite import tables
+from tests.memory_rows import payload
 from tests.storage.stores import end, inject_faults, manifests, refill
 
 Keys = Callable[..., list[bytes]]
@@ -285,12 +287,13 @@ def test_a_pack_alone_is_enough(open_store: OpenStore, keys: Keys) -> None:
     names = keys(8)
     store.put("r", names, range(8), range(8))
     store.flush()
-    (pack,) = store.catalogue.backend.spaces[store.namespace].packs.values()  # type: ignore[attr-defined]
-    table = PackTable.parse(bytes(pack.payload) + pack.table)
+    ((name, held),) = tables(store.catalogue.backend, store.namespace).items()
+    stored = payload(store.catalogue.backend, store.namespace, name)
+    table = PackTable.parse(stored + held.encode())
     assert table.keys.unpack() == names
     assert [frame.depth for frame in table.frames] == [0]
     with pytest.raises(CorruptPackError):
-        PackTable.parse(bytes(pack.payload))
+        PackTable.parse(stored)
 
 
 def test_an_interval_gathers_what_was_taken(store_url: str, open_store: OpenStore, keys: Keys) -> None:

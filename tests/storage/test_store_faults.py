@@ -13,6 +13,8 @@ from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.testing import FaultyBackend
+from persistkv.testing.conformance.suite import tables
+from tests.memory_rows import set_payload, swap_payloads
 from tests.storage.stores import end, flip_reads, inject_faults, manifests
 
 Keys = Callable[..., list[bytes]]
@@ -132,9 +134,8 @@ def test_a_pack_without_its_payload_heals(open_store: OpenStore, keys: Keys) -> 
         store.put("r", names, range(64), None)
         store.commit()
         assert store.read(names, range(64)) == []
-        packs = store.catalogue.backend.spaces[store.namespace].packs  # type: ignore[attr-defined]
-        (name,) = packs
-        packs[name] = packs[name]._replace(payload=bytearray())
+        (name,) = tables(store.catalogue.backend, store.namespace)
+        set_payload(store.catalogue.backend, store.namespace, name, b"")
         assert store.read(names, range(64)) == names
         assert not any(map(store.contains, names))
 
@@ -178,12 +179,7 @@ def test_a_block_in_the_place_of_another_does_not_verify(open_store: OpenStore, 
     store.rows.array[:] ^= 0xFF
     store.put("b", two, range(64), None)
     store.commit()
-    packs = store.catalogue.backend.spaces[store.namespace].packs  # type: ignore[attr-defined]
-    first, second = packs
-    packs[first], packs[second] = (
-        packs[first]._replace(payload=packs[second].payload),
-        packs[second]._replace(payload=packs[first].payload),
-    )
+    swap_payloads(store.catalogue.backend, store.namespace, *tables(store.catalogue.backend, store.namespace))
     assert store.read(one, range(64)) == one
     assert store.read(two, range(64)) == two
 

@@ -8,9 +8,9 @@ from types import TracebackType
 from typing import NamedTuple
 
 import lmdb
-from persistkv_lmdb.pieces import PIECE_BYTES
 
 from persistkv.config import PAGE_BYTES, StoreUrl
+from persistkv.storage.catalog.pieces import PIECE_BYTES
 from persistkv.storage.catalog.records import SEQUENCE, manifest_row
 from persistkv.storage.pack import PackTable
 from persistkv.storage.registry import open_backend

@@ -23,6 +23,7 @@ from persistkv_tools.errors import CorruptArchiveError
 from persistkv_tools.fitting import Room, capacity_for
 from persistkv_tools.selection import FoundRequest, Selection
 from persistkv_tools.stored_pack import StoredPack, read_pack
+from tests.memory_rows import flip
 from tests.tools.contexts import Contexts
 from tests.tools.damage import store_with_a_bad_pack
 
@@ -267,7 +268,7 @@ class TestPush:
 
     def test_damaged_packs_stay_behind_with_their_requests(self, source, tmp_path):
         backend, writer = source
-        backend.spaces[writer.namespace].packs[writer.packs["anna-2"]].payload[0] ^= 1
+        flip(backend, writer.namespace, writer.packs["anna-2"], 0)
         target = MemoryBackend()
         received = push(backend, target, backend.namespaces(), Selection(), ignore)
         assert received.incomplete == ["anna-2"]
@@ -291,10 +292,10 @@ class TestPush:
 
         target.before("commit", shrink)
         received = push(backend, target, backend.namespaces(), Selection(), ignore)
-        left = {manifest.id for manifest in target.manifests(writer.namespace)}
+        left = {manifest.id for held in target.namespaces() for manifest in target.manifests(held.id)}
         assert received.lost
         assert left.isdisjoint(received.lost)
-        assert len(left) + len(received.lost) + len(received.incomplete) == 23
+        assert len(left) + len(received.lost) + len(received.incomplete) == 24
         assert received.lost_packs > 0
         assert not received.complete
         assert received.packs <= backend.stats().packs

@@ -20,6 +20,7 @@ from persistkv_tools.pack_check import Problem
 from persistkv_tools.repairing import repair
 from persistkv_tools.verify_state import VerifyState
 from persistkv_tools.verifying import Verifier, check_manifests, count_rows, packs_left, read_catalogues
+from tests.memory_rows import flip, payload, set_manifest_row, set_payload, set_table_row, swap_payloads
 from tests.storage.statuses import make_status
 from tests.tools.contexts import Contexts
 from tests.tools.damage import Damage, store_with_a_bad_pack
@@ -83,41 +84,35 @@ class TestWhatIsFound:
     def test_every_byte_of_a_payload_counts(self, memory):
         """Frames, of which some are compressed, and the padding between them."""
         backend, writer = memory
-        payload = backend.spaces[writer.namespace].packs[writer.packs["r0"]].payload
-        for position in range(0, len(payload), 97):
-            payload[position] ^= 0x10
+        pack = writer.packs["r0"]
+        for position in range(0, len(payload(backend, writer.namespace, pack)), 97):
+            flip(backend, writer.namespace, pack, position, 0x10)
             (found,) = findings(backend)
             assert found.problem in (Problem.PAYLOAD, Problem.PADDING)
-            assert found.pack == writer.packs["r0"].hex()
-            payload[position] ^= 0x10
+            assert found.pack == pack.hex()
+            flip(backend, writer.namespace, pack, position, 0x10)
         assert findings(backend) == []
 
     def test_a_payload_that_ends_too_early(self, memory):
         backend, writer = memory
-        payload = backend.spaces[writer.namespace].packs[writer.packs["r1"]].payload
-        del payload[-1:]
+        pack = writer.packs["r1"]
+        set_payload(backend, writer.namespace, pack, payload(backend, writer.namespace, pack)[:-1])
         (found,) = findings(backend)
         assert (found.problem, found.pack) == (Problem.SHORT, writer.packs["r1"].hex())
 
     def test_payloads_that_changed_places(self, memory):
         backend, writer = memory
-        packs = backend.spaces[writer.namespace].packs
         one, other = writer.packs["r1"], writer.packs["r2"]
-        packs[one], packs[other] = (
-            packs[one]._replace(payload=packs[other].payload),
-            packs[other]._replace(payload=packs[one].payload),
-        )
+        swap_payloads(backend, writer.namespace, one, other)
         found = findings(backend)
         assert {finding.pack for finding in found} == {one.hex(), other.hex()}
 
     def test_rows_that_do_not_read_are_counted(self, memory):
         backend, writer = memory
-        space = backend.spaces[writer.namespace]
         for name in ("r3", "r4"):
-            pack = writer.packs[name]
-            space.packs[pack] = space.packs[pack]._replace(table=b"no table")
-        space.manifests["r0"] = space.manifests["r0"]._replace(head=b"no head")
-        space.manifests["r1"] = space.manifests["r1"]._replace(keys=b"no keys")
+            set_table_row(backend, writer.namespace, writer.packs[name], b"no table")
+        set_manifest_row(backend, writer.namespace, "r0", "manifests", b"no head")
+        set_manifest_row(backend, writer.namespace, "r1", "manifest_keys", b"no keys")
         found = findings(backend)
         assert {(finding.problem, finding.count, finding.request) for finding in found} == {
             (Problem.PACK_ROWS, 2, None),
@@ -173,16 +168,15 @@ class TestWhatOthersDoMeanwhile:
     def test_repair_spares_a_pack_that_is_good_again(self, memory):
         backend, writer = memory
         bad, healed = writer.packs["r1"], writer.packs["r2"]
-        packs = backend.spaces[writer.namespace].packs
         for pack in (bad, healed):
-            packs[pack].payload[0] ^= 1
+            flip(backend, writer.namespace, pack, 0)
         spaces = read_catalogues(backend)
         state = VerifyState.begin(URL, 1.0)
         verifier = Verifier(backend, spaces, state, ignore)
         for _ in verifier.packs():
             pass
         assert {finding.pack for finding in state.findings} == {bad.hex(), healed.hex()}
-        packs[healed].payload[0] ^= 1
+        flip(backend, writer.namespace, healed, 0)
         repaired = repair(backend, spaces, state.findings, ignore)
         assert repaired.packs == [bad]
         assert (repaired.shortened, repaired.deleted) == ({(writer.namespace, "r1")}, set())
@@ -193,7 +187,7 @@ class TestWhatOthersDoMeanwhile:
 class TestResume:
     def test_goes_on_where_it_stopped(self, memory, tmp_path):
         backend, writer = memory
-        backend.spaces[writer.namespace].packs[min(writer.packs.values())].payload[0] ^= 1
+        flip(backend, writer.namespace, min(writer.packs.values()), 0)
         file = tmp_path / "state"
         state = VerifyState.load(file, URL, 1.0)
         first = Verifier(backend, read_catalogues(backend), state, ignore, portion_bytes=1)

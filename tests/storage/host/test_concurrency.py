@@ -15,6 +15,8 @@ from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import EndRequest
 from persistkv.storage.keys import PackedKeys
 from persistkv.testing import FaultyBackend, MemoryBackend
+from persistkv.testing.conformance.suite import tables
+from tests.memory_rows import flip
 
 BLOCK = 64 << 10
 PATIENCE_S = 30.0
@@ -238,8 +240,8 @@ def test_closing_waits_for_all_that_runs(hosted: Any, medium: Medium, codec: str
     committed: list[int] = []
 
     def note_committed() -> None:
-        (space,) = medium.backend.inner.spaces.values()
-        committed.extend(len(table.keys) for pack in space.packs.values() for table in pack.readable())
+        (namespace,) = medium.backend.namespaces()
+        committed.extend(len(table.keys) for table in tables(medium.backend, namespace.id).values())
 
     medium.backend.before("close", note_committed)
     opener = threading.Timer(0.05, lambda: (medium.commits.open(), medium.reads.open()))
@@ -262,9 +264,9 @@ def test_the_loop_answers_while_the_medium_is_stuck(hosted: Any, client: StoreCl
 def test_a_bad_pack_is_deleted_once_the_transaction_has_ended(hosted: Any, client: StoreClient, medium: Medium) -> None:
     store(client, 1, names(64))
     assert hosted.finish(client, 1).failed == []
-    (space,) = medium.backend.inner.spaces.values()
-    (pack,) = space.packs.values()
-    pack.payload[5] ^= 1
+    (namespace,) = medium.backend.namespaces()
+    (pack,) = tables(medium.backend, namespace.id)
+    flip(medium.backend, namespace.id, pack, 5)
     medium.commits.shut()
     store(client, 2, names(64, 64), 64)
     medium.commits.await_waiting()

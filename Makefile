@@ -128,6 +128,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.scheduler_cost
 	$(BIN)/python -m benchmarks.worker_copy
 	$(BIN)/python -m benchmarks.persistence_overhead
+	$(BIN)/python -m benchmarks.trips
 	$(BIN)/python -m benchmarks.s3_cost
 	$(BIN)/python -m benchmarks.s3_cpu
 	$(BIN)/python -m benchmarks.tools_scale

@@ -11,8 +11,9 @@ from itertools import groupby, pairwise
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptStoreError
+from persistkv.storage.catalog.records import NamespaceState, pack_table
 from persistkv_lmdb.environment import Environment
-from persistkv_lmdb.layout import NamespaceState, Transaction, pack_table, rows
+from persistkv_lmdb.layout import Transaction, rows
 from persistkv_lmdb.space import Extent, Space, decode_extents
 
 

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from persistkv.errors import StoreFullError
 from persistkv.storage.backend import CommitBatch, CommitResult
+from persistkv.storage.catalog import CatalogTransaction, Evicted
+from persistkv.storage.catalog.transaction import kept_names
 from persistkv.storage.pack import PackTable
-from persistkv_lmdb.commit import Commit, Evicted
 from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.errors import met_the_maps_end
-from persistkv_lmdb.layout import Transaction, manifest_row, read_ttl
+from persistkv_lmdb.layout import Transaction, read_ttl
+from persistkv_lmdb.payload import Payloads
 from persistkv_lmdb.room import Amount, Goal, Room
 
 _EVICTED_AT_ONCE = 512
@@ -29,7 +31,7 @@ _MORE = (0, 2, 8, 32)
 many times its bytes, because free pages do not help where they do not lie side by side."""
 _WIDER_BY = 8  # by 1/8 at least
 _EXPIRED_AT_ONCE = 128
-"""Packs and manifests that one commit looks at for their age, twice: under a millisecond each."""
+"""Packs and manifests that one commit expires: under a millisecond each."""
 _PATIENCE_S = 0.5
 """How long a commit waits for readers: a call that reads takes some 20 ms."""
 
@@ -50,9 +52,7 @@ class Committing:
         self._goals: dict[int, Amount] = {}  # for each of _MORE, what is used is to be at most
         self._freed_by = 0
         """The last transaction that evicted for this one."""
-        named = [pack_id for write in batch.manifests for pack_id in write.packs]
-        self._keep = {namespace + pack_id for pack_id in [*named, *(pack.pack_id for pack in batch.packs)]}
-        self._keep.update(manifest_row(namespace, write.manifest.id) for write in batch.manifests)
+        self._keep = kept_names(namespace, batch)
 
     def run(self) -> CommitResult:
         """Commit; see ``Backend.commit``."""
@@ -89,25 +89,26 @@ class Committing:
         """
         environment = self._environment
         with environment.transaction(write=True) as transaction:
-            commit = self._begin(transaction)
+            payloads = environment.payloads(transaction)
+            commit = self._begin(transaction, payloads)
             if commit is None:
                 return self._stale()
-            room = Room(environment, transaction, commit.payloads)
+            room = Room(environment, transaction, payloads)
             need = room.need(commit.missing(self._batch.packs), self._batch)
             room.check(need)
             commit.apply(self._batch)
             if (ttl_s := read_ttl(transaction)) is not None:
-                environment.expired_to = commit.expire(ttl_s, _EXPIRED_AT_ONCE, environment.expired_to)
+                commit.expire(ttl_s, _EXPIRED_AT_ONCE)
             if commit.grew:
                 environment.note_taken(need.payload)
                 room.widen(Amount(0, 0))
                 commit.evict(Goal(room, room.spared()), _EVICTED_AT_ONCE)
-            commit.sum_up()
+            commit.finish()
             if commit.grew and not room.used().within(room.limit):  # asked while the disk is at work
                 raise room.full(need)
-            commit.payloads.finish()
-            environment.note_freed(transaction, commit.payloads.freed)
-        return CommitResult(commit.state.cursor, [*self._evicted, *commit.evicted])
+            payloads.finish()
+            environment.note_freed(transaction, payloads.freed)
+        return CommitResult(commit.cursor, [*self._evicted, *commit.evicted])
 
     def _widen(self) -> bool:
         """Let the catalogue have more where LMDB found no page for it and the capacity has room: a large batch writes
@@ -116,12 +117,14 @@ class Committing:
         environment = self._environment
         try:
             with environment.transaction(write=True) as transaction:
-                commit = self._begin(transaction)
+                payloads = environment.payloads(transaction)
+                commit = self._begin(transaction, payloads)
                 if commit is None:
                     return True  # who tries again learns why
-                room = Room(environment, transaction, commit.payloads)
+                room = Room(environment, transaction, payloads)
                 widened = room.widen_by(room.limit.catalogue // _WIDER_BY)
                 commit.finish()
+                payloads.finish()
         except StoreFullError:
             return False
         return widened
@@ -158,11 +161,12 @@ class Committing:
         """One transaction of ``_make_room``; None where others committed meanwhile."""
         environment = self._environment
         with environment.transaction(write=True) as transaction:
-            commit = self._begin(transaction)
+            payloads = environment.payloads(transaction)
+            commit = self._begin(transaction, payloads)
             if commit is None:
                 return None
             commit.touch(self._batch.touches)
-            room = Room(environment, transaction, commit.payloads, as_it_is=more > 0)
+            room = Room(environment, transaction, payloads, as_it_is=more > 0)
             need = room.need(commit.missing(self._batch.packs), self._batch)
             if not more:
                 room.widen(need)
@@ -174,10 +178,11 @@ class Committing:
             if ended is Evicted.ALL and (too_much or not (self._evicted or commit.evicted)):
                 raise _NothingLeftError(str(room.full(need)))
             commit.finish()
+            payloads.finish()
             self._freed_by = transaction.txn.id()
         self._evicted += commit.evicted
         if self._seen is not None:
-            self._seen = commit.state.cursor
+            self._seen = commit.cursor
         return ended
 
     def _goal(self, room: Room, need: Amount, more: int) -> Amount:
@@ -188,11 +193,10 @@ class Committing:
             catalogue = min(catalogue, used.catalogue - more * need.catalogue)
         return Amount(catalogue, spared.payload - need.payload)
 
-    def _begin(self, transaction: Transaction) -> Commit | None:
+    def _begin(self, transaction: Transaction, payloads: Payloads) -> CatalogTransaction | None:
         """None where others committed after what the caller has seen; what became free meanwhile is recorded then."""
-        payloads = self._environment.payloads(transaction)
-        commit = Commit(transaction, payloads, self._namespace, self._keep)
-        if self._seen is None or self._seen == commit.state.cursor:
+        commit = CatalogTransaction(transaction.rows, payloads, self._namespace, self._keep)
+        if self._seen is None or self._seen == commit.cursor:
             return commit
         payloads.finish()
         return None

@@ -21,6 +21,7 @@ import lmdb
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreBusyError, StoreError, StoreFullError
 from persistkv.storage.backend import Policy
+from persistkv.storage.catalog.records import read_clock, write_clock
 from persistkv.storage.pack import align
 from persistkv_lmdb.errors import free_disk_bytes, translated, translated_at_open
 from persistkv_lmdb.gate import Gate
@@ -31,8 +32,6 @@ from persistkv_lmdb.layout import (
     DATA_FILE,
     LOCK_FILE,
     Transaction,
-    read_clock,
-    write_clock,
     write_placement,
     write_policy,
 )
@@ -70,8 +69,6 @@ class Environment:
         self.process = os.getpid()
         self._freed = (0, 0)
         self._taken: deque[int] = deque(maxlen=_COMMITS)
-        self.expired_to = b""
-        """Where in ``order`` the next commit looks for what is too old; see ``Commit.expire``."""
         self._gate = Gate()
         self._snapshots = Snapshots()
         self._fitted: Shares | None = None
@@ -242,7 +239,7 @@ class Environment:
         :returns: its number.
         """
         with self.transaction(write=True) as transaction:
-            write_clock(transaction, *read_clock(transaction))
+            write_clock(transaction.rows, *read_clock(transaction.rows))
             return int(transaction.txn.id())
 
     def make_writable(self) -> None:

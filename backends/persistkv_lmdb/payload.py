@@ -7,17 +7,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreFullError
 from persistkv.storage.backend import ReadSpan
+from persistkv.storage.catalog.pieces import RowPayloads, read_pieces
 from persistkv.storage.codec import Buffer
-from persistkv.storage.pack import FRAME_BYTES, align
-from persistkv.storage.pack_writer import PackWriter
 from persistkv_lmdb.layout import Transaction
 from persistkv_lmdb.options import Placement
-from persistkv_lmdb.pieces import delete_pieces, read_pieces, write_pieces
 from persistkv_lmdb.segments import SegmentFiles
 from persistkv_lmdb.space import Space, pages_of, read_extents
 
@@ -28,29 +25,6 @@ _STEPS = 16  # a file grows by 1/16 of what there is, and by no more than 1/16 o
 _STEP_BYTES = (1 << 20, 128 << 20)  # 1 MiB to 128 MiB: the least and the most of a step
 _LARGE_BYTES = 16 << 20  # 16 MiB
 _LEAST_STEP_BYTES = 1 << 16  # 64 KiB: where all that there may be is less than 16 MiB
-
-
-class PayloadWriter(Protocol):
-    """How new payloads are written."""
-
-    def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
-        """Write a pack's payload, or begin to: what the stream gave is read until the transaction ends.
-
-        :param name: namespace and pack id.
-        :param at_most: bytes that the stream has at most.
-        :raises StoreFullError: there is no room for it.
-        """
-
-
-class InlinePayloads:
-    """Payloads in LMDB."""
-
-    def __init__(self, transaction: Transaction) -> None:
-        self._transaction = transaction
-
-    def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
-        """See ``PayloadWriter``; LMDB says when there is no room."""
-        write_pieces(self._transaction, name, stream)
 
 
 class ExtentPayloads:
@@ -65,7 +39,7 @@ class ExtentPayloads:
         self._limit = limit
 
     def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
-        """See ``PayloadWriter``."""
+        """See ``persistkv.storage.catalog.Payloads``."""
         pages = pages_of(at_most)
         if pages > self._space.largest():
             self._grow(pages)
@@ -131,13 +105,12 @@ class Payloads:
         """Bytes that left LMDB."""
         self._transaction = transaction
         self._files = files
-        self._writer: PayloadWriter = (
-            InlinePayloads(transaction) if placement is Placement.INLINE else ExtentPayloads(self.space, files, limit)
-        )
+        self._inline = RowPayloads(transaction.rows)
+        self._extents = None if placement is Placement.INLINE else ExtentPayloads(self.space, files, limit)
 
     def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
-        """See ``PayloadWriter``."""
-        self._writer.write(name, stream, at_most)
+        """See ``persistkv.storage.catalog.Payloads``."""
+        (self._extents or self._inline).write(name, stream, at_most)
 
     def delete(self, name: bytes, length: int) -> None:
         """Delete a pack's payload, wherever it lies.
@@ -145,7 +118,7 @@ class Payloads:
         :param length: of the payload, for ``freed``.
         """
         if not self.space.retire(name):
-            delete_pieces(self._transaction, name)
+            self._inline.delete(name, length)
             self.freed += length
 
     def lower(self, name: bytes, length: int) -> bool:
@@ -185,16 +158,6 @@ class Payloads:
         self._files.sync()
 
 
-def payload_bound(pack: PackWriter) -> int:
-    """Bytes that a pack's payload has at most: just that many where no codec makes it shorter."""
-    total = 0
-    for segment in pack.segments:
-        per_frame = max(1, FRAME_BYTES // segment.block_bytes)
-        frames, last = divmod(len(segment.keys), per_frame)
-        total += frames * align(per_frame * segment.block_bytes) + align(last * segment.block_bytes)
-    return total
-
-
 def read_payload(
     transaction: Transaction,
     files: SegmentFiles,
@@ -209,7 +172,7 @@ def read_payload(
     """
     extents = read_extents(transaction, name)
     if extents is None:
-        return read_pieces(transaction, name, span.offset, span.buffers)
+        return read_pieces(transaction.rows, name, span.offset, span.buffers)
     return files.read(extents, span.offset, span.buffers, cached=cached, pieces=span.pieces, arrived=span.arrived)
 
 
@@ -220,6 +183,6 @@ def scan_payloads(
     places = [read_extents(transaction, name) for name in names]
     scanned = iter(files.scan([(at, span.offset, span.buffers) for at, span in zip(places, spans, strict=True) if at]))
     return [
-        next(scanned) if at else at is None and read_pieces(transaction, name, span.offset, span.buffers)
+        next(scanned) if at else at is None and read_pieces(transaction.rows, name, span.offset, span.buffers)
         for at, name, span in zip(places, names, spans, strict=True)
     ]

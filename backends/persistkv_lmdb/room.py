@@ -6,20 +6,18 @@ from typing import NamedTuple
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreFullError
-from persistkv.storage.backend import CommitBatch, ManifestWrite
-from persistkv.storage.pack import FRAME_BYTES
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.catalog.pieces import page_bytes
+from persistkv.storage.catalog.transaction import payload_bound, rows_bound
 from persistkv.storage.pack_writer import PackWriter
 from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.layout import Transaction, used_bytes
 from persistkv_lmdb.options import Placement
-from persistkv_lmdb.payload import Payloads, payload_bound
-from persistkv_lmdb.pieces import page_bytes
+from persistkv_lmdb.payload import Payloads
 from persistkv_lmdb.shares import CATALOGUE_AHEAD, MIN_CATALOGUE
 from persistkv_lmdb.space import read_extents, recorded_bytes
 
 _MAX_AHEAD = 256 << 20  # 256 MiB: a commit of 128 MiB, and the one before it, whose pages are not free yet
-_ROWS_BYTES = 1 << 10
-"""1 KiB: what a pack or a manifest takes in the catalogue, beside table, head and keys."""
 _NO_LIMIT = 1 << 62
 
 
@@ -70,7 +68,7 @@ class Room:
         :param packs: those that would be written.
         """
         payload = sum(map(payload_bound, packs))
-        rows = sum(map(_pack_rows_bytes, packs)) + sum(map(_manifest_bytes, batch.manifests))
+        rows = rows_bound(packs, batch.manifests)
         if self._placement is Placement.INLINE:
             return Amount(rows + sum(map(page_bytes, map(payload_bound, packs))), 0)
         return Amount(rows, payload)
@@ -139,13 +137,3 @@ class Goal:
         """Whether it helps that a pack goes: one that lies inline gives nothing to the segments."""
         lacks_catalogue = self._room.used().catalogue > self._at_most.catalogue
         return lacks_catalogue or self._room.lies_in_extents(pack)
-
-
-def _pack_rows_bytes(pack: PackWriter) -> int:
-    frames = sum(-(-len(s.keys) // max(1, FRAME_BYTES // s.block_bytes)) for s in pack.segments)
-    return 2 * (64 * frames + len(pack.keys.data) + len(pack.keys.lengths)) + _ROWS_BYTES
-
-
-def _manifest_bytes(write: ManifestWrite) -> int:
-    keys = sum(len(keys.data) + len(keys.lengths) for keys in write.keys)
-    return 2 * (keys + 160 * len(write.packs)) + _ROWS_BYTES

@@ -20,23 +20,25 @@ import lmdb
 from lmdb import verify
 
 from persistkv.errors import CorruptPackError, CorruptStoreError
+from persistkv.storage.catalog.records import (
+    ORDER_KEY,
+    Chain,
+    NamespaceState,
+    Use,
+    decode_namespace,
+    pack_table,
+    read_clock,
+)
 from persistkv.storage.manifest import decode_manifest, decode_manifest_keys
 from persistkv.storage.pack import ID_BYTES
 from persistkv_lmdb.check import space_faults
 from persistkv_lmdb.inspection import Verdict
 from persistkv_lmdb.layout import (
     DATA_FILE,
-    ORDER_KEY,
-    Chain,
     Databases,
-    NamespaceState,
     OtherReleaseError,
     Transaction,
-    Use,
-    decode_namespace,
     open_databases,
-    pack_table,
-    read_clock,
     read_placement,
     rows,
 )
@@ -135,7 +137,7 @@ class _Rows:
 
     def _examine_meta(self) -> None:
         try:
-            read_clock(self._transaction)
+            read_clock(self._transaction.rows)
             read_placement(self._transaction)
         except CorruptStoreError as error:
             raise _DamageError(str(error)) from None

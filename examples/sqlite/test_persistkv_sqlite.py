@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sqlite3
 import tempfile
 from collections.abc import Iterator
@@ -12,16 +13,16 @@ import pytest
 
 from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError, CorruptStoreError
+from persistkv.storage.catalog import LOG_ENTRIES
 from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
 from persistkv_sqlite import SqliteBackend
-from persistkv_sqlite.commit import CHANGES_KEPT
-from persistkv_sqlite.schema import VERSION
+from persistkv_sqlite.backend import VERSION
 
-PLACES = {
-    RawKind.PAYLOAD: ("pieces", "data", "pack = (SELECT number FROM packs WHERE namespace = ? AND id = ?)"),
-    RawKind.TABLE: ("packs", "packed", "namespace = ? AND id = ?"),
-    RawKind.MANIFEST: ("manifests", "head", "namespace = ? AND id = ?"),
-    RawKind.MANIFEST_KEYS: ("manifests", "keys", "namespace = ? AND id = ?"),
+TABLE_OF = {
+    RawKind.PAYLOAD: "pieces",
+    RawKind.TABLE: "packs",
+    RawKind.MANIFEST: "manifests",
+    RawKind.MANIFEST_KEYS: "manifest_keys",
 }
 
 
@@ -35,18 +36,18 @@ class RawSqlite(RawStore):
         return b"".join(data for _, data in self._rows(kind, namespace, name))
 
     def put(self, kind: RawKind, namespace: bytes, name: bytes, data: bytes) -> None:
-        table, column, _ = PLACES[kind]
         with closing(sqlite3.connect(self.path)) as db, db:
-            for number, held in self._rows(kind, namespace, name):
-                db.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = ?", (data[: len(held)], number))
+            for key, held in self._rows(kind, namespace, name):
+                db.execute(f"UPDATE {TABLE_OF[kind]} SET value = ? WHERE key = ?", (data[: len(held)], key))
                 data = data[len(held) :]
 
-    def _rows(self, kind: RawKind, namespace: bytes, name: bytes) -> list[tuple[int, bytes]]:
-        table, column, condition = PLACES[kind]
-        key = name if kind in (RawKind.PAYLOAD, RawKind.TABLE) else name.decode()
+    def _rows(self, kind: RawKind, namespace: bytes, name: bytes) -> list[tuple[bytes, bytes]]:
+        if kind in (RawKind.MANIFEST, RawKind.MANIFEST_KEYS):
+            name = hashlib.blake2b(name, digest_size=16).digest()
+        prefix = namespace + name
         with closing(sqlite3.connect(self.path)) as db:
-            find = f"SELECT rowid, {column} FROM {table} WHERE {condition} ORDER BY rowid"
-            return db.execute(find, (namespace, key)).fetchall()
+            find = f"SELECT key, value FROM {TABLE_OF[kind]} WHERE substr(key, 1, ?) = ? ORDER BY key"
+            return db.execute(find, (len(prefix), prefix)).fetchall()
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def directory() -> Iterator[Path]:
 
 class TestSqliteBackend(BackendConformance):
     driver = SqliteBackend
-    changes_kept = CHANGES_KEPT
+    changes_kept = LOG_ENTRIES
 
     @pytest.fixture
     def url(self, directory: Path) -> str:

@@ -20,7 +20,7 @@ from persistkv.base import (
     RequestOffloadingContext,
 )
 from persistkv.cpu.common import CPULoadStoreSpec
-from persistkv.cpu.policies.registry import cache_policy_class
+from persistkv.cpu.policies import CACHE_POLICIES
 from persistkv.errors import ConfigurationError
 
 _BEING_WRITTEN = -1  # in place of a number of readers
@@ -49,7 +49,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._refs: list[int] = [0] * num_blocks
         self._free: list[int] = list(range(num_blocks - 1, -1, -1))
         self._num_evictable = 0
-        self._policy = cache_policy_class(cache_policy)(num_blocks, self._refs)
+        self._policy = CACHE_POLICIES.get(cache_policy)(num_blocks, self._refs)
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:

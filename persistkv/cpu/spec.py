@@ -20,7 +20,7 @@ from persistkv.config import convert_options, parse_size
 from persistkv.cpu.common import CPULoadStoreSpec
 from persistkv.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from persistkv.cpu.layout import cell_bytes
-from persistkv.cpu.policies.registry import cache_policy_class
+from persistkv.cpu.policies import CACHE_POLICIES
 from persistkv.cpu.primary import CPUPrimaryTierOffloadingManager
 from persistkv.cpu.reuse_manager import MAX_TRACKER_SIZE, FilterReusedOffloadingManager
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion, row_stride_bytes
@@ -90,7 +90,7 @@ class CPUOffloadingSpec(OffloadingSpec):
             raise ConfigurationError("store_threshold", self.options.store_threshold, expected)
         if self.options.max_tracker_size < 1:
             raise ConfigurationError("max_tracker_size", self.options.max_tracker_size, "1 block or more")
-        cache_policy_class(self.options.eviction_policy, option="eviction_policy")
+        CACHE_POLICIES.get(self.options.eviction_policy)
         size = parse_size(self.options.cpu_bytes_to_use, name="cpu_bytes_to_use")
         self.num_blocks = size // self.row_stride
         if not self.num_blocks:

@@ -6,23 +6,18 @@ any thread, by several at once and beside any other call; the other methods by o
 
 **Eviction.** A store with a capacity makes room by itself, in ``commit``, over all its namespaces:
 
-1. Each commit that uses something (writes it, or names it in ``touches``) is one moment. All that may go is listed by
-   places, the first to go first; of one place, the packs that lie deeper in their chains, those of unknown depth before
-   all, and manifests last. What is new is listed at its moment. A pack that is used again at moment n and was listed at
-   p, before it, is listed at n + (n - p); one that was listed at n or behind it stays there. So what came back after a
-   pause is kept for as long again, and what is asked for once and never more does not push it out. Moments are counted,
-   not timed, so that clocks do not matter. (A driver whose handles hear of uses in different orders goes by the time of
-   the last use instead, and by the moment of it.)
-2. With a request's manifest its whole chain is touched, and none of a chain that stands in order is listed before what
-   stands behind it: a prefix does not go before what depends on it.
+1. The order is that of the last use. Each commit that uses something (writes it, or names it in ``touches``) is one
+   moment. Of what was used at the same moment, the packs that are deeper in their chains are evicted first, those of
+   unknown depth before all, and manifests last. Moments are counted, not timed, so that clocks do not matter. (A driver
+   whose handles hear of uses in different orders goes by the time of the last use instead.)
+2. With a request's manifest its whole chain is touched: a prefix is never evicted before what depends on it.
 3. A pack takes the manifests that name it with it: what is left of such a request is found by its keys, but it is not
    the whole context that a manifest promises. Packs that stand behind it in such a manifest cannot be reached without
    it, and go too where no other manifest names them. What cannot be reached and stands in no manifest is not used any
    more, and goes in its turn.
 4. A manifest is used when it is written; packs that later requests use do not keep it.
 5. Neither a pinned manifest nor its packs are evicted or expire. ``deletions`` and ``bad`` delete them all the same.
-6. With a ttl, what was not used for so long goes with the next commits, whether room is needed or not, and wherever it
-   is listed.
+6. With a ttl, what was not used for so long goes with the next commits, whether room is needed or not.
 """
 
 from __future__ import annotations

@@ -1,63 +1,99 @@
-"""What is durable in a namespace, as far as one handle on it knows: the index, and the news of how it moved.
+"""One namespace of an open backend: its blocking calls, the index of durable keys, and the news since the last look.
 
-Its flows are begun with ``Executor.begin_write``, so that what they learn is applied in the order in which it happened.
+Its flows are begun with ``Executor.begin_write``: their results are applied in the order of the calls.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TypeVar
 
 from persistkv.config import RowLayout
-from persistkv.errors import StoreError
-from persistkv.storage.backend import Changes, CommitResult
+from persistkv.errors import StoreError, StoreFullError
+from persistkv.storage.backend import Backend, Changes, CommitBatch, CommitResult
 from persistkv.storage.ending import ManifestMaker
+from persistkv.storage.executor import Executor
 from persistkv.storage.index import HeldPack, Index
-from persistkv.storage.medium import Medium
 from persistkv.storage.memory import give_back, no_collections
 from persistkv.storage.pack_writer import PackWriter
 from persistkv.storage.records import News, StoreCounters
-from persistkv.storage.shortening import removal
+from persistkv.storage.shortening import removal, requests_naming
 
 logger = logging.getLogger(__name__)
 
+_COMPLAIN_S = 60.0  # seconds between warnings that blocks are dropped
 _QUARANTINE_ATTEMPTS = 3
+
+T = TypeVar("T")
 
 
 class Catalogue:
     """See the top of this file."""
 
-    def __init__(self, medium: Medium, counters: StoreCounters, layout: RowLayout) -> None:
+    def __init__(
+        self, backend: Backend, namespace: bytes, executor: Executor, counters: StoreCounters, layout: RowLayout
+    ) -> None:
         """Read the whole catalogue, at once; nothing of it is news.
 
         :raises StoreError: it does not read.
         """
+        self.backend = backend
+        self.namespace = namespace
+        self.executor = executor
         self.index = Index()
         self.cursor: bytes | None = None
         """Up to which changes are known; None: what is known is not to be trusted."""
         self.news = News()
-        self._medium = medium
         self._counters = counters
         self._block_bytes = [group.block_bytes for group in layout.groups]
         self._distrusted: dict[bytes, HeldPack] = {}
         """Packs that left the index because they did not read, as long as nothing was heard of them."""
+        self._complained_at: float | None = None
         with no_collections():
-            self._learn(medium.backend.changes(medium.namespace, None))
+            self._learn(backend.changes(namespace, None))
         give_back()  # some 50 bytes a block
+
+    async def call(self, call: Callable[[], T]) -> T:
+        """Run a blocking call on the backend with ``Executor.write``.
+
+        :raises StoreError: whatever the call raised: no memory to encode a frame and a fault of a driver cost what the
+            call was for, and not the store.
+        """
+        try:
+            return await self.executor.write(call)
+        except StoreError:
+            raise
+        except Exception as error:
+            raise StoreError(f"{type(error).__name__}: {error}") from error
+
+    async def commit(self, batch: CommitBatch) -> CommitResult:
+        """As ``Backend.commit``; once it has ended, also by raising, the blocks of its packs are not read any more."""
+        return await self.call(partial(_commit, self.backend, self.namespace, batch))
+
+    def complain(self, error: StoreError) -> None:
+        """Warn, at most once a minute: a full store would fill the log."""
+        now = time.monotonic()
+        if self._complained_at is None or now - self._complained_at >= _COMPLAIN_S:
+            self._complained_at = now
+            kind = "the store is full" if isinstance(error, StoreFullError) else "the store failed"
+            logger.warning("%s (%s); what it was given is dropped", kind, str(error))  # the error holds rows
 
     async def refresh(self) -> None:
         """Learn what others committed and deleted.
 
         :raises StoreError: the medium failed; nothing was learnt.
         """
-        self._learn(await self._medium.changes(self.cursor))
+        self._learn(await self.call(partial(self.backend.changes, self.namespace, self.cursor)))
 
     async def refresh_or_complain(self) -> None:
         """The same, but a failure is only told."""
         try:
             await self.refresh()
         except StoreError as error:
-            self._medium.complain(error)
+            self.complain(error)
 
     def _learn(self, changes: Changes) -> None:
         if changes.reset:
@@ -91,7 +127,7 @@ class Catalogue:
             if writer.written:
                 self._stored(writer)
         self.count_held([writer for writer in writers if not writer.written])
-        mine = [pack for pack in result.evicted if pack.namespace == self._medium.namespace]
+        mine = [pack for pack in result.evicted if pack.namespace == self.namespace]
         self._counters.evicted_blocks += sum(len(pack.keys) for pack in mine)
         self._forget([pack.pack_id for pack in mine])
         if unknown and followed:
@@ -127,13 +163,13 @@ class Catalogue:
             try:
                 await self.refresh()
             except StoreError as error:  # nobody can tell whether they are the same
-                self._medium.complain(error)
+                self.complain(error)
                 for pack in self._distrusted.values():
                     self.news.stored += self.index.restore(pack)
                 self._distrusted.clear()
                 return
             bad = list(self._distrusted)
-            if not bad or not self._medium.backend.capabilities.writable:
+            if not bad or not self.backend.capabilities.writable:
                 return
             if await self._delete(bad):
                 return
@@ -142,10 +178,10 @@ class Catalogue:
         """Delete packs as our last look saw them; False: others have committed since, and may have replaced them."""
         try:
             maker = ManifestMaker(self.index, self._block_bytes, ())  # the index does not know them any more
-            batch = removal(bad, await self._medium.requests_naming(bad), maker, self.cursor)
-            result = await self._medium.commit(batch)
+            requests = await self.call(partial(requests_naming, self.backend, self.namespace, bad))
+            result = await self.commit(removal(bad, requests, maker, self.cursor))
         except StoreError as error:
-            self._medium.complain(error)
+            self.complain(error)
         else:
             if result.stale:
                 return False
@@ -172,3 +208,13 @@ class Catalogue:
         """What came and went since the last call."""
         news, self.news = self.news, News()
         return news
+
+
+def _commit(backend: Backend, namespace: bytes, batch: CommitBatch) -> CommitResult:
+    for writer in batch.packs:
+        writer.restart()
+    try:
+        return backend.commit(namespace, batch)
+    finally:
+        for writer in batch.packs:
+            writer.settle()

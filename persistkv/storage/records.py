@@ -29,9 +29,6 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds between looks for what other processes stored."""
     strict_identity: bool = False
     """Refuse to open where the store holds other identities only."""
-    resume_from: str = ""
-    """URL of a nearer store behind the same engine: what a crash kept from being written here is copied from it after a
-    start (``persistkv.storage.resuming``). Empty: there is none."""
 
 
 class StoreCounters(msgspec.Struct):

@@ -31,14 +31,13 @@ from persistkv.storage.codec import parse_codec
 from persistkv.storage.executor import Executor, InPlaceExecutor
 from persistkv.storage.identity import Identity
 from persistkv.storage.index import Index
-from persistkv.storage.medium import Medium
 from persistkv.storage.memory import MemoryShares
 from persistkv.storage.pack import UNKNOWN_DEPTH
 from persistkv.storage.pack_writer import PackWriter, Segment
 from persistkv.storage.planning import DIRECT_BYTES, Blocks, PlannedPack, plan_packs
 from persistkv.storage.reading import ReadOutcome, make_scratch, part_bytes, plan_reads, read_part
+from persistkv.storage.recent import recent_contexts
 from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions, parse_durability
-from persistkv.storage.resuming import Resumption
 from persistkv.storage.rows import Rows
 from persistkv.storage.staging import Staging
 from persistkv.storage.writing import Outgoing, Writing, slices_of
@@ -76,11 +75,9 @@ class Store:
         self.notice = _notice(backend, identity, options, url)
         """What differs from the nearest namespace, where this one is new beside others; else empty."""
         self.namespace = backend.open_namespace(identity).id
-        self.medium = Medium(backend, self.namespace, executor or InPlaceExecutor())
-        self._catalogue = Catalogue(self.medium, self.counters, rows.layout)
+        executor = executor or InPlaceExecutor()
+        self.catalogue = Catalogue(backend, self.namespace, executor, self.counters, rows.layout)
         self._writable = backend.capabilities.writable
-        resumes = self._writable and options.resume_from
-        self._resumption = Resumption(self.medium, self._catalogue, options.resume_from) if resumes else None
         self._shares = MemoryShares.of(options.staging_bytes)
         self._remote = backend.capabilities.remote
         self._copies_all = self._interval_s is not None or self._remote
@@ -105,19 +102,19 @@ class Store:
     @property
     def index(self) -> Index:
         """Keys that are durable here and can be read."""
-        return self._catalogue.index
+        return self.catalogue.index
 
     def contains(self, key: bytes) -> bool:
         """Whether the key is durable here and can be read."""
-        return key in self._catalogue.index
+        return key in self.catalogue.index
 
     def took(self, key: bytes) -> bool:
         """Whether the key's bytes are durable or copied: its row is not needed any more."""
-        return key in self._catalogue.index or key in self._staging
+        return key in self.catalogue.index or key in self._staging
 
     def took_all(self, keys: Iterable[bytes]) -> bool:
         """Whether ``took`` says so of all of them."""
-        return all(key in self._staging for key in self._catalogue.index.absent(keys))
+        return all(key in self._staging for key in self.catalogue.index.absent(keys))
 
     def in_flight(self, keys: Iterable[bytes]) -> set[bytes]:
         """Those of the keys that are written from rows: whoever offered them keeps his rows meanwhile."""
@@ -147,7 +144,7 @@ class Store:
         self, request: str, keys: Sequence[bytes], block_ids: Sequence[int], depths: Sequence[int] | None
     ) -> Blocks:
         position_of = {key: position for position, key in enumerate(keys)}
-        absent = self._catalogue.index.absent(position_of)
+        absent = self.catalogue.index.absent(position_of)
         if self._flying:
             absent = [key for key in absent if key not in self._flying]
         staged = self._staging.held(absent)
@@ -176,7 +173,7 @@ class Store:
             self._flying.update(segment.keys)
 
     def _writer(self, segments: Sequence[Segment]) -> PackWriter:
-        executor = self.medium.executor
+        executor = self.catalogue.executor
         return PackWriter(self.namespace, self.codec, segments, executor.ahead if executor.threads else None)
 
     @property
@@ -187,7 +184,7 @@ class Store:
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Blocks were used; those that are not held are passed over. Durable with the next commit."""
-        pack_of = self._catalogue.index.pack_of
+        pack_of = self.catalogue.index.pack_of
         self._touch({pack.pack_id: None for key in keys if (pack := pack_of(key)) is not None})
 
     def _touch(self, pack_ids: Mapping[bytes, None]) -> None:
@@ -203,7 +200,7 @@ class Store:
         if len(end.group_keys) != len(self.rows.layout.groups):
             raise ValueError(f"keys of {len(end.group_keys)} groups; there are {len(self.rows.layout.groups)}")
         if not self._writable:
-            self._catalogue.news.persisted.append((end.request, False))
+            self.catalogue.news.persisted.append((end.request, False))
             return
         if not self._ends:
             self._ends_since = time.monotonic()
@@ -226,7 +223,7 @@ class Store:
 
     def seconds_to_work(self) -> float | None:
         """How long the owner may sleep before ``tick`` has something to do; None: until what is written has ended."""
-        if self.medium.executor.writing:
+        if self.catalogue.executor.writing:
             return None
         if self.wants_commit():
             return 0.0
@@ -234,8 +231,6 @@ class Store:
         waits = [self._refreshed + self.options.refresh_s - now, self._seconds_to_upkeep()]
         if (aged := self._staging.seconds_to_due()) is not None:
             waits.append(aged)
-        if self._resumption is not None and (turn := self._resumption.seconds_to_turn) is not None:
-            waits.append(turn)
         if self._ends:
             waits.append(self._ends_since + (self._interval_s or 0.0) - now)
         return max(0.0, min(waits))
@@ -258,7 +253,7 @@ class Store:
             self._when_committed.append(then)
         if not self._commit_waits:
             self._commit_waits = True
-            self.medium.executor.begin_write(self._commit())
+            self.catalogue.executor.begin_write(self._commit())
 
     async def _commit(self) -> None:
         self._commit_waits = False
@@ -268,7 +263,7 @@ class Store:
         if slices or ends or self._touched or not self._seconds_to_upkeep():
             uses, self._touched = list(self._touched), {}
             memory = self._shares.transaction
-            writing = Writing(self.medium, self._catalogue, self.rows.layout, uses, memory, self._ended)
+            writing = Writing(self.catalogue, self.rows.layout, uses, memory, self._ended)
             await writing.run(slices, ends)
             self._committed_at = time.monotonic()
         for call in then:
@@ -311,41 +306,41 @@ class Store:
         if len(keys) != len(block_ids):
             raise ValueError(f"{len(keys)} keys for {len(block_ids)} rows")
         self.rows.check(block_ids)
-        self.medium.executor.begin(self._read(keys, block_ids, then))
+        self.catalogue.executor.begin(self._read(keys, block_ids, then))
 
     async def _read(self, keys: Sequence[bytes], block_ids: Sequence[int], then: Callable[[ReadOutcome], None]) -> None:
-        medium, count = self.medium, len(keys)
-        size = part_bytes(count * self.rows.layout.row_stride, medium.executor.threads, remote=self._remote)
+        catalogue, count = self.catalogue, len(keys)
+        size = part_bytes(count * self.rows.layout.row_stride, catalogue.executor.threads, remote=self._remote)
         bounds = (size, self._shares.part)
-        parts, missing = plan_reads(self._catalogue.index, self.rows, keys, block_ids, *bounds, remote=self._remote)
+        parts, missing = plan_reads(catalogue.index, self.rows, keys, block_ids, *bounds, remote=self._remote)
         self._touch({read.pack.pack_id: None for part in parts for read in part})
         outcome = ReadOutcome(missing)
-        calls = [partial(read_part, medium.backend, self.namespace, self.rows, self._scratch, part) for part in parts]
-        for part in await medium.executor.read(calls):
+        calls = [
+            partial(read_part, catalogue.backend, self.namespace, self.rows, self._scratch, part) for part in parts
+        ]
+        for part in await catalogue.executor.read(calls):
             outcome.add(part)
         self.counters.verification_failures += outcome.bad_frames
         self.counters.missed_blocks += len(outcome.failed)
         self.counters.loaded_blocks += count - len(outcome.failed)
         self.counters.loaded_bytes += outcome.raw_bytes
         if outcome.suspects:  # out of the index before the caller hears of it: what he computes again is not held
-            self._catalogue.distrust(outcome.suspects.values())
-            medium.executor.begin_write(self._catalogue.quarantine())
+            catalogue.distrust(outcome.suspects.values())
+            catalogue.executor.begin_write(catalogue.quarantine())
         then(outcome)
 
     # The rest
 
     def tick(self) -> None:
-        """Begin what is due: a commit, a look for what others stored, a turn of what a crash cut off."""
-        executor = self.medium.executor
+        """Begin what is due: a commit, or a look for what others stored."""
+        executor = self.catalogue.executor
         if executor.writing:
             return
         if self.wants_commit() or not self._seconds_to_upkeep():
             self.begin_commit()
         if not executor.writing and time.monotonic() - self._refreshed >= self.options.refresh_s:
             self._refreshed = time.monotonic()
-            executor.begin_write(self._catalogue.refresh_or_complain())
-        if not executor.writing and self._resumption is not None and self._resumption.seconds_to_turn == 0.0:
-            executor.begin_write(self._resumption.turn())
+            executor.begin_write(self.catalogue.refresh_or_complain())
 
     @property
     def staged_bytes(self) -> int:
@@ -354,20 +349,22 @@ class Store:
 
     async def stats(self) -> BackendStats:
         """Totals of the whole store, once what is being written has ended; as ``Backend.stats``."""
-        return await self.medium.stats()
+        return await self.catalogue.call(self.catalogue.backend.stats)
 
     async def recent(self, max_blocks: int, engine: str = "", *, only_asked: bool = False) -> list[list[bytes]]:
         """The contexts that were asked for, and those used last; see ``recent_contexts``."""
-        return await self.medium.recent(self.contains, max_blocks, engine, only_asked=only_asked)
+        where = self.catalogue.backend, self.namespace
+        call = partial(recent_contexts, *where, self.contains, max_blocks, engine, only_asked=only_asked)
+        return await self.catalogue.call(call)
 
     @property
     def news(self) -> News:
         """What came and went since it was last taken; whoever cannot take it may let go of keys in it."""
-        return self._catalogue.news
+        return self.catalogue.news
 
     def take_news(self) -> News:
         """What came and went since the last call; what opening found is no news."""
-        return self._catalogue.take_news()
+        return self.catalogue.take_news()
 
     # Calls that wait
 
@@ -375,7 +372,7 @@ class Store:
         """Write what waits; it is durable on return, or it was dropped and counted. See ``begin_commit``."""
         ended: list[bool] = []
         self.begin_commit(everything=everything, then=partial(ended.append, True))
-        self.medium.executor.run_until(lambda: bool(ended))
+        self.catalogue.executor.run_until(lambda: bool(ended))
 
     def flush(self) -> None:
         """Write everything that was taken; durable on return, or dropped and counted."""
@@ -386,31 +383,23 @@ class Store:
 
         :raises StoreError: the medium failed; nothing was learnt.
         """
-        executor = self.medium.executor
-        executor.begin_write(self._catalogue.refresh())
+        executor = self.catalogue.executor
+        executor.begin_write(self.catalogue.refresh())
         executor.run_until(lambda: not executor.writing)
 
     def read(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> list[bytes]:
         """Fill rows with the blocks of keys; the keys that could not be served. See ``begin_read``."""
         outcomes: list[ReadOutcome] = []
         self.begin_read(keys, block_ids, outcomes.append)
-        self.medium.executor.run_until(lambda: bool(outcomes))
+        self.catalogue.executor.run_until(lambda: bool(outcomes))
         return outcomes[0].failed
-
-    def stop_resuming(self) -> None:
-        """Copy no more from a nearer store; what is on its way ends."""
-        if self._resumption is not None:
-            self._resumption.stop()
 
     def close(self) -> None:
         """Write what was taken, then release the backend, which is released whatever writing raises; idempotent."""
-        self.stop_resuming()
         try:
             self.flush()
         finally:
-            if self._resumption is not None:
-                self._resumption.close()
-            self.medium.backend.close()
+            self.catalogue.backend.close()
 
 
 def _notice(backend: Backend, identity: Identity, options: StoreOptions, url: str) -> str:

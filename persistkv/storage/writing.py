@@ -14,7 +14,6 @@ from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.catalogue import Catalogue
 from persistkv.storage.ending import ManifestMaker
-from persistkv.storage.medium import Medium
 from persistkv.storage.pack_writer import PackWriter
 from persistkv.storage.records import RequestEnd
 from persistkv.storage.staging import StagedPack
@@ -37,7 +36,6 @@ class Writing:
 
     def __init__(
         self,
-        medium: Medium,
         catalogue: Catalogue,
         layout: RowLayout,
         uses: list[bytes],
@@ -50,7 +48,6 @@ class Writing:
         :param memory: as in ``CommitBatch``.
         :param ended: called with each pack, and whether it is durable, as soon as that is known.
         """
-        self._medium = medium
         self._catalogue = catalogue
         self._block_bytes = [group.block_bytes for group in layout.groups]
         self._uses = uses
@@ -88,12 +85,12 @@ class Writing:
                 seen = catalogue.cursor if retries_left else None
                 written = [manifest for manifest, _ in manifests if manifest is not None]
                 batch = CommitBatch(writers, written, touches=self._uses, seen=seen, memory=self._memory)
-                result = await self._medium.commit(batch)
+                result = await catalogue.commit(batch)
                 if not result.stale:
                     break
                 await catalogue.refresh()
         except StoreError as error:
-            self._medium.complain(error)
+            catalogue.complain(error)
             await catalogue.refresh_or_complain()  # room may have been made although it was not enough
             return False
         await catalogue.committed(writers, result, followed=seen is not None)

@@ -1,4 +1,6 @@
-"""What authors of drivers and tiers test with: conformance suites, sample packs, a store in memory. Needs no torch.
+"""Tools for testing drivers and tiers, without torch.
+
+Conformance suites, sample packs, a backend in memory, and a wrapper that injects faults into any backend.
 
 ``BackendConformance`` needs pytest, and is imported where it is asked for.
 """
@@ -7,12 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from persistkv.testing.faulty import FaultyBackend
 from persistkv.testing.memory import MemoryBackend
 
 if TYPE_CHECKING:
     from persistkv.testing.conformance import BackendConformance
 
-__all__ = ["BackendConformance", "MemoryBackend"]
+__all__ = ["BackendConformance", "FaultyBackend", "MemoryBackend"]
 
 
 def __getattr__(name: str) -> object:

@@ -22,7 +22,7 @@ from persistkv.base import (
     RequestOffloadingContext,
     get_offload_group_idx,
 )
-from persistkv.config import OffloadingConfig, RowLayout, StoreUrl, convert_options, parse_size
+from persistkv.config import OffloadingConfig, RowLayout, convert_options, parse_size
 from persistkv.errors import ConfigurationError
 from persistkv.storage.codec import parse_codec
 from persistkv.storage.host.answers import JobOutcome, StoreStats
@@ -53,9 +53,6 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Where the store runs: ``process``, ``thread`` or ``inline``."""
     strict_identity: bool = False
     """Refuse a store that holds other identities only."""
-    resume_from: str | None = None
-    """The URL of a nearer store that the engine uses too. What a crash kept from being written to this one is copied
-    from there after a start, in the background. None: there is none."""
     queue_bytes: int | str = "1GiB"
     """Bound on the raw bytes of stores in flight; past it they are dropped."""
     staging_bytes: int | str = "256MiB"
@@ -105,7 +102,6 @@ class PersistentTier(SecondaryTierManager):
                     durability=self.options.durability,
                     io_threads=self.options.io_threads,
                     strict_identity=self.options.strict_identity,
-                    resume_from=self.options.resume_from or "",
                 ),
             ),
             max_queue_bytes=parse_size(self.options.queue_bytes, name="queue_bytes"),
@@ -317,8 +313,6 @@ def _checked(options: Mapping[str, Any]) -> PersistentTierOptions:
             raise ConfigurationError(f"{where} option {name}", getattr(checked, name), f"{least:g} seconds or more")
     if not 1 <= checked.io_threads <= MAX_IO_THREADS:
         raise ConfigurationError(f"{where} option io_threads", checked.io_threads, f"1 to {MAX_IO_THREADS}")
-    if checked.resume_from is not None:
-        StoreUrl.parse(checked.resume_from)
     parse_codec(checked.codec)
     parse_durability(checked.durability)
     return checked

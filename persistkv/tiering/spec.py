@@ -11,9 +11,8 @@ from persistkv.base import OffloadingManager
 from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
 from persistkv.cpu.primary import CPUPrimaryTierOffloadingManager
 from persistkv.cpu.spec import CPUOffloadingOptions, CPUOffloadingSpec
-from persistkv.errors import ConfigurationError
 from persistkv.tiering.base import SecondaryTierManager
-from persistkv.tiering.factory import create_secondary_tier, secondary_tier_class
+from persistkv.tiering.factory import SECONDARY_TIERS, create_secondary_tier
 from persistkv.tiering.manager import TieringOffloadingManager
 
 
@@ -48,7 +47,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         for tier in self.options.secondary_tiers:
-            secondary_tier_class(_type_of(tier))
+            SECONDARY_TIERS.get(tier.get("type"))
 
     def make_manager(self) -> OffloadingManager:
         options = self.options
@@ -81,10 +80,3 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             self.num_blocks,
             self.get_region().fd,
         )
-
-
-def _type_of(tier: Mapping[str, Any]) -> str:
-    kind = tier.get("type")
-    if not isinstance(kind, str):
-        raise ConfigurationError("secondary_tiers type", kind, "the name of a tier, such as persistent")
-    return kind

@@ -25,7 +25,8 @@ DEPTHS = (0, 4, 8, UNKNOWN_DEPTH)
 class Held:
     """A pack (number, depth) or a manifest (name, depth 0)."""
 
-    place: int
+    used: int
+    """The moment of its last use; of a manifest, that at which it was written."""
     depth: int
     packs: list[int] = field(default_factory=list)
     pinned: bool = False
@@ -54,12 +55,9 @@ class EvictionMachine(RuleBasedStateMachine):
 
     # The model
 
-    def use(self, number: int, at_least: int = 0) -> int:
-        if number not in self.packs:
-            return at_least
-        held = self.packs[number]
-        held.place = max(held.place, 2 * self.moment - held.place, at_least)
-        return held.place
+    def use(self, number: int) -> None:
+        if number in self.packs:
+            self.packs[number].used = self.moment
 
     def delete(self, number: int) -> set[int]:
         gone = {number} if self.packs.pop(number, None) else set()
@@ -76,14 +74,14 @@ class EvictionMachine(RuleBasedStateMachine):
         while missing:
             pinned = {number for held in self.manifests.values() if held.pinned for number in held.packs}
             order = [
-                (held.place, UNKNOWN_DEPTH - held.depth, 0, number)
+                (held.used, UNKNOWN_DEPTH - held.depth, 0, number)
                 for number, held in self.packs.items()
                 if number not in pinned | self.kept
             ]
             order += [
-                (held.place, UNKNOWN_DEPTH, 1, name)
+                (held.used, UNKNOWN_DEPTH, 1, name)
                 for name, held in self.manifests.items()
-                if not held.pinned and held.place < self.moment
+                if not held.pinned and held.used < self.moment
             ]
             first = min(order)
             if isinstance(first[3], str):
@@ -131,9 +129,8 @@ class EvictionMachine(RuleBasedStateMachine):
             CommitBatch(manifests=[sample_manifest(name, packs=[self.ids[number] for number in numbers])])
         )
         self.manifests[name] = Held(self.moment, 0, numbers, pinned)
-        place = 0
-        for number in reversed(numbers):
-            place = self.use(number, place)
+        for number in numbers:
+            self.use(number)
         self.evict(evicted)
         self.drop_aged_manifests()
 
@@ -165,8 +162,8 @@ class EvictionMachine(RuleBasedStateMachine):
             held = self.manifests.pop(name)
             assert not held.pinned
             pinned = {number for other in self.manifests.values() if other.pinned for number in other.packs}
-            free = [other.place for number, other in self.packs.items() if number not in pinned | self.kept]
-            assert all(held.place < place for place in free), "a younger manifest went before an older pack"
+            free = [other.used for number, other in self.packs.items() if number not in pinned | self.kept]
+            assert all(held.used < used for used in free), "a younger manifest went before an older pack"
 
     @invariant()
     def agree(self) -> None:

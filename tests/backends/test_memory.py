@@ -1,47 +1,50 @@
 """The memory backend against the conformance suite."""
 
+import hashlib
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
 from persistkv.storage.backend import Backend
+from persistkv.storage.catalog import LOG_ENTRIES
 from persistkv.storage.registry import open_backend
 from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
+from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.memory import MemoryBackend
-from persistkv.testing.memory_commit import StoredManifest, StoredPack
+
+TABLE_OF = {
+    RawKind.PAYLOAD: "pieces",
+    RawKind.TABLE: "packs",
+    RawKind.MANIFEST: "manifests",
+    RawKind.MANIFEST_KEYS: "manifest_keys",
+}
 
 
 class RawMemory(RawStore):
     def __init__(self, backend: MemoryBackend) -> None:
-        self.spaces = backend.spaces
+        self.backend = backend
 
     def get(self, kind: RawKind, namespace: bytes, name: bytes) -> bytes:
-        space = self.spaces[namespace]
-        if kind in (RawKind.PAYLOAD, RawKind.TABLE):
-            pack = space.packs[name]
-            return bytes(pack.payload if kind is RawKind.PAYLOAD else pack.table)
-        manifest = space.manifests[name.decode()]
-        return manifest.head if kind is RawKind.MANIFEST else manifest.keys
+        return b"".join(value for _, value in self._held(kind, namespace, name))
 
     def put(self, kind: RawKind, namespace: bytes, name: bytes, data: bytes) -> None:
-        space = self.spaces[namespace]
-        packs, manifests = dict(space.packs), dict(space.manifests)
-        if kind is RawKind.PAYLOAD:
-            packs[name] = StoredPack(packs[name].table, bytearray(data))
-        elif kind is RawKind.TABLE:
-            packs[name] = StoredPack(data, packs[name].payload)
-        elif kind is RawKind.MANIFEST:
-            manifests[name.decode()] = StoredManifest(data, manifests[name.decode()].keys)
-        else:
-            manifests[name.decode()] = StoredManifest(manifests[name.decode()].head, data)
-        self.spaces[namespace] = replace(space, packs=packs, manifests=manifests)
+        held = self._held(kind, namespace, name)
+        with self.backend.rows(write=True) as rows:
+            for key, value in held:
+                rows.put(TABLE_OF[kind], key, data[: len(value)])
+                data = data[len(value) :]
+
+    def _held(self, kind: RawKind, namespace: bytes, name: bytes) -> list[tuple[bytes, bytes]]:
+        if kind in (RawKind.MANIFEST, RawKind.MANIFEST_KEYS):
+            name = hashlib.blake2b(name, digest_size=16).digest()
+        with self.backend.rows() as rows:
+            return [(bytes(key), bytes(value)) for key, value in rows.starting_with(TABLE_OF[kind], namespace + name)]
 
 
 class TestMemoryBackend(BackendConformance):
     driver = MemoryBackend
-    changes_kept = MemoryBackend.changes_kept
+    changes_kept = LOG_ENTRIES
 
     @pytest.fixture
     def url(self) -> str:
@@ -63,9 +66,8 @@ class TestMemoryBackend(BackendConformance):
 
 def test_each_open_is_a_store_of_its_own() -> None:
     first, second = open_backend("memory://one"), open_backend("memory://one")
-    assert isinstance(first, MemoryBackend)
-    assert isinstance(second, MemoryBackend)
-    assert first.spaces is not second.spaces
+    first.open_namespace(sample_identity())
+    assert not list(second.namespaces())
 
 
 def test_package_needs_neither_torch_nor_pytest() -> None:

@@ -328,7 +328,7 @@ def look(url: str, store: Path, known: Known) -> Outcome:
     assert len(opened.index) == len(held), "there are blocks that nobody stored"
     assert not opened.read(held, range(len(held))), "what is there does not read"
     assert all(bytes(rows.places(0, row)[0]) == right[key] for row, key in enumerate(held)), "wrong bytes"
-    backend = opened.medium.backend
+    backend = opened.catalogue.backend
     assert isinstance(backend, LmdbBackend)
     manifests = {manifest.id for manifest in backend.manifests(opened.namespace)}
     assert known.persisted != LAST or str(LAST) in manifests, "the request that was persisted last is gone"

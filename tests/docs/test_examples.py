@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from persistkv.config import convert_options
 from persistkv.integrations.transformers import Engine
 from persistkv.tiering.example import ExampleSecondaryTier
-from persistkv.tiering.factory import secondary_tier_class
+from persistkv.tiering.factory import SECONDARY_TIERS
 from persistkv.tiering.persistent import PersistentTier
 from persistkv.tiering.spec import TieringOffloadingOptions
 from persistkv_tools.cli import main
@@ -92,7 +92,7 @@ def test_configuration_of_tiers() -> None:
     after: dict[str, Any] = {}
     exec(compile(examples("docs/extending.md", "python")[-1], "docs/extending.md", "exec"), after)
     options = convert_options(TieringOffloadingOptions, after["extra_config"], where="offloading")
-    assert [secondary_tier_class(tier["type"]) for tier in options.secondary_tiers] == [
+    assert [SECONDARY_TIERS.get(tier["type"]) for tier in options.secondary_tiers] == [
         ExampleSecondaryTier,
         PersistentTier,
     ]

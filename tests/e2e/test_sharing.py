@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from tests.e2e.engine_process import PROMPT, page_digests
 
 SCRIPT = Path(__file__).with_name("engine_process.py")
 BLOCKS = len(PROMPT) // 16
-PATIENCE_S = 60
 
 pytestmark = pytest.mark.slow
 
@@ -82,12 +80,3 @@ def test_engines_share_a_bucket(
     with open_engine(other_weights, [near(tmp_path, "c"), shared]) as engine:
         result = engine.generate(PROMPT, 12)
         assert (result.stats.restored_tokens, result.tokens) == (0, right)
-
-    # A bucket that the crash kept from being written: the next start of the first engine sees to it.
-    empty = f"s3://{bucket}/{uuid.uuid4().hex}?endpoint_url={endpoint}"
-    with open_engine(checkpoint, [near(tmp_path, "a"), empty]) as engine:
-        until = time.monotonic() + PATIENCE_S
-        while (far := engine.stats().persistent[1].host) is None or far.held_blocks < BLOCKS:
-            assert time.monotonic() < until
-    with open_engine(checkpoint, [near(tmp_path, "d"), empty]) as engine:
-        assert restore(engine, stored) == 688

@@ -34,7 +34,7 @@ from persistkv.storage.pack_writer import PackWriter, Segment
 from persistkv.storage.records import StoreOptions
 from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
-from persistkv.testing.memory import MemoryBackend, StoredPack
+from persistkv.testing.memory import MemoryBackend
 from persistkv.testing.samples import ArraySource
 from persistkv_s3.catalogue import Catalogue
 from persistkv_s3.layout import (
@@ -49,6 +49,7 @@ from persistkv_s3.layout import (
     parse_entries,
     parse_root_object,
 )
+from tests.memory_rows import set_payload, set_table_row
 
 BLOCK = 1024
 STRIDE = 4096
@@ -134,7 +135,7 @@ class Tables(Target):
         _check_table(table)
         if sealed:
             require(table.encode() == data, "the table does not encode to what it was parsed of")
-        _serve(number, StoredPack(data, bytearray(PAYLOADS[number])), exact=not sealed)
+        _serve(number, data, PAYLOADS[number], exact=not sealed)
         return True
 
 
@@ -162,7 +163,7 @@ class Payloads(Target):
         table = PACKS[number].table
         if sealed:
             table = _resealed(table, data)
-        return _serve(number, StoredPack(table.encode(), bytearray(data)), exact=not sealed)
+        return _serve(number, table.encode(), data, exact=not sealed)
 
 
 def _resealed(table: PackTable, payload: bytes) -> PackTable:
@@ -175,12 +176,13 @@ def _resealed(table: PackTable, payload: bytes) -> PackTable:
     return msgspec.structs.replace(table, packed_frames=pack_frames(frames))
 
 
-def _serve(number: int, at_rest: StoredPack, *, exact: bool) -> bool:
+def _serve(number: int, table: bytes, payload: bytes, *, exact: bool) -> bool:
     """Open a store on a damaged pack and read all its blocks; whether any was served."""
     backend = MemoryBackend()
     namespace = backend.open_namespace(IDENTITY).id
     backend.commit(namespace, CommitBatch([PACKS[number]]))
-    backend.spaces[namespace].packs[PACKS[number].pack_id] = at_rest
+    set_table_row(backend, namespace, PACKS[number].pack_id, table)
+    set_payload(backend, namespace, PACKS[number].pack_id, payload)
     memory = bytearray(b"\xaa" * (10 * STRIDE))
     store = Store(backend, IDENTITY, Rows(memoryview(memory), LAYOUT), StoreOptions(), url="memory://fuzz")
     wanted = [

@@ -152,7 +152,7 @@ def stored_objects(client: object, bucket: str, prefix: str) -> list[str]:
 def problems_of(url: str, bucket: str, client: object, reports: list[Report]) -> list[str]:
     """What is not as it has to be."""
     store = open_store(url)
-    backend = store.medium.backend
+    backend = store.catalogue.backend
     assert isinstance(backend, S3Backend)
     durable = sorted(set().union(*(report.keys for report in reports)))
     problems = [f"{report.wrong} wrong blocks were read" for report in reports if report.wrong]

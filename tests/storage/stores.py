@@ -1,17 +1,17 @@
-"""What the tests of stores share: ends of requests, manifests, rows, a backend that fails."""
+"""What the tests of stores share: ends of requests, manifests, rows, faults."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from persistkv.errors import StoreError, StoreFullError
-from persistkv.storage.backend import Backend, CommitBatch, CommitResult
-from persistkv.storage.identity import Identity
+from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.manifest import RequestManifest
 from persistkv.storage.records import RequestEnd
 from persistkv.storage.store import Store
+from persistkv.testing import FaultyBackend
 
 
 def end(request: str, *chains: list[bytes], tokens: int | None = None, **more: Any) -> RequestEnd:
@@ -20,7 +20,7 @@ def end(request: str, *chains: list[bytes], tokens: int | None = None, **more: A
 
 
 def manifests(store: Store) -> list[RequestManifest]:
-    return sorted(store.medium.backend.manifests(store.namespace), key=lambda manifest: manifest.id)
+    return sorted(store.catalogue.backend.manifests(store.namespace), key=lambda manifest: manifest.id)
 
 
 def refill(store: Store) -> np.ndarray[Any, Any]:
@@ -30,52 +30,18 @@ def refill(store: Store) -> np.ndarray[Any, Any]:
     return before
 
 
-class FailingBackend(Backend):
-    """Passes everything on, but what it is told to fail."""
+def inject_faults(store: Store) -> FaultyBackend[Backend]:
+    """Wrap the store's backend."""
+    backend = store.catalogue.backend = FaultyBackend.of(store.catalogue.backend)
+    return backend
 
-    def __init__(self, inner: Backend) -> None:
-        self.inner = inner
-        self.commit_errors: list[StoreError] = []
-        self.max_packs: int | None = None
-        self.read_error: StoreError | None = None
-        self.flip = False
 
-    @classmethod
-    def open(cls, *args: Any, **kwargs: Any) -> Backend:
-        raise NotImplementedError
+def flip_reads(backend: FaultyBackend[Backend], pack_id: bytes | None = None) -> None:
+    """Have each read flip a bit, of this pack if one is named."""
 
-    def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
-        if self.commit_errors:
-            raise self.commit_errors.pop(0)
-        if self.max_packs is not None and len(batch.packs) > self.max_packs:
-            raise StoreFullError("too many packs")
-        return self.inner.commit(namespace, batch)
-
-    def read(self, namespace: bytes, spans: Any) -> list[bool]:
-        if self.read_error:
-            raise self.read_error
-        filled = self.inner.read(namespace, spans)
-        if self.flip:
-            spans[0].buffers[0][11] ^= 1
+    def flip(filled: list[bool], namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+        for span in [span for span in spans if pack_id in (None, span.pack_id)][:1]:
+            span.buffers[0][11] ^= 1
         return filled
 
-    def namespaces(self) -> Any:
-        return self.inner.namespaces()
-
-    def open_namespace(self, identity: Identity) -> Any:
-        return self.inner.open_namespace(identity)
-
-    def changes(self, namespace: bytes, cursor: bytes | None) -> Any:
-        return self.inner.changes(namespace, cursor)
-
-    def manifests(self, namespace: bytes) -> Any:
-        return self.inner.manifests(namespace)
-
-    def manifest_keys(self, namespace: bytes, manifest_id: str) -> Any:
-        return self.inner.manifest_keys(namespace, manifest_id)
-
-    def stats(self) -> Any:
-        return self.inner.stats()
-
-    def close(self) -> None:
-        self.inner.close()
+    backend.after("read", flip)

@@ -8,30 +8,18 @@ from typing import Any
 import pytest
 
 from persistkv.errors import StoreError
-from persistkv.storage.backend import Changes, CommitBatch, CommitResult
+from persistkv.storage.backend import CommitBatch
 from persistkv.storage.records import RequestEnd
 from persistkv.storage.store import Store
+from tests.storage.stores import flip_reads, inject_faults
 
 Keys = Callable[..., list[bytes]]
 OpenStore = Callable[..., Store]
 
 
-def flip_what_is_read(store: Store, patch: pytest.MonkeyPatch, pack_id: bytes | None = None) -> None:
-    """The medium hands over a wrong byte, of this pack if one is named."""
-    read = store.medium.backend.read
-
-    def flipped(namespace: bytes, spans: Any) -> list[bool]:
-        filled = read(namespace, spans)
-        for span in [span for span in spans if pack_id in (None, span.pack_id)][:1]:
-            span.buffers[0][11] ^= 1
-        return filled
-
-    patch.setattr(store.medium.backend, "read", flipped)
-
-
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_bad_pack_shortens_its_request_and_costs_no_other(
-    open_store: OpenStore, store_url: str, keys: Keys, monkeypatch: pytest.MonkeyPatch, bad: int
+    open_store: OpenStore, store_url: str, keys: Keys, bad: int
 ) -> None:
     store = open_store(store_url)
     names, rows = keys(12), range(12)
@@ -40,15 +28,15 @@ def test_a_bad_pack_shortens_its_request_and_costs_no_other(
         store.flush()
     store.end_request(RequestEnd("r", "m", (names,), 12 * 16, 16))
     store.flush()
-    backend = store.medium.backend
+    backend = inject_faults(store)
     backend.commit(store.namespace, CommitBatch(pins=[("m", True)]))
     (before,) = backend.manifests(store.namespace)
     lost = names[4 * bad : 4 * bad + 4]
     where = store.index.pack_of(lost[0])
     assert where is not None
-    with monkeypatch.context() as patch:
-        flip_what_is_read(store, patch, where.pack_id)
-        assert store.read(names, rows) == lost
+    flip_reads(backend, where.pack_id)
+    assert store.read(names, rows) == lost
+    backend.heal()
     good = [key for key in names if key not in lost]
     assert store.read(good, rows[:8]) == []
     found = list(backend.manifests(store.namespace))
@@ -64,8 +52,8 @@ def test_a_bad_pack_shortens_its_request_and_costs_no_other(
 
 def replace(store: Store, names: list[bytes]) -> None:
     """Delete the pack of these keys, and store other bytes under them: the pack's name is the same."""
-    tables = store.medium.backend.changes(store.namespace, None).added
-    store.medium.backend.commit(store.namespace, CommitBatch(deletions=[table.pack_id for table in tables]))
+    tables = store.catalogue.backend.changes(store.namespace, None).added
+    store.catalogue.backend.commit(store.namespace, CommitBatch(deletions=[table.pack_id for table in tables]))
     store.refresh()
     store.rows.array[:] ^= 0xFF
     store.put("r", names, range(64), None)
@@ -73,47 +61,42 @@ def replace(store: Store, names: list[bytes]) -> None:
 
 
 def test_nothing_is_deleted_where_the_catalogue_cannot_be_looked_at(
-    open_store: OpenStore, store_url: str, keys: Keys, monkeypatch: pytest.MonkeyPatch
+    open_store: OpenStore, store_url: str, keys: Keys
 ) -> None:
     """Nobody can tell whether what does not verify was merely replaced."""
     store = open_store(store_url)
     names = keys(64)
     store.put("r", names, range(64), None)
     store.commit()
-
-    def fail(*_: object) -> Changes:
-        raise StoreError("it does not answer")
-
-    with monkeypatch.context() as patch:
-        flip_what_is_read(store, patch)
-        patch.setattr(store.medium.backend, "changes", fail)
-        assert store.read(names, range(64))
+    backend = inject_faults(store)
+    flip_reads(backend)
+    backend.fail("changes", StoreError("it does not answer"))
+    assert store.read(names, range(64))
+    backend.heal()
     assert all(map(store.contains, names))
     assert store.read(names, range(64)) == []
 
 
 def test_what_was_replaced_between_look_and_deletion_is_not_deleted(
-    open_store: OpenStore, keys: Keys, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    open_store: OpenStore, keys: Keys, tmp_path: Any
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     ours, theirs = open_store(url), open_store(url)
     names = keys(64)
     ours.put("r", names, range(64), None)
     ours.commit()
-    backend = ours.medium.backend
-    commit = backend.commit
+    backend = inject_faults(ours)
     left = [True]
 
-    def beaten(namespace: bytes, batch: CommitBatch) -> CommitResult:
+    def replace_before(namespace: bytes, batch: CommitBatch) -> None:
         if batch.bad and left:
             left.clear()
             replace(theirs, names)
-        return commit(namespace, batch)
 
-    with monkeypatch.context() as patch:
-        flip_what_is_read(ours, patch)
-        patch.setattr(backend, "commit", beaten)
-        assert ours.read(names, range(64))
+    flip_reads(backend)
+    backend.before("commit", replace_before)
+    assert ours.read(names, range(64))
+    backend.heal()
     assert not left
     assert all(map(theirs.contains, names))
     assert theirs.read(names, range(64)) == []
@@ -128,8 +111,8 @@ def test_what_went_meanwhile_is_no_damage(
     names = keys(64)
     ours.put("r", names, range(64), None)
     ours.commit()
-    (table,) = theirs.medium.backend.changes(theirs.namespace, None).added
-    theirs.medium.backend.commit(theirs.namespace, CommitBatch(deletions=[table.pack_id]))
+    (table,) = theirs.catalogue.backend.changes(theirs.namespace, None).added
+    theirs.catalogue.backend.commit(theirs.namespace, CommitBatch(deletions=[table.pack_id]))
     assert ours.read(names, range(64)) == names
     assert "do not verify" not in caplog.text
     assert ours.counters.verification_failures == 0
@@ -143,7 +126,7 @@ def test_a_handle_that_lost_its_place_learns_what_it_missed(open_store: OpenStor
     url = f"lmdb://{tmp_path}/store"
     ours, theirs = open_store(url), open_store(url)
     foreign, mine = keys(1), keys(64)
-    ours._catalogue.cursor = None
+    ours.catalogue.cursor = None
     theirs.put("r", foreign, [0], None)
     theirs.flush()
     ours.put("r", mine, range(64), None)

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from persistkv.errors import ConfigurationError, CorruptPackError, IdentityMismatchError
-from persistkv.storage.backend import CommitBatch, CommitResult, ReadSpan
+from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.identity import Identity
 from persistkv.storage.pack import PackTable
 from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
-from tests.storage.stores import FailingBackend, end, manifests, refill
+from persistkv.testing.conformance.suite import tables
+from tests.memory_rows import payload
+from tests.storage.stores import end, inject_faults, manifests, refill
 
 Keys = Callable[..., list[bytes]]
 OpenStore = Callable[..., Store]
@@ -112,7 +114,7 @@ def test_two_stores_cut_the_same_packs_of_one_prefix(
         for run in runs:
             store.put("r", [names[i] for i in run], list(run), list(run))
         store.flush()
-        cut.append({table.pack_id for table in store.medium.backend.changes(store.namespace, None).added})
+        cut.append({table.pack_id for table in store.catalogue.backend.changes(store.namespace, None).added})
     assert cut[0] == cut[1]
     assert len(cut[0]) == 3
 
@@ -128,7 +130,7 @@ def test_a_manifest_tells_of_the_whole_context(store_url: str, open_store: OpenS
     (manifest,) = manifests(store)
     assert (manifest.id, manifest.tokens, manifest.blocks, manifest.labels) == ("manifest-b", 70, 4, {"user": "x"})
     assert manifest.raw_bytes == 4 * (64 << 10)
-    (chain,) = store.medium.backend.manifest_keys(store.namespace, "manifest-b") or ()
+    (chain,) = store.catalogue.backend.manifest_keys(store.namespace, "manifest-b") or ()
     assert chain.unpack() == names
     assert all(map(store.contains, names)), "what another request staged is written with it"
 
@@ -196,8 +198,8 @@ def test_other_handles_learn_of_what_was_stored_and_deleted(open_store: OpenStor
     writer.commit()
     reader.tick()
     assert sorted(reader.take_news().stored) == sorted(names)
-    tables = writer.medium.backend.changes(writer.namespace, None).added
-    writer.medium.backend.commit(writer.namespace, CommitBatch(deletions=[table.pack_id for table in tables]))
+    tables = writer.catalogue.backend.changes(writer.namespace, None).added
+    writer.catalogue.backend.commit(writer.namespace, CommitBatch(deletions=[table.pack_id for table in tables]))
     reader.tick()
     assert sorted(reader.take_news().removed) == sorted(names)
     assert reader.read(names, range(64)) == names
@@ -213,7 +215,7 @@ def test_a_commit_looks_again_at_what_others_stored(open_store: OpenStore, keys:
     two.commit()
     assert all(map(two.contains, names))
     assert two.counters.stored_blocks == 0
-    assert one.medium.backend.stats().packs == 1
+    assert one.catalogue.backend.stats().packs == 1
 
 
 def test_what_others_commit_before_ours_is_not_passed_over(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
@@ -222,17 +224,13 @@ def test_what_others_commit_before_ours_is_not_passed_over(open_store: OpenStore
     ours, theirs = open_store(url), open_store(url)
     foreign = keys(3)
 
-    class Beaten(FailingBackend):
-        """Somebody else commits before each of our commits."""
-
-        def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
-            if foreign:
-                theirs.put("r", [foreign.pop()], [0], None)
-                theirs.flush()
-            return super().commit(namespace, batch)
+    def commit_before(namespace: bytes, batch: CommitBatch) -> None:
+        if foreign:
+            theirs.put("r", [foreign.pop()], [0], None)
+            theirs.flush()
 
     expected = list(foreign)
-    ours.medium.backend = Beaten(ours.medium.backend)
+    inject_faults(ours).before("commit", commit_before)
     ours.put("r", mine := keys(64), range(64), None)
     ours.commit()
     ours.refresh()
@@ -260,7 +258,7 @@ def test_another_identity_misses_and_is_told_why(open_store: OpenStore, keys: Ke
     other = Identity.of({"weights": "w", "dtype": "bfloat16"})
     with pytest.raises(IdentityMismatchError, match="dtype: 'bfloat16' here, 'float32' stored"):
         open_store(url, identity=other, strict_identity=True)
-    assert len(list(store.medium.backend.namespaces())) == 1, "a refusal creates nothing"
+    assert len(list(store.catalogue.backend.namespaces())) == 1, "a refusal creates nothing"
     stranger = open_store(url, identity=other)
     assert "dtype: 'bfloat16' here, 'float32' stored" in stranger.notice
     assert not any(map(stranger.contains, names))
@@ -278,13 +276,7 @@ def test_readers_take_neighbouring_frames_in_one_span(open_store: OpenStore, key
     store.put("r", names, range(32), None)
     store.flush()
     seen: list[ReadSpan] = []
-
-    class Recording(FailingBackend):
-        def read(self, namespace: bytes, spans: Any) -> list[bool]:
-            seen.extend(spans)
-            return super().read(namespace, spans)
-
-    store.medium.backend = Recording(store.medium.backend)
+    inject_faults(store).before("read", lambda namespace, spans: seen.extend(spans))
     assert store.read(names, range(32)) == []
     assert len(seen) == 1
     assert sum(map(len, seen[0].buffers)) == 32 * (64 << 10)
@@ -295,12 +287,13 @@ def test_a_pack_alone_is_enough(open_store: OpenStore, keys: Keys) -> None:
     names = keys(8)
     store.put("r", names, range(8), range(8))
     store.flush()
-    (pack,) = store.medium.backend.spaces[store.namespace].packs.values()  # type: ignore[attr-defined]
-    table = PackTable.parse(bytes(pack.payload) + pack.table)
+    ((name, held),) = tables(store.catalogue.backend, store.namespace).items()
+    stored = payload(store.catalogue.backend, store.namespace, name)
+    table = PackTable.parse(stored + held.encode())
     assert table.keys.unpack() == names
     assert [frame.depth for frame in table.frames] == [0]
     with pytest.raises(CorruptPackError):
-        PackTable.parse(bytes(pack.payload))
+        PackTable.parse(stored)
 
 
 def test_an_interval_gathers_what_was_taken(store_url: str, open_store: OpenStore, keys: Keys) -> None:

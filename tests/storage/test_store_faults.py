@@ -9,28 +9,30 @@ from typing import Any
 import pytest
 
 from persistkv.errors import ConfigurationError, StoreError, StoreFullError
-from persistkv.storage.backend import CommitBatch
+from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
-from tests.storage.stores import FailingBackend, end, manifests
+from persistkv.testing import FaultyBackend
+from persistkv.testing.conformance.suite import tables
+from tests.memory_rows import set_payload, swap_payloads
+from tests.storage.stores import end, flip_reads, inject_faults, manifests
 
 Keys = Callable[..., list[bytes]]
 OpenStore = Callable[..., Store]
+Failing = tuple[Store, FaultyBackend[Backend]]
 
 
 @pytest.fixture
-def failing(open_store: OpenStore, store_url: str) -> tuple[Store, FailingBackend]:
+def failing(open_store: OpenStore, store_url: str) -> Failing:
     store = open_store(store_url)
-    backend = FailingBackend(store.medium.backend)
-    store.medium.backend = backend
-    return store, backend
+    return store, inject_faults(store)
 
 
 def test_a_failed_commit_costs_its_blocks_and_nothing_else(
-    failing: tuple[Store, FailingBackend], keys: Keys, caplog: pytest.LogCaptureFixture
+    failing: Failing, keys: Keys, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, backend = failing
-    backend.commit_errors = [StoreFullError("no room")]
+    backend.fail("commit", StoreFullError("no room"), times=1)
     lost, kept = keys(64), keys(2)
     store.put("r", lost, range(64), None)
     with caplog.at_level(logging.WARNING):
@@ -48,9 +50,14 @@ def test_a_failed_commit_costs_its_blocks_and_nothing_else(
     assert all(map(store.contains, lost)), "what was dropped can be stored later"
 
 
-def test_one_pack_too_many_costs_only_itself(failing: tuple[Store, FailingBackend], keys: Keys) -> None:
+def test_one_pack_too_many_costs_only_itself(failing: Failing, keys: Keys) -> None:
     store, backend = failing
-    backend.max_packs = 1
+
+    def refuse_two(namespace: bytes, batch: CommitBatch) -> None:
+        if len(batch.packs) > 1:
+            raise StoreFullError("too many packs")
+
+    backend.before("commit", refuse_two)
     first, second = keys(64), keys(64)
     store.put("a", first, range(64), None)
     store.put("b", second, range(64), None)
@@ -60,14 +67,14 @@ def test_one_pack_too_many_costs_only_itself(failing: tuple[Store, FailingBacken
     assert [manifest.id for manifest in manifests(store)] == ["manifest-a"]
 
 
-def test_a_failed_read_is_a_miss_and_deletes_nothing(failing: tuple[Store, FailingBackend], keys: Keys) -> None:
+def test_a_failed_read_is_a_miss_and_deletes_nothing(failing: Failing, keys: Keys) -> None:
     store, backend = failing
     names = keys(64)
     store.put("r", names, range(64), None)
     store.commit()
-    backend.read_error = StoreError("the disk does not answer")
+    backend.fail("read", StoreError("the disk does not answer"))
     assert store.read(names, range(64)) == names
-    backend.read_error = None
+    backend.heal()
     assert store.read(names, range(64)) == []
 
 
@@ -77,16 +84,15 @@ def test_a_flipped_byte_is_a_miss_and_the_pack_is_deleted(
 ) -> None:
     store = open_store(store_url, codec=codec)
     store.rows.array[:, ::2] = 0
-    backend = FailingBackend(store.medium.backend)
-    store.medium.backend = backend
+    backend = inject_faults(store)
     names = keys(32)
     store.put("r", names, range(32), range(32))
     store.flush()
     store.take_news()
-    backend.flip = True
+    flip_reads(backend)
     with caplog.at_level(logging.WARNING):
         failed = store.read(names, range(32))
-    backend.flip = False
+    backend.heal()
     assert failed, "a flipped byte was served"
     assert set(failed) < set(names)
     assert "do not verify" in caplog.text
@@ -106,8 +112,8 @@ def test_a_pack_that_was_replaced_is_not_deleted(open_store: OpenStore, keys: Ke
     ours.put("r", names, range(64), None)
     ours.commit()
     theirs.refresh()
-    tables = theirs.medium.backend.changes(theirs.namespace, None).added
-    theirs.medium.backend.commit(theirs.namespace, CommitBatch(deletions=[table.pack_id for table in tables]))
+    tables = theirs.catalogue.backend.changes(theirs.namespace, None).added
+    theirs.catalogue.backend.commit(theirs.namespace, CommitBatch(deletions=[table.pack_id for table in tables]))
     theirs.refresh()
     theirs.rows.array[:] ^= 0xFF
     theirs.put("r", names, range(64), None)
@@ -128,9 +134,8 @@ def test_a_pack_without_its_payload_heals(open_store: OpenStore, keys: Keys) -> 
         store.put("r", names, range(64), None)
         store.commit()
         assert store.read(names, range(64)) == []
-        packs = store.medium.backend.spaces[store.namespace].packs  # type: ignore[attr-defined]
-        (name,) = packs
-        packs[name] = packs[name]._replace(payload=bytearray())
+        (name,) = tables(store.catalogue.backend, store.namespace)
+        set_payload(store.catalogue.backend, store.namespace, name, b"")
         assert store.read(names, range(64)) == names
         assert not any(map(store.contains, names))
 
@@ -154,11 +159,9 @@ def test_a_codec_of_another_release_is_a_miss_and_no_damage(
     assert store.read(names, range(64)) == []
 
 
-def test_a_full_store_says_so_once(
-    failing: tuple[Store, FailingBackend], keys: Keys, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_store_says_so_once(failing: Failing, keys: Keys, caplog: pytest.LogCaptureFixture) -> None:
     store, backend = failing
-    backend.commit_errors = [StoreFullError("no room")] * 10
+    backend.fail("commit", StoreFullError("no room"), times=10)
     for _ in range(5):
         store.put("r", keys(64), range(64), None)
         store.commit()
@@ -176,12 +179,7 @@ def test_a_block_in_the_place_of_another_does_not_verify(open_store: OpenStore, 
     store.rows.array[:] ^= 0xFF
     store.put("b", two, range(64), None)
     store.commit()
-    packs = store.medium.backend.spaces[store.namespace].packs  # type: ignore[attr-defined]
-    first, second = packs
-    packs[first], packs[second] = (
-        packs[first]._replace(payload=packs[second].payload),
-        packs[second]._replace(payload=packs[first].payload),
-    )
+    swap_payloads(store.catalogue.backend, store.namespace, *tables(store.catalogue.backend, store.namespace))
     assert store.read(one, range(64)) == one
     assert store.read(two, range(64)) == two
 

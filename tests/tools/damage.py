@@ -10,10 +10,11 @@ from typing import NamedTuple
 import lmdb
 
 from persistkv.config import PAGE_BYTES, StoreUrl
+from persistkv.storage.catalog.pieces import PIECE_BYTES
+from persistkv.storage.catalog.records import SEQUENCE, manifest_row
 from persistkv.storage.pack import PackTable
 from persistkv.storage.registry import open_backend
-from persistkv_lmdb.layout import SEQUENCE, Databases, manifest_row
-from persistkv_lmdb.pieces import PIECE_BYTES
+from persistkv_lmdb.layout import Databases
 from tests.tools.contexts import Contexts
 
 _TABLE_PREFIX = SEQUENCE.size

@@ -6,11 +6,39 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 
 def obey_ctrl_c() -> None:
     """For ``preexec_fn``: a shell's background jobs, and so what a test run started there starts, ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def wait_for_store(process: subprocess.Popen[str], limit_s: float = 60.0) -> None:
+    """Wait until a command, or a child of its, has an LMDB store open.
+
+    :raises TimeoutError: it has not after ``limit_s``.
+    """
+    deadline = time.monotonic() + limit_s
+    while not any("data.mdb" in _mappings(pid) for pid in _family(process.pid)):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no store is open after {limit_s} s")
+        time.sleep(0.05)
+
+
+def _family(pid: int) -> list[int]:
+    found = [pid]
+    for member in found:
+        with suppress(OSError):
+            found += map(int, Path(f"/proc/{member}/task/{member}/children").read_text().split())
+    return found
+
+
+def _mappings(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/maps").read_text()
+    return ""
 
 
 def interrupt(process: subprocess.Popen[str], limit_s: float = 30.0) -> tuple[str, float]:

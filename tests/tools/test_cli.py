@@ -90,9 +90,9 @@ def run_script(script, *arguments):
 # Root is left only where the store is opened: the interpreter's own files may lie where an ordinary user cannot read.
 AS_ORDINARY_USER = f"""
 import os
-from persistkv.storage.registry import backend_class
+from persistkv.storage.registry import BACKENDS
 from persistkv_tools import cli, options
-backend_class("lmdb")
+BACKENDS.get("lmdb")
 open_backend = options.open_backend
 def open_as_ordinary_user(url, **how):
     if os.geteuid() == 0:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.tools.signals import interrupt, obey_ctrl_c
+from tests.tools.signals import interrupt, obey_ctrl_c, wait_for_store
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,8 @@ def test_command_that_waits_interrupted_ends_at_once(contexts, tmp_path, command
         text=True,
         preexec_fn=obey_ctrl_c,
     )
-    time.sleep(2.0)  # its imports take half a second
+    wait_for_store(process)
+    time.sleep(0.5)  # until it waits
     said, took_s = interrupt(process)
     assert (process.returncode, said) == (code, "persistkv: interrupted\n")
     assert took_s < 10

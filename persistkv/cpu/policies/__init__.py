@@ -1,1 +1,12 @@
 """Which block leaves the primary tier next: one interface, LRU and ARC, and a registry for others."""
+
+from __future__ import annotations
+
+from persistkv.cpu.policies.arc import ARCCachePolicy
+from persistkv.cpu.policies.base import CachePolicy
+from persistkv.cpu.policies.lru import LRUCachePolicy
+from persistkv.registry import Registry
+
+CACHE_POLICIES = Registry[CachePolicy](
+    "persistkv.cache_policies", "eviction_policy", CachePolicy, {"lru": LRUCachePolicy, "arc": ARCCachePolicy}
+)

@@ -75,7 +75,7 @@ def build_stack(device: PagedKVCache, identity: Mapping[str, Any], options: Stac
         layout = RowLayout(stride, group_layouts(caches, 1))
         config = OffloadingConfig(identity, device.block_size, layout, num_blocks, region.fd)
         persistent = []
-        for number, url in enumerate(options.urls):
+        for url in options.urls:
             tier = PersistentTier(
                 config,
                 primary.get_kv_memoryview(),
@@ -83,7 +83,6 @@ def build_stack(device: PagedKVCache, identity: Mapping[str, Any], options: Stac
                 codec=options.codec,
                 host=options.host,
                 strict_identity=options.strict_identity,
-                resume_from=options.urls[0] if number else None,
             )
             undo.callback(tier.shutdown)
             persistent.append(tier)

@@ -30,11 +30,6 @@ class Hello(_Message):
     layout: RowLayout
     options: StoreOptions
 
-    def again(self) -> Hello:
-        """What a second start is sent: nothing is resumed twice, for that may be what the first one died of."""
-        options = msgspec.structs.replace(self.options, resume_from="")
-        return msgspec.structs.replace(self, options=options)
-
 
 class StoreJob(_Message):
     """Take blocks out of rows."""

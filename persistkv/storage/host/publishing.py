@@ -23,7 +23,7 @@ class StatusPublisher:
     def __init__(self, store: Store, executor: Executor) -> None:
         self._store = store
         self._executor = executor
-        self._backend = store.medium.backend
+        self._backend = store.catalogue.backend
         self._interval_s = self._backend.status_interval_s
         self.engine = uuid.uuid4().hex
         """The name of its rows."""

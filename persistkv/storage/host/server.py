@@ -130,7 +130,7 @@ class StoreServer:
             traceback.clear_frames(error.__traceback__)  # they hold the rows, which could not be unmapped then
             self._send(_open_failed(error))
         else:
-            self._store, self._executor = store, store.medium.executor
+            self._store, self._executor = store, store.catalogue.executor
             opener.close()
             self._news = NewsTeller(store, self._send, self._congested)
             self._status = StatusPublisher(store, self._executor)
@@ -175,8 +175,8 @@ class StoreServer:
                 capacity,
                 usage.ru_utime + usage.ru_stime,
                 usage.ru_maxrss << 10,
-                dict(store.medium.backend.requests),
-                store.medium.backend.breaker_state,
+                dict(store.catalogue.backend.requests),
+                store.catalogue.backend.breaker_state,
             )
         )
 
@@ -343,8 +343,6 @@ class StoreServer:
             self._executor.run_until(lambda: not self._opening)
         store = self._store
         try:
-            if store is not None:
-                store.stop_resuming()
             if store is not None and finish:
                 self._executor.run_until(self._finished)
                 if self._status is not None:
@@ -354,7 +352,7 @@ class StoreServer:
             self._executor.close()
             self._store = self._news = self._status = self._buffer = None
             if store is not None and not finish:
-                store.medium.backend.close()
+                store.catalogue.backend.close()
 
     def _finished(self) -> bool:
         self._flushed.clear()  # nobody waits for the answer

@@ -50,7 +50,7 @@ class Side:
         """Nothing is started yet; the times are those of ``StoreClient``."""
         self.host = host
         self.hello = hello
-        """What the next start is sent."""
+        """What each start is sent."""
         self.connection: Connection | None = None
         self.state = State.DOWN
         self._counters = counters
@@ -73,7 +73,6 @@ class Side:
     def opened(self) -> None:
         """It says that the store is open."""
         self.state = State.OPEN
-        self.hello = self.hello.again()
 
     def lose(self) -> None:
         """The connection is of no use any more; its process may still touch rows until it is dead."""

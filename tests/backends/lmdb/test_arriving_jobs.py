@@ -57,7 +57,7 @@ def open_whole(open_store, identity):
     yield open_whole
     for store in opened:
         store.close()
-        store.medium.executor.close()
+        store.catalogue.executor.close()
 
 
 def loaded(store, wanted):
@@ -88,8 +88,8 @@ def test_random_jobs_are_the_same_in_both_ways(open_whole, monkeypatch, queues, 
         assert loaded(store, wanted) == [held[number] for number in wanted]
     if codec == "raw":
         needs_aio(queues)
-    monkeypatch.setattr(store.medium.backend._environment.files._arriving, "_refused", True)
-    monkeypatch.setattr(store.medium.backend._environment.files._arriving, "_free", [])
+    monkeypatch.setattr(store.catalogue.backend._environment.files._arriving, "_refused", True)
+    monkeypatch.setattr(store.catalogue.backend._environment.files._arriving, "_free", [])
     assert loaded(store, range(BLOCKS)) == held
 
 
@@ -148,11 +148,11 @@ def test_rows_are_free_once_the_calls_have_ended(open_whole, queues):
     store = open_whole()
     store.put("r", names(0, BLOCKS), range(BLOCKS), None)
     store.flush()
-    store.medium.executor.close()  # of the writer; its threads are not needed any more
-    ending = store.medium.executor = ThreadExecutor(2, lambda: None)
+    store.catalogue.executor.close()  # of the writer; its threads are not needed any more
+    ending = store.catalogue.executor = ThreadExecutor(2, lambda: None)
     store.begin_read(names(0, BLOCKS), range(BLOCKS, 2 * BLOCKS), lambda outcome: None)
     ending.close()
     needs_aio(queues)
     assert all(queue.in_flight == 0 for queue in queues)
     assert np.array_equal(store.rows.array[BLOCKS:], store.rows.array[:BLOCKS])
-    store.medium.executor = ThreadExecutor(2, lambda: None)
+    store.catalogue.executor = ThreadExecutor(2, lambda: None)

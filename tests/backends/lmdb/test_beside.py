@@ -10,10 +10,10 @@ import pytest
 
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.catalog import CatalogTransaction
 from persistkv.testing.samples import sample_pack
 from persistkv_lmdb.beside import Beside
 from persistkv_lmdb.check import find_faults
-from persistkv_lmdb.commit import Commit
 from persistkv_lmdb.room import Amount, Room
 
 SECONDS = 30.0  # of patience
@@ -148,7 +148,7 @@ def test_commit_without_room_leaves_no_write_on_its_way(backend, namespace, plac
     if placement == "inline":
         pytest.skip("LMDB writes its own")
     may_write, writes, running, summed_up, refused, begun = threading.Event(), threading.Event(), [], [], [], []
-    pwritev, sum_up, used, begin = os.pwritev, Commit.sum_up, Room.used, Room.__init__
+    pwritev, sum_up, used, begin = os.pwritev, CatalogTransaction.finish, Room.used, Room.__init__
 
     def slow(*arguments):
         running.append(True)
@@ -176,7 +176,7 @@ def test_commit_without_room_leaves_no_write_on_its_way(backend, namespace, plac
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", slow)
-        patch.setattr(Commit, "sum_up", note_sum)
+        patch.setattr(CatalogTransaction, "finish", note_sum)
         patch.setattr(Room, "used", too_much_once)
         patch.setattr(Room, "__init__", note_begin)
         backend.commit(namespace, CommitBatch([sample_pack(namespace, 1, blocks=3, block_bytes=1 << 20)]))
@@ -207,7 +207,7 @@ def test_undone_transaction_leaves_no_write_on_its_way(backend, namespace, place
     pack = sample_pack(namespace, 1, blocks=3, block_bytes=1 << 20)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", slow)
-        patch.setattr(Commit, "sum_up", fail)
+        patch.setattr(CatalogTransaction, "finish", fail)
         with pytest.raises(StoreError, match="undone"):
             backend.commit(namespace, CommitBatch([pack]))
         assert writes

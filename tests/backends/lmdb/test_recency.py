@@ -1,13 +1,11 @@
 """What the order of eviction is made of, where it is more than what the conformance tests see."""
 
 import struct
-import time
 
 import lmdb
 import pytest
 
 from persistkv.storage.backend import CommitBatch
-from persistkv.testing.conformance.suite import tables
 from persistkv.testing.samples import sample_manifest, sample_pack
 
 HOUR_S = 3600
@@ -26,7 +24,7 @@ def edit(path):
     return edit
 
 
-def test_place_that_no_moment_explains_is_given_up(open_store, closed_pack, edit):
+def test_moment_in_the_future_is_given_up(open_store, closed_pack, edit):
     """Damage must not keep a pack for ever."""
     name = closed_pack.namespace + closed_pack.pack_id
 
@@ -58,27 +56,6 @@ def test_commit_that_makes_room_first_is_one_moment(open_store, identity, edit):
     backend.close()
     clock = edit(lambda txn, meta: txn.get(b"clock", db=meta), "meta")
     assert struct.unpack_from("<Q", clock) == (19,)
-
-
-def test_what_is_old_and_listed_late_is_met_in_turns(open_store, identity, monkeypatch):
-    passed = [0.0]
-    wall, since_boot = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)
-    monkeypatch.setattr(time, "time", lambda: wall + passed[0])
-    monkeypatch.setattr(time, "clock_gettime", lambda _: since_boot + passed[0])
-    backend = open_store("?capacity=64MiB&ttl=1h")
-    namespace = backend.open_namespace(identity).id
-    back, busy = (sample_pack(namespace, seed, blocks=1, block_bytes=1) for seed in range(2))
-    backend.commit(namespace, CommitBatch([back, busy]))
-    for used in (busy, busy, busy, back):
-        backend.commit(namespace, CommitBatch(touches=[used.pack_id]))
-    passed[0] += 0.6 * HOUR_S
-    young = [sample_pack(namespace, seed, blocks=1, block_bytes=1) for seed in range(10, 410)]
-    backend.commit(namespace, CommitBatch(young, touches=[busy.pack_id]))
-    passed[0] += 0.6 * HOUR_S
-    gone = [[table.pack_id for table in backend.commit(namespace, CommitBatch()).evicted] for _ in range(5)]
-    assert gone[0] == [], "so many come before it"
-    assert [pack_id for some in gone for pack_id in some] == [back.pack_id]
-    assert set(tables(backend, namespace)) == {busy.pack_id, *(pack.pack_id for pack in young)}
 
 
 def test_use_within_the_same_second_counts(open_store, identity):

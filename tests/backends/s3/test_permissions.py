@@ -112,7 +112,6 @@ def test_engine_that_only_reads_promotes_and_stores_nothing(open_store: Opener, 
     assert store.take_news().persisted == [("q", False)]
     store.tick()
     store.flush()
-    store.stop_resuming()
     assert set(client.take()) <= {"GET", "HEAD"}, "nothing was even tried"
     assert backend.breaker.state is BreakerState.CLOSED
 

@@ -248,7 +248,7 @@ def test_what_others_store_arrives_without_being_asked_for(
     store.flush()
     wait_for(client, partial(client.contains, keys[7]))
     assert sorted(client.take_stored()) == sorted(keys)
-    store.medium.backend.commit(store.namespace, _deletion(store))
+    store.catalogue.backend.commit(store.namespace, _deletion(store))
     wait_for(client, lambda: not client.contains(keys[7]))
     assert client.counters.load_jobs == client.counters.store_jobs == 0
 
@@ -265,7 +265,7 @@ def test_what_a_driver_logs_in_its_process_reaches_the_engine(
 
 
 def _deletion(store: Store) -> CommitBatch:
-    packs = store.medium.backend.changes(store.namespace, None).added
+    packs = store.catalogue.backend.changes(store.namespace, None).added
     return CommitBatch(deletions=[pack.pack_id for pack in packs])
 
 

@@ -115,7 +115,7 @@ def delete_all_of(client: StoreClient, key: bytes) -> None:
     """The pack that holds a key."""
     store = client._side.connection._server._store  # type: ignore[union-attr]
     pack = store.index.pack_of(key)
-    store.medium.backend.commit(store.namespace, CommitBatch(deletions=[pack.pack_id]))
+    store.catalogue.backend.commit(store.namespace, CommitBatch(deletions=[pack.pack_id]))
 
 
 def test_an_end_that_finds_no_room_is_refused(hosted: Any, monkeypatch: pytest.MonkeyPatch) -> None:

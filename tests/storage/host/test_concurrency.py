@@ -5,31 +5,38 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from persistkv.errors import StoreError
-from persistkv.storage.backend import CommitBatch, CommitResult, ReadSpan
+from persistkv.storage.backend import ReadSpan
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import EndRequest
 from persistkv.storage.keys import PackedKeys
-from persistkv.testing.memory import MemoryBackend
+from persistkv.testing import FaultyBackend, MemoryBackend
+from persistkv.testing.conformance.suite import tables
+from tests.memory_rows import flip
 
 BLOCK = 64 << 10
 PATIENCE_S = 30.0
+T = TypeVar("T")
 
 
 class Gate:
-    """Calls stop here while it is shut."""
+    """Calls of a method stop here while it is shut."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: FaultyBackend[MemoryBackend], method: str) -> None:
         self._open = threading.Event()
         self._open.set()
         self._lock = threading.Lock()
         self.waiting = 0
+        self.running = 0
+        self.most_running = 0
         self.errors: list[str] = []
         """Of the next calls that pass, one each."""
+        backend.before(method, self._enter)
+        backend.after(method, self._leave)
 
     def shut(self) -> None:
         self._open.clear()
@@ -37,41 +44,33 @@ class Gate:
     def open(self) -> None:
         self._open.set()
 
-    def pass_through(self) -> None:
+    def _enter(self, *_: object) -> None:
         with self._lock:
             self.waiting += 1
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
         assert self._open.wait(PATIENCE_S)
         with self._lock:
             self.waiting -= 1
-            error = self.errors.pop(0) if self.errors else None
-        if error is not None:
-            raise StoreError(error)
+            if self.errors:
+                self.running -= 1
+                raise StoreError(self.errors.pop(0))
+
+    def _leave(self, result: T, *_: object) -> T:
+        with self._lock:
+            self.running -= 1
+        return result
 
     def await_waiting(self, count: int = 1) -> None:
         eventually(lambda: self.waiting >= count)
 
 
-class GatedBackend(MemoryBackend):
-    """A store in memory, with gates before its commits and reads. What it read into last is kept."""
+class Medium:
+    """A store in memory, with gates before its commits and reads."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.commits, self.reads = Gate(), Gate()
-        self.committing = 0
-        self.most_committing = 0
-
-    def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
-        self.committing += 1
-        self.most_committing = max(self.most_committing, self.committing)
-        try:
-            self.commits.pass_through()
-            return super().commit(namespace, batch)
-        finally:
-            self.committing -= 1
-
-    def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        self.reads.pass_through()
-        return super().read(namespace, spans)
+        self.backend = FaultyBackend.of(MemoryBackend())
+        self.commits, self.reads = Gate(self.backend, "commit"), Gate(self.backend, "read")
 
 
 def eventually(holds: Callable[[], bool]) -> None:
@@ -86,16 +85,16 @@ def names(count: int, start: int = 0) -> list[bytes]:
 
 
 @pytest.fixture
-def medium(monkeypatch: pytest.MonkeyPatch) -> Iterator[GatedBackend]:
-    backend = GatedBackend()
-    monkeypatch.setattr("persistkv.storage.host.server.open_backend", lambda url: backend)
-    yield backend
-    backend.commits.open()
-    backend.reads.open()
+def medium(monkeypatch: pytest.MonkeyPatch) -> Iterator[Medium]:
+    medium = Medium()
+    monkeypatch.setattr("persistkv.storage.host.server.open_backend", lambda url: medium.backend)
+    yield medium
+    medium.commits.open()
+    medium.reads.open()
 
 
 @pytest.fixture
-def client(hosted: Any, medium: GatedBackend) -> StoreClient:
+def client(hosted: Any, medium: Medium) -> StoreClient:
     opened: StoreClient = hosted.connect("memory://gated", "thread", max_age_s=1e6, refresh_s=0.01)
     opened.open()
     return opened
@@ -106,7 +105,7 @@ def store(client: StoreClient, job: int, keys: list[bytes], first_row: int = 0) 
     client.submit_store(job, f"r{job}", keys, rows, range(len(keys)), len(keys) * BLOCK)
 
 
-def test_loads_go_on_while_a_transaction_runs(hosted: Any, client: StoreClient, medium: GatedBackend) -> None:
+def test_loads_go_on_while_a_transaction_runs(hosted: Any, client: StoreClient, medium: Medium) -> None:
     store(client, 1, names(64))
     assert hosted.finish(client, 1).failed == []
     medium.commits.shut()
@@ -123,7 +122,7 @@ def test_loads_go_on_while_a_transaction_runs(hosted: Any, client: StoreClient, 
     assert hosted.finish(client, 2).failed == []
 
 
-def test_small_jobs_are_taken_while_a_transaction_runs(hosted: Any, client: StoreClient, medium: GatedBackend) -> None:
+def test_small_jobs_are_taken_while_a_transaction_runs(hosted: Any, client: StoreClient, medium: Medium) -> None:
     medium.commits.shut()
     store(client, 1, names(64))
     medium.commits.await_waiting()
@@ -134,12 +133,10 @@ def test_small_jobs_are_taken_while_a_transaction_runs(hosted: Any, client: Stor
     medium.commits.open()
     assert client.flush(PATIENCE_S)
     assert all(map(client.contains, names(68)))
-    assert medium.most_committing == 1
+    assert medium.commits.most_running == 1
 
 
-def test_a_job_that_found_keys_in_flight_writes_what_was_lost(
-    hosted: Any, client: StoreClient, medium: GatedBackend
-) -> None:
+def test_a_job_that_found_keys_in_flight_writes_what_was_lost(hosted: Any, client: StoreClient, medium: Medium) -> None:
     medium.commits.shut()
     store(client, 1, names(64))
     medium.commits.await_waiting()
@@ -168,9 +165,7 @@ def finish_all(client: StoreClient, jobs: set[int]) -> dict[int, Any]:
     return ended
 
 
-def test_whoever_offers_a_staged_block_again_gets_it_stored(
-    hosted: Any, client: StoreClient, medium: GatedBackend
-) -> None:
+def test_whoever_offers_a_staged_block_again_gets_it_stored(hosted: Any, client: StoreClient, medium: Medium) -> None:
     """Both jobs were told that their blocks were taken, and their rows may hold something else by now."""
     content = hosted.array[:4].copy()
     store(client, 1, names(4))
@@ -199,23 +194,21 @@ def end(request: str, keys: list[bytes]) -> EndRequest:
     return EndRequest(request, f"m-{request}", (PackedKeys.of(keys),), 16 * len(keys), 16, True, {})
 
 
-def test_rows_are_free_only_when_the_slowest_part_has_ended(
-    hosted: Any, client: StoreClient, medium: GatedBackend
-) -> None:
+def test_rows_are_free_only_when_the_slowest_part_has_ended(hosted: Any, client: StoreClient, medium: Medium) -> None:
     """One part of a load fails at once, another is still at work: the rows of both are in use."""
     store(client, 1, names(128))
     assert hosted.finish(client, 1).failed == []
     assert client.flush(PATIENCE_S)
     fails = threading.Event()
-    slow = medium.read
 
-    def read(namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+    def fail_first_part(namespace: bytes, spans: Sequence[ReadSpan]) -> None:
         if spans[0].offset == 0 and not fails.is_set():
             fails.set()
             raise StoreError("this part is gone")
-        return slow(namespace, spans)
 
-    medium.read = read  # type: ignore[method-assign]
+    medium.backend.heal("read")
+    medium.backend.before("read", fail_first_part)
+    medium.reads = Gate(medium.backend, "read")
     medium.reads.shut()
     client.submit_load(2, names(128), range(128))
     eventually(fails.is_set)
@@ -232,7 +225,7 @@ def test_rows_are_free_only_when_the_slowest_part_has_ended(
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
-def test_closing_waits_for_all_that_runs(hosted: Any, medium: GatedBackend, codec: str) -> None:
+def test_closing_waits_for_all_that_runs(hosted: Any, medium: Medium, codec: str) -> None:
     client = hosted.connect("memory://gated", "thread", codec=codec, max_age_s=1e6)
     client.open()
     store(client, 1, names(64))
@@ -245,14 +238,12 @@ def test_closing_waits_for_all_that_runs(hosted: Any, medium: GatedBackend, code
     client.submit_load(4, names(64), range(64))
     medium.reads.await_waiting()
     committed: list[int] = []
-    close = medium.close
 
-    def note_and_close() -> None:
-        (space,) = medium.spaces.values()
-        committed.extend(len(table.keys) for pack in space.packs.values() for table in pack.readable())
-        close()
+    def note_committed() -> None:
+        (namespace,) = medium.backend.namespaces()
+        committed.extend(len(table.keys) for table in tables(medium.backend, namespace.id).values())
 
-    medium.close = note_and_close  # type: ignore[method-assign]
+    medium.backend.before("close", note_committed)
     opener = threading.Timer(0.05, lambda: (medium.commits.open(), medium.reads.open()))
     opener.start()
     assert client.close(PATIENCE_S)
@@ -260,7 +251,7 @@ def test_closing_waits_for_all_that_runs(hosted: Any, medium: GatedBackend, code
     assert sum(committed) == 130
 
 
-def test_the_loop_answers_while_the_medium_is_stuck(hosted: Any, client: StoreClient, medium: GatedBackend) -> None:
+def test_the_loop_answers_while_the_medium_is_stuck(hosted: Any, client: StoreClient, medium: Medium) -> None:
     medium.commits.shut()
     store(client, 1, names(64))
     medium.commits.await_waiting()
@@ -270,14 +261,12 @@ def test_the_loop_answers_while_the_medium_is_stuck(hosted: Any, client: StoreCl
     assert hosted.finish(client, 1).failed == []
 
 
-def test_a_bad_pack_is_deleted_once_the_transaction_has_ended(
-    hosted: Any, client: StoreClient, medium: GatedBackend
-) -> None:
+def test_a_bad_pack_is_deleted_once_the_transaction_has_ended(hosted: Any, client: StoreClient, medium: Medium) -> None:
     store(client, 1, names(64))
     assert hosted.finish(client, 1).failed == []
-    (space,) = medium.spaces.values()
-    (pack,) = space.packs.values()
-    pack.payload[5] ^= 1
+    (namespace,) = medium.backend.namespaces()
+    (pack,) = tables(medium.backend, namespace.id)
+    flip(medium.backend, namespace.id, pack, 5)
     medium.commits.shut()
     store(client, 2, names(64, 64), 64)
     medium.commits.await_waiting()
@@ -289,33 +278,28 @@ def test_a_bad_pack_is_deleted_once_the_transaction_has_ended(
     assert all(map(client.contains, names(64, 64)))
 
 
-def test_no_memory_costs_blocks_and_nothing_else(
-    hosted: Any, client: StoreClient, medium: GatedBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_memory_costs_blocks_and_nothing_else(hosted: Any, client: StoreClient, medium: Medium) -> None:
     """Whatever a call of the medium raises: the job is answered, and the store goes on."""
-
-    def no_memory(*_: object) -> Any:
-        raise MemoryError("no memory for a frame")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(medium, "commit", no_memory)
-        store(client, 1, names(64))
-        assert hosted.finish(client, 1).failed == names(64)
+    backend, no_memory = medium.backend, MemoryError("no memory for a frame")
+    backend.fail("commit", no_memory)
+    store(client, 1, names(64))
+    assert hosted.finish(client, 1).failed == names(64)
+    backend.heal()
     store(client, 2, names(64))
     assert hosted.finish(client, 2).failed == []
     assert client.flush(PATIENCE_S)
-    with monkeypatch.context() as patch:
-        patch.setattr(medium, "read", no_memory)
-        client.submit_load(3, names(64), range(64))
-        assert hosted.finish(client, 3).failed == names(64)
-        patch.setattr(medium, "stats", no_memory)
-        assert client.stats(PATIENCE_S).host is not None
+    backend.fail("read", no_memory)
+    client.submit_load(3, names(64), range(64))
+    assert hosted.finish(client, 3).failed == names(64)
+    backend.fail("stats", no_memory)
+    assert client.stats(PATIENCE_S).host is not None
+    backend.heal()
     client.submit_load(4, names(64), range(64))
     assert hosted.finish(client, 4).failed == []
 
 
 def test_a_store_side_that_breaks_ends_and_answers_for_its_jobs(
-    hosted: Any, client: StoreClient, medium: GatedBackend, monkeypatch: pytest.MonkeyPatch
+    hosted: Any, client: StoreClient, medium: Medium, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error of its own must not leave rows pinned for ever, which a thread that cannot be killed would."""
     medium.commits.shut()

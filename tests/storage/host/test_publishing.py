@@ -9,6 +9,7 @@ import pytest
 
 from persistkv.errors import StoreError
 from persistkv.storage.host.publishing import StatusPublisher
+from tests.storage.stores import inject_faults
 
 
 def test_a_row_that_failed_is_followed_by_the_next(
@@ -16,18 +17,14 @@ def test_a_row_that_failed_is_followed_by_the_next(
 ) -> None:
     caplog.set_level(logging.INFO)
     store = open_store(f"lmdb://{tmp_path}/store")
-    backend = store.medium.backend
-    monkeypatch.setattr(backend, "status_interval_s", 0.0)
-    publisher = StatusPublisher(store, store.medium.executor)
-
-    def fail(engine: str, row: bytes | None) -> None:
-        raise StoreError("the disk is full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(backend, "publish_status", fail)
-        for _ in range(3):
-            publisher.tick(waiting_jobs=0, writing_jobs=0, loading_jobs=0)
+    monkeypatch.setattr(store.catalogue.backend, "status_interval_s", 0.0)
+    backend = inject_faults(store)
+    publisher = StatusPublisher(store, store.catalogue.executor)
+    backend.fail("publish_status", StoreError("the disk is full"))
+    for _ in range(3):
+        publisher.tick(waiting_jobs=0, writing_jobs=0, loading_jobs=0)
     assert caplog.text.count("the disk is full") == 1
     assert backend.statuses() == {}
+    backend.heal()
     publisher.tick(waiting_jobs=0, writing_jobs=0, loading_jobs=0)
     assert len(backend.statuses()) == 1

@@ -9,7 +9,7 @@ import pytest
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
 from persistkv.storage.registry import open_backend
-from persistkv.testing.memory import MemoryBackend
+from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv.testing.samples import sample_manifest
 from persistkv_tools.inspect.ls import Sort, list_requests
 from persistkv_tools.selection import Selection
@@ -106,11 +106,8 @@ class TestUse:
         assert found[-1]["id"] == "b"
 
     def test_a_store_that_does_not_tell(self):
-        class Silent(MemoryBackend):
-            def uses(self, namespace, manifest_ids):
-                return [None] * len(manifest_ids)
-
-        backend = Silent()
+        backend = FaultyBackend.of(MemoryBackend())
+        backend.after("uses", lambda uses, namespace, manifest_ids: [None for _ in uses])
         Contexts(backend).add("one", "a b")
         (view,) = list_requests("", backend, Selection(), sort=Sort.USED).requests
         assert (view.last_used, view.reused, view.shared_by, view.pinned) == (None, None, None, None)

@@ -18,7 +18,7 @@ from persistkv.storage.keys import PackedKeys
 from persistkv.storage.records import StoreCounters
 from persistkv.storage.registry import open_backend
 from persistkv.storage.status import read_statuses
-from persistkv.testing.memory import MemoryBackend
+from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv_tools.inspect.top import Watch, hit_rate
 from tests.storage.statuses import make_status
 from tests.tools.signals import obey_ctrl_c
@@ -92,15 +92,17 @@ def test_it_ends_by_ctrl_c_on_a_terminal(url, engine):
     assert b"Traceback" not in shown
 
 
+def showing(statuses):
+    """A store that shows these statuses, as they are when it is asked."""
+    backend = FaultyBackend.of(MemoryBackend())
+    backend.after("statuses", lambda _: {name: status.encode() for name, status in statuses.items()})
+    return backend
+
+
 class TestValues:
     def test_rates_are_those_between_two_rows(self):
         rows = {}
-
-        class Shown(MemoryBackend):
-            def statuses(self):
-                return {name: status.encode() for name, status in rows.items()}
-
-        watch = Watch("memory://x", Shown())
+        watch = Watch("memory://x", showing(rows))
         rows["e1"] = make_status(time=1000.0, counters=StoreCounters(stored_raw_bytes=100, evicted_blocks=1))
         (view,) = watch.look().engines
         assert view.rates is None
@@ -113,12 +115,7 @@ class TestValues:
     def test_those_that_are_gone_stand_last(self):
         now = time.time()
         rows = {"old": make_status("old", started=1.0), "new": make_status("new", started=2.0, time=now)}
-
-        class Shown(MemoryBackend):
-            def statuses(self):
-                return {name: status.encode() for name, status in rows.items()}
-
-        assert [(view.engine, view.live) for view in Watch("", Shown()).look().engines] == [
+        assert [(view.engine, view.live) for view in Watch("", showing(rows)).look().engines] == [
             ("new", True),
             ("old", False),
         ]

@@ -6,7 +6,7 @@ import pytest
 
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch
-from persistkv.testing.memory import MemoryBackend
+from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv.testing.samples import sample_pack
 from persistkv_tools.maintain.label import relabel
 from persistkv_tools.selection import NotFoundError, find_request
@@ -82,6 +82,18 @@ def test_an_unknown_request(run, store):
     assert run("label", store, "nobody", "a=b").returncode == 2
 
 
+def beaten(backend, seeds):
+    """The store, with another writer: it commits a pack before each commit with a cursor, while there are seeds."""
+
+    def write(namespace, batch):
+        if batch.seen is not None and seeds:
+            backend.commit(namespace, CommitBatch([sample_pack(namespace, seeds.pop())]))
+
+    busy = FaultyBackend.of(backend)
+    busy.before("commit", write)
+    return busy
+
+
 class TestBesideOthers:
     @pytest.fixture
     def memory(self):
@@ -90,32 +102,13 @@ class TestBesideOthers:
         return backend
 
     def test_a_commit_between_look_and_write_is_seen(self, memory):
-        class Busy(MemoryBackend):
-            times = 3
-
-            def commit(self, namespace, batch):
-                if batch.seen is not None and self.times:
-                    self.times -= 1
-                    super().commit(namespace, CommitBatch([sample_pack(namespace, self.times)]))
-                return super().commit(namespace, batch)
-
-        busy = Busy()
-        busy.spaces = memory.spaces
+        seeds = [1, 2, 3]
+        busy = beaten(memory, seeds)
         assert relabel(busy, find_request(busy, "one"), {"a": "b"}, []) == {"a": "b"}
-        assert busy.times == 0
+        assert seeds == []
 
     def test_one_who_never_pauses_is_told(self, memory):
-        class Busy(MemoryBackend):
-            number = 0
-
-            def commit(self, namespace, batch):
-                if batch.seen is not None:
-                    self.number += 1
-                    super().commit(namespace, CommitBatch([sample_pack(namespace, self.number)]))
-                return super().commit(namespace, batch)
-
-        busy = Busy()
-        busy.spaces = memory.spaces
+        busy = beaten(memory, list(range(1_000)))
         with pytest.raises(StoreError, match="others wrote"):
             relabel(busy, find_request(busy, "one"), {"a": "b"}, [])
 

@@ -5,13 +5,12 @@ import os
 import subprocess
 import sys
 from contextlib import closing
-from unittest import mock
 
 import pytest
 
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.registry import open_backend
-from persistkv.testing.memory import MemoryBackend
+from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv_tools.maintain.prune import Pruning
 from persistkv_tools.selection import Selection
 from tests.tools.contexts import Contexts
@@ -307,15 +306,15 @@ def test_compact_gives_what_is_free_back_to_the_disk(run, tmp_path):
 def test_where_nothing_is_to_go_no_catalogue_is_read(contexts):
     _, writer = contexts
     writer.add("one", "a b")
-    backend = writer.backend
-    with mock.patch.object(backend, "changes", side_effect=AssertionError("the catalogue was read")):
-        pruning = Pruning(backend, backend.namespaces())
-        pruning.choose(Selection(made_before=1.0))
-        assert pruning.plan().requests == []
-        assert pruning.run(backend).requests == 0
-        pruning.choose(Selection())
-        pruning.shrink_to(1 << 30)
-        assert pruning.plan().goes.packs == 0
+    backend = FaultyBackend.of(writer.backend)
+    pruning = Pruning(backend, backend.namespaces())
+    pruning.choose(Selection(made_before=1.0))
+    assert pruning.plan().requests == []
+    assert pruning.run(backend).requests == 0
+    pruning.choose(Selection())
+    pruning.shrink_to(1 << 30)
+    assert pruning.plan().goes.packs == 0
+    assert "changes" not in backend.calls
 
 
 def test_what_others_evict_meanwhile_is_not_counted(contexts):

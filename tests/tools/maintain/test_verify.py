@@ -13,7 +13,7 @@ from persistkv.config import StoreUrl
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.codec import ZstdCodec
 from persistkv.storage.registry import open_backend
-from persistkv.testing.memory import MemoryBackend
+from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv.testing.samples import sample_manifest, sample_pack
 from persistkv_tools.catalogue import LivePacks
 from persistkv_tools.maintain.integrity import (
@@ -26,6 +26,7 @@ from persistkv_tools.maintain.integrity import (
 )
 from persistkv_tools.maintain.verify import repair_packs
 from persistkv_tools.pack_check import Problem
+from tests.memory_rows import flip, payload, set_manifest_row, set_payload, set_table_row, swap_payloads
 from tests.storage.statuses import make_status
 from tests.tools.contexts import Contexts
 from tests.tools.damage import Damage, store_with_a_bad_pack
@@ -51,18 +52,15 @@ def memory():
 INTERRUPTED_SCAN = """
 from contextlib import closing
 from persistkv.storage.backend import Capabilities
-from persistkv.testing.memory import MemoryBackend
+from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv_tools.catalogue import LivePacks
 from persistkv_tools.maintain.integrity import Scanner, batches
 from tests.tools.contexts import Contexts
 
-class Hanging(MemoryBackend):
-    capabilities = Capabilities(remote=True)
-
-    def scan(self, namespace, spans):
-        time.sleep(3600)
-
-backend = Hanging()
+memory = MemoryBackend()
+memory.capabilities = Capabilities(remote=True)
+backend = FaultyBackend.of(memory)
+backend.before("scan", lambda *_: time.sleep(3600))
 writer = Contexts(backend)
 for number in range(8):
     writer.add(str(number), f"a{number}")
@@ -92,41 +90,35 @@ class TestWhatIsFound:
     def test_every_byte_of_a_payload_counts(self, memory):
         """Frames, of which some are compressed, and the padding between them."""
         backend, writer = memory
-        payload = backend.spaces[writer.namespace].packs[writer.packs["r0"]].payload
-        for position in range(0, len(payload), 97):
-            payload[position] ^= 0x10
+        pack = writer.packs["r0"]
+        for position in range(0, len(payload(backend, writer.namespace, pack)), 97):
+            flip(backend, writer.namespace, pack, position, 0x10)
             (found,) = findings(backend)
             assert found.problem in (Problem.PAYLOAD, Problem.PADDING)
-            assert found.pack == writer.packs["r0"].hex()
-            payload[position] ^= 0x10
+            assert found.pack == pack.hex()
+            flip(backend, writer.namespace, pack, position, 0x10)
         assert findings(backend) == []
 
     def test_a_payload_that_ends_too_early(self, memory):
         backend, writer = memory
-        payload = backend.spaces[writer.namespace].packs[writer.packs["r1"]].payload
-        del payload[-1:]
+        pack = writer.packs["r1"]
+        set_payload(backend, writer.namespace, pack, payload(backend, writer.namespace, pack)[:-1])
         (found,) = findings(backend)
         assert (found.problem, found.pack) == (Problem.SHORT, writer.packs["r1"].hex())
 
     def test_payloads_that_changed_places(self, memory):
         backend, writer = memory
-        packs = backend.spaces[writer.namespace].packs
         one, other = writer.packs["r1"], writer.packs["r2"]
-        packs[one], packs[other] = (
-            packs[one]._replace(payload=packs[other].payload),
-            packs[other]._replace(payload=packs[one].payload),
-        )
+        swap_payloads(backend, writer.namespace, one, other)
         found = findings(backend)
         assert {finding.pack for finding in found} == {one.hex(), other.hex()}
 
     def test_rows_that_do_not_read_are_counted(self, memory):
         backend, writer = memory
-        space = backend.spaces[writer.namespace]
         for name in ("r3", "r4"):
-            pack = writer.packs[name]
-            space.packs[pack] = space.packs[pack]._replace(table=b"no table")
-        space.manifests["r0"] = space.manifests["r0"]._replace(head=b"no head")
-        space.manifests["r1"] = space.manifests["r1"]._replace(keys=b"no keys")
+            set_table_row(backend, writer.namespace, writer.packs[name], b"no table")
+        set_manifest_row(backend, writer.namespace, "r0", "manifests", b"no head")
+        set_manifest_row(backend, writer.namespace, "r1", "manifest_keys", b"no keys")
         found = findings(backend)
         assert {(finding.problem, finding.count, finding.request) for finding in found} == {
             (Problem.PACK_ROWS, 2, None),
@@ -169,33 +161,28 @@ class TestWhatOthersDoMeanwhile:
 
     def test_nothing_is_said_of_rows_while_somebody_writes(self, memory):
         backend, _ = memory
+        busy = FaultyBackend.of(backend)
 
-        class Busy(MemoryBackend):
-            written = 0
+        def write(namespace):
+            seed = 100 + busy.calls.count("manifests")
+            backend.commit(namespace, CommitBatch([sample_pack(namespace, seed)]))
 
-            def manifests(self, namespace):
-                self.written += 1
-                self.commit(namespace, CommitBatch([sample_pack(namespace, 100 + self.written)]))
-                return super().manifests(namespace)
-
-        busy = Busy()
-        busy.spaces = backend.spaces
+        busy.before("manifests", write)
         found = count_rows(busy, read_catalogues(busy))
         assert (found.certain, found.findings) == (False, [])
 
     def test_repair_spares_a_pack_that_is_good_again(self, memory):
         backend, writer = memory
         bad, healed = writer.packs["r1"], writer.packs["r2"]
-        packs = backend.spaces[writer.namespace].packs
         for pack in (bad, healed):
-            packs[pack].payload[0] ^= 1
+            flip(backend, writer.namespace, pack, 0)
         spaces = read_catalogues(backend)
         state = VerifyState.begin(URL, 1.0)
         verifier = Verifier(backend, spaces, state, ignore)
         for _ in verifier.packs():
             pass
         assert {finding.pack for finding in state.findings} == {bad.hex(), healed.hex()}
-        packs[healed].payload[0] ^= 1
+        flip(backend, writer.namespace, healed, 0)
         repaired = repair_packs(backend, spaces, state.findings, ignore)
         assert repaired.packs == [bad]
         assert (repaired.shortened, repaired.deleted) == ({(writer.namespace, "r1")}, set())
@@ -206,7 +193,7 @@ class TestWhatOthersDoMeanwhile:
 class TestResume:
     def test_goes_on_where_it_stopped(self, memory, tmp_path):
         backend, writer = memory
-        backend.spaces[writer.namespace].packs[min(writer.packs.values())].payload[0] ^= 1
+        flip(backend, writer.namespace, min(writer.packs.values()), 0)
         file = tmp_path / "state"
         state = VerifyState.load(file, URL, 1.0)
         first = Verifier(backend, read_catalogues(backend), state, ignore, portion_bytes=1)

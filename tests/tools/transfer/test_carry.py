@@ -16,7 +16,7 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.pack_writer import PackWriter
 from persistkv.storage.registry import open_backend
 from persistkv.storage.stored_pack import StoredPack
-from persistkv.testing.memory import MemoryBackend
+from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack, sample_segment
 from persistkv_tools.pack_check import read_pack
 from persistkv_tools.selection import FoundRequest, Selection
@@ -25,6 +25,7 @@ from persistkv_tools.transfer.export import export_requests
 from persistkv_tools.transfer.import_ import Import, verify_archive
 from persistkv_tools.transfer.push import Push
 from persistkv_tools.transfer.target import Room, capacity_for
+from tests.memory_rows import flip
 from tests.tools.contexts import Contexts
 from tests.tools.damage import store_with_a_bad_pack
 
@@ -247,19 +248,15 @@ class TestPush:
     def test_goes_on_where_it_was_cut_off(self, source):
         backend, _ = source
 
-        class Failing(MemoryBackend):
-            left = 2
+        target = FaultyBackend.of(MemoryBackend())
 
-            def commit(self, namespace, batch):
-                if not self.left:
-                    raise KeyboardInterrupt
-                self.left -= 1
-                return super().commit(namespace, batch)
+        def interrupt_the_third(*_):
+            if target.calls.count("commit") == 3:
+                raise KeyboardInterrupt
 
-        target = Failing()
+        target.before("commit", interrupt_the_third)
         with pytest.raises(KeyboardInterrupt):
             push(backend, target, backend.namespaces(), Selection(), ignore)
-        target.left = 100
         rest = push(backend, target, backend.namespaces(), Selection(), ignore)
         assert rest.requests == 2
         assert contents(target) == contents(backend)
@@ -273,7 +270,7 @@ class TestPush:
 
     def test_damaged_packs_stay_behind_with_their_requests(self, source, tmp_path):
         backend, writer = source
-        backend.spaces[writer.namespace].packs[writer.packs["anna-2"]].payload[0] ^= 1
+        flip(backend, writer.namespace, writer.packs["anna-2"], 0)
         target = MemoryBackend()
         received = push(backend, target, backend.namespaces(), Selection(), ignore)
         assert received.incomplete == ["anna-2"]
@@ -289,21 +286,18 @@ class TestPush:
         for number in range(20):
             writer.add(f"r{number:02d}", f"shared r{number} a b c", age_s=90.0 - number)
 
-        class Shrinking(MemoryBackend):
-            commits = 0
+        target = FaultyBackend.of(MemoryBackend())
 
-            def commit(self, namespace, batch):
-                self.commits += 1
-                if self.commits == 10:
-                    self.capacity = 200_000
-                return super().commit(namespace, batch)
+        def shrink(*_):
+            if target.calls.count("commit") == 10:
+                target.inner.capacity = 200_000
 
-        target = Shrinking()
+        target.before("commit", shrink)
         received = push(backend, target, backend.namespaces(), Selection(), ignore)
-        left = {manifest.id for manifest in target.manifests(writer.namespace)}
+        left = {manifest.id for held in target.namespaces() for manifest in target.manifests(held.id)}
         assert received.lost
         assert left.isdisjoint(received.lost)
-        assert len(left) + len(received.lost) + len(received.incomplete) == 23
+        assert len(left) + len(received.lost) + len(received.incomplete) == 24
         assert received.lost_packs > 0
         assert not received.complete
         assert received.packs <= backend.stats().packs

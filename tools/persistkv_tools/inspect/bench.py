@@ -40,7 +40,7 @@ from persistkv.storage.host.protocol import Hello
 from persistkv.storage.identity import Identity
 from persistkv.storage.planning import DIRECT_BYTES
 from persistkv.storage.records import StoreOptions
-from persistkv.storage.registry import backend_class, open_backend
+from persistkv.storage.registry import BACKENDS, open_backend
 from persistkv_tools import render
 from persistkv_tools.options import Json, Url
 from persistkv_tools.progress import byte_progress, counted
@@ -345,7 +345,7 @@ def _plain_medium(scratch: str, directory: Path | None, notes: list[str]) -> Pla
             notes.append(f"the disk cannot be measured past the page cache ({error.strerror}): there are no ratios")
             return None
     parsed = StoreUrl.parse(scratch)
-    plain = backend_class(parsed.scheme).plain_medium(parsed)
+    plain = BACKENDS.get(parsed.scheme).plain_medium(parsed)
     if plain is None:
         notes.append("what the medium could give at most is not known here: there are figures, and no ratios")
     return plain

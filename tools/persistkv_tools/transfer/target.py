@@ -24,7 +24,7 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.index import Index
 from persistkv.storage.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.pack import MAX_PACK_BYTES, PackTable
-from persistkv.storage.registry import backend_class
+from persistkv.storage.registry import BACKENDS
 from persistkv.storage.stored_pack import StoredPack
 from persistkv_tools import render
 from persistkv_tools.catalogue import Catalogue
@@ -289,7 +289,7 @@ def place_for(transfer: Transfer, there: Backend | None, url: str, least: int | 
         transfer.choose(Room.of(there), newest=newest)
         return url
     parsed = StoreUrl.parse(url)
-    driver = backend_class(parsed.scheme)
+    driver = BACKENDS.get(parsed.scheme)
     capacity = driver.new_capacity(parsed)
     wanted = max(least or 0, capacity_for(transfer.content.store_bytes))
     if capacity is not None and capacity < wanted and "capacity" not in parsed.options:

@@ -1,0 +1,243 @@
+"""How much of the product's code one job passes through: files, functions, switches between files, call depth.
+
+Three trips on an LMDB store, each from its call of the tier to its result: storing one job of 256 blocks
+(``submit_store`` until the blocks are durable and visible), promoting it (``submit_load`` until the rows are filled),
+and opening the store that holds it (the tier's constructor). The store runs in the caller's own stack
+(``host="inline"``), so engine side and store side are counted together, without the socket between them. A round before
+the counted one imports modules and fills caches.
+
+Counted are functions of ``persistkv`` and its backends, in all threads, each generator and coroutine included:
+
+- files, in the order of the first visit, and different functions;
+- switches: how often a function is of another file than the one that its thread entered before;
+- frames at the device: the deepest stack of such functions at a call that reads, writes or syncs a file or ends an LMDB
+  transaction, from the entry of its thread. Calls through ctypes are not seen.
+
+These are counts, not times. They differ by a few where threads take turns in another order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy as np
+
+from benchmarks.rig import show
+from persistkv.base import OffloadKey, ReqContext, make_offload_key
+from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
+from persistkv.tiering.base import JobMetadata
+from persistkv.tiering.persistent import PersistentTier
+
+BLOCKS = 256
+BLOCK_BYTES = 64 << 10  # 64 KiB
+TARGET_FILES = {"store": 28, "promote": 20, "open": 30}
+TARGET_FRAMES = 17
+_TIMEOUT_S = 60.0
+_DEVICE_CALLS = {
+    *("pread", "preadv", "pwrite", "pwritev", "fdatasync", "fsync"),
+    *("Transaction.commit", "Transaction.__exit__", "Environment.sync"),
+}
+
+
+@dataclass
+class Trip:
+    """Counts of one trip."""
+
+    files: dict[str, int] = field(default_factory=dict)
+    """Different functions of each file, in the order of the first visit."""
+    switches: int = 0
+    device: dict[str, list[str]] = field(default_factory=dict)
+    """For each kind of device call, its deepest stack: ``file:function``, outermost first."""
+
+    @property
+    def functions(self) -> int:
+        """Different functions of all files."""
+        return sum(self.files.values())
+
+    @property
+    def frames(self) -> int:
+        """Frames of the deepest stack at a device call; 0 if there was none."""
+        return max(map(len, self.device.values()), default=0)
+
+
+class Recorder:
+    """Profiler of all threads that start after it."""
+
+    def __init__(self) -> None:
+        self._trip: Trip | None = None
+        self._functions: set[CodeType] = set()
+        self._last_file: dict[int, str] = {}
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Profile within the block, then restore the profilers that were there before."""
+        before = sys.getprofile(), threading.getprofile()
+        threading.setprofile(self._profile)
+        sys.setprofile(self._profile)
+        try:
+            yield
+        finally:
+            sys.setprofile(before[0])
+            threading.setprofile(before[1])
+
+    @contextmanager
+    def trip(self) -> Iterator[Trip]:
+        """Record the block as one trip."""
+        self._functions.clear()
+        self._last_file.clear()
+        trip = self._trip = Trip()
+        try:
+            yield trip
+        finally:
+            self._trip = None
+
+    def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        trip = self._trip
+        if trip is None:
+            return
+        if event == "call":
+            file = _product_file(frame)
+            if file:
+                self._enter(trip, file, frame.f_code)
+        elif event == "c_call" and argument.__qualname__ in _DEVICE_CALLS:
+            stack = _product_stack(frame)
+            if len(stack) > len(trip.device.get(argument.__qualname__, ())):
+                trip.device[argument.__qualname__] = stack
+
+    def _enter(self, trip: Trip, file: str, function: CodeType) -> None:
+        if function not in self._functions:
+            self._functions.add(function)
+            trip.files[file] = trip.files.get(file, 0) + 1
+        thread = threading.get_ident()
+        trip.switches += self._last_file.get(thread, file) != file
+        self._last_file[thread] = file
+
+
+def _product_file(frame: FrameType) -> str:
+    """Return the frame's file, named after its module; empty if it is not the product's, or generated code."""
+    name = str(frame.f_globals.get("__name__", ""))
+    if not name.startswith("persistkv") or frame.f_code.co_filename != frame.f_globals.get("__file__"):
+        return ""
+    package = "/__init__" if os.path.basename(frame.f_code.co_filename) == "__init__.py" else ""
+    return f"{name.replace('.', '/')}{package}.py"
+
+
+def _product_stack(frame: FrameType) -> list[str]:
+    stack: list[str] = []
+    inner: FrameType | None = frame
+    while inner is not None:
+        file = _product_file(inner)
+        if file:
+            stack.append(f"{file}:{inner.f_code.co_name}")
+        inner = inner.f_back
+    return stack[::-1]
+
+
+def measure(directory: str) -> dict[str, Trip]:
+    """Make the three trips twice, each time on a new store below ``directory``; return the counts of the second round.
+
+    :raises RuntimeError: a job failed, or a block was not found or not loaded as it was stored.
+    """
+    recorder = Recorder()
+    with recorder.installed():
+        for number in range(2):
+            trips = _round(recorder, f"lmdb://{directory}/store-{number}?capacity=256MiB")
+    return trips
+
+
+def _round(recorder: Recorder, url: str) -> dict[str, Trip]:
+    memory = mmap.mmap(-1, 2 * BLOCKS * BLOCK_BYTES)
+    rows = np.frombuffer(memory, dtype=np.uint8).reshape(2, BLOCKS * BLOCK_BYTES)
+    rows[0] = np.random.default_rng(0).integers(0, 256, rows.shape[1], dtype=np.uint8)
+    layout = RowLayout(BLOCK_BYTES, (GroupLayout(((0, BLOCK_BYTES),)),))
+    config = OffloadingConfig({"weights": "trips"}, 16, layout, 2 * BLOCKS)
+    keys = [make_offload_key(os.urandom(32), 0) for _ in range(BLOCKS)]
+    request = ReqContext("request")
+
+    tier = PersistentTier(config, memoryview(memory), url=url, host="inline")
+    with recorder.trip() as store:
+        _run(tier, tier.submit_store, JobMetadata(1, keys, np.arange(BLOCKS), False, request))
+    _check_held(tier, keys, request)
+    with recorder.trip() as promote:
+        _run(tier, tier.submit_load, JobMetadata(2, keys, np.arange(BLOCKS, 2 * BLOCKS), True, request))
+    if not np.array_equal(rows[0], rows[1]):
+        raise RuntimeError("the promoted blocks differ from the stored ones")
+    tier.shutdown()
+    with recorder.trip() as opening:
+        tier = PersistentTier(config, memoryview(memory), url=url, host="inline")
+    _check_held(tier, keys, request)
+    tier.shutdown()
+    return {"store": store, "promote": promote, "open": opening}
+
+
+def _run(tier: PersistentTier, submit: Callable[[JobMetadata], None], job: JobMetadata) -> None:
+    submit(job)
+    deadline = time.monotonic() + _TIMEOUT_S
+    while time.monotonic() < deadline:
+        for result in tier.get_finished_jobs():  # the job runs within this call
+            if not result.success or result.failed_keys:
+                raise RuntimeError(f"job {job.job_id} failed")
+            return
+    raise RuntimeError(f"job {job.job_id} did not end within {_TIMEOUT_S:g} s")
+
+
+def _check_held(tier: PersistentTier, keys: Sequence[OffloadKey], request: ReqContext) -> None:
+    if not all(tier.lookup(key, request) for key in keys):
+        raise RuntimeError("a stored block was not found")
+
+
+def as_json(trips: dict[str, Trip]) -> str:
+    """Counts, routes and stacks of the trips as one JSON object."""
+    return json.dumps(
+        {
+            name: {**asdict(trip), "functions": trip.functions, "frames": trip.frames, "num_files": len(trip.files)}
+            for name, trip in trips.items()
+        },
+        indent=1,
+    )
+
+
+def _show(trips: dict[str, Trip]) -> None:
+    columns = ["trip", "files", "target", "functions", "switches", "frames at the device", "target"]
+    rows = [
+        (name, len(trip.files), TARGET_FILES[name], trip.functions, trip.switches, trip.frames, TARGET_FRAMES)
+        for name, trip in trips.items()
+    ]
+    show(f"One job of {BLOCKS} blocks", columns, [list(map(str, row)) for row in rows])
+    for name, trip in trips.items():
+        print(f"\n{name}: functions of each file, in order of the first visit")
+        for file, functions in trip.files.items():
+            print(f"{functions:5} {file}")
+        for call, stack in sorted(trip.device.items(), key=lambda item: -len(item[1])):
+            print(f"{name}: {len(stack)} frames at {call}")
+        for place in max(trip.device.values(), key=len, default=[]):
+            print(f"      {place}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--directory", help="directory of the stores; a temporary directory by default")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+        trips = measure(directory)
+    if arguments.json:
+        print(as_json(trips))
+    else:
+        _show(trips)
+
+
+if __name__ == "__main__":
+    main()

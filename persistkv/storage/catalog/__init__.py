@@ -1,0 +1,11 @@
+"""The catalogue of a store: packs, manifests, eviction order, pins, ttl, change log and totals, over ordered rows.
+
+One engine for all drivers. A driver supplies transactions over ``Rows`` and a place for payloads: see
+``CatalogBackend``, and ``RowBackend`` for drivers that keep payloads in rows, too.
+"""
+
+from persistkv.storage.catalog.backend import CatalogBackend, RowBackend
+from persistkv.storage.catalog.rows import TABLES, Rows
+from persistkv.storage.catalog.transaction import LOG_ENTRIES, CatalogTransaction, Evicted, Payloads
+
+__all__ = ["LOG_ENTRIES", "TABLES", "CatalogBackend", "CatalogTransaction", "Evicted", "Payloads", "RowBackend", "Rows"]

@@ -1,0 +1,358 @@
+"""One write transaction of the catalogue: what a batch changes, and what is evicted."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Iterable, Iterator
+from typing import Protocol
+
+from persistkv.errors import StoreError
+from persistkv.storage.backend import CommitBatch, ManifestWrite
+from persistkv.storage.catalog.order import Candidate, EvictionOrder
+from persistkv.storage.catalog.records import (
+    ADDED,
+    LOG_KEY,
+    ORDERED,
+    PINNED,
+    REMOVED,
+    SEQUENCE,
+    NamespaceState,
+    manifest_row,
+    manifests_of,
+    pack_table,
+)
+from persistkv.storage.catalog.rows import LINKS, LOG, MANIFEST_KEYS, MANIFESTS, PACKS, STATES, Rows
+from persistkv.storage.codec import Buffer
+from persistkv.storage.manifest import encode_manifest, encode_manifest_keys
+from persistkv.storage.pack import FRAME_BYTES, ID_BYTES, UNKNOWN_DEPTH, PackTable, align
+from persistkv.storage.pack_writer import PackWriter
+
+LOG_ENTRIES = 4096
+"""Changes of a namespace that the log keeps: a cursor that is older gets the whole catalogue."""
+_ROWS_BYTES = 1 << 10  # 1 KiB: rows of a pack or manifest beside table, head and keys
+
+
+class Evicted(enum.Enum):
+    """How a search for room ended."""
+
+    ENOUGH = "enough"
+    SOME = "some"
+    """As many as one transaction may take; there are more."""
+    ALL = "all"
+    """Nothing is left that may be evicted."""
+
+
+class Payloads(Protocol):
+    """Where the payloads of one transaction are stored. What it does is undone with the transaction."""
+
+    def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
+        """Write a pack's payload, or begin to: what the stream gave is read until the transaction ends.
+
+        :param name: namespace and pack id.
+        :param at_most: bytes that the stream has at most.
+        :raises StoreFullError: there is no room for it.
+        """
+
+    def delete(self, name: bytes, length: int) -> None:
+        """Delete a pack's payload.
+
+        :param length: of the payload in bytes; 0 if it is not known.
+        """
+
+
+class Goal(Protocol):
+    """What eviction is to reach."""
+
+    def met(self) -> bool:
+        """Return whether enough was evicted."""
+
+    def helps(self, pack: bytes) -> bool:
+        """Return whether evicting this pack (by namespace and id) brings the goal nearer."""
+
+
+class CatalogTransaction:
+    """Changes within one write transaction of the driver, which makes them one."""
+
+    def __init__(self, rows: Rows, payloads: Payloads, namespace: bytes, keep: Collection[bytes] = ()) -> None:
+        """:param keep: names (see ``Candidate``) of packs and manifests that are not evicted.
+
+        :raises StoreError: there is no such namespace.
+        """
+        self.evicted: list[PackTable] = []
+        self._payloads = payloads
+        self.grew = False
+        """Whether anything was written that stays."""
+        self._rows = rows
+        self._namespace = namespace
+        self._keep = keep
+        self._order = EvictionOrder(rows)
+        self._states: dict[bytes, NamespaceState] = {}
+        self._before: dict[bytes, bytes] = {}
+        self._state = self._state_of(namespace)
+
+    @property
+    def cursor(self) -> bytes:
+        """The position in the namespace's changes."""
+        return self._state.cursor
+
+    def apply(self, batch: CommitBatch) -> None:
+        """Do all that the batch says."""
+        self.remove(batch)
+        self.add(batch)
+
+    def remove(self, batch: CommitBatch) -> None:
+        """Do the deletions of a batch, and its touches: what it uses is then the last to be evicted."""
+        if batch.uses_anything:
+            self._order.count()
+        for pack_id in batch.deletions:
+            self._delete(self._namespace + pack_id)
+        for pack_id in batch.bad:
+            self._delete(self._namespace + pack_id, alone=True)
+        self.touch(batch.touches)
+
+    def add(self, batch: CommitBatch) -> None:
+        """Write the packs and manifests of a batch, then its pins."""
+        for pack in batch.packs:
+            self._add(pack)
+        for write in batch.manifests:
+            self._put_manifest(write)
+        for manifest_id, pinned in batch.pins:
+            self._pin(manifest_id, pinned)
+
+    def touch(self, pack_ids: Iterable[bytes]) -> None:
+        """Record that packs were used."""
+        for pack_id in pack_ids:
+            self._order.touch(self._namespace + pack_id)
+
+    def missing(self, packs: Iterable[PackWriter]) -> list[PackWriter]:
+        """Return the packs that would be written, because they are not held."""
+        return [pack for pack in packs if not self._holds(self._namespace + pack.pack_id)]
+
+    def evict(self, goal: Goal, at_most: int) -> Evicted:
+        """Evict in order, until the goal is met.
+
+        :param at_most: packs and manifests to evict.
+        """
+        if goal.met():
+            return Evicted.ENOUGH
+        for candidate in self._order.oldest():
+            if candidate.name in self._keep or not (candidate.is_manifest or goal.helps(candidate.name)):
+                continue
+            if not at_most:
+                return Evicted.SOME
+            at_most -= 1
+            self._remove(candidate)
+            if goal.met():
+                return Evicted.ENOUGH
+        return Evicted.ALL
+
+    def expire(self, ttl_s: float, at_most: int) -> None:
+        """Remove what was not used for so many seconds.
+
+        :param at_most: packs and manifests to remove; the next commits remove the rest.
+        """
+        for candidate in self._order.oldest():
+            if not at_most or candidate.time >= self._order.time - ttl_s:
+                return
+            if candidate.name not in self._keep:
+                at_most -= 1
+                self._remove(candidate)
+
+    def drop_manifests_of(self, pack_id: bytes, at_most: int, *, alone: bool = False) -> bool:
+        """Delete some of the manifests that name a pack: the first part of deleting a pack that very many share.
+
+        :param alone: keep packs that only these manifests make reachable.
+        :returns: whether more manifests name it.
+        """
+        name = self._namespace + pack_id
+        naming = manifests_of(self._rows, name)
+        self._drop_all(naming[:at_most], name, alone=alone)
+        return len(naming) > at_most
+
+    def finish(self) -> None:
+        """Write totals and clock, and shorten the log: the last change of a transaction."""
+        self._order.finish()
+        for name, state in self._states.items():
+            if (row := state.encode()) != self._before[name]:
+                self._rows.put(STATES, name, row)
+                self._shorten_log(name, state)
+
+    # Packs
+
+    def _holds(self, name: bytes) -> bool:
+        row = self._rows.get(PACKS, name)
+        return row is not None and pack_table(name, row) is not None
+
+    def _add(self, pack: PackWriter) -> None:
+        """Write a pack, or touch it if it is held. One whose row is damaged is not held: it is written anew."""
+        name = self._namespace + pack.pack_id
+        if self._holds(name):
+            self._order.touch(name)
+            return
+        self._delete_pack(name)
+        self.grew = True
+        self._payloads.write(name, pack.stream(), payload_bound(pack))
+        self._log(name, ADDED)
+        self._rows.put(PACKS, name, SEQUENCE.pack(self._state.sequence) + pack.table.encode())
+        depth = min((frame.depth for frame in pack.table.frames), default=UNKNOWN_DEPTH)
+        self._order.add_pack(name, depth, sum(map(self._is_pinned, manifests_of(self._rows, name))))
+        self._state.count(pack.table, 1)
+
+    def _remove(self, candidate: Candidate) -> None:
+        if candidate.is_manifest:
+            self._drop_manifest(candidate.name)
+        else:
+            self._delete(candidate.name)
+
+    def _delete(self, name: bytes, *, alone: bool = False) -> None:
+        """Delete a pack and the manifests that name it; unless ``alone``, also what only these made reachable."""
+        self._drop_all(manifests_of(self._rows, name), name, alone=alone)
+        self._delete_pack(name)
+
+    def _drop_all(self, manifests: list[bytes], pack: bytes, *, alone: bool) -> None:
+        """Delete manifests that name a pack and, unless ``alone``, the packs behind it that no manifest names now."""
+        behind: dict[bytes, None] = {}
+        for manifest in manifests:
+            behind.update(dict.fromkeys(self._drop_manifest(manifest, behind=pack)))
+        if alone:
+            return
+        for name in behind:  # its manifests are gone, so nothing else goes with it
+            if name not in self._keep and self._rows.get(PACKS, name) is not None and not self._is_named(name):
+                self._delete_pack(name)
+
+    def _is_named(self, pack: bytes) -> bool:
+        return next(self._rows.starting_with(LINKS, pack), None) is not None
+
+    def _delete_pack(self, name: bytes) -> None:
+        row = self._rows.get(PACKS, name)
+        if row is None:
+            return
+        table = pack_table(name, row)
+        self._rows.delete(PACKS, name)
+        self._payloads.delete(name, 0 if table is None else table.payload_length)
+        self._order.remove_pack(name)
+        self._log(name, REMOVED)
+        if table is None:  # nobody knows what the damaged row had counted
+            self._recount(name[:ID_BYTES])
+        else:
+            self.evicted.append(table)
+            self._state_of(table.namespace).count(table, -1)
+
+    # Manifests
+
+    def _put_manifest(self, write: ManifestWrite) -> None:
+        """Write a manifest, over the one of the same id, whose pin it takes over, and touch its packs."""
+        self.grew = True
+        name = manifest_row(self._namespace, write.manifest.id)
+        before = self._order.chain(name)
+        self._drop_manifest(name)
+        pinned = before is not None and before.pinned
+        flags = (ORDERED if write.manifest.ordered else 0) | (PINNED if pinned else 0)
+        self._rows.put(MANIFESTS, name, encode_manifest(write.manifest))
+        self._rows.put(MANIFEST_KEYS, name, encode_manifest_keys(write.keys))
+        packs = tuple(dict.fromkeys(write.packs))
+        self._order.add_manifest(name, flags, packs)
+        self._state.requests += 1
+        for pack_id in packs:
+            pack = self._namespace + pack_id
+            self._rows.put(LINKS, pack + name[ID_BYTES:], b"")
+            self._order.touch(pack)
+            if pinned:
+                self._order.pin(pack, 1)
+
+    def _drop_manifest(self, name: bytes, behind: bytes | None = None) -> list[bytes]:
+        """Delete a manifest.
+
+        :returns: names of the packs behind the pack ``behind`` in its chain; none if it is not ordered.
+        """
+        if not self._rows.delete(MANIFESTS, name):
+            return []
+        self._rows.delete(MANIFEST_KEYS, name)
+        namespace, digest = name[:ID_BYTES], name[ID_BYTES:]
+        self._state_of(namespace).requests -= 1
+        chain = self._order.chain(name)
+        if chain is None:
+            return []
+        self._order.remove_manifest(name, chain)
+        packs = [namespace + pack_id for pack_id in chain.packs]
+        for pack in packs:
+            self._rows.delete(LINKS, pack + digest)
+            if chain.pinned:
+                self._order.pin(pack, -1)
+        return packs[packs.index(behind) + 1 :] if behind in packs and chain.ordered else []
+
+    def _is_pinned(self, manifest: bytes) -> bool:
+        chain = self._order.chain(manifest)
+        return chain is not None and chain.pinned
+
+    def _pin(self, manifest_id: str, pinned: bool) -> None:
+        name = manifest_row(self._namespace, manifest_id)
+        chain = self._order.chain(name)
+        if chain is None or chain.pinned == pinned:
+            return
+        self._order.reflag(name, chain, chain.flags ^ PINNED)
+        for pack_id in chain.packs:
+            self._order.pin(self._namespace + pack_id, 1 if pinned else -1)
+
+    # Totals and log
+
+    def _state_of(self, namespace: bytes) -> NamespaceState:
+        if namespace not in self._states:
+            row = self._rows.get(STATES, namespace)
+            if row is None:
+                raise StoreError(f"the store holds no namespace {namespace.hex()}")
+            self._before[namespace] = bytes(row)
+            self._states[namespace] = NamespaceState.decode(row)
+        return self._states[namespace]
+
+    def _log(self, name: bytes, kind: bytes) -> None:
+        namespace, pack_id = name[:ID_BYTES], name[ID_BYTES:]
+        state = self._state_of(namespace)
+        state.sequence += 1
+        self._rows.put(LOG, LOG_KEY.pack(namespace, state.sequence), kind + pack_id)
+
+    def _shorten_log(self, namespace: bytes, state: NamespaceState) -> None:
+        oldest = LOG_KEY.pack(namespace, max(0, state.sequence - LOG_ENTRIES + 1))
+        old: list[bytes] = []
+        for key, _ in self._rows.starting_with(LOG, namespace):
+            if bytes(key) >= oldest:
+                break
+            old.append(bytes(key))
+        for name in old:
+            self._rows.delete(LOG, name)
+
+    def _recount(self, namespace: bytes) -> None:
+        state = self._state_of(namespace)
+        state.packs = state.blocks = state.raw_bytes = state.stored_bytes = 0
+        for key, row in self._rows.starting_with(PACKS, namespace):
+            if (table := pack_table(key, row)) is not None:
+                state.count(table, 1)
+
+
+def kept_names(namespace: bytes, batch: CommitBatch) -> set[bytes]:
+    """Return the names (see ``Candidate``) of the packs and manifests that a batch writes or names."""
+    named = [pack_id for write in batch.manifests for pack_id in write.packs]
+    kept = {namespace + pack_id for pack_id in [*named, *(pack.pack_id for pack in batch.packs)]}
+    return kept | {manifest_row(namespace, write.manifest.id) for write in batch.manifests}
+
+
+def payload_bound(pack: PackWriter) -> int:
+    """Return the bytes that a pack's payload has at most; exactly that many if no codec makes it shorter."""
+    total = 0
+    for segment in pack.segments:
+        per_frame = max(1, FRAME_BYTES // segment.block_bytes)
+        frames, last = divmod(len(segment.keys), per_frame)
+        total += frames * align(per_frame * segment.block_bytes) + align(last * segment.block_bytes)
+    return total
+
+
+def rows_bound(packs: Iterable[PackWriter], manifests: Iterable[ManifestWrite]) -> int:
+    """Return the bytes that packs (without payloads) and manifests add to the rows: roughly, and rather too many."""
+    total = 0
+    for pack in packs:
+        frames = sum(-(-len(s.keys) // max(1, FRAME_BYTES // s.block_bytes)) for s in pack.segments)
+        total += 2 * (64 * frames + len(pack.keys.data) + len(pack.keys.lengths)) + _ROWS_BYTES
+    for write in manifests:
+        keys = sum(len(keys.data) + len(keys.lengths) for keys in write.keys)
+        total += 2 * (keys + 160 * len(write.packs)) + _ROWS_BYTES
+    return total

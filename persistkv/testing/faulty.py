@@ -1,0 +1,122 @@
+"""A backend that fails, delays or tears chosen calls of another one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from itertools import repeat
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
+
+from persistkv.storage.backend import Backend
+
+B = TypeVar("B", bound=Backend)
+
+
+class FaultyBackend(Backend, Generic[B]):
+    """Wrapper of an open backend that injects faults into its calls.
+
+    It has every public method and attribute of the wrapped backend's class, optional protocols included, and passes all
+    calls on. Faults are added and removed at any time, from any thread::
+
+        backend = FaultyBackend.of(MemoryBackend())
+        backend.fail("commit", StoreFullError("no room"), times=1)  # the next commit fails, and commits nothing
+        backend.before("read", lambda namespace, spans: time.sleep(5))  # reads are slow
+        backend.after("read", lambda filled, namespace, spans: [False for _ in filled])  # and find nothing
+        backend.heal()
+
+    Calls that the wrapped backend makes to itself have no faults. Methods that it inherits from ``Backend`` call the
+    wrapper: if the driver has no ``scan`` of its own, faults of ``read`` apply to ``scan``, too.
+    """
+
+    inner: B
+    """The wrapped backend."""
+    calls: list[str]
+    """Names of the called methods, in order, failed calls included."""
+
+    @classmethod
+    def of(cls, inner: B) -> FaultyBackend[B]:
+        """Wrap an open backend. The wrapper's ``close`` closes it."""
+        kind = type(inner)
+        names = [name for name in dir(kind) if not name.startswith("_") and name not in vars(FaultyBackend)]
+        members = {name: _member(kind, name) for name in names}
+        wrapper: type[FaultyBackend[B]] = type(f"Faulty{kind.__name__}", (cls,), members)
+        return wrapper(inner)
+
+    def __init__(self, inner: B) -> None:
+        """Use ``of``: it makes the class that has the methods."""
+        self.inner = inner
+        self.calls = []
+        self._before: dict[str, list[Callable[..., object]]] = defaultdict(list)
+        self._after: dict[str, list[Callable[..., Any]]] = defaultdict(list)
+
+    def before(self, method: str, call: Callable[..., object]) -> None:
+        """Run ``call(*arguments)`` before each call of the method; if it raises, the method is not called.
+
+        :raises ValueError: the backend has no such method.
+        """
+        self._check(method)
+        self._before[method].append(call)
+
+    def after(self, method: str, call: Callable[..., Any]) -> None:
+        """Run ``call(result, *arguments)`` after each call of the method that returned; its value replaces the result.
+
+        :raises ValueError: the backend has no such method.
+        """
+        self._check(method)
+        self._after[method].append(call)
+
+    def fail(self, method: str, error: BaseException, times: int | None = None) -> None:
+        """Raise an error instead of calling the method.
+
+        :param error: each call raises a copy, as a traceback keeps buffers of its call.
+        :param times: number of calls that fail; None: all, until ``heal``.
+        :raises ValueError: the backend has no such method.
+        """
+        errors = repeat(error) if times is None else repeat(error, times)
+
+        def raise_next(*_: object, **__: object) -> None:
+            for left in errors:
+                raise _copied(left)
+
+        self.before(method, raise_next)
+
+    def heal(self, method: str | None = None) -> None:
+        """Remove all faults of a method; None: of all methods. Calls that are already running keep theirs."""
+        for faults in (self._before, self._after):
+            if method is None:
+                faults.clear()
+            else:
+                faults.pop(method, None)
+
+    def _check(self, method: str) -> None:
+        if not callable(getattr(type(self.inner), method, None)):
+            raise ValueError(f"{type(self.inner).__name__} has no method {method!r}")
+
+
+def _copied(error: BaseException) -> BaseException:
+    """Return an error without traceback, also of a class whose constructor takes other arguments than ``args``."""
+    copy = type(error).__new__(type(error), *error.args)
+    copy.__dict__.update(error.__dict__)
+    return copy
+
+
+def _member(kind: type[Backend], name: str) -> Callable[..., Any] | property:
+    function = getattr(kind, name)
+    if not callable(function):
+        return property(attrgetter(f"inner.{name}"))
+    is_inherited = function is getattr(Backend, name, None)
+
+    def call(self: FaultyBackend[Any], *arguments: Any, **named: Any) -> Any:
+        self.calls.append(name)
+        before, after = list(self._before[name]), list(self._after[name])
+        for fault in before:
+            fault(*arguments, **named)
+        method = partial(function, self) if is_inherited else getattr(self.inner, name)
+        result = method(*arguments, **named)
+        for change in after:
+            result = change(result, *arguments, **named)
+        return result
+
+    return call

@@ -1,0 +1,157 @@
+"""The wrapper that injects faults is transparent without them, and applies them to the chosen methods only."""
+
+from __future__ import annotations
+
+import pytest
+
+from persistkv.config import StoreUrl
+from persistkv.errors import CorruptPackError, StoreError, StoreFullError
+from persistkv.storage.backend import Backend, CommitBatch, Policy, ReadSpan, SupportsPolicy
+from persistkv.storage.identity import Identity
+from persistkv.testing import FaultyBackend, MemoryBackend
+from persistkv.testing.samples import payload_of, sample_pack
+from tests.backends import test_memory
+
+
+class TestFaultyBackendWithoutFaults(test_memory.TestMemoryBackend):
+    """The wrapped backend passes the suite that the backend passes."""
+
+    def open(self, url: str, *, read_only: bool = False) -> FaultyBackend[MemoryBackend]:
+        return FaultyBackend.of(MemoryBackend.open(StoreUrl.parse(url), read_only=read_only))
+
+    @pytest.fixture
+    def raw(self, backend: Backend) -> test_memory.RawMemory:
+        assert isinstance(backend, FaultyBackend)
+        return test_memory.RawMemory(backend.inner)
+
+
+@pytest.fixture
+def backend() -> FaultyBackend[MemoryBackend]:
+    return FaultyBackend.of(MemoryBackend(capacity=1 << 30))
+
+
+@pytest.fixture
+def namespace(backend: FaultyBackend[MemoryBackend]) -> bytes:
+    return backend.open_namespace(Identity.of({})).id
+
+
+def store_one(backend: Backend, namespace: bytes) -> tuple[ReadSpan, bytes]:
+    """Store a pack; return a span over its payload, and the payload."""
+    pack = sample_pack(namespace, 1)
+    backend.commit(namespace, CommitBatch([pack]))
+    payload = payload_of(sample_pack(namespace, 1))
+    return ReadSpan(pack.pack_id, 0, [memoryview(bytearray(len(payload)))]), payload
+
+
+def test_fail_raises_as_often_as_told_and_does_nothing(backend: FaultyBackend[MemoryBackend], namespace: bytes) -> None:
+    backend.fail("commit", StoreFullError("no room"), times=2)
+    for _ in range(2):
+        with pytest.raises(StoreFullError, match="no room"):
+            store_one(backend, namespace)
+    assert backend.stats().packs == 0
+    store_one(backend, namespace)
+    assert backend.stats().packs == 1
+    assert backend.calls == ["open_namespace", "commit", "commit", "stats", "commit", "stats"]
+
+
+def test_fail_without_times_lasts_until_heal(backend: FaultyBackend[MemoryBackend]) -> None:
+    backend.fail("stats", StoreError())
+    backend.fail("namespaces", StoreError())
+    for _ in range(3):
+        with pytest.raises(StoreError):
+            backend.stats()
+    backend.heal("stats")
+    assert backend.stats().packs == 0
+    with pytest.raises(StoreError):
+        backend.namespaces()
+    backend.heal()
+    assert list(backend.namespaces()) == []
+
+
+def test_fail_raises_a_copy_for_each_call(backend: FaultyBackend[MemoryBackend]) -> None:
+    error = CorruptPackError("magic", "it is another one")
+    backend.fail("stats", error)
+    raised = []
+    for _ in range(2):
+        with pytest.raises(CorruptPackError, match="magic: it is another one") as caught:
+            backend.stats()
+        assert (caught.value.args, vars(caught.value)) == (error.args, vars(error))
+        raised.append(caught.value)
+    assert len({id(each) for each in [error, *raised]}) == 3
+    assert error.__traceback__ is None
+
+
+def test_before_sees_arguments_in_order(backend: FaultyBackend[MemoryBackend], namespace: bytes) -> None:
+    seen: list[object] = []
+    backend.before("changes", lambda *arguments: seen.append(arguments))
+    backend.before("changes", lambda *arguments: seen.append("second"))
+    assert backend.changes(namespace, None).added == []
+    assert seen == [(namespace, None), "second"]
+
+
+def test_after_replaces_the_result(backend: FaultyBackend[MemoryBackend], namespace: bytes) -> None:
+    span, payload = store_one(backend, namespace)
+
+    def tear(filled: list[bool], namespace: bytes, spans: list[ReadSpan]) -> list[bool]:
+        spans[0].buffers[0][5] ^= 1
+        return [False for _ in filled]
+
+    backend.after("read", tear)
+    assert backend.read(namespace, [span]) == [False]
+    assert span.buffers[0][5] == payload[5] ^ 1
+    backend.heal("read")
+    assert backend.read(namespace, [span]) == [True]
+    assert bytes(span.buffers[0]) == payload
+
+
+def test_after_is_not_called_for_a_method_that_raised(backend: FaultyBackend[MemoryBackend], namespace: bytes) -> None:
+    called: list[object] = []
+    backend.after("stats", called.append)
+    backend.fail("stats", StoreError(), times=1)
+    with pytest.raises(StoreError):
+        backend.stats()
+    assert called == []
+
+
+def test_methods_that_a_driver_inherits_have_the_faults_of_what_they_call(
+    backend: FaultyBackend[MemoryBackend], namespace: bytes
+) -> None:
+    span, _ = store_one(backend, namespace)
+    backend.fail("read", StoreError("the disk does not answer"))
+    with pytest.raises(StoreError, match="does not answer"):
+        backend.scan(namespace, [span])
+
+
+def test_unknown_methods_are_refused(backend: FaultyBackend[MemoryBackend]) -> None:
+    for add in (backend.before, backend.after):
+        with pytest.raises(ValueError, match="MemoryBackend has no method 'comit'"):
+            add("comit", print)
+    with pytest.raises(ValueError, match="no method 'capabilities'"):
+        backend.fail("capabilities", StoreError())
+
+
+def test_wrapper_has_the_attributes_and_optional_protocols_of_its_backend(
+    backend: FaultyBackend[MemoryBackend],
+) -> None:
+    class WithPolicy(MemoryBackend):
+        def policy(self) -> Policy:
+            return Policy(self.capacity, None)
+
+        def set_policy(self, policy: Policy) -> None:
+            self.capacity = policy.capacity
+
+    assert isinstance(backend, Backend)
+    assert not isinstance(backend, SupportsPolicy)
+    assert backend.capabilities == MemoryBackend.capabilities
+    wrapped = FaultyBackend.of(WithPolicy(capacity=5))
+    assert isinstance(wrapped, SupportsPolicy)
+    wrapped.fail("set_policy", StoreError(), times=1)
+    with pytest.raises(StoreError):
+        wrapped.set_policy(Policy(7, None))
+    assert wrapped.policy().capacity == 5
+
+
+def test_close_closes_the_wrapped_backend(backend: FaultyBackend[MemoryBackend]) -> None:
+    backend.close()
+    with pytest.raises(StoreError, match="closed"):
+        backend.inner.stats()

@@ -16,15 +16,15 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreError
 from persistkv.storage.codec import Buffer
-from persistkv_lmdb.beside import Beside
+from persistkv.storage.executor import thread_pool
 from persistkv_lmdb.errors import translated_io
 from persistkv_lmdb.gathering import (
     Bounce,
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 DIRECTORY = "segments"
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _WRITES_AT_ONCE = 3  # the disk is to find the next ones when one has ended: it may tell of all of them at once
-_BESIDE_BYTES = 1 << 20  # 1 MiB: what is shorter is written before another thread would have woken up
+_THREAD_BYTES = 1 << 20  # 1 MiB: what is shorter is written before another thread would have woken up
 
 
 class _Descriptors(NamedTuple):
@@ -67,7 +67,9 @@ class SegmentFiles:
         self._touched: set[int] = set()
         self._unnamed = False
         """Whether a file may be missing after a power loss: its directory was not synced since it was made."""
-        self._writes = Beside("persistkv-segments", _WRITES_AT_ONCE)
+        self._pool: ThreadPoolExecutor | None = None
+        self._writes: list[Future[None]] = []
+        """Those that were begun since the last ``settle``."""
         self._bounce = Bounce(self.settle)
         self._direct = True
 
@@ -125,22 +127,36 @@ class SegmentFiles:
             if sum(run.length for run in runs) < length:
                 raise StoreError(f"{self._path}: a payload is longer than it said")
             self._touched.update(run.segment for run in runs)
-            self._begin(partial(self._write_runs, runs, buffers), length)
+            if length < _THREAD_BYTES:
+                self._write_runs(runs, buffers)
+            else:
+                self._begin_write(runs, buffers)
             written += length
         return written
 
-    def _begin(self, write: Callable[[], None], length: int) -> None:
-        if length < _BESIDE_BYTES:
-            write()
-        else:
-            self._writes.begin(write)
+    def _begin_write(self, runs: Sequence[Run], buffers: list[memoryview]) -> None:
+        """Write in another thread. If one is idle, return once it has begun: while the caller goes on with other work,
+        the thread would wait for the GIL, up to 5 ms.
+        """
+        if self._pool is None:
+            self._pool = thread_pool(_WRITES_AT_ONCE, "persistkv-segments")
+        begun = threading.Event()
+        is_idle = sum(not write.done() for write in self._writes) < _WRITES_AT_ONCE
+        self._writes.append(self._pool.submit(self._write_runs, runs, buffers, begun))
+        if is_idle:
+            begun.wait()
 
     def settle(self) -> None:
         """Wait for all writes that were begun: nobody reads what they were given any more.
 
         :raises StoreError: one of them failed.
         """
-        self._writes.settle()
+        wait(self._writes)
+        try:
+            while self._writes:  # none is kept: an error whose traceback leads back to itself would keep its buffers
+                self._writes.pop(0).result()
+        finally:
+            self._writes.clear()
 
     def sync(self) -> None:
         """Make durable what was written, how long files are, and what they are called.
@@ -223,7 +239,8 @@ class SegmentFiles:
 
     def close(self) -> None:
         """Close all descriptors; nobody may be inside."""
-        self._writes.close()
+        if self._pool is not None:
+            self._pool.shutdown()
         self._close_files()
         os.close(self._store)
 
@@ -232,7 +249,9 @@ class SegmentFiles:
             os.close(fd)
         self._open.clear()
 
-    def _write_runs(self, runs: Sequence[Run], buffers: list[memoryview]) -> None:
+    def _write_runs(self, runs: Sequence[Run], buffers: list[memoryview], begun: threading.Event | None = None) -> None:
+        if begun is not None:
+            begun.set()
         with translated_io(self._path):
             for run in runs:
                 self._write(run, front(buffers, run.length))

@@ -8,6 +8,7 @@ the kernel ends the reader (SIGBUS), and nobody can catch that within.
 3. If a process in another container uses the store with the child's PID, another child is forked: it gets another
    PID.
 4. Commands that only look stand back behind the engines of the machine, from before their imports on.
+5. The child ends without waiting for threads: after Ctrl-C, one may wait for a server that does not answer.
 """
 
 from __future__ import annotations
@@ -52,7 +53,14 @@ def _run(*, may_retry: bool) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the command begins: an import must not tell of Ctrl-C
     from persistkv_tools.cli import main as run
 
-    run(may_retry=may_retry)
+    try:
+        run(may_retry=may_retry)
+    except SystemExit as end:
+        if not isinstance(end.code, int):
+            raise
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code)
     sys.exit()
 
 

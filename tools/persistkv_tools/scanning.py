@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import NamedTuple
 
 import xxhash
@@ -21,7 +20,7 @@ import xxhash
 from persistkv.errors import CorruptPackError
 from persistkv.huge_pages import huge_memory
 from persistkv.storage.backend import Backend, ReadSpan
-from persistkv.storage.executor import Lane
+from persistkv.storage.executor import thread_pool
 from persistkv.storage.pack import Frame, PackTable, align, decode_frame, frame_seed, pack_id
 from persistkv_tools.pack_check import OtherReleaseError, frame_runs
 
@@ -92,7 +91,7 @@ class Scanner:
         self._backend = backend
         self._waiting = waiting
         self._local = threading.local()
-        self._lane = Lane("persistkv-verify", threads) if threads else None
+        self._pool = thread_pool(threads, "persistkv-verify") if threads else None
         self._begun: deque[tuple[Batch, Future[list[Look]]]] = deque()
         self._begin()
 
@@ -101,7 +100,7 @@ class Scanner:
 
         :raises StoreError: the medium failed.
         """
-        if self._lane is None:
+        if self._pool is None:
             while (batch := next(self._waiting, None)) is not None:
                 yield batch, self._look(batch)
         while self._begun:
@@ -115,17 +114,15 @@ class Scanner:
         they write into memory of their own, and are not waited for.
         """
         self._waiting = iter(())
-        for _, looks in self._begun:
-            looks.cancel()
-        if self._lane is not None:
-            self._lane.close(wait=not self._backend.capabilities.remote)
+        if self._pool is not None:
+            self._pool.shutdown(wait=not self._backend.capabilities.remote, cancel_futures=True)
 
     def _begin(self) -> None:
-        while self._lane is not None and len(self._begun) < _AHEAD:
+        while self._pool is not None and len(self._begun) < _AHEAD:
             batch = next(self._waiting, None)
             if batch is None:
                 return
-            self._begun.append((batch, self._lane.submit(partial(self._look, batch))))
+            self._begun.append((batch, self._pool.submit(self._look, batch)))
 
     def _look(self, batch: Batch) -> list[Look]:
         memory = self._memory(sum(piece.length for piece in batch))

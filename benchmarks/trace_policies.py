@@ -80,9 +80,6 @@ class _Cache(ABC):
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
 
-    def begin(self) -> None:  # noqa: B027 - most policies know no requests
-        """The uses that follow are of another request."""
-
     @abstractmethod
     def __contains__(self, block: object) -> bool: ...
 
@@ -197,47 +194,10 @@ class _Arc(_Cache):
             self._again_gone[self._again.popitem(last=False)[0]] = None
 
 
-class _Pause(_Cache):
-    """The order of a store's packs (``persistkv.storage.backend``), for single blocks: what came back after a pause is
-    kept for as long again."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self._places: dict[int, tuple[int, int]] = {}
-        """Place, and a number that counts uses."""
-        self._first: list[tuple[int, int, int]] = []
-        self._now = self._uses = self._at_least = 0
-
-    def __contains__(self, block: object) -> bool:
-        return block in self._places
-
-    def begin(self) -> None:
-        self._now += 1
-        self._at_least = 0
-
-    def use(self, block: int) -> None:
-        if not self.capacity:
-            return
-        if block not in self._places:
-            self._make_room()
-        before, _ = self._places.get(block, (self._now, 0))
-        self._at_least = max(before, 2 * self._now - before, self._at_least)
-        self._uses += 1
-        self._places[block] = (self._at_least, self._uses)
-        heapq.heappush(self._first, (self._at_least, self._uses, block))
-
-    def _make_room(self) -> None:
-        while len(self._places) >= self.capacity:
-            place, number, candidate = heapq.heappop(self._first)
-            if self._places.get(candidate) == (place, number):
-                del self._places[candidate]
-
-
 def _hits(make: Callable[[int], _Cache]) -> Callable[[Sequence[Request], int], int]:
     def count(requests: Sequence[Request], capacity: int) -> int:
         cache, hits = make(capacity), 0
         for chain in requests:
-            cache.begin()
             hits += prefix_length(chain, cache)
             for block in reversed(chain):
                 cache.use(block)
@@ -250,6 +210,5 @@ OTHER_POLICIES: dict[str, Callable[[Sequence[Request], int], int]] = {
     "fifo": _hits(_Fifo),
     "lfu": _hits(_Lfu),
     "arc": _hits(_Arc),
-    "pause": _hits(_Pause),
 }
 """Hits of each, given the requests and the number of blocks that it may hold; beside LRU and the best possible."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -116,19 +116,9 @@ class Environment:
             yield
         except BaseException:
             if write:
-                self._settle()
+                with suppress(Exception):  # the transaction is undone, and why is known
+                    self.files.settle()
             raise
-
-    def _settle(self) -> None:
-        """Wait for what is on its way, also where somebody interrupts the wait: it is undone, and why is known."""
-        while True:
-            try:
-                self.files.settle()
-            except Exception:
-                return
-            except BaseException:
-                continue
-            return
 
     def _begin_commit(self, write: bool) -> None:
         if write and self._guard is not None:

@@ -173,7 +173,7 @@ def read_payload(
     extents = read_extents(transaction, name)
     if extents is None:
         return read_pieces(transaction.rows, name, span.offset, span.buffers)
-    return files.read(extents, span.offset, span.buffers, cached=cached, pieces=span.pieces, arrived=span.arrived)
+    return files.read(extents, span.offset, span.buffers, cached=cached)
 
 
 def scan_payloads(

@@ -6,12 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from persistkv.config import PAGE_BYTES
-from persistkv_lmdb.gathering import MOST_BUFFERS, behind, front
+from persistkv_lmdb.gathering import behind, front
 from persistkv_lmdb.space import Extent
-
-CALL_BYTES = 4 << 20
-"""4 MiB: what is one call, of reads that are used as they come. Each end of one wakes a thread up, which beside a busy
-engine waits for a processor: in calls of 2 MiB, jobs of 32 MiB took 16 to 18 ms there instead of 11 to 12."""
 
 
 class Run(NamedTuple):
@@ -22,20 +18,11 @@ class Run(NamedTuple):
     length: int
 
 
-class Call(NamedTuple):
-    """What is read at once."""
-
-    pieces: range
-    """Their numbers."""
-    run: Run
-    buffers: Sequence[memoryview]
-
-
 class Piece(NamedTuple):
     """A part of what is asked for that lies side by side in one file."""
 
     number: int
-    """In a read, the piece's own, as in ``ReadSpan.pieces``; in a scan, that of its payload."""
+    """Of its payload, in a scan."""
     run: Run
     buffers: Sequence[memoryview]
 
@@ -50,31 +37,6 @@ def runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[Run
             length -= count
             offset = size
         offset -= size
-
-
-def calls_of(run: Run, buffers: Sequence[memoryview], counts: Sequence[int]) -> Iterator[Call]:
-    """A run, whose pieces have so many buffers each, in calls as long as disks like them."""
-    first = first_buffer = buffer = length = 0
-    offset = run.offset
-    for piece, count in enumerate(counts):
-        full = length >= CALL_BYTES or buffer + count - first_buffer > MOST_BUFFERS
-        if length and full:
-            yield Call(range(first, piece), Run(run.segment, offset, length), buffers[first_buffer:buffer])
-            first, first_buffer, offset, length = piece, buffer, offset + length, 0
-        length += sum(map(len, buffers[buffer : buffer + count]))
-        buffer += count
-    yield Call(range(first, len(counts)), Run(run.segment, offset, length), buffers[first_buffer:])
-
-
-def pieces_of(call: Call, counts: Sequence[int]) -> Iterator[Piece]:
-    """The pieces of a call."""
-    offset, first = call.run.offset, 0
-    for number in call.pieces:
-        some = call.buffers[first : first + counts[number]]
-        length = sum(map(len, some))
-        yield Piece(number, Run(call.run.segment, offset, length), some)
-        offset += length
-        first += counts[number]
 
 
 def placed_pieces(

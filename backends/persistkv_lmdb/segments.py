@@ -16,16 +16,15 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreError
 from persistkv.storage.codec import Buffer
-from persistkv_lmdb.arriving import ArrivingReads
-from persistkv_lmdb.beside import Beside
+from persistkv.storage.executor import thread_pool
 from persistkv_lmdb.errors import translated_io
 from persistkv_lmdb.gathering import (
     Bounce,
@@ -37,10 +36,9 @@ from persistkv_lmdb.gathering import (
     write_all,
     write_direct,
 )
-from persistkv_lmdb.kernel_aio import Read
 from persistkv_lmdb.page_cache import is_cached
 from persistkv_lmdb.regular_files import open_directory, open_regular
-from persistkv_lmdb.runs import CALL_BYTES, Call, Piece, Run, calls_of, neighbours_of, pieces_of, placed_pieces, runs_of
+from persistkv_lmdb.runs import Piece, Run, neighbours_of, placed_pieces, runs_of
 from persistkv_lmdb.space import Extent
 
 logger = logging.getLogger(__name__)
@@ -48,7 +46,7 @@ logger = logging.getLogger(__name__)
 DIRECTORY = "segments"
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _WRITES_AT_ONCE = 3  # the disk is to find the next ones when one has ended: it may tell of all of them at once
-_BESIDE_BYTES = 1 << 20  # 1 MiB: what is shorter is written before another thread would have woken up
+_THREAD_BYTES = 1 << 20  # 1 MiB: what is shorter is written before another thread would have woken up
 
 
 class _Descriptors(NamedTuple):
@@ -69,19 +67,17 @@ class SegmentFiles:
         self._touched: set[int] = set()
         self._unnamed = False
         """Whether a file may be missing after a power loss: its directory was not synced since it was made."""
-        self._writes = Beside("persistkv-segments", _WRITES_AT_ONCE)
+        self._pool: ThreadPoolExecutor | None = None
+        self._writes: list[Future[None]] = []
+        """Those that were begun since the last ``settle``."""
         self._bounce = Bounce(self.settle)
         self._direct = True
-        self._arriving = ArrivingReads()
 
     def prepare(self) -> None:
         """Open the files that are there, for which the first read would wait. It tries again what fails here."""
-        try:
-            found = [self._descriptors(segment) for segment in self._there()]
-        except OSError:
-            return
-        if any(descriptors.direct is not None for descriptors in found):
-            self._arriving.prepare()
+        with suppress(OSError):
+            for segment in self._there():
+                self._descriptors(segment)
 
     def grow(self, segment: int, before: int, pages: int) -> None:
         """Make a file so many pages long, with space for all of them.
@@ -131,22 +127,36 @@ class SegmentFiles:
             if sum(run.length for run in runs) < length:
                 raise StoreError(f"{self._path}: a payload is longer than it said")
             self._touched.update(run.segment for run in runs)
-            self._begin(partial(self._write_runs, runs, buffers), length)
+            if length < _THREAD_BYTES:
+                self._write_runs(runs, buffers)
+            else:
+                self._begin_write(runs, buffers)
             written += length
         return written
 
-    def _begin(self, write: Callable[[], None], length: int) -> None:
-        if length < _BESIDE_BYTES:
-            write()
-        else:
-            self._writes.begin(write)
+    def _begin_write(self, runs: Sequence[Run], buffers: list[memoryview]) -> None:
+        """Write in another thread. If one is idle, return once it has begun: while the caller goes on with other work,
+        the thread would wait for the GIL, up to 5 ms.
+        """
+        if self._pool is None:
+            self._pool = thread_pool(_WRITES_AT_ONCE, "persistkv-segments")
+        begun = threading.Event()
+        is_idle = sum(not write.done() for write in self._writes) < _WRITES_AT_ONCE
+        self._writes.append(self._pool.submit(self._write_runs, runs, buffers, begun))
+        if is_idle:
+            begun.wait()
 
     def settle(self) -> None:
         """Wait for all writes that were begun: nobody reads what they were given any more.
 
         :raises StoreError: one of them failed.
         """
-        self._writes.settle()
+        wait(self._writes)
+        try:
+            while self._writes:  # none is kept: an error whose traceback leads back to itself would keep its buffers
+                self._writes.pop(0).result()
+        finally:
+            self._writes.clear()
 
     def sync(self) -> None:
         """Make durable what was written, how long files are, and what they are called.
@@ -164,19 +174,11 @@ class SegmentFiles:
                 self._unnamed = False
 
     def read(
-        self,
-        extents: Sequence[Extent],
-        offset: int,
-        buffers: Sequence[memoryview],
-        *,
-        cached: bool = False,
-        pieces: Sequence[int] = (),
-        arrived: Callable[[int], None] | None = None,
+        self, extents: Sequence[Extent], offset: int, buffers: Sequence[memoryview], *, cached: bool = False
     ) -> bool:
         """Fill ``buffers`` from a payload's ``offset`` on; False: not all of that is there.
 
         :param cached: through the page cache, whatever it holds.
-        :param pieces: with ``arrived``, as in ``ReadSpan``.
         :raises StoreError: the disk failed.
         """
         rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
@@ -188,45 +190,11 @@ class SegmentFiles:
                     return False
                 direct = not cached and self._past_the_cache(descriptors, run)
                 if run.length == length:  # the usual case, which need not be cut
-                    if direct and arrived is not None and sum(pieces) == len(rest):
-                        return self._read_arriving(descriptors, run, rest, pieces, arrived)
                     return self._read(descriptors, run, rest, direct=direct)
                 if not self._read(descriptors, run, front(rest, run.length), direct=direct):
                     return False
                 rest = behind(rest, run.length)
         return not rest
-
-    def _read_arriving(
-        self,
-        descriptors: _Descriptors,
-        run: Run,
-        buffers: Sequence[memoryview],
-        pieces: Sequence[int],
-        arrived: Callable[[int], None],
-    ) -> bool:
-        """Past the page cache, in calls whose pieces are told of as they come; what is short is one call."""
-        calls: list[Call] = []
-
-        def reads(fd: int) -> Iterator[Read]:
-            for call in calls_of(run, buffers, pieces):
-                calls.append(call)
-                yield Read(len(calls) - 1, fd, call.buffers, call.run.offset, call.run.length)
-
-        def came(number: int) -> None:
-            for piece in calls[number].pieces:
-                arrived(piece)
-
-        if descriptors.direct is None or run.length <= CALL_BYTES:
-            return self._read(descriptors, run, buffers, direct=True)
-        left = self._arriving.read(reads(descriptors.direct), came)
-        if len(left) == len(calls):
-            return self._read(descriptors, run, buffers, direct=True)
-        for call in (calls[read.number] for read in left):
-            for piece in pieces_of(call, pieces):
-                if not self._read(descriptors, piece.run, piece.buffers, direct=True):
-                    return False
-                arrived(piece.number)
-        return True
 
     def scan(self, wanted: Sequence[tuple[Sequence[Extent], int, Sequence[memoryview]]]) -> list[bool]:
         """As ``read`` for many payloads, each with its extents, offset and buffers: what lies side by side is read with
@@ -271,7 +239,8 @@ class SegmentFiles:
 
     def close(self) -> None:
         """Close all descriptors; nobody may be inside."""
-        self._writes.close()
+        if self._pool is not None:
+            self._pool.shutdown()
         self._close_files()
         os.close(self._store)
 
@@ -279,9 +248,10 @@ class SegmentFiles:
         for fd in [fd for descriptors in self._open.values() for fd in descriptors if fd is not None]:
             os.close(fd)
         self._open.clear()
-        self._arriving.close()
 
-    def _write_runs(self, runs: Sequence[Run], buffers: list[memoryview]) -> None:
+    def _write_runs(self, runs: Sequence[Run], buffers: list[memoryview], begun: threading.Event | None = None) -> None:
+        if begun is not None:
+            begun.set()
         with translated_io(self._path):
             for run in runs:
                 self._write(run, front(buffers, run.length))

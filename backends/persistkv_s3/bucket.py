@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from persistkv.storage.codec import Buffer
-from persistkv.storage.executor import Lane
+from persistkv.storage.executor import thread_pool
 from persistkv_s3.options import Place
 from persistkv_s3.sinks import FrameSink, RowSink, WholeSink
 from persistkv_s3.transport import MOST_DELETED, Body, Deadline, ObjectInfo, Transport
@@ -29,8 +29,8 @@ class Bucket:
         self.place = place
         self._transport = transport
         self._deadline_s = deadline_s
-        self._readers = Lane("persistkv-s3-read", connections)
-        self._writers = Lane("persistkv-s3-write", connections)
+        self._readers = thread_pool(connections, "persistkv-s3-read")
+        self._writers = thread_pool(connections, "persistkv-s3-write")
 
     @property
     def requests(self) -> dict[str, int]:
@@ -41,7 +41,8 @@ class Bucket:
         """``what`` of each thing, side by side; all have ended on return, whatever came of them.
 
         :raises StoreError: the first that one of them raised.
-        :raises KeyboardInterrupt: at once. Running calls end by their deadline at most; queued calls never start.
+        :raises KeyboardInterrupt: at once. Queued calls never start; those that run end by their deadline, for which
+            the interpreter's exit waits.
         """
         return self._all(self._readers, what, list(things))
 
@@ -49,13 +50,12 @@ class Bucket:
         """The same on other threads, so that reads do not wait behind uploads."""
         return self._all(self._writers, what, list(things))
 
-    def _all(self, lane: Lane, what: Callable[[A], R], todo: list[A]) -> list[R]:
+    def _all(self, pool: ThreadPoolExecutor, what: Callable[[A], R], todo: list[A]) -> list[R]:
         if len(todo) <= 1:
             return [what(thing) for thing in todo]
-        futures = [lane.submit(partial(what, thing)) for thing in todo]
+        futures = [pool.submit(what, thing) for thing in todo]
         try:
-            for future in futures:
-                future.exception()  # waits: no call uses the caller's memory after the return
+            wait(futures)  # no call uses the caller's memory after the return
         finally:
             for future in futures:
                 future.cancel()
@@ -114,7 +114,7 @@ class Bucket:
             self._transport.delete(keys[start : start + MOST_DELETED], Deadline(self._deadline_s))
 
     def close(self) -> None:
-        """Release connections; idempotent. Calls still run only after an interrupt, and are not waited for."""
-        self._readers.close(wait=False)
-        self._writers.close(wait=False)
+        """Release connections; idempotent. Calls that an interrupt left running are not waited for."""
+        self._readers.shutdown(wait=False)
+        self._writers.shutdown(wait=False)
         self._transport.close()

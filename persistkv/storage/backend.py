@@ -149,12 +149,6 @@ class ReadSpan:
     """First byte, counted from the pack's begin."""
     buffers: Sequence[memoryview] = field(repr=False)
     """Writable and contiguous, filled one after the other; together they decide how much is read."""
-    pieces: Sequence[int] = field(default=(), repr=False)
-    """Where given, the buffers in pieces: how many belong to each, in order. None is empty then."""
-    arrived: Callable[[int], None] | None = field(default=None, repr=False)
-    """May be called with the number of a piece, once for each, as soon as its buffers are filled: in the thread of the
-    read, which goes on meanwhile where the driver can do that. It may be called for none. What it raises, the read
-    raises, once nobody touches the buffers any more."""
 
 
 @dataclass(frozen=True)
@@ -389,7 +383,7 @@ class Backend(ABC):
 
         Bytes are handed over as they lie there, unverified. What a buffer holds after False is undefined.
 
-        :raises StoreError: the medium failed; nothing of the spans may be used then but pieces that ``arrived``.
+        :raises StoreError: the medium failed; nothing of the spans may be used then.
         """
 
     def read_frames(

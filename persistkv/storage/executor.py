@@ -15,10 +15,10 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from concurrent.futures import Future
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from types import coroutine
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -123,201 +123,105 @@ class InPlaceExecutor(Executor):
 
 
 class ThreadExecutor(Executor):
-    """One thread for writes, some for reads. They are daemons: a call that never returns does not keep a program."""
+    """One thread for writes, some for reads. The interpreter's exit waits for calls that run."""
 
     def __init__(self, threads: int, wake: Callable[[], None]) -> None:
         """:param wake: called from any thread when ``run_ready`` has something to do."""
         super().__init__()
         self.threads = threads
         self._wake = wake
-        self._ended: SimpleQueue[_Calls[Any]] = SimpleQueue()
-        self._writer = Lane("persistkv-writer", 1)
-        self._readers = Lane("persistkv-reader", threads)
+        self._ready: SimpleQueue[Flow] = SimpleQueue()
+        """Flows whose calls have ended."""
+        self._since: dict[int, float] = {}
+        """When the call of each busy thread began, by ``time.monotonic``."""
+        self._writer = thread_pool(1, "persistkv-writer")
+        self._readers = thread_pool(threads, "persistkv-reader")
 
     async def write(self, call: Callable[[], T]) -> T:
-        return (await _Calls(self._writer, [call]))[0]
+        return (await _results([self._submit(self._writer, call)]))[0]
 
     async def read(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        return await _Calls(self._readers, calls) if calls else []
+        return await _results([self._submit(self._readers, call) for call in calls]) if calls else []
 
     def ahead(self, call: Callable[[], T]) -> Callable[[], T]:
-        result: SimpleQueue[_Result[T]] = SimpleQueue()
-        self._readers.put(lambda: result.put(_Result.of(call)))
-        return lambda: result.get().value()
+        return self._submit(self._readers, call).result
+
+    def _submit(self, pool: ThreadPoolExecutor, call: Callable[[], T]) -> Future[T]:
+        return pool.submit(self._run, call)
+
+    def _run(self, call: Callable[[], T]) -> T:
+        thread = threading.get_ident()
+        self._since[thread] = time.monotonic()
+        try:
+            return call()
+        finally:
+            del self._since[thread]
 
     def begin(self, flow: Flow) -> None:
         try:
-            calls = flow.send(None)
+            futures: list[Future[Any]] = flow.send(None)
         except StopIteration:
             return
-        calls.begin(flow, self._end_one)
+        left = list(range(len(futures)))
 
-    def _end_one(self, calls: _Calls[Any]) -> None:
-        self._ended.put(calls)
-        self._wake()
+        def end_one(_: Future[Any]) -> None:
+            if not left.pop():  # atomic, so one thread gets 0: the last
+                self._ready.put(flow)
+                self._wake()
+
+        for future in futures:
+            future.add_done_callback(end_one)
 
     def run_ready(self) -> bool:
-        count = self._ended.qsize()
+        count = self._ready.qsize()
         for _ in range(count):
-            self._go_on(self._ended.get())
+            self.begin(self._ready.get())
         return count > 0
 
     def run_until(self, ended: Callable[[], bool]) -> None:
         while not ended():
-            self._go_on(self._ended.get())
-
-    def _go_on(self, calls: _Calls[Any]) -> None:
-        flow = calls.end_one()
-        if flow is not None:
-            self.begin(flow)
+            self.begin(self._ready.get())
 
     def longest_s(self) -> float:
-        return max(self._writer.longest_s(), self._readers.longest_s())
+        now = time.monotonic()
+        return max((now - since for since in self._since.copy().values()), default=0.0)
 
     def close(self) -> None:
         super().close()
-        self._writer.close()
-        self._readers.close()
-        while not self._ended.empty():
-            self._ended.get().leave()
+        self._writer.shutdown()
+        self._readers.shutdown()
+        while not self._ready.empty():
+            self._ready.get().close()
 
 
-class _Result(Generic[T]):
-    """What came of a call."""
+def thread_pool(threads: int, name: str) -> ThreadPoolExecutor:
+    """A pool whose threads have started: ``submit`` does not fail for lack of them, its call queued all the same.
 
-    def __init__(self, values: list[T], error: BaseException | None = None) -> None:
-        self._values = values
-        self._error = error
-
-    @classmethod
-    def of(cls, call: Callable[[], T]) -> _Result[T]:
-        try:
-            return cls([call()])
-        except BaseException as error:  # raised again where the result is asked for
-            return cls([], error)
-
-    def value(self) -> T:
-        """Asked for once: an error that is kept here would, by its traceback, keep the call's buffers."""
-        error, self._error = self._error, None
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error
-        return self._values[0]
-
-
-class _Calls(Generic[T]):
-    """Calls that one flow waits for."""
-
-    def __init__(self, lane: Lane, calls: Sequence[Callable[[], T]]) -> None:
-        self._lane = lane
-        self._calls = calls
-        self._results: dict[int, _Result[T]] = {}
-        self._left = len(calls)
-        self._flow: Flow | None = None
-
-    def __await__(self) -> Generator[_Calls[T], None, list[T]]:
-        yield self
-        return [self._results[number].value() for number in range(len(self._results))]
-
-    def begin(self, flow: Flow, end_one: Callable[[_Calls[T]], None]) -> None:
-        """Hand the calls over; ``end_one`` is called from their thread as each ends."""
-        self._flow = flow
-        calls, self._calls = self._calls, ()  # what they hold is let go of as they end
-        for number, call in enumerate(calls):
-            self._lane.put(_Run(self, number, call, end_one))
-
-    def take(self, number: int, result: _Result[T]) -> None:
-        self._results[number] = result
-
-    def leave(self) -> None:
-        """End the flow, with which nobody goes on: it holds what it was given."""
-        flow, self._flow = self._flow, None
-        if flow is not None:
-            flow.close()
-
-    def end_one(self) -> Flow | None:
-        """One more has ended; the flow where it was the last."""
-        self._left -= 1
-        return None if self._left else self._flow
-
-
-class _Run(Generic[T]):
-    """One call on its way through a lane."""
-
-    def __init__(
-        self, calls: _Calls[T], number: int, call: Callable[[], T], end_one: Callable[[_Calls[T]], None]
-    ) -> None:
-        self._calls = calls
-        self._number = number
-        self._call = call
-        self._end_one = end_one
-
-    def __call__(self) -> None:
-        self._calls.take(self._number, _Result.of(self._call))
-        del self._call  # before the owner hears of it: it may hold the rows
-        self._end_one(self._calls)
-
-
-class Lane:
-    """Threads that run what is put, in order. They are daemons."""
-
-    def __init__(self, name: str, threads: int) -> None:
-        """Start them."""
-        self._waiting: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._since: list[float | None] = [None] * threads
-        self._threads = [
-            threading.Thread(target=self._run, args=(number,), name=name, daemon=True) for number in range(threads)
-        ]
-        try:
-            for thread in self._threads:
-                thread.start()
-        except RuntimeError:  # no more threads: those that there are end
-            for _ in self._threads:
-                self._waiting.put(None)
-            raise
-
-    def put(self, call: Callable[[], None]) -> None:
-        """From any thread. ``call`` does not raise."""
-        self._waiting.put(call)
-
-    def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Run a call; one whose future is cancelled before its turn never runs. From any thread."""
-        future: Future[T] = Future()
-        self.put(partial(_fulfil, future, call))
-        return future
-
-    def _run(self, number: int) -> None:
-        while (call := self._waiting.get()) is not None:
-            self._since[number] = time.monotonic()
-            call()
-            del call
-            self._since[number] = None
-
-    def longest_s(self) -> float:
-        """For how many seconds the oldest call has been running; 0 where none is."""
-        now = time.monotonic()
-        return max((now - since for since in self._since if since is not None), default=0.0)
-
-    def close(self, *, wait: bool = True) -> None:
-        """Run all queued calls, then end the threads; idempotent.
-
-        :param wait: return after that. Otherwise a call that hangs delays neither the caller nor the process's exit.
-        """
-        threads, self._threads = self._threads, []
-        for _ in threads:
-            self._waiting.put(None)
-        for thread in threads if wait else ():
-            thread.join()
-
-
-def _fulfil(future: Future[T], call: Callable[[], T]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
+    :raises RuntimeError: there are not as many threads; none is left running.
+    """
+    pool = ThreadPoolExecutor(threads, name)
+    started = threading.Barrier(threads)
     try:
-        result = call()
-    except BaseException as error:  # raised again where the result is asked for
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+        for _ in range(threads):
+            pool.submit(started.wait)
+    except BaseException:
+        started.abort()
+        pool.shutdown()
+        raise
+    return pool
+
+
+@coroutine
+def _results(futures: list[Future[T]]) -> Generator[list[Future[T]], None, list[T]]:
+    """Let the executor wait for calls; their results, in order.
+
+    :param futures: emptied, because an error whose traceback leads back to itself would keep the rows of its call.
+    """
+    try:
+        yield futures
+        results = []
+        while futures:
+            results.append(futures.pop(0).result())
+        return results
+    finally:
+        futures.clear()

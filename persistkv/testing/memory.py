@@ -29,13 +29,20 @@ class MemoryOptions(msgspec.Struct, frozen=True):
 
 
 class MemoryRows(Rows):
-    """Sorted tables, and a journal that takes changes back. Tests may damage rows through ``put``."""
+    """Sorted tables. Tests may damage what is stored through ``put``."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self._rows: dict[str, dict[bytes, bytes]] = {table: {} for table in TABLES}
         self._keys: dict[str, list[bytes]] = {table: [] for table in TABLES}
-        self._journal: list[tuple[str, bytes, bytes | None]] = []
+
+    def copy(self) -> MemoryRows:
+        """Return rows that can be changed while these stay as they are."""
+        made = MemoryRows()
+        made.num_bytes = self.num_bytes
+        made._rows = {table: dict(rows) for table, rows in self._rows.items()}
+        made._keys = {table: list(keys) for table, keys in self._keys.items()}
+        return made
 
     def get(self, table: str, key: bytes) -> bytes | None:
         """See ``Rows``."""
@@ -43,44 +50,25 @@ class MemoryRows(Rows):
 
     def put(self, table: str, key: bytes, value: Buffer) -> None:
         """See ``Rows``."""
-        self._replace(table, key, bytes(value))
+        self.delete(table, key)
+        insort(self._keys[table], key)
+        self._rows[table][key] = bytes(value)
+        self.num_bytes += len(key) + len(value)
 
     def delete(self, table: str, key: bytes) -> bool:
         """See ``Rows``."""
-        held = key in self._rows[table]
-        self._replace(table, key, None)
-        return held
+        value = self._rows[table].pop(key, None)
+        if value is None:
+            return False
+        del self._keys[table][bisect_left(self._keys[table], key)]
+        self.num_bytes -= len(key) + len(value)
+        return True
 
     def range(self, table: str, start: bytes) -> Iterator[tuple[bytes, bytes]]:
         """See ``Rows``."""
         keys, rows = self._keys[table], self._rows[table]
         for number in range(bisect_left(keys, start), len(keys)):
             yield keys[number], rows[keys[number]]
-
-    def keep(self) -> None:
-        """Keep what was changed: nothing takes it back any more."""
-        self._journal.clear()
-
-    def roll_back(self) -> None:
-        """Take back all changes since the last ``keep``."""
-        journal, self._journal = self._journal, []
-        for table, key, before in reversed(journal):
-            self._replace(table, key, before)
-        self._journal.clear()
-
-    def _replace(self, table: str, key: bytes, value: bytes | None) -> None:
-        rows, keys = self._rows[table], self._keys[table]
-        before = rows.pop(key, None)
-        self._journal.append((table, key, before))
-        if before is None and value is not None:
-            insort(keys, key)
-        if before is not None:
-            self.num_bytes -= len(key) + len(before)
-            if value is None:
-                del keys[bisect_left(keys, key)]
-        if value is not None:
-            rows[key] = value
-            self.num_bytes += len(key) + len(value)
 
 
 class MemoryBackend(RowBackend):
@@ -92,7 +80,7 @@ class MemoryBackend(RowBackend):
         self.capacity = capacity
         self.ttl_s = ttl_s
         self._rows = MemoryRows()
-        self._lock = threading.RLock()
+        self._writing = threading.Lock()
         self._closed = False
 
     @classmethod
@@ -106,23 +94,23 @@ class MemoryBackend(RowBackend):
 
     @contextmanager
     def rows(self, *, write: bool = False) -> Iterator[MemoryRows]:
-        with self._lock:
-            if self._closed:
-                raise StoreError("this memory store is closed")
-            try:
-                yield self._rows
-            except BaseException:
-                self._rows.roll_back()
-                raise
-            self._rows.keep()
+        if self._closed:
+            raise StoreError("this memory store is closed")
+        if not write:
+            yield self._rows
+            return
+        with self._writing:
+            changed = self._rows.copy()  # readers do not wait: they see the rows as they were
+            yield changed
+            self._rows = changed
 
     def has_room(self, rows: Rows, num_bytes: int) -> bool:
-        return self.capacity is None or self._rows.num_bytes + num_bytes <= self.capacity
+        assert isinstance(rows, MemoryRows)
+        return self.capacity is None or rows.num_bytes + num_bytes <= self.capacity
 
     def disk_bytes(self) -> int:
         return self._rows.num_bytes
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._rows = MemoryRows()
+        self._closed = True
+        self._rows = MemoryRows()

@@ -36,17 +36,3 @@ def test_arc_keeps_what_was_used_again_from_a_scan():
     scan = [[block] for block in range(100, 120)]
     assert hits("arc", [[1], [2], [1], [2], *scan, [1], [2]], 4) == 4
     assert hits("fifo", [[1], [2], [1], [2], *scan, [1], [2]], 4) == 2
-
-
-def test_pause_keeps_what_came_back_for_as_long_again():
-    flood = [[block] for block in range(100, 105)]
-    chains = [[1], [2], [2], [2], [2], [1], *flood]  # 1 comes back after 5 requests, and outlives 5
-    assert hits("pause", [*chains, [1]], 2) == 5
-    assert hits("pause", [*chains, [105], [106], [1]], 2) == 4
-    assert hits("arc", [*chains, [2]], 2) == hits("pause", [*chains, [2]], 2) == 4
-
-
-def test_pause_keeps_a_prefix_as_long_as_what_follows_it():
-    talk = [[1], [1, 2], [1], [1], [1], [1, 2]]  # 2 comes back after 4 requests, 1 all the time
-    flood = [[100], [101], [102], [103]]
-    assert hits("pause", [*talk, *flood, [1, 2]], 3) == hits("pause", talk, 3) + 2

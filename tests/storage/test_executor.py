@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
-from persistkv.storage.executor import Executor, InPlaceExecutor, ThreadExecutor
+from persistkv.storage.executor import Executor, InPlaceExecutor, ThreadExecutor, thread_pool
 
 PATIENCE_S = 30.0
 
@@ -186,3 +188,61 @@ def test_a_flow_that_nobody_goes_on_with_lets_go_of_what_it_holds() -> None:
     executor.begin(flow())
     executor.close()
     assert left == ["here"]
+
+
+def test_read_several_calls_wakes_owner_once() -> None:
+    woken: list[int] = []
+    executor = ThreadExecutor(3, lambda: woken.append(1))
+    done: list[int] = []
+
+    async def flow() -> None:
+        done.extend(await executor.read([lambda n=n: n for n in range(20)]))  # type: ignore[misc]
+
+    executor.begin(flow())
+    executor.run_until(lambda: bool(done))
+    executor.close()
+    assert (done, woken) == (list(range(20)), [1])
+
+
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_call_that_failed_keeps_nothing_it_was_given(threads: ThreadExecutor, kind: str) -> None:
+    """It may be rows, which could not be unmapped then."""
+    memory = bytearray(8)
+    caught: list[str] = []
+
+    def fail(rows: memoryview) -> None:
+        raise OSError(len(rows))
+
+    async def flow(rows: memoryview) -> None:
+        call = partial(fail, rows)
+        try:
+            await (threads.write(call) if kind == "write" else threads.read([call, call]))
+        except OSError as error:
+            caught.append(str(error))
+
+    gc.disable()
+    try:
+        threads.begin(flow(memoryview(memory)))
+        threads.run_until(lambda: bool(caught))
+        threads.close()
+        memory.extend(b"BufferError, were it held")
+    finally:
+        gc.enable()
+    assert caught == ["8"]
+
+
+def test_thread_pool_too_few_threads_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, start = threading.active_count(), threading.Thread.start
+    started: list[threading.Thread] = []
+
+    def start_two(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_two)
+        with pytest.raises(RuntimeError, match="new thread"):
+            thread_pool(3, "test")
+    assert (len(started), threading.active_count()) == (2, before)

@@ -68,10 +68,17 @@ def interrupt_in(seconds):
 """
 
 
+_END = """
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
 def run_interrupted(script: str, *arguments: str, limit_s: float = 30.0) -> str:
-    """Run a script that calls ``interrupt_in(seconds)``, and return its output.
+    """Run a script that calls ``interrupt_in(seconds)``, and return its output. It ends as commands do: without waiting
+    for threads.
 
     :raises subprocess.TimeoutExpired: it did not end in ``limit_s``; it is killed.
     """
-    command = [sys.executable, "-c", _WAITS + script, *arguments]
+    command = [sys.executable, "-c", _WAITS + script + _END, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=True).stdout

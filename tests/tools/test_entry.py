@@ -125,3 +125,21 @@ main()
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, preexec_fn=obey_ctrl_c)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_command_whose_thread_hangs_ends_at_once():
+    program = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+from persistkv_tools import cli, entry
+
+def interrupted(*, may_retry):
+    ThreadPoolExecutor(1).submit(time.sleep, 3600)
+    print("so far")
+    sys.exit(130)
+
+cli.main = interrupted
+entry.main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "so far\n", "")

@@ -10,6 +10,7 @@ reader with SIGBUS, which cannot be handled within the process.
 4. Commands that only read take what processor time the engines of the machine leave, imports included. Commands that
    write do not: they hold locks that engines wait for. SCHED_IDLE is not used: on a busy machine ``ls`` would take ten
    times as long, and hold a snapshot meanwhile, which keeps space that engines free from being reused.
+5. The child ends without waiting for threads: after Ctrl-C, one may wait for a server that does not answer.
 """
 
 from __future__ import annotations
@@ -69,7 +70,14 @@ def _run(*, may_retry: bool) -> NoReturn:
         )  # until the command starts: Ctrl-C must not print a traceback of an import
     from persistkv_tools.cli import main as run
 
-    run(may_retry=may_retry)
+    try:
+        run(may_retry=may_retry)
+    except SystemExit as end:
+        if not isinstance(end.code, int):
+            raise
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code)
     sys.exit()
 
 

@@ -54,7 +54,8 @@ class CatalogBackend(Backend):
     def rows(self, *, write: bool = False) -> AbstractContextManager[Rows]:
         """Run a transaction: committed at the end of the block, rolled back if the block raises.
 
-        Read transactions may run in any thread, beside each other and beside a write transaction.
+        Read transactions may run in any thread, beside each other and beside a write transaction, and wait for neither:
+        a commit may encode packs in the threads that read.
 
         :raises StoreError: the store is closed, the medium failed, or ``write`` on a store that is open read-only.
         """

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from persistkv.storage.host.protocol import ToEngine, ToStore
 from persistkv.storage.host.server import StoreServer
 
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from persistkv.storage.host.child import main; main{arguments!r}"
-_LAST_READS_S = 0.25  # how long the kernel may write on into the rows of a process that was killed: see ``dead``
 _SOCKET_BYTES = 4 << 20  # 4 MiB: room for hundreds of jobs while the store's side is inside a commit
 
 
@@ -72,7 +70,6 @@ class ProcessHost(Host):
         self._region_fd = region_fd
         self._region_bytes = region_bytes
         self._process: subprocess.Popen[bytes] | None = None
-        self._ended_at: float | None = None
 
     @property
     def pid(self) -> int | None:
@@ -95,20 +92,10 @@ class ProcessHost(Host):
             except OSError as error:
                 ours.close()
                 raise HostError(f"the store's process does not start: {error}") from error
-        self._ended_at = None
         return SocketConnection(ours, ToEngine)
 
     def dead(self) -> bool:
-        """Where it was killed inside reads, the kernel may end them after it, if somebody just looked at its memory
-        (``/proc/PID/maps``): so a moment later than it ended, much longer than a read takes.
-        """
-        if self._process is None:
-            return True
-        if self._process.poll() is None:
-            return False
-        if self._ended_at is None:
-            self._ended_at = time.monotonic()
-        return time.monotonic() - self._ended_at >= _LAST_READS_S
+        return self._process is None or self._process.poll() is not None
 
     def kill(self) -> None:
         if self._process is not None:

@@ -42,23 +42,6 @@ class ReadTests(BackendSuite):
         ) == [True]
         assert b"".join(buffers) == payload_of(pack)[offset : offset + sum(lengths)]
 
-    def test_pieces(self, backend: Backend, namespace: bytes) -> None:
-        """Each arrives at most once, filled; all are filled in the end."""
-        pack = sample_pack(namespace, 1, blocks=12, block_bytes=1 << 20)
-        backend.commit(namespace, CommitBatch([pack]))
-        payload = payload_of(pack)
-        room = memoryview(mmap.mmap(-1, 12 << 20))
-        halves = [room[start << 19 : (start + 1) << 19] for start in range(24)]
-        came: list[int] = []
-
-        def arrived(number: int) -> None:
-            assert room[number << 20 : (number + 1) << 20] == payload[number << 20 : (number + 1) << 20]
-            came.append(number)
-
-        assert backend.read(namespace, [ReadSpan(pack.pack_id, 0, halves, [2] * 12, arrived)]) == [True]
-        assert len(set(came)) == len(came) <= 12
-        assert room == payload
-
     def test_rows_of_an_array(self, backend: Backend, namespace: bytes) -> None:
         pack = sample_pack(namespace, 1, blocks=40, block_bytes=65_536)
         backend.commit(namespace, CommitBatch([pack]))

@@ -7,10 +7,10 @@ from contextlib import closing
 
 import pytest
 
-from persistkv.errors import ConfigurationError
+from persistkv.errors import ConfigurationError, StoreError
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.testing.samples import payload_of, sample_pack
-from persistkv_lmdb import arriving, segments
+from persistkv_lmdb import segments
 from persistkv_lmdb.page_cache import is_cached
 
 PAGE = 4096
@@ -117,12 +117,6 @@ def test_where_o_direct_is_refused_nobody_asks_what_is_cached(open_store, path, 
     assert room == payload
     assert asked
     assert calls == [False]
-    backend.close()
-    asked.clear()
-    monkeypatch.setattr(arriving, "Queue", never)
-    again = open_store("?capacity=16MiB")
-    again.open_namespace(identity)
-    assert asked
 
 
 def test_file_that_ends_within_a_page(open_store, path, identity, reads):
@@ -152,3 +146,54 @@ def test_each_handle_reads_in_its_own_way(open_store, path, identity, calls):
         pytest.skip("the file system has no O_DIRECT")
     assert read(through, namespace, pack, [room])
     assert calls == [True, False]
+
+
+def test_open_namespace_again_opens_segment_files(open_store, identity, monkeypatch):
+    first = open_store("?capacity=16MiB")
+    namespace, pack, payload = stored(first, identity, PAGE)
+    first.close()
+    backend = open_store()
+    backend.open_namespace(identity)
+
+    def opens(*arguments, **named):
+        raise AssertionError("the first read opens a file")
+
+    room = memoryview(mmap.mmap(-1, len(payload)))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", opens)
+        assert read(backend, namespace, pack, [room])
+    assert room == payload
+
+
+@pytest.mark.parametrize("fault", ["cannot be opened", "is lost"])
+def test_open_namespace_bad_segment_file_leaves_it_to_the_read(open_store, path, identity, monkeypatch, fault):
+    first = open_store("?capacity=16MiB")
+    namespace, pack, payload = stored(first, identity, PAGE)
+    first.close()
+    real = os.open
+
+    def refused(name, *arguments, **named):
+        if str(name).endswith(".seg"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(name, *arguments, **named)
+
+    if fault == "is lost":
+        (path / "segments" / "00000000.seg").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refused)
+        backend = open_store()
+        backend.open_namespace(identity)
+    room = memoryview(mmap.mmap(-1, len(payload)))
+    assert read(backend, namespace, pack, [room]) is (fault == "cannot be opened")
+
+
+def test_read_failing_disk_raises(open_store, path, identity, monkeypatch):
+    backend = open_store("?capacity=16MiB")
+    namespace, pack, payload = stored(backend, identity, PAGE)
+
+    def preadv(*arguments):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(StoreError, match=os.strerror(errno.EIO)):
+        read(backend, namespace, pack, [memoryview(mmap.mmap(-1, len(payload)))])

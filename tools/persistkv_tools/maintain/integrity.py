@@ -19,7 +19,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +32,7 @@ from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError, CorruptPackError
 from persistkv.huge_pages import huge_memory
 from persistkv.storage.backend import Backend, BackendStats, ReadSpan
-from persistkv.storage.executor import Lane
+from persistkv.storage.executor import thread_pool
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.manifest import ManifestKeys
 from persistkv.storage.memory import no_collections
@@ -209,7 +208,7 @@ class Scanner:
         self._backend = backend
         self._waiting = waiting
         self._local = threading.local()
-        self._lane = Lane("persistkv-verify", threads) if threads else None
+        self._pool = thread_pool(threads, "persistkv-verify") if threads else None
         self._begun: deque[tuple[Batch, Future[list[Look]]]] = deque()
         self._begin()
 
@@ -218,7 +217,7 @@ class Scanner:
 
         :raises StoreError: the medium failed.
         """
-        if self._lane is None:
+        if self._pool is None:
             while (batch := next(self._waiting, None)) is not None:
                 yield batch, self._look(batch)
         while self._begun:
@@ -232,17 +231,15 @@ class Scanner:
         they write into memory of their own, and are not waited for.
         """
         self._waiting = iter(())
-        for _, looks in self._begun:
-            looks.cancel()
-        if self._lane is not None:
-            self._lane.close(wait=not self._backend.capabilities.remote)
+        if self._pool is not None:
+            self._pool.shutdown(wait=not self._backend.capabilities.remote, cancel_futures=True)
 
     def _begin(self) -> None:
-        while self._lane is not None and len(self._begun) < _AHEAD:
+        while self._pool is not None and len(self._begun) < _AHEAD:
             batch = next(self._waiting, None)
             if batch is None:
                 return
-            self._begun.append((batch, self._lane.submit(partial(self._look, batch))))
+            self._begun.append((batch, self._pool.submit(self._look, batch)))
 
     def _look(self, batch: Batch) -> list[Look]:
         memory = self._memory(sum(piece.length for piece in batch))

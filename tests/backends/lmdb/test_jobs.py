@@ -1,5 +1,6 @@
-"""Whole jobs whose frames are verified as they come: what is served is what was stored, whatever else fails."""
+"""Whole jobs, read in parts by several threads: what is served is what was stored, whatever else fails."""
 
+import errno
 import mmap
 import os
 import random
@@ -8,13 +9,11 @@ import numpy as np
 import pytest
 
 from persistkv.config import GroupLayout, RowLayout
-from persistkv.storage import reading
 from persistkv.storage.executor import ThreadExecutor
 from persistkv.storage.pack import FRAME_BYTES
 from persistkv.storage.records import StoreOptions
 from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
-from tests.backends.lmdb.aio_queues import Watched, needs_aio, use
 
 BLOCK = 64 << 10
 BLOCKS = 256
@@ -25,17 +24,18 @@ def placement():
     return "extents"
 
 
-@pytest.fixture
-def queues(monkeypatch):
-    return use(monkeypatch, Watched)
-
-
 def rows_of(seed):
     memory = memoryview(mmap.mmap(-1, 2 * BLOCKS * BLOCK))
     np.frombuffer(memory, np.uint8)[: BLOCKS * BLOCK] = np.random.default_rng(seed).integers(
         0, 256, BLOCKS * BLOCK, dtype=np.uint8
     )
     return Rows(memory, RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)),)))
+
+
+def drop_from_page_cache(path):
+    with open(path / "segments" / "00000000.seg", "r+b") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def names(first, count):
@@ -72,7 +72,7 @@ def loaded(store, wanted):
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
-def test_random_jobs_are_the_same_in_both_ways(open_whole, monkeypatch, queues, codec):
+def test_read_random_jobs_returns_stored_blocks(open_whole, path, codec):
     store = open_whole(codec=codec)
     store.rows.array[:BLOCKS, BLOCK // 4 :] = 7  # for codecs to have work
     for first in (0, BLOCKS // 2):
@@ -83,17 +83,14 @@ def test_random_jobs_are_the_same_in_both_ways(open_whole, monkeypatch, queues, 
     for _ in range(6):
         first = rng.randrange(BLOCKS // 3)
         wanted = range(first, rng.randrange(first + BLOCKS // 2, BLOCKS))
+        drop_from_page_cache(path)
         if rng.random() < 0.5:
             wanted = rng.sample(wanted, len(wanted) * 3 // 4)
         assert loaded(store, wanted) == [held[number] for number in wanted]
-    if codec == "raw":
-        needs_aio(queues)
-    monkeypatch.setattr(store.catalogue.backend._environment.files._arriving, "_refused", True)
-    monkeypatch.setattr(store.catalogue.backend._environment.files._arriving, "_free", [])
     assert loaded(store, range(BLOCKS)) == held
 
 
-def test_a_bad_frame_costs_no_other(open_whole, queues, path):
+def test_read_bad_frame_misses_its_blocks_only(open_whole, path):
     """Two packs in one job, one with a flipped byte: the rest of its frames, and all of the other's, are served."""
     store = open_whole()
     half = BLOCKS // 2
@@ -106,11 +103,8 @@ def test_a_bad_frame_costs_no_other(open_whole, queues, path):
         byte = file.read(1)
         file.seek(3 * FRAME_BYTES + 5)
         file.write(bytes([byte[0] ^ 1]))
-        file.flush()
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    drop_from_page_cache(path)
     found = loaded(store, range(BLOCKS))
-    needs_aio(queues)
     bad = [number for number in range(BLOCKS) if found[number] is None]
     assert len(bad) == FRAME_BYTES // BLOCK
     assert [found[number] for number in range(BLOCKS) if number not in bad] == [
@@ -119,31 +113,30 @@ def test_a_bad_frame_costs_no_other(open_whole, queues, path):
     assert store.counters.verification_failures == 1
 
 
-def test_a_frame_that_cannot_be_finished_is_no_fault_of_the_store(open_whole, queues, monkeypatch):
+def test_read_failing_disk_misses_that_part_only(open_whole, path, monkeypatch):
     store = open_whole()
     store.put("r", names(0, BLOCKS), range(BLOCKS), range(BLOCKS))
     store.flush()
+    drop_from_page_cache(path)
     held = [row.tobytes() for row in store.rows.array[:BLOCKS]]
-    verify, calls = reading._verify_pieces, []
+    preadv, calls = os.preadv, []
 
-    def runs_out_of_memory_once(*arguments):
+    def fails_once(*arguments):
         calls.append(arguments)
-        if len(calls) == 5:
-            raise MemoryError
-        verify(*arguments)
+        if len(calls) == 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(*arguments)
 
-    monkeypatch.setattr(reading, "_verify_pieces", runs_out_of_memory_once)
-    found = loaded(store, range(BLOCKS))
-    needs_aio(queues)
-    assert found.count(None) == FRAME_BYTES // BLOCK
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", fails_once)
+        found = loaded(store, range(BLOCKS))
+    assert 0 < found.count(None) < BLOCKS
     assert all(one in (None, other) for one, other in zip(found, held, strict=True))
     assert store.counters.verification_failures == 0
-    calls.clear()
-    monkeypatch.setattr(reading, "_verify_pieces", verify)
     assert loaded(store, range(BLOCKS)) == held
 
 
-def test_rows_are_free_once_the_calls_have_ended(open_whole, queues):
+def test_close_executor_during_read_waits_for_rows(open_whole):
     """Of a job whose outcome nobody waits for: closing does, and nothing writes its rows later."""
     store = open_whole()
     store.put("r", names(0, BLOCKS), range(BLOCKS), None)
@@ -152,7 +145,5 @@ def test_rows_are_free_once_the_calls_have_ended(open_whole, queues):
     ending = store.catalogue.executor = ThreadExecutor(2, lambda: None)
     store.begin_read(names(0, BLOCKS), range(BLOCKS, 2 * BLOCKS), lambda outcome: None)
     ending.close()
-    needs_aio(queues)
-    assert all(queue.in_flight == 0 for queue in queues)
     assert np.array_equal(store.rows.array[BLOCKS:], store.rows.array[:BLOCKS])
     store.catalogue.executor = ThreadExecutor(2, lambda: None)

@@ -1,0 +1,88 @@
+"""Segment writes in threads: they have ended when their transaction does, however it does."""
+
+import os
+import threading
+
+import pytest
+
+from persistkv.errors import StoreError
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.catalog import CatalogTransaction
+from persistkv.testing.samples import sample_pack
+from persistkv_lmdb.check import find_faults
+from persistkv_lmdb.room import Amount, Room
+
+SECONDS = 30.0  # of patience
+
+
+def test_commit_without_room_leaves_no_write_on_its_way(backend, namespace, placement, monkeypatch):
+    """It is asked for room while the disk is at work; the transactions that make some begin behind that."""
+    if placement == "inline":
+        pytest.skip("LMDB writes its own")
+    may_write, writes, running, summed_up, refused, begun = threading.Event(), threading.Event(), [], [], [], []
+    pwritev, sum_up, used, begin = os.pwritev, CatalogTransaction.finish, Room.used, Room.__init__
+
+    def slow(*arguments):
+        running.append(True)
+        writes.set()
+        assert may_write.wait(SECONDS)
+        written = pwritev(*arguments)
+        running.pop()
+        return written
+
+    def note_sum(self):
+        sum_up(self)
+        summed_up.append(True)
+
+    def too_much_once(self):
+        if not summed_up or refused:
+            return used(self)
+        assert writes.wait(SECONDS)
+        refused.append(len(running))
+        threading.Timer(0.1, may_write.set).start()
+        return Amount(1 << 60, 1 << 60)
+
+    def note_begin(self, *arguments, **options):
+        begun.append(len(running))
+        begin(self, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", slow)
+        patch.setattr(CatalogTransaction, "finish", note_sum)
+        patch.setattr(Room, "used", too_much_once)
+        patch.setattr(Room, "__init__", note_begin)
+        backend.commit(namespace, CommitBatch([sample_pack(namespace, 1, blocks=3, block_bytes=1 << 20)]))
+    assert refused == [1], "asked while the disk is at work"
+    assert len(begun) > 1
+    assert not any(begun), "a transaction began before the writes of the one before had ended"
+    assert find_faults(backend._environment) == []
+
+
+def test_undone_transaction_leaves_no_write_on_its_way(backend, namespace, placement, monkeypatch):
+    """Its extents may be taken by the next one, and its blocks are in rows that are free once the commit has failed."""
+    if placement == "inline":
+        pytest.skip("LMDB writes its own")
+    may_write, running, writes = threading.Event(), [], []
+    pwritev = os.pwritev
+
+    def slow(*arguments):
+        running.append(True)
+        assert may_write.wait(SECONDS)
+        writes.append(pwritev(*arguments))
+        running.pop()
+        return writes[-1]
+
+    def fail(self):
+        threading.Timer(0.1, may_write.set).start()
+        raise StoreError("undone")
+
+    pack = sample_pack(namespace, 1, blocks=3, block_bytes=1 << 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", slow)
+        patch.setattr(CatalogTransaction, "finish", fail)
+        with pytest.raises(StoreError, match="undone"):
+            backend.commit(namespace, CommitBatch([pack]))
+        assert writes
+        assert not running
+    backend.commit(namespace, CommitBatch([pack]))
+    assert find_faults(backend._environment) == []

@@ -13,10 +13,9 @@ import numpy.typing as npt
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import StoreError
 from persistkv.huge_pages import use_huge_pages
-from persistkv.storage.host.answers import JobOutcome
-from persistkv.storage.host.client import StoreClient
-from persistkv.storage.host.launch import Host, InlineHost, ProcessHost, ThreadHost
+from persistkv.storage.host.client import JobOutcome, StoreClient
 from persistkv.storage.host.protocol import Hello
+from persistkv.storage.host.supervisor import Host, InlineHost, ProcessHost, ThreadHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
 

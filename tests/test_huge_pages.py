@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from persistkv.huge_pages import HUGE_PAGE_BYTES, collapse, map_aligned, use_huge_pages
-from persistkv.storage.host.mapping import map_rows
+from persistkv.storage.host.child import map_rows
 
 
 @pytest.fixture

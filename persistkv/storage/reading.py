@@ -13,19 +13,22 @@ memory of one frame, and are decoded as they arrive.
 from __future__ import annotations
 
 import logging
+import mmap
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby, zip_longest
 
 import numpy as np
 
+from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptPackError, StoreError
+from persistkv.huge_pages import huge_memory
 from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.index import HeldPack, Index
 from persistkv.storage.pack import FRAME_BYTES, Frame, align, decode_frame, frame_checksum, frame_seed, verify_frame
 from persistkv.storage.rows import Rows, runs
-from persistkv.storage.scratch import Lease, Scratch
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,42 @@ def part_bytes(num_bytes: int, threads: int, *, remote: bool) -> int:
     """
     least, most = _PART_BYTES
     return _REMOTE_PART_BYTES if remote else min(max(least, -(-num_bytes // max(1, threads))), most)
+
+
+class Scratch:
+    """Buffers of one size: as many as were ever lent at once."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """Nothing is allocated yet."""
+        self._num_bytes = align(max(num_bytes, PAGE_BYTES))
+        self._free: list[mmap.mmap] = []
+
+    @contextmanager
+    def lend(self) -> Iterator[Lease]:
+        """A buffer for the length of the block; what was taken of it may not be used after that. Thread-safe."""
+        try:
+            buffer = self._free.pop()
+        except IndexError:
+            buffer = huge_memory(self._num_bytes)
+        try:
+            yield Lease(memoryview(buffer))
+        finally:
+            self._free.append(buffer)
+
+
+class Lease:
+    """Hands out one buffer piece by piece, side by side."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._rest = buffer
+
+    def take(self, num_bytes: int) -> memoryview:
+        """So many bytes, from a page's begin on; allocated for once where they do not fit: a block larger than most."""
+        taken = align(num_bytes)
+        if taken > len(self._rest):
+            return memoryview(mmap.mmap(-1, max(taken, PAGE_BYTES)))[:num_bytes]
+        piece, self._rest = self._rest[:num_bytes], self._rest[taken:]
+        return piece
 
 
 @dataclass

@@ -6,10 +6,25 @@ over.
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
+import time
+import uuid
+from functools import partial
+from typing import TYPE_CHECKING
+
 import msgspec
 
+from persistkv.errors import StoreError
 from persistkv.storage.backend import Backend
+from persistkv.storage.executor import Executor
 from persistkv.storage.records import StoreCounters
+
+if TYPE_CHECKING:
+    from persistkv.storage.store import Store
+
+logger = logging.getLogger(__name__)
 
 _MISSED = 5  # rows in a row that an engine may be late with before it counts as gone
 
@@ -67,3 +82,61 @@ def read_statuses(backend: Backend) -> list[EngineStatus]:
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
     return sorted(found, key=lambda status: (status.started, status.engine))
+
+
+class StatusPublisher:
+    """Publishes rows as often as the backend asks for them; where that fails, the next one is tried all the same."""
+
+    def __init__(self, store: Store, executor: Executor) -> None:
+        self._store = store
+        self._executor = executor
+        self._backend = store.catalogue.backend
+        self._interval_s = self._backend.status_interval_s
+        self.engine = uuid.uuid4().hex
+        """The name of its rows."""
+        self._started = time.time()
+        self._due = time.monotonic()
+        self._failed = False
+
+    def tick(self, *, waiting_jobs: int, writing_jobs: int, loading_jobs: int) -> None:
+        """Begin to publish, where it is time and nothing is being written."""
+        now = time.monotonic()
+        if self._interval_s is None or now < self._due or self._executor.writing:
+            return
+        self._due = now + self._interval_s
+        status = EngineStatus(
+            engine=self.engine,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            namespace=self._store.namespace.hex(),
+            started=self._started,
+            time=time.time(),
+            interval_s=self._interval_s,
+            counters=self._store.counters,
+            indexed_blocks=len(self._store.index),
+            staged_bytes=self._store.staged_bytes,
+            waiting_jobs=waiting_jobs,
+            writing_jobs=writing_jobs,
+            loading_jobs=loading_jobs,
+            breaker=self._backend.breaker_state,
+        )
+        self._executor.begin_write(self._publish(status.encode()))
+
+    async def _publish(self, row: bytes) -> None:
+        try:
+            await self._executor.write(partial(self._backend.publish_status, self.engine, row))
+        except StoreError as error:
+            if not self._failed:
+                logger.info("what this engine does is not shown to others: %s", error)
+            self._failed = True
+        else:
+            self._failed = False
+
+    def withdraw(self) -> None:
+        """Take the row away. Nothing may be written meanwhile."""
+        if self._interval_s is None:
+            return
+        try:
+            self._backend.publish_status(self.engine, None)
+        except StoreError as error:
+            logger.info("the status of engine %s stays: %s", self.engine, error)

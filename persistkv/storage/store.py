@@ -26,21 +26,28 @@ from itertools import islice
 from persistkv.base import get_offload_group_indices
 from persistkv.errors import IdentityMismatchError
 from persistkv.storage.backend import Backend, BackendStats
-from persistkv.storage.catalogue import Catalogue
 from persistkv.storage.codec import parse_codec
+from persistkv.storage.commit_pipeline import (
+    DIRECT_BYTES,
+    Blocks,
+    Outgoing,
+    PlannedPack,
+    Staging,
+    Writing,
+    plan_packs,
+    slices_of,
+)
 from persistkv.storage.executor import Executor, InPlaceExecutor
 from persistkv.storage.identity import Identity
 from persistkv.storage.index import Index
 from persistkv.storage.memory import MemoryShares
+from persistkv.storage.namespace_view import NamespaceView
 from persistkv.storage.pack import UNKNOWN_DEPTH
 from persistkv.storage.pack_writer import PackWriter, Segment
-from persistkv.storage.planning import DIRECT_BYTES, Blocks, PlannedPack, plan_packs
+from persistkv.storage.prewarm import recent_contexts
 from persistkv.storage.reading import ReadOutcome, make_scratch, part_bytes, plan_reads, read_part
-from persistkv.storage.recent import recent_contexts
 from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions, parse_durability
 from persistkv.storage.rows import Rows
-from persistkv.storage.staging import Staging
-from persistkv.storage.writing import Outgoing, Writing, slices_of
 
 _TOUCH_S = 2.0  # seconds that uses wait for a commit to go along with
 _MAX_TOUCHED = 4096  # packs whose use waits, at most: some 10 µs each in the commit that takes them
@@ -76,7 +83,7 @@ class Store:
         """What differs from the nearest namespace, where this one is new beside others; else empty."""
         self.namespace = backend.open_namespace(identity).id
         executor = executor or InPlaceExecutor()
-        self.catalogue = Catalogue(backend, self.namespace, executor, self.counters, rows.layout)
+        self.catalogue = NamespaceView(backend, self.namespace, executor, self.counters, rows.layout)
         self._writable = backend.capabilities.writable
         self._shares = MemoryShares.of(options.staging_bytes)
         self._remote = backend.capabilities.remote

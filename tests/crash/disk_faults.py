@@ -42,11 +42,9 @@ import numpy as np
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.host.answers import JobOutcome
-from persistkv.storage.host.client import StoreClient
-from persistkv.storage.host.launch import InlineHost, ProcessHost
+from persistkv.storage.host.client import JobOutcome, StoreClient
 from persistkv.storage.host.protocol import EndRequest, Hello
-from persistkv.storage.host.side import State
+from persistkv.storage.host.supervisor import InlineHost, ProcessHost, State
 from persistkv.storage.identity import Identity
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.records import StoreOptions

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from persistkv.config import GroupLayout, RowLayout
+from persistkv.storage.commit_pipeline import Blocks, blocks_per_pack, plan_packs
 from persistkv.storage.pack import UNKNOWN_DEPTH
-from persistkv.storage.planning import Blocks, blocks_per_pack, plan_packs
 from persistkv.storage.rows import Rows
 
 STRIDE = 4096

@@ -6,9 +6,8 @@ from contextlib import closing
 
 import pytest
 
-from persistkv.storage.recent import recent_contexts
+from persistkv.storage.prewarm import pending_warm, recent_contexts, request_warm, warm_answers
 from persistkv.storage.registry import open_backend
-from persistkv.storage.warming import pending_warm, request_warm, warm_answers
 from tests.tools.contexts import Contexts, chain
 
 

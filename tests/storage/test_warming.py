@@ -7,9 +7,9 @@ import pytest
 
 from persistkv.config import StoreUrl
 from persistkv.errors import StoreError, StoreUnavailableError
+from persistkv.storage.prewarm import acknowledge_warm, pending_warm, request_warm, warm_answers, withdraw_warm
 from persistkv.storage.registry import open_backend
 from persistkv.storage.status import read_statuses
-from persistkv.storage.warming import acknowledge_warm, pending_warm, request_warm, warm_answers, withdraw_warm
 from persistkv.testing.memory import MemoryBackend
 from tests.storage.statuses import make_status
 

@@ -13,8 +13,8 @@ import pytest
 
 from persistkv.printable import printable
 from persistkv.storage.identity import Identity
+from persistkv.storage.prewarm import acknowledge_warm, request_warm
 from persistkv.storage.registry import open_backend
-from persistkv.storage.warming import acknowledge_warm, request_warm
 from tests.storage.statuses import make_status
 from tests.tools.contexts import Contexts
 from tests.tools.damage import Damage

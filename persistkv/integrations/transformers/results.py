@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from persistkv.connector.common import ConnectorStats
-from persistkv.storage.host.answers import StoreStats
+from persistkv.storage.host.client import StoreStats
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from persistkv.storage.host.answers import StoreStats
+from persistkv.storage.host.client import StoreStats
 
 PREFIX = "vllm:kv_offload_persistkv_"
 LABELS = ("store",)

@@ -17,22 +17,202 @@ import os
 import time
 from array import array
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from persistkv.errors import CorruptStoreError, HostError, PersistKVError, ProcessIdInUseError
+import msgspec
+
+from persistkv.errors import (
+    CorruptStoreError,
+    HostError,
+    PersistKVError,
+    ProcessIdInUseError,
+)
 from persistkv.storage.host import protocol
-from persistkv.storage.host.answers import ClientCounters, Glance, JobOutcome, StoreStats, open_error
-from persistkv.storage.host.flights import Flights
-from persistkv.storage.host.launch import Host
 from persistkv.storage.host.replica import Replica
-from persistkv.storage.host.side import KILL_S, Side, State
+from persistkv.storage.host.supervisor import KILL_S, Host, State, Supervisor
 from persistkv.storage.keys import PackedKeys
 
 logger = logging.getLogger(__name__)
 
 _OPEN_ATTEMPTS = 4
 _END_BYTES = 512  # of the end of a request, beside its keys
+_MOST_ENDING_BYTES = 16 << 20  # 16 MiB of keys in ends of requests: their manifests wait in the store's memory
+_GLANCE_S = 5.0  # seconds between questions for totals that nobody waits for
 _NAP_S = 0.0005  # between polls of the calls that wait
+
+
+class JobOutcome(NamedTuple):
+    """How a job ended; its rows are no longer used."""
+
+    job_id: int
+    failed: list[bytes]
+    """Keys whose bytes were not taken (store) or not filled (load)."""
+    refused: bool
+    """None of the keys were served: the job never reached the store, or was lost with it."""
+    num_bytes: int
+    """Raw bytes of the others."""
+    seconds: float
+    """From submission to this answer."""
+
+
+class ClientCounters(msgspec.Struct):
+    """What happened on the engine's side since it was opened."""
+
+    store_jobs: int = 0
+    load_jobs: int = 0
+    refused_jobs: int = 0
+    """Jobs refused because the queue was full or nothing was open."""
+    refused_bytes: int = 0
+    refused_ends: int = 0
+    """Ends of requests that were not sent, for the same reasons: their manifests are not written."""
+    lost_jobs: int = 0
+    """Jobs that were in flight when the store's side died."""
+    restarts: int = 0
+
+
+class StoreStats(msgspec.Struct, frozen=True):
+    """Both sides at one moment."""
+
+    state: str
+    client: ClientCounters
+    host: protocol.HostStats | None
+    """None where the store's side did not answer in time."""
+    queued_bytes: int = 0
+    """Raw bytes of store jobs in flight, as of a glance."""
+
+
+class Glance:
+    """The last totals of the store's side, asked for now and then by an engine that does not wait for them."""
+
+    TOKEN = 0
+    """Of such a question; those that somebody waits for are counted from 1."""
+
+    def __init__(self) -> None:
+        self.totals: protocol.HostStats | None = None
+        self._next = 0.0
+
+    def is_due(self) -> bool:
+        """Whether to ask anew; it is not due again for some seconds."""
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + _GLANCE_S
+        return True
+
+    def take(self, answer: protocol.HostStats | protocol.Flushed) -> None:
+        """Keep an answer that is of use here."""
+        if isinstance(answer, protocol.HostStats):
+            self.totals = answer
+
+
+class _Flight(NamedTuple):
+    keys: Sequence[bytes]
+    num_bytes: int
+    begin: float
+    is_store: bool
+
+
+class Flights:
+    """Jobs and ends of requests that the host has not answered yet.
+
+    1. Each job ends exactly once: refused here, answered, or lost with the host.
+    2. Both queues are bounded in bytes; what exceeds a bound is refused, unless it is alone.
+    """
+
+    def __init__(self, counters: ClientCounters, max_queue_bytes: int) -> None:
+        """:param max_queue_bytes: bound on the raw bytes of store jobs."""
+        self._counters = counters
+        self._max_queue_bytes = max_queue_bytes
+        self._jobs: dict[int, _Flight] = {}
+        self._queued_bytes = 0
+        self._ending: dict[str, int] = {}
+        self._ending_bytes = 0
+        self._outcomes: list[JobOutcome] = []
+        self._persisted: dict[str, bool] = {}
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def owed(self) -> bool:
+        """Whether the store's side owes an answer."""
+        return bool(self._jobs or self._ending)
+
+    @property
+    def pending(self) -> bool:
+        """Whether something is in flight, or to be taken."""
+        return bool(self._jobs or self._ending or self._outcomes)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Raw bytes of the store jobs in flight."""
+        return self._queued_bytes
+
+    def fits(self, num_bytes: int) -> bool:
+        """Whether a store job of so many raw bytes may be sent."""
+        return self._queued_bytes == 0 or self._queued_bytes + num_bytes <= self._max_queue_bytes
+
+    def begin(self, job_id: int, keys: Sequence[bytes], num_bytes: int, *, is_store: bool) -> None:
+        """A job is sent."""
+        self._jobs[job_id] = _Flight(keys, num_bytes, time.monotonic(), is_store)
+        self._queued_bytes += num_bytes
+
+    def refuse(self, job_id: int, keys: Sequence[bytes], num_bytes: int) -> None:
+        """A job is not sent."""
+        self._counters.refused_jobs += 1
+        self._counters.refused_bytes += num_bytes
+        self._outcomes.append(JobOutcome(job_id, list(keys), True, 0, 0.0))
+
+    def end(self, job_id: int, failed: list[bytes], loaded_bytes: int) -> None:
+        """A job was answered; an answer to none is passed over."""
+        flight = self._jobs.pop(job_id, None)
+        if flight is None:
+            return
+        self._queued_bytes -= flight.num_bytes
+        num_bytes = loaded_bytes
+        if flight.is_store:
+            num_bytes = flight.num_bytes * (len(flight.keys) - len(failed)) // max(1, len(flight.keys))
+        self._outcomes.append(JobOutcome(job_id, failed, False, num_bytes, time.monotonic() - flight.begin))
+
+    def begin_end(self, request: str, num_bytes: int) -> bool:
+        """The end of a request is to be sent, with so many bytes of keys; whether it may be."""
+        if self._ending_bytes and self._ending_bytes + num_bytes > _MOST_ENDING_BYTES:
+            self.refuse_end(request)
+            return False
+        self._ending[request] = self._ending.get(request, 0) + num_bytes
+        self._ending_bytes += num_bytes
+        return True
+
+    def refuse_end(self, request: str) -> None:
+        """The end of a request is not sent."""
+        self._counters.refused_ends += 1
+        self._persisted[request] = False
+
+    def end_end(self, request: str, whole: bool) -> None:
+        """The end of a request was dealt with."""
+        self._ending_bytes -= self._ending.pop(request, 0)
+        self._persisted[request] = whole
+
+    def lose_all(self) -> None:
+        """The store's side is dead: the rows of its jobs are free, what it did not report never happened."""
+        self._counters.lost_jobs += len(self._jobs)
+        now = time.monotonic()
+        for job_id, flight in self._jobs.items():
+            self._outcomes.append(JobOutcome(job_id, list(flight.keys), True, 0, now - flight.begin))
+        self._persisted.update(dict.fromkeys(self._ending, False))
+        self._jobs.clear()
+        self._ending.clear()
+        self._queued_bytes = self._ending_bytes = 0
+
+    def take_outcomes(self) -> list[JobOutcome]:
+        """Jobs that ended since the last call."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def take_persisted(self) -> dict[str, bool]:
+        """Ends that were dealt with since the last call, and whether the whole of the request's context is durable."""
+        persisted, self._persisted = self._persisted, {}
+        return persisted
 
 
 class StoreClient:
@@ -59,7 +239,7 @@ class StoreClient:
         self.counters = ClientCounters()
         self.notices: list[str] = []
         """Lines for a person that opening gave, such as what differs from the nearest namespace."""
-        self._side = Side(host, hello, self.counters, watchdog_s=watchdog_s, least_start_s=least_start_s)
+        self.supervisor = Supervisor(host, hello, watchdog_s=watchdog_s, least_start_s=least_start_s)
         self._pid = os.getpid()
         self._replica = Replica()
         self.held = self._replica.held
@@ -88,32 +268,33 @@ class StoreClient:
         """
         self._check_process()
         deadline = time.monotonic() + timeout_s
-        side = self._side
+        supervisor = self.supervisor
         try:
             for attempt in range(_OPEN_ATTEMPTS):
                 self._open_error = None
-                side.start()
+                supervisor.start()
                 self._await_open(deadline)
-                if side.state is State.OPEN:
+                if supervisor.state is State.OPEN:
                     return
-                if side.state is State.OPENING and side.host.restartable:
+                if supervisor.state is State.OPENING and supervisor.host.restartable:
                     logger.warning("the store did not open within %s s; lookups miss until it has", timeout_s)
                     return
                 if not self._may_be_mended(attempt):
                     break
                 logger.warning("the store did not open: its side is started once more")
-                side.host.wait(KILL_S)
-            reason = f"did not open within {timeout_s} s" if side.state is State.OPENING else "died while it opened"
+                supervisor.host.wait(KILL_S)
+            slow = supervisor.state is State.OPENING
+            reason = f"did not open within {timeout_s} s" if slow else "died while it opened"
             raise self._open_error or HostError(f"the store's side {reason}")
         except BaseException:
-            side.abandon()
+            supervisor.abandon()
             raise
 
     def _may_be_mended(self, attempt: int) -> bool:
         """Whether another process may succeed: one died, or has a PID that is in use, or found damage, which the next
         one checks for before it opens the store.
         """
-        if not self._side.host.restartable:
+        if not self.supervisor.host.restartable:
             return False
         if self._open_error is None or isinstance(self._open_error, ProcessIdInUseError):
             return True
@@ -127,12 +308,12 @@ class StoreClient:
     @property
     def host(self) -> Host:
         """What runs the store's side."""
-        return self._side.host
+        return self.supervisor.host
 
     @property
     def state(self) -> State:
         """Where the store's side stands, as of the last ``poll``."""
-        return self._side.state
+        return self.supervisor.state
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -168,7 +349,7 @@ class StoreClient:
         message = protocol.StoreJob(job_id, request, PackedKeys.of(keys), _joined(block_ids), depth_bytes)
         self._owe()
         self._flights.begin(job_id, keys, num_bytes, is_store=True)
-        self._side.send(message)
+        self.supervisor.send(message)
 
     def submit_load(self, job_id: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Have rows filled; they are written until the job is answered.
@@ -183,7 +364,7 @@ class StoreClient:
         message = protocol.LoadJob(job_id, PackedKeys.of(keys), _joined(block_ids))
         self._owe()
         self._flights.begin(job_id, keys, 0, is_store=False)
-        self._side.send(message)
+        self.supervisor.send(message)
 
     def touch(self, keys: Collection[bytes]) -> None:
         """Blocks were used: they are evicted later. The next calls of ``poll`` say so.
@@ -206,12 +387,12 @@ class StoreClient:
         if self.state is not State.OPEN:
             self._flights.refuse_end(end.request)
         elif self._flights.begin_end(end.request, _end_bytes(end)):
-            self._side.send(end)
+            self.supervisor.send(end)
 
     def _owe(self) -> None:
         """An answer is owed from now on, where none was."""
         if not self._flights.owed:
-            self._side.owe()
+            self.supervisor.expect_reply()
 
     # The step
 
@@ -226,10 +407,10 @@ class StoreClient:
         if self.state in (State.OPENING, State.OPEN) and self._receive():
             self._next_look = 0.0  # there may be more
         self._tell_touched()
-        if self._side.is_buried():
+        if self.supervisor.has_exited():
             self._flights.lose_all()
-        else:
-            self._side.come_back()
+        elif self.supervisor.maybe_restart():
+            self.counters.restarts += 1
         return self._flights.take_outcomes()
 
     def _may_rest(self) -> bool:
@@ -239,15 +420,15 @@ class StoreClient:
         now = time.monotonic()
         if now < self._next_look and not self._flights.pending and not self._replica.has_touched:
             return True
-        self._next_look = now + self._side.host.idle_look_s if self.state is State.OPEN else now
+        self._next_look = now + self.supervisor.host.idle_look_s if self.state is State.OPEN else now
         return False
 
     def _tell_touched(self) -> None:
         """Not while the store's side takes nothing: a queue of these would have no bound."""
-        if self.state is State.OPEN and not self._side.congested:
+        if self.state is State.OPEN and not self.supervisor.congested:
             touched = self._replica.take_touched()
             if touched:
-                self._side.send(protocol.Touch(PackedKeys.of(touched)))
+                self.supervisor.send(protocol.Touch(PackedKeys.of(touched)))
 
     @property
     def num_jobs(self) -> int:
@@ -280,11 +461,11 @@ class StoreClient:
         :returns: False where the store is not open, and was not asked.
         """
         if self.state is State.OPEN:
-            self._side.send(protocol.AskRecent(max_blocks, only_asked))
+            self.supervisor.send(protocol.AskRecent(max_blocks, only_asked))
         return self.state is State.OPEN
 
     def take_recent(self) -> list[list[bytes]] | None:
-        """See ``persistkv.storage.recent``; None while they are not known, and after they were taken."""
+        """See ``persistkv.storage.prewarm``; None while they are not known, and after they were taken."""
         recent, self._recent = self._recent, None
         return recent
 
@@ -292,9 +473,9 @@ class StoreClient:
 
     def _receive(self) -> bool:
         """Take what has arrived; tells whether there was anything."""
-        messages = self._side.receive()
+        messages = self.supervisor.receive()
         self._take_all(messages)
-        if self._side.is_lost(owes=self._flights.owed):
+        if self.supervisor.is_lost(owes=self._flights.owed):
             self._lose()
         return bool(messages)
 
@@ -309,7 +490,7 @@ class StoreClient:
     def _take(self, message: Any) -> None:
         match message:
             case protocol.JobDone():
-                self._side.works()
+                self.supervisor.backoff.reset()
                 self._flights.end(message.job_id, message.failed.unpack(), message.num_bytes)
             case protocol.Stored():
                 self._replica.add(message.keys.unpack())
@@ -330,24 +511,24 @@ class StoreClient:
             case protocol.Opened():
                 self._opened(message)
             case protocol.OpenFailed():
-                self._open_error = open_error(message)
+                self._open_error = message.error()
                 logger.warning("the store does not open: %s", self._open_error)
                 self._lose()
             case protocol.Pong():
-                if self._side.hangs(message.longest_s):
+                if self.supervisor.hangs(message.longest_s):
                     self._lose()
             case protocol.Notice():
                 logger.log(message.level, "%s", message.text)
 
     def _opened(self, opened: protocol.Opened) -> None:
-        self._side.opened()
+        self.supervisor.state = State.OPEN
         self._replica.end_listing(news=self.counters.restarts > 0)  # ``_lose`` told that what is back had gone
         if opened.notice and opened.notice not in self.notices:
             self.notices.append(opened.notice)
             logger.warning("%s", opened.notice)
 
     def _lose(self) -> None:
-        self._side.lose()
+        self.supervisor.mark_lost()
         self._replica.clear()
 
     # Calls that wait, for the end of a program, tests and tools
@@ -358,21 +539,21 @@ class StoreClient:
         Jobs that end meanwhile are handed over by the next ``poll``.
         """
         token = self._token()
-        self._side.send(protocol.Flush(token))
+        self.supervisor.send(protocol.Flush(token))
         return self._await(timeout_s) is not None
 
     def stats(self, timeout_s: float = 5.0) -> StoreStats:
         """Totals of both sides."""
         token = self._token()
         if self.state is State.OPEN:
-            self._side.send(protocol.AskStats(token))
+            self.supervisor.send(protocol.AskStats(token))
             return StoreStats(self.state.value, self.counters, self._await(timeout_s))
         return StoreStats(self.state.value, self.counters, None)
 
     def glance(self) -> StoreStats:
         """Totals of both sides, without waiting: those of the store's side are some seconds old, or missing."""
         if self.state is State.OPEN and self._glance.is_due():
-            self._side.send(protocol.AskStats(Glance.TOKEN))
+            self.supervisor.send(protocol.AskStats(Glance.TOKEN))
         return StoreStats(self.state.value, self.counters, self._glance.totals, self._flights.queued_bytes)
 
     def _token(self) -> int:
@@ -405,7 +586,7 @@ class StoreClient:
         if self.state is State.OPEN:
             self.flush(timeout_s)
         self._replica.held.clear()
-        return self._side.close(max(1.0, deadline - time.monotonic()))
+        return self.supervisor.close(max(1.0, deadline - time.monotonic()))
 
 
 def _end_bytes(end: protocol.EndRequest) -> int:

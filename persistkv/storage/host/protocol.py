@@ -10,8 +10,24 @@ from typing import Any
 import msgspec
 
 from persistkv.config import RowLayout
+from persistkv.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    FieldDifference,
+    IdentityMismatchError,
+    PersistKVError,
+    ProcessIdInUseError,
+    StoreError,
+    StoreFullError,
+    StoreUnavailableError,
+)
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.records import StoreCounters, StoreOptions
+
+_ERRORS: dict[str, type[PersistKVError]] = {
+    kind.__name__: kind
+    for kind in (CorruptStoreError, ProcessIdInUseError, StoreError, StoreFullError, StoreUnavailableError)
+}
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
@@ -120,6 +136,25 @@ class OpenFailed(_Message):
     details: list[Any]
     """Arguments of the error's class, where it takes more than a message."""
 
+    @classmethod
+    def of(cls, error: Exception) -> OpenFailed:
+        """Return the message that carries an error."""
+        details: list[Any] = []
+        if isinstance(error, ConfigurationError):
+            details = [error.field, str(error.value), error.expected]
+        elif isinstance(error, IdentityMismatchError):
+            details = [error.url, [list(map(str, difference)) for difference in error.differences]]
+        return cls(type(error).__name__, str(error), details)
+
+    def error(self) -> PersistKVError:
+        """Return the error that ``of`` was given."""
+        if self.kind == ConfigurationError.__name__:
+            return ConfigurationError(*self.details)
+        if self.kind == IdentityMismatchError.__name__:
+            url, differences = self.details
+            return IdentityMismatchError(url, [FieldDifference(*difference) for difference in differences])
+        return _ERRORS.get(self.kind, StoreError)(self.message)
+
 
 class JobDone(_Message):
     """The rows of a job are no longer used."""
@@ -182,7 +217,7 @@ class Recent(_Message):
     """The answer to ``AskRecent``."""
 
     contexts: tuple[PackedKeys, ...]
-    """See ``persistkv.storage.recent``; none where the medium failed."""
+    """See ``persistkv.storage.prewarm``; none where the medium failed."""
 
 
 class Pong(_Message):

@@ -19,16 +19,17 @@ import time
 import traceback
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
-from persistkv.errors import ConfigurationError, HostError, IdentityMismatchError, PersistKVError, StoreError
-from persistkv.storage.executor import Executor, InPlaceExecutor
+from persistkv.errors import HostError, PersistKVError, StoreError
+from persistkv.storage.executor import Executor, InPlaceExecutor, ThreadExecutor
 from persistkv.storage.host import protocol
-from persistkv.storage.host.news import NewsTeller
-from persistkv.storage.host.publishing import StatusPublisher
+from persistkv.storage.host.connection import ServedConnection
+from persistkv.storage.host.protocol import Notice
 from persistkv.storage.identity import Identity
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.memory import MAX_IO_THREADS
@@ -36,10 +37,13 @@ from persistkv.storage.reading import ReadOutcome
 from persistkv.storage.records import RequestEnd
 from persistkv.storage.registry import open_backend
 from persistkv.storage.rows import Rows
+from persistkv.storage.status import StatusPublisher
 from persistkv.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
+_KEYS_A_MESSAGE = 4_096  # the other side takes about a millisecond for them
+_MOST_WAITING = 65_536  # keys; a listing costs as much where the store holds no more
 _CONGESTED_S = 0.1  # seconds after which the store's side looks whether the engine takes messages again
 
 
@@ -116,7 +120,7 @@ class StoreServer:
 
     def _begin_opening(self, hello: protocol.Hello) -> None:
         if self._store is not None or self._opening:
-            self._send(_open_failed(HostError("a store is opened once, before it is closed")))
+            self._send(protocol.OpenFailed.of(HostError("a store is opened once, before it is closed")))
             return
         self._opening = True
         self._executor = self._make_executor(1)
@@ -128,7 +132,7 @@ class StoreServer:
             store = await opener.write(partial(self._make_store, hello))
         except (PersistKVError, ValueError) as error:
             traceback.clear_frames(error.__traceback__)  # they hold the rows, which could not be unmapped then
-            self._send(_open_failed(error))
+            self._send(protocol.OpenFailed.of(error))
         else:
             self._store, self._executor = store, store.catalogue.executor
             opener.close()
@@ -379,10 +383,122 @@ def _request_end(message: protocol.EndRequest) -> RequestEnd:
     )
 
 
-def _open_failed(error: Exception) -> protocol.OpenFailed:
-    details: list[Any] = []
-    if isinstance(error, ConfigurationError):
-        details = [error.field, str(error.value), error.expected]
-    elif isinstance(error, IdentityMismatchError):
-        details = [error.url, [list(map(str, difference)) for difference in error.differences]]
-    return protocol.OpenFailed(type(error).__name__, str(error), details)
+class NewsTeller:
+    """Tells the engine what the store holds, in bounded memory.
+
+    Changes are sent as they happen. While the engine receives nothing (it may idle for hours, and other processes write
+    to the same store) they wait; where too many wait they are dropped, and once the engine receives again it is sent
+    all that the store holds: a listing, which replaces what it knew.
+    """
+
+    def __init__(self, store: Store, send: Callable[[protocol.ToEngine], None], congested: Callable[[], bool]) -> None:
+        """Begin with a listing, at whose end the store is open.
+
+        :param congested: whether the engine's side has much to take.
+        """
+        self._store = store
+        self._send = send
+        self._congested = congested
+        self._listing: Iterator[bytes] | None = None
+        self._behind = False
+        self._most_waiting = _MOST_WAITING
+        self._begin_listing(protocol.Opened(store.namespace, store.notice))
+
+    def _begin_listing(self, last: protocol.ToEngine) -> None:
+        self._behind = False
+        self._listing = iter(list(self._store.index))
+        self._last = last
+        self._send(protocol.Listing())
+
+    @property
+    def up_to_date(self) -> bool:
+        """Whether all was told."""
+        news = self._store.news
+        return not (self._listing or self._behind or news.stored or news.removed or news.persisted)
+
+    def tell(self) -> None:
+        """Tell what there is to tell, as far as the engine takes it."""
+        if self._listing is None and self._behind and not self._congested():
+            self._begin_listing(protocol.Listed())
+        while self._listing is not None and not self._congested():
+            keys = list(islice(self._listing, _KEYS_A_MESSAGE))
+            if keys:
+                self._send(protocol.Stored(PackedKeys.of(keys)))
+            else:
+                self._listing = None
+                self._send(self._last)
+        if self._listing is not None or self._congested():
+            self._let_wait()
+        else:
+            self._tell_new()
+
+    def _let_wait(self) -> None:
+        news = self._store.news
+        if len(news.stored) + len(news.removed) > self._most_waiting:
+            self._behind = True
+        if self._behind:
+            news.stored, news.removed = [], []
+
+    def _tell_new(self) -> None:
+        news = self._store.take_news()
+        for chunk in _chunks(news.removed):
+            self._send(protocol.Removed(PackedKeys.of(chunk)))
+        for chunk in _chunks(news.stored):
+            self._send(protocol.Stored(PackedKeys.of(chunk)))
+        for request, whole in news.persisted:
+            self._send(protocol.Persisted(request, whole))
+
+
+def _chunks(keys: Sequence[bytes]) -> list[Sequence[bytes]]:
+    return [keys[start : start + _KEYS_A_MESSAGE] for start in range(0, len(keys), _KEYS_A_MESSAGE)]
+
+
+class NoticeHandler(logging.Handler):
+    """Sends log records, of any thread, to the engine, whose log they belong into."""
+
+    def __init__(self, connection: ServedConnection) -> None:
+        super().__init__(logging.INFO)
+        self._connection = connection
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._connection.post(Notice(record.levelno, record.getMessage()))
+
+
+def serve(
+    connection: ServedConnection,
+    rows_buffer: memoryview,
+    engine_pidfd: int | None = None,
+    when_open: Callable[[], None] = lambda: None,
+) -> None:
+    """Run a store until the engine's side closes; then finish what it gave, release the rows, and return.
+
+    :param engine_pidfd: readable once the engine is dead. A child that the engine forked holds a copy of its socket,
+        which would keep the connection open.
+    :param when_open: called once the store is open.
+    """
+    server = StoreServer(
+        rows_buffer,
+        connection.send,
+        lambda threads: ThreadExecutor(threads, connection.wake),
+        lambda: connection.congested,
+        when_open,
+    )
+    del rows_buffer  # this frame can outlive its call (a traceback keeps its callers), and would keep the rows mapped
+    engine_died = finish = False
+    try:
+        while not connection.ended and not engine_died:
+            engine_died = connection.wait(server.seconds_to_work(), engine_pidfd)
+            for message in connection.receive():
+                server.handle(message)
+            server.step()
+        for message in connection.receive_rest() if engine_died else ():
+            server.handle(message)
+        finish = True
+    except HostError:
+        logger.exception("the engine's side sent garbage; ending")
+        finish = True
+    finally:
+        try:
+            server.close(finish=finish)
+        finally:
+            connection.close()

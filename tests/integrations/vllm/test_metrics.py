@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from persistkv.integrations.vllm.metrics import COUNTERS, GAUGES, MetricsReader, Observed, levels, totals
-from persistkv.storage.host.answers import ClientCounters, StoreStats
+from persistkv.storage.host.client import ClientCounters, StoreStats
 from persistkv.storage.host.protocol import HostStats
 from persistkv.storage.records import StoreCounters
 

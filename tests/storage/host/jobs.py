@@ -6,9 +6,8 @@ import time
 from typing import Any
 
 from persistkv.storage.host.client import StoreClient
-from persistkv.storage.host.launch import ProcessHost
 from persistkv.storage.host.protocol import EndRequest
-from persistkv.storage.host.side import State
+from persistkv.storage.host.supervisor import ProcessHost, State
 from persistkv.storage.keys import PackedKeys
 
 KINDS = ["process", "thread", "inline"]

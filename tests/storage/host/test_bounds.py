@@ -12,7 +12,7 @@ import pytest
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import EndRequest, Touch
-from persistkv.storage.host.side import State
+from persistkv.storage.host.supervisor import State
 from persistkv.storage.keys import PackedKeys
 from tests.storage.host.jobs import BLOCK, names, pid_of
 
@@ -66,14 +66,14 @@ def test_uses_are_said_in_bounded_messages(hosted: Any, tmp_path: Path) -> None:
     hosted.finish(client, 1)
     assert client.flush(90)
     sent: list[int] = []
-    send = client._side.send
+    send = client.supervisor.send
 
     def count(message: Any) -> None:
         if isinstance(message, Touch):
             sent.append(len(message.keys))
         send(message)
 
-    client._side.send = count  # type: ignore[method-assign]
+    client.supervisor.send = count  # type: ignore[method-assign]
     client.touch([*held, *names(50, 1000)])
     client.touch(held[:10])
     client.touch(names(70_000, 2000))  # too many at once: passed over
@@ -88,7 +88,7 @@ def test_what_the_engine_does_not_take_is_let_go_of_and_told_anew(hosted: Any, t
     idle, busy = hosted.connect(url, "inline", refresh_s=0.0), hosted.connect(url, "inline", max_age_s=0.0)
     idle.open()
     busy.open()
-    server, sent = idle._side.connection._server, idle._side.connection._answers
+    server, sent = idle.supervisor.connection._server, idle.supervisor.connection._answers
     busy.submit_store(1, "a", names(128), range(128), None, 128 * BLOCK)
     assert busy.flush(90)
     idle.poll()
@@ -113,7 +113,7 @@ def test_what_the_engine_does_not_take_is_let_go_of_and_told_anew(hosted: Any, t
 
 def delete_all_of(client: StoreClient, key: bytes) -> None:
     """The pack that holds a key."""
-    store = client._side.connection._server._store  # type: ignore[union-attr]
+    store = client.supervisor.connection._server._store  # type: ignore[union-attr]
     pack = store.index.pack_of(key)
     store.catalogue.backend.commit(store.namespace, CommitBatch(deletions=[pack.pack_id]))
 
@@ -124,7 +124,7 @@ def test_an_end_that_finds_no_room_is_refused(hosted: Any, monkeypatch: pytest.M
     client.open()
     long = PackedKeys.of(names(200_000))
     with monkeypatch.context() as patch:
-        patch.setattr(client._side, "send", lambda message: None)
+        patch.setattr(client.supervisor, "send", lambda message: None)
         for number in range(4):
             client.end_request(EndRequest(f"r{number}", f"m{number}", (long,), 1, 16, True, {}))
     assert client.take_persisted() == {"r2": False, "r3": False}
@@ -136,7 +136,7 @@ def test_short_ends_are_bounded_too(hosted: Any, monkeypatch: pytest.MonkeyPatch
     client = hosted.connect("memory://x", "inline")
     client.open()
     with monkeypatch.context() as patch:
-        patch.setattr(client._side, "send", lambda message: None)
+        patch.setattr(client.supervisor, "send", lambda message: None)
         for number in range(40_000):
             client.end_request(EndRequest(f"r{number}", f"m{number}", (PackedKeys(),), 0, 16, True, {}))
         client.end_request(EndRequest("long", "long", (PackedKeys(),), 0, 16, True, {"label": "x" * (16 << 20)}))
@@ -156,7 +156,7 @@ def test_uses_wait_while_the_host_takes_nothing(hosted: Any, tmp_path: Path) -> 
     for _ in range(3000):
         client.touch(held)
         client.poll()
-    assert client._side.connection._outbox_bytes <= 2 << 20
+    assert client.supervisor.connection._outbox_bytes <= 2 << 20
     assert client.state is State.OPEN
     os.kill(pid_of(hosted), signal.SIGCONT)
     assert client.flush(90)

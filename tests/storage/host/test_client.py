@@ -17,9 +17,8 @@ from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import HostError
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.connection import SocketConnection
-from persistkv.storage.host.launch import InlineHost
 from persistkv.storage.host.protocol import Hello, JobDone, Opened, Ping, Pong, Stored, ToEngine, ToStore
-from persistkv.storage.host.side import State
+from persistkv.storage.host.supervisor import InlineHost, State
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.records import StoreOptions
 from tests.storage.host.jobs import BLOCK, KINDS, end, names, pid_of, wait_for
@@ -192,7 +191,7 @@ def test_what_nobody_heard_of_before_it_went_only_went(hosted: Any, tmp_path: Pa
 def test_what_makes_no_sense_ends_the_host_not_the_engine(hosted: Any) -> None:
     client = hosted.connect("memory://x", "inline")
     client.open()
-    client._side.connection._answers.append(Stored(PackedKeys(b"abc", 2)))
+    client.supervisor.connection._answers.append(Stored(PackedKeys(b"abc", 2)))
     client.poll()
     assert client.state is not State.OPEN
 
@@ -279,7 +278,7 @@ def test_a_host_outlives_a_killed_engine_until_it_has_committed(tmp_path: Path, 
 import os, signal, mmap
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.storage.host.client import StoreClient
-from persistkv.storage.host.launch import InlineHost, ProcessHost
+from persistkv.storage.host.supervisor import InlineHost, ProcessHost
 from persistkv.storage.host.protocol import EndRequest, Hello
 from persistkv.storage.identity import Identity
 from persistkv.storage.keys import PackedKeys

@@ -14,7 +14,7 @@ from persistkv.storage.executor import InPlaceExecutor
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import JobDone, LoadJob, Opened, Removed
 from persistkv.storage.host.server import StoreServer
-from persistkv.storage.host.side import State
+from persistkv.storage.host.supervisor import State
 from persistkv.storage.keys import PackedKeys
 
 COUNT = 32
@@ -81,7 +81,7 @@ def test_that_a_pack_is_bad_is_told_before_the_load_that_found_it_ends(hosted: A
 
     sent: list[Any] = []
     side = StoreServer(memoryview(hosted.memory), sent.append, lambda threads: InPlaceExecutor())
-    side.handle(hosted.connect(url)._side.hello)
+    side.handle(hosted.connect(url).supervisor.hello)
     while not any(isinstance(message, Opened) for message in sent):
         side.step()
     sent.clear()

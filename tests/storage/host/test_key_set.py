@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persistkv.storage.host.key_set import PART_MASK, KeySet
+from persistkv.storage.host.replica import PART_MASK, KeySet
 
 KEYS = st.lists(st.binary(min_size=1, max_size=2), max_size=20)
 

@@ -22,11 +22,9 @@ from persistkv.storage.executor import ThreadExecutor
 from persistkv.storage.host import server
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.connection import Connection, SocketConnection
-from persistkv.storage.host.launch import InlineHost, ProcessHost
 from persistkv.storage.host.protocol import Hello, Opened, Ping, Pong, ToEngine, ToStore
 from persistkv.storage.host.server import StoreServer
-from persistkv.storage.host.side import State
-from persistkv.storage.host.watching import Watchdog
+from persistkv.storage.host.supervisor import InlineHost, ProcessHost, State, Watchdog
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
 from tests.storage.host.jobs import BLOCK, KINDS, names, wait_for
@@ -87,7 +85,7 @@ def test_a_host_that_dies_while_it_opens_is_started_again(hosted: Any, tmp_path:
     template = hosted.connect(f"lmdb://{tmp_path}/store")
     host = DyingHost(hosted.fd, len(hosted.memory))
     host.deaths = deaths
-    client = StoreClient(host, template._side.hello, max_queue_bytes=1 << 30)
+    client = StoreClient(host, template.supervisor.hello, max_queue_bytes=1 << 30)
     hosted.clients.append(client)
     if deaths < 4:
         client.open()
@@ -129,7 +127,7 @@ def test_a_store_that_opens_slowly_is_missed_and_found_later(hosted: Any, tmp_pa
             return connection
 
     host = Stopped(hosted.fd, len(hosted.memory))
-    again = StoreClient(host, client._side.hello, max_queue_bytes=1 << 30)
+    again = StoreClient(host, client.supervisor.hello, max_queue_bytes=1 << 30)
     hosted.clients.append(again)
     again.open(timeout_s=0.2)
     assert again.state is State.OPENING
@@ -159,14 +157,14 @@ def test_a_host_that_hangs_while_it_opens_is_started_again(
             return connection
 
     host = StoppedOnce(hosted.fd, len(hosted.memory))
-    hello = hosted.connect(f"lmdb://{tmp_path}/store")._side.hello
+    hello = hosted.connect(f"lmdb://{tmp_path}/store").supervisor.hello
     client = StoreClient(host, hello, max_queue_bytes=1 << 30, watchdog_s=0.2, least_start_s=0.2)
     hosted.clients.append(client)
     client.open(timeout_s=0.0)
     assert client.state is State.OPENING
     wait_for(client, State.DOWN)
     assert "has not answered for 0.2 s; killing it" in caplog.text
-    client._side._opening_watchdog = Watchdog(60.0)  # the second one may take as long as it takes
+    client.supervisor._opening_watchdog = Watchdog(60.0)  # the second one may take as long as it takes
     wait_for(client, State.OPEN)
     assert (host.started, client.counters.restarts) == (2, 1)
     assert client.flush(90)
@@ -231,7 +229,7 @@ def test_an_engine_that_leaves_while_a_store_opens_leaves_it_closed(
 ) -> None:
     gate = held_up(monkeypatch)
     side = StoreServer(memoryview(hosted.memory), lambda _: None, lambda threads: ThreadExecutor(threads, lambda: None))
-    side.handle(hosted.connect(f"lmdb://{tmp_path}/store")._side.hello)
+    side.handle(hosted.connect(f"lmdb://{tmp_path}/store").supervisor.hello)
     threading.Timer(0.05, gate.set).start()
     side.close()
     assert (tmp_path / "store" / "guard").read_text().split()[0] == "clean"
@@ -241,7 +239,7 @@ IN_CONTAINER = """
 import mmap, os, sys
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.storage.host.client import StoreClient
-from persistkv.storage.host.launch import ProcessHost
+from persistkv.storage.host.supervisor import ProcessHost
 from persistkv.storage.host.protocol import Hello
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions

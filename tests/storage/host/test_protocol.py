@@ -10,8 +10,8 @@ import pytest
 
 from persistkv.errors import HostError
 from persistkv.storage.host.connection import SocketConnection
-from persistkv.storage.host.loop import serve
 from persistkv.storage.host.protocol import Flush, JobDone, Stored, ToEngine, ToStore
+from persistkv.storage.host.server import serve
 from persistkv.storage.keys import PackedKeys
 
 

@@ -33,12 +33,11 @@ from persistkv.errors import ConfigurationError, StoreError
 from persistkv.huge_pages import use_huge_pages
 from persistkv.libc import address_of
 from persistkv.storage.backend import Backend, CommitBatch, PlainMedium
-from persistkv.storage.host.answers import JobOutcome
-from persistkv.storage.host.client import StoreClient
-from persistkv.storage.host.launch import Host, ProcessHost
+from persistkv.storage.commit_pipeline import DIRECT_BYTES
+from persistkv.storage.host.client import JobOutcome, StoreClient
 from persistkv.storage.host.protocol import Hello
+from persistkv.storage.host.supervisor import Host, ProcessHost
 from persistkv.storage.identity import Identity
-from persistkv.storage.planning import DIRECT_BYTES
 from persistkv.storage.records import StoreOptions
 from persistkv.storage.registry import BACKENDS, open_backend
 from persistkv_tools import render

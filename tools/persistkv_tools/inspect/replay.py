@@ -31,8 +31,8 @@ from rich.progress import Progress
 
 from persistkv.config import PAGE_BYTES, StoreUrl, parse_size
 from persistkv.errors import ConfigurationError, StoreError
-from persistkv.storage.host.launch import InlineHost
 from persistkv.storage.host.protocol import EndRequest, HostStats
+from persistkv.storage.host.supervisor import InlineHost
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.registry import open_backend
 from persistkv_tools import render

@@ -22,10 +22,9 @@ import typer
 from persistkv.config import parse_size
 from persistkv.errors import StoreError
 from persistkv.storage.backend import Backend, CommitBatch
-from persistkv.storage.ending import ManifestMaker
 from persistkv.storage.index import Index
+from persistkv.storage.namespace_view import ManifestMaker, NamedRequest, removal, requests_naming
 from persistkv.storage.pack import PackTable
-from persistkv.storage.shortening import NamedRequest, removal, requests_naming
 from persistkv.storage.status import read_statuses
 from persistkv_tools import render
 from persistkv_tools.catalogue import LivePacks

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from persistkv.storage.host import watching
-from persistkv.storage.host.watching import Backoff, Look, Watchdog
+from persistkv.storage.host import supervisor
+from persistkv.storage.host.supervisor import Backoff, Look, Watchdog
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     stopped = Clock()
-    monkeypatch.setattr(watching, "time", stopped)
+    monkeypatch.setattr(supervisor, "time", stopped)
     return stopped
 
 

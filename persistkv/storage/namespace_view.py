@@ -1,4 +1,5 @@
-"""One namespace of an open backend: its blocking calls, the index of durable keys, and the news since the last look.
+"""One namespace of an open backend: its blocking calls, the index of durable keys, the changes since the last look, and
+the manifests of what is durable.
 
 Its flows are begun with ``Executor.begin_write``: their results are applied in the order of the calls.
 """
@@ -7,20 +8,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
+
+import msgspec
 
 from persistkv.config import RowLayout
 from persistkv.errors import StoreError, StoreFullError
-from persistkv.storage.backend import Backend, Changes, CommitBatch, CommitResult
-from persistkv.storage.ending import ManifestMaker
+from persistkv.storage.backend import Backend, Changes, CommitBatch, CommitResult, ManifestWrite
 from persistkv.storage.executor import Executor
 from persistkv.storage.index import HeldPack, Index
+from persistkv.storage.keys import PackedKeys
+from persistkv.storage.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.memory import give_back, no_collections
 from persistkv.storage.pack_writer import PackWriter
-from persistkv.storage.records import News, StoreCounters
-from persistkv.storage.shortening import removal, requests_naming
+from persistkv.storage.records import News, RequestEnd, StoreCounters
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +34,7 @@ _QUARANTINE_ATTEMPTS = 3
 T = TypeVar("T")
 
 
-class Catalogue:
+class NamespaceView:
     """See the top of this file."""
 
     def __init__(
@@ -218,3 +222,104 @@ def _commit(backend: Backend, namespace: bytes, batch: CommitBatch) -> CommitRes
     finally:
         for writer in batch.packs:
             writer.settle()
+
+
+class ManifestMaker:
+    """Makes the manifests of one transaction.
+
+    :param block_bytes: of a block of each group.
+    :param writers: the packs that become durable with it.
+    """
+
+    def __init__(self, index: Index, block_bytes: Sequence[int], writers: Sequence[PackWriter]) -> None:
+        self._index = index
+        self._block_bytes = block_bytes
+        self._coming: Mapping[bytes, bytes] = {
+            key: writer.pack_id for writer in writers for segment in writer.segments for key in segment.keys
+        }
+
+    def make(self, end: RequestEnd) -> tuple[ManifestWrite | None, bool]:
+        """The manifest of each group's longest durable prefix, None where there is none; and whether it is whole."""
+        kept = [self._prefix(keys) for keys in end.group_keys]
+        whole = list(map(len, kept)) == list(map(len, end.group_keys))
+        if not any(kept):
+            return None, whole
+        keys: ManifestKeys = tuple(PackedKeys.of(chain) for chain in kept)
+        manifest = RequestManifest(
+            id=end.manifest_id,
+            created=time.time(),
+            tokens=end.tokens if whole else min(end.tokens, min(map(len, kept)) * end.block_size),
+            group_blocks=tuple(map(len, kept)),
+            raw_bytes=sum(len(chain) * size for chain, size in zip(kept, self._block_bytes, strict=True)),
+            ordered=end.ordered,
+            labels=end.labels,
+        )
+        return ManifestWrite(manifest, keys, self._packs_of(kept)), whole
+
+    def shorten(self, manifest: RequestManifest, keys: ManifestKeys) -> ManifestWrite | None:
+        """A manifest as ``make`` would write it now, of the same age; None where nothing is left of it.
+
+        How many tokens a block has is guessed from the manifest: for a request of a few blocks that may be too many.
+        """
+        block_size = manifest.tokens // max([1, *manifest.group_blocks])
+        chains = tuple(chain.unpack() for chain in keys)
+        end = RequestEnd(
+            manifest.id, manifest.id, chains, manifest.tokens, block_size, manifest.ordered, manifest.labels
+        )
+        write, _ = self.make(end)
+        if write is None:
+            return None
+        return replace(write, manifest=msgspec.structs.replace(write.manifest, created=manifest.created))
+
+    def _prefix(self, keys: list[bytes]) -> list[bytes]:
+        for position, key in enumerate(keys):
+            if key not in self._index and key not in self._coming:
+                return keys[:position]
+        return keys
+
+    def _packs_of(self, chains: Sequence[Sequence[bytes]]) -> list[bytes]:
+        """The packs that hold the keys of all groups, by the depth of the first one in each."""
+        packs: dict[bytes, int] = {}
+        for chain in chains:
+            for depth, key in enumerate(chain):
+                found = self._index.pack_of(key)
+                pack_id = self._coming[key] if found is None else found.pack_id
+                packs[pack_id] = min(depth, packs.get(pack_id, depth))
+        return sorted(packs, key=packs.__getitem__)
+
+
+class NamedRequest(NamedTuple):
+    """A request, as a store knows it."""
+
+    manifest: RequestManifest
+    keys: ManifestKeys
+    pinned: bool
+
+
+def requests_naming(backend: Backend, namespace: bytes, packs: Sequence[bytes]) -> list[NamedRequest]:
+    """The requests whose manifests name any of these packs; those that do not read are left out.
+
+    :raises StoreError: the medium failed.
+    """
+    heads = backend.manifests_naming(namespace, packs)
+    names = [head.id for head in heads]
+    rows = zip(heads, backend.many_manifest_keys(namespace, names), backend.uses(namespace, names), strict=True)
+    return [NamedRequest(head, keys, use is not None and use.pinned) for head, keys, use in rows if keys is not None]
+
+
+def removal(
+    bad: Sequence[bytes], requests: Iterable[NamedRequest], maker: ManifestMaker, seen: bytes | None
+) -> CommitBatch:
+    """What takes bad packs out of a store. Requests of which nothing is left go.
+
+    :param requests: those that name the packs.
+    :param maker: over an index that does not know the packs.
+    :param seen: as in ``CommitBatch``.
+    """
+    shorter: list[ManifestWrite] = []
+    pins: list[tuple[str, bool]] = []
+    for manifest, keys, pinned in requests:
+        if (write := maker.shorten(manifest, keys)) is not None:
+            shorter.append(write)
+            pins += [(manifest.id, True)] if pinned else []
+    return CommitBatch(bad=bad, manifests=shorter, pins=pins, seen=seen)

@@ -1,4 +1,6 @@
-"""Requests to promote a context ("warm it up"), left in a store for the engines that have it open.
+"""Contexts that an engine promotes before a request needs them: those asked for, then those used last.
+
+Requests to promote a context ("warm it up") are rows in the store, for the engines that have it open.
 
 A primary tier lies in its engine's process; whoever wants a context in it can only ask. So ``persistkv warm`` leaves a
 row beside the rows of ``persistkv.storage.status``, over the same two methods of a backend:
@@ -14,19 +16,25 @@ As with a status nothing is promised to be there later: a row that is lost is as
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
+from itertools import islice
 from typing import TypeVar
 
 import msgspec
 
-from persistkv.errors import StoreUnavailableError
+from persistkv.errors import StoreError, StoreUnavailableError
 from persistkv.storage.backend import Backend
+from persistkv.storage.manifest import RequestManifest
 
 DEFAULT_TTL_S = 3600.0
 _ASK, _ANSWER, _BY = "ask", "warmed", "by"
 _NAME_BYTES = 16
+_AT_ONCE = 64  # manifests whose keys are read together
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -165,3 +173,55 @@ def _decoded(rows: dict[str, bytes], prefix: str, kind: type[T]) -> Iterator[tup
 
 def _name(namespace: str, request: str) -> str:
     return blake2b(f"{namespace}/{request}".encode(), digest_size=_NAME_BYTES).hexdigest()
+
+
+def recent_contexts(
+    backend: Backend,
+    namespace: bytes,
+    holds: Callable[[bytes], bool],
+    max_blocks: int,
+    engine: str = "",
+    *,
+    only_asked: bool = False,
+) -> list[list[bytes]]:
+    """Keys of the contexts that were asked for, then of those used last, the last one first, until there are
+    ``max_blocks`` of them.
+
+    A context's keys stand in its order, group after group, each key in one context only. What is not held is left out.
+
+    :param engine: who answers those who asked; empty: nobody does.
+    :param only_asked: those used last are left out.
+    :raises StoreError: the medium failed.
+    """
+    asked = pending_warm(backend, namespace, engine) if backend.capabilities.shows_status else []
+    found: list[list[bytes]] = []
+    named: set[bytes] = set()
+    used = [] if only_asked else _by_last_use(backend, namespace)
+    names = iter(dict.fromkeys([*(row.request for row in asked), *used]))
+    while len(named) < max_blocks and (some := list(islice(names, _AT_ONCE))):
+        for groups in backend.many_manifest_keys(namespace, some):
+            keys = [key for group in groups or () for key in group.unpack() if key not in named and holds(key)]
+            keys = keys[: max_blocks - len(named)]
+            if keys:
+                named.update(keys)
+                found.append(keys)
+    for row in asked if engine else ():
+        _answer(backend, row, named, engine)
+    return found
+
+
+def _answer(backend: Backend, asked: WarmRequest, named: set[bytes], engine: str) -> None:
+    groups = backend.manifest_keys(bytes.fromhex(asked.namespace), asked.request) or ()
+    given = [key in named for group in groups for key in group.unpack()]
+    try:
+        acknowledge_warm(backend, asked, engine, blocks=sum(given), missing=len(given) - sum(given))
+    except StoreError as error:
+        logger.info("that %s was asked for is not answered: %s", asked.request, error)
+
+
+def _by_last_use(backend: Backend, namespace: bytes) -> list[str]:
+    heads: list[RequestManifest] = list(backend.manifests(namespace))
+    uses = backend.uses(namespace, [head.id for head in heads])
+    moments = [max(head.created, use.last_used) if use else head.created for head, use in zip(heads, uses, strict=True)]
+    order = sorted(range(len(heads)), key=moments.__getitem__, reverse=True)
+    return [heads[place].id for place in order]

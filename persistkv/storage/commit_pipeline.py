@@ -1,0 +1,423 @@
+"""From the blocks of jobs to transactions: cut into packs, staged, and committed together.
+
+Where the depth of blocks in their chain is known, packs are cut at fixed depths, so that two engines that store one
+prefix cut the same packs, which then have the same names.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from persistkv.config import RowLayout
+from persistkv.errors import StoreError
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.namespace_view import ManifestMaker, NamespaceView
+from persistkv.storage.pack import MAX_PACK_BYTES, UNKNOWN_DEPTH
+from persistkv.storage.pack_writer import PackWriter, Segment
+from persistkv.storage.records import RequestEnd
+from persistkv.storage.rows import RowBlocks, Rows, StagedBlocks
+
+TARGET_PACK_BYTES = 32 << 20  # 32 MiB: the largest pack that a cut at fixed depths makes
+DIRECT_BYTES = 4 << 20  # 4 MiB: smaller packs wait in staging for company
+FULL_BYTES = 16 << 20  # 16 MiB: blocks that a request staged one after the other are a pack once they are so many
+_STALE_RETRIES = 2
+_LENT_SHARE = 16  # a transaction is not to take for ever, either
+
+
+@dataclass(eq=False)
+class StagedPack:
+    """Copies that are written as one pack."""
+
+    request: str
+    since: float
+    segments: list[Segment] = field(default_factory=list)
+    num_bytes: int = 0
+    closed: bool = False
+    """Nothing is added to it any more."""
+    claims: dict[bytes, str] = field(default_factory=dict)
+    """Keys that were offered again while it was being written, and by which request."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all segments."""
+        return sum(len(segment.keys) for segment in self.segments)
+
+
+class Staging:
+    """Blocks copied out of their rows, until they make packs that are worth writing.
+
+    1. Staged bytes are counted from ``add`` until ``end``: also while a transaction writes them.
+    2. A key is found for as long as its copy is. A request that offers it again while it is being written has a claim
+       on that copy: if the transaction fails, it is staged again for that request.
+
+    The owner keeps to the bound on the bytes: see ``fits``.
+    """
+
+    def __init__(self, max_bytes: int, max_age_s: float, *, gather_all: bool) -> None:
+        """Nothing is staged yet.
+
+        :param max_bytes: what ``fits`` says no to.
+        :param max_age_s: after which a pack is due.
+        :param gather_all: nothing is due before the oldest is, but then all is; else each pack by itself.
+        """
+        self.num_bytes = 0
+        """Raw bytes of all copies."""
+        self._max_bytes = max_bytes
+        self._max_age_s = max_age_s
+        self._gather_all = gather_all
+        self._waiting: dict[StagedPack, None] = {}
+        self._waiting_bytes = 0
+        self._open: dict[str, StagedPack] = {}
+        self._pack_of: dict[bytes, StagedPack] = {}
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._pack_of
+
+    def held(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those of the keys that are found here, in order."""
+        return [key for key in keys if key in self._pack_of] if self._pack_of else []
+
+    def fits(self, num_bytes: int) -> bool:
+        """Whether so much more may be added."""
+        return self.num_bytes + num_bytes <= self._max_bytes
+
+    def add(self, request: str, segments: Iterable[Segment], *, whole: bool = False) -> None:
+        """Copy blocks; their rows are free on return.
+
+        :param whole: they are a pack of their own; else they join what the request staged before.
+        """
+        pack = StagedPack(request, time.monotonic(), closed=True) if whole else self._open_pack(request)
+        self._waiting[pack] = None
+        for segment in segments:
+            self._add(pack, segment)
+        if pack.num_bytes >= FULL_BYTES:
+            self._close(pack)
+
+    def _open_pack(self, request: str) -> StagedPack:
+        return self._open.setdefault(request, StagedPack(request, time.monotonic()))
+
+    def _add(self, pack: StagedPack, segment: Segment) -> None:
+        blocks = segment.source.gather(0, len(segment.keys))
+        if isinstance(segment.source, RowBlocks):
+            blocks = np.array(blocks, copy=True)
+        copied = Segment(segment.group, segment.block_bytes, segment.keys, StagedBlocks([blocks]), segment.depth)
+        pack.segments.append(copied)
+        pack.num_bytes += segment.raw_length
+        self.num_bytes += segment.raw_length
+        self._waiting_bytes += segment.raw_length
+        self._pack_of.update(dict.fromkeys(segment.keys, pack))
+
+    def _close(self, pack: StagedPack) -> None:
+        pack.closed = True
+        if self._open.get(pack.request) is pack:
+            del self._open[pack.request]
+
+    def claim(self, key: bytes, request: str) -> None:
+        """Another job offered a key that is staged."""
+        pack = self._pack_of[key]
+        if pack not in self._waiting:
+            pack.claims[key] = request
+
+    def owners(self, keys: Iterable[bytes]) -> set[StagedPack]:
+        """The packs that hold these keys and wait."""
+        return {pack for key in keys if (pack := self._pack_of.get(key)) is not None and pack in self._waiting}
+
+    def of_request(self, request: str) -> list[StagedPack]:
+        """What a request staged and waits."""
+        return [pack for pack in self._waiting if pack.request == request]
+
+    def waiting(self) -> list[StagedPack]:
+        """All that waits."""
+        return list(self._waiting)
+
+    def due(self) -> list[StagedPack]:
+        """What is to be written now: its time is up; or half of the bound waits (the other half fills meanwhile)."""
+        if 2 * self._waiting_bytes >= self._max_bytes:
+            return list(self._waiting)
+        old = time.monotonic() - self._max_age_s
+        if self._gather_all:
+            return list(self._waiting) if any(pack.since <= old for pack in self._waiting) else []
+        return [pack for pack in self._waiting if pack.closed or pack.since <= old]
+
+    def seconds_to_due(self) -> float | None:
+        """How long until the oldest is aged; None where nothing waits."""
+        if not self._waiting:
+            return None
+        return max(0.0, min(pack.since for pack in self._waiting) + self._max_age_s - time.monotonic())
+
+    def take(self, pack: StagedPack) -> list[Segment]:
+        """Its blocks, as few segments as their depths allow; they stay here until ``end``."""
+        del self._waiting[pack]
+        self._waiting_bytes -= pack.num_bytes
+        self._close(pack)
+        pack.segments = _joined(pack.segments)
+        return pack.segments
+
+    def end(self, pack: StagedPack, *, written: bool) -> int:
+        """A pack that was taken is durable, or is not; the blocks of it that are lost."""
+        self.num_bytes -= pack.num_bytes
+        for segment in pack.segments:
+            for key in segment.keys:
+                del self._pack_of[key]
+        if written:
+            return 0
+        for segment in pack.segments:
+            self._restage(segment, pack.claims)
+        return pack.num_blocks - len(pack.claims)
+
+    def _restage(self, segment: Segment, claims: dict[bytes, str]) -> None:
+        """Copied once more: what nobody claims is let go of."""
+        for position, key in enumerate(segment.keys):
+            if key in claims:
+                block = np.array(segment.source.gather(position, position + 1), copy=True)
+                depth = segment.depth if segment.depth == UNKNOWN_DEPTH else segment.depth + position
+                one = Segment(segment.group, segment.block_bytes, [key], StagedBlocks([block]), depth)
+                self.add(claims[key], [one])
+
+
+def _joined(segments: Sequence[Segment]) -> list[Segment]:
+    """Decode adds one block at a time: runs that follow one another become one segment, hence one frame."""
+    ordered = sorted(segments, key=lambda s: (s.group, s.depth))
+    ends: list[int] = []
+    for before, segment in zip([None, *ordered], ordered, strict=False):
+        follows = (
+            before is not None
+            and before.group == segment.group
+            and (segment.depth == UNKNOWN_DEPTH == before.depth or segment.depth == before.depth + len(before.keys))
+        )
+        ends.append(ends[-1] if follows else len(ends))
+    runs = groupby(zip(ends, ordered, strict=True), key=lambda pair: pair[0])
+    return [_one([segment for _, segment in run]) for _, run in runs]
+
+
+def _one(run: list[Segment]) -> Segment:
+    first = run[0]
+    keys = [key for segment in run for key in segment.keys]
+    blocks = [segment.source.gather(0, len(segment.keys)) for segment in run]
+    return Segment(first.group, first.block_bytes, keys, StagedBlocks(blocks), first.depth)
+
+
+@dataclass(eq=False)
+class Outgoing:
+    """A pack on its way."""
+
+    writer: PackWriter
+    staged: StagedPack | None = None
+    """The copies that it is written from; None: it is written from rows."""
+
+
+class Writing:
+    """What waited at one moment, on its way into a namespace. Used once."""
+
+    def __init__(
+        self,
+        catalogue: NamespaceView,
+        layout: RowLayout,
+        uses: list[bytes],
+        memory: int,
+        ended: Callable[[Outgoing, bool], None],
+    ) -> None:
+        """Nothing is written yet.
+
+        :param uses: packs that were used; told with the first transaction.
+        :param memory: as in ``CommitBatch``.
+        :param ended: called with each pack, and whether it is durable, as soon as that is known.
+        """
+        self._catalogue = catalogue
+        self._block_bytes = [group.block_bytes for group in layout.groups]
+        self._uses = uses
+        self._memory = memory
+        self._ended = ended
+
+    async def run(self, slices: deque[list[Outgoing]], ends: Sequence[RequestEnd]) -> None:
+        """Write each slice in one transaction; the ends of requests go with the last one.
+
+        Failure costs what is in a transaction: it is dropped, and told. Slices are taken off as they end, because their
+        copies are not to outlive that.
+        """
+        while len(slices) > 1:
+            await self._write(slices.popleft(), ())
+        await self._write(slices.popleft() if slices else (), ends)
+
+    async def _write(self, outgoing: Sequence[Outgoing], ends: Sequence[RequestEnd]) -> None:
+        """Together; where that does not fit, one by one, so that one pack too many costs only itself."""
+        if await self._try_commit(outgoing, ends):
+            return
+        for one in outgoing:
+            if (len(outgoing) == 1 and not ends) or not await self._try_commit([one], ()):
+                self._ended(one, False)
+        for end in ends:
+            if not await self._try_commit((), [end]):
+                self._catalogue.news.persisted.append((end.request, False))
+
+    async def _try_commit(self, outgoing: Sequence[Outgoing], ends: Sequence[RequestEnd]) -> bool:
+        catalogue = self._catalogue
+        try:
+            for retries_left in reversed(range(_STALE_RETRIES + 1)):
+                writers = [one.writer for one in outgoing if not self._holds_all(one.writer)]
+                maker = ManifestMaker(catalogue.index, self._block_bytes, writers)
+                manifests = [maker.make(end) for end in ends]
+                seen = catalogue.cursor if retries_left else None
+                written = [manifest for manifest, _ in manifests if manifest is not None]
+                batch = CommitBatch(writers, written, touches=self._uses, seen=seen, memory=self._memory)
+                result = await catalogue.commit(batch)
+                if not result.stale:
+                    break
+                await catalogue.refresh()
+        except StoreError as error:
+            catalogue.complain(error)
+            await catalogue.refresh_or_complain()  # room may have been made although it was not enough
+            return False
+        await catalogue.committed(writers, result, followed=seen is not None)
+        offered = set(map(id, writers))
+        catalogue.count_held([one.writer for one in outgoing if id(one.writer) not in offered])
+        self._uses = []
+        for one in outgoing:
+            self._ended(one, True)
+        catalogue.news.persisted += [(end.request, whole) for end, (_, whole) in zip(ends, manifests, strict=True)]
+        return True
+
+    def _holds_all(self, writer: PackWriter) -> bool:
+        index = self._catalogue.index
+        return all(key in index for segment in writer.segments for key in segment.keys)
+
+
+def slices_of(outgoing: Iterable[Outgoing], max_bytes: int, *, lends: bool = False) -> deque[list[Outgoing]]:
+    """Packs that are written in one transaction each, as few as its bound allows.
+
+    :param max_bytes: raw bytes of one transaction: what it writes may be in memory until it ends.
+    :param lends: no more is in memory at once than its driver is allowed (``CommitBatch.memory``): more of it fits.
+    """
+    slices: deque[list[Outgoing]] = deque()
+    most = max_bytes * (_LENT_SHARE if lends else 1)
+    size = 0
+    for one in outgoing:
+        if not slices or size + one.writer.raw_length > most:
+            slices.append([])
+            size = 0
+        slices[-1].append(one)
+        size += one.writer.raw_length
+    return slices
+
+
+class Blocks(NamedTuple):
+    """The blocks of a job, as columns: thousands of them cost little until somebody looks at one."""
+
+    keys: Sequence[bytes]
+    groups: Sequence[int]
+    rows: Sequence[int]
+    depths: Sequence[int]
+    """UNKNOWN_DEPTH where nobody told."""
+
+    def part(self, start: int, stop: int) -> Blocks:
+        """Some that stand side by side."""
+        return Blocks._make(column[start:stop] for column in self)
+
+    @property
+    def chained(self) -> bool:
+        """Whether they are of one group, and each is known to follow the one before it: so most jobs are."""
+        if not self.keys or UNKNOWN_DEPTH in self.depths:
+            return False
+        first, count = self.depths[0], len(self.keys)
+        return list(self.depths) == list(range(first, first + count)) and self.groups.count(self.groups[0]) == count
+
+
+class Block(NamedTuple):
+    """One block of a job."""
+
+    key: bytes
+    group: int
+    row: int
+    depth: int
+    """As in ``Blocks``."""
+
+
+@dataclass
+class PlannedPack:
+    """Blocks that lie in rows and go into one pack."""
+
+    segments: list[Segment] = field(default_factory=list)
+
+    @property
+    def raw_length(self) -> int:
+        """Bytes of all blocks."""
+        return sum(segment.raw_length for segment in self.segments)
+
+
+def blocks_per_pack(rows: Rows, max_bytes: int = TARGET_PACK_BYTES) -> int:
+    """Depths between two cuts: the largest power of two of blocks, one of each group, that fits the target."""
+    one_of_each = sum(group.block_bytes for group in rows.layout.groups)
+    return 1 << max(0, (min(TARGET_PACK_BYTES, max_bytes) // one_of_each).bit_length() - 1)
+
+
+def plan_packs(rows: Rows, blocks: Blocks, max_bytes: int = MAX_PACK_BYTES) -> list[PlannedPack]:
+    """Cut blocks into packs: by depth where it is known, else whenever one is full.
+
+    :param max_bytes: raw bytes of a pack, unless one block has more. Stores cut the same packs of a prefix where it is
+        at least the target, or the same in both.
+    """
+    cut = blocks_per_pack(rows, max_bytes)
+    if blocks.chained:
+        return [PlannedPack([_segment(rows, part)]) for part in _parts(blocks, cut)]
+    by_bucket: dict[int, list[Block]] = {}
+    unknown: list[Block] = []
+    for block in map(Block._make, zip(*blocks, strict=True)):
+        if block.depth == UNKNOWN_DEPTH:
+            unknown.append(block)
+        else:
+            by_bucket.setdefault(block.depth // cut, []).append(block)
+    packs = [
+        PlannedPack(_segments(rows, sorted(bucket, key=attrgetter("group", "depth")))) for bucket in by_bucket.values()
+    ]
+    return packs + [PlannedPack(_segments(rows, run)) for run in _full_runs(rows, unknown, max_bytes)]
+
+
+def _parts(blocks: Blocks, cut: int) -> Iterator[Blocks]:
+    """Of blocks that follow one another, those of each pack."""
+    start = 0
+    while start < len(blocks.keys):
+        stop = start + cut - blocks.depths[start] % cut
+        yield blocks.part(start, stop)
+        start = stop
+
+
+def _full_runs(rows: Rows, blocks: Iterable[Block], max_bytes: int) -> Iterable[list[Block]]:
+    run: list[Block] = []
+    size = 0
+    for block in blocks:
+        length = rows.layout.groups[block.group].block_bytes
+        if run and size + length > max_bytes:
+            yield run
+            run, size = [], 0
+        run.append(block)
+        size += length
+    if run:
+        yield run
+
+
+def _segments(rows: Rows, blocks: Sequence[Block]) -> list[Segment]:
+    """Runs of one group whose depths follow one another, as frames ask for."""
+    runs: list[list[Block]] = []
+    expected = None
+    for block in blocks:
+        if (block.group, block.depth) == expected:
+            runs[-1].append(block)
+        else:
+            runs.append([block])
+        expected = block.group, block.depth + (block.depth != UNKNOWN_DEPTH)
+    return [_segment(rows, Blocks._make(zip(*run, strict=True))) for run in runs]
+
+
+def _segment(rows: Rows, run: Blocks) -> Segment:
+    group = run.groups[0]
+    return Segment(
+        group, rows.layout.groups[group].block_bytes, run.keys, RowBlocks(rows, group, run.rows), run.depths[0]
+    )

@@ -214,79 +214,97 @@ class Outgoing:
     """The copies that it is written from; None: it is written from rows."""
 
 
-class Writing:
-    """What waited at one moment, on its way into a namespace. Used once."""
+class _Transaction(NamedTuple):
+    packs: Sequence[Outgoing]
+    ends: Sequence[RequestEnd] = ()
+    alone: bool = False
+    """It was split off from a transaction that failed."""
 
-    def __init__(
+    @property
+    def can_split(self) -> bool:
+        return not self.alone and (bool(self.ends) or len(self.packs) > 1)
+
+    def split(self) -> list[_Transaction]:
+        alone = [_Transaction([one], alone=True) for one in self.packs]
+        return alone + [_Transaction((), [end], alone=True) for end in self.ends]
+
+    def end(self, ended: Callable[[Outgoing, bool], None], durable: bool) -> None:
+        for one in self.packs:
+            ended(one, durable)
+
+
+class CommitPipeline:
+    """Commits packs, ends of requests and uses to a namespace: together where they fit, one by one where they do not.
+
+    A pack's blocks are read until ``ended`` of ``commit`` is called with it, exactly once, whatever happens.
+    """
+
+    def __init__(self, namespace: NamespaceView, layout: RowLayout, memory: int) -> None:
+        """:param memory: as in ``CommitBatch``."""
+        self._namespace = namespace
+        self._block_bytes = [group.block_bytes for group in layout.groups]
+        self._memory = memory
+
+    async def commit(
         self,
-        catalogue: NamespaceView,
-        layout: RowLayout,
-        uses: list[bytes],
-        memory: int,
+        slices: deque[list[Outgoing]],
+        ends: Sequence[RequestEnd],
+        uses: Sequence[bytes],
         ended: Callable[[Outgoing, bool], None],
     ) -> None:
-        """Nothing is written yet.
+        """Write each slice in one transaction; the ends of requests are committed with the last one.
 
-        :param uses: packs that were used; told with the first transaction.
-        :param memory: as in ``CommitBatch``.
+        A transaction that fails is split into one for each pack and each end, so that one pack too many costs only
+        itself: what fails alone is dropped.
+
+        :param slices: emptied: no copy of a block is kept after its transaction.
+        :param uses: packs that were used, committed with the first transaction that succeeds.
         :param ended: called with each pack, and whether it is durable, as soon as that is known.
         """
-        self._catalogue = catalogue
-        self._block_bytes = [group.block_bytes for group in layout.groups]
-        self._uses = uses
-        self._memory = memory
-        self._ended = ended
+        last = slices.pop() if slices else []
+        waiting = deque(_Transaction(packs) for packs in slices)
+        waiting.append(_Transaction(last, ends))
+        slices.clear()
+        del last
+        while waiting:
+            transaction = waiting.popleft()
+            if await self._try_commit(transaction, uses, ended):
+                uses = ()
+            elif transaction.can_split:
+                waiting.extendleft(reversed(transaction.split()))
+            else:
+                self._namespace.news.persisted += [(end.request, False) for end in transaction.ends]
+                transaction.end(ended, False)
 
-    async def run(self, slices: deque[list[Outgoing]], ends: Sequence[RequestEnd]) -> None:
-        """Write each slice in one transaction; the ends of requests go with the last one.
-
-        Failure costs what is in a transaction: it is dropped, and told. Slices are taken off as they end, because their
-        copies are not to outlive that.
-        """
-        while len(slices) > 1:
-            await self._write(slices.popleft(), ())
-        await self._write(slices.popleft() if slices else (), ends)
-
-    async def _write(self, outgoing: Sequence[Outgoing], ends: Sequence[RequestEnd]) -> None:
-        """Together; where that does not fit, one by one, so that one pack too many costs only itself."""
-        if await self._try_commit(outgoing, ends):
-            return
-        for one in outgoing:
-            if (len(outgoing) == 1 and not ends) or not await self._try_commit([one], ()):
-                self._ended(one, False)
-        for end in ends:
-            if not await self._try_commit((), [end]):
-                self._catalogue.news.persisted.append((end.request, False))
-
-    async def _try_commit(self, outgoing: Sequence[Outgoing], ends: Sequence[RequestEnd]) -> bool:
-        catalogue = self._catalogue
+    async def _try_commit(
+        self, transaction: _Transaction, uses: Sequence[bytes], ended: Callable[[Outgoing, bool], None]
+    ) -> bool:
+        namespace, (outgoing, ends, _) = self._namespace, transaction
         try:
             for retries_left in reversed(range(_STALE_RETRIES + 1)):
                 writers = [one.writer for one in outgoing if not self._holds_all(one.writer)]
-                maker = ManifestMaker(catalogue.index, self._block_bytes, writers)
+                maker = ManifestMaker(namespace.index, self._block_bytes, writers)
                 manifests = [maker.make(end) for end in ends]
-                seen = catalogue.cursor if retries_left else None
+                seen = namespace.cursor if retries_left else None
                 written = [manifest for manifest, _ in manifests if manifest is not None]
-                batch = CommitBatch(writers, written, touches=self._uses, seen=seen, memory=self._memory)
-                result = await catalogue.commit(batch)
+                batch = CommitBatch(writers, written, touches=uses, seen=seen, memory=self._memory)
+                result = await namespace.commit(batch)
                 if not result.stale:
                     break
-                await catalogue.refresh()
+                await namespace.refresh()
         except StoreError as error:
-            catalogue.complain(error)
-            await catalogue.refresh_or_complain()  # room may have been made although it was not enough
+            namespace.complain(error)
+            await namespace.refresh_or_complain()  # room may have been made although it was not enough
             return False
-        await catalogue.committed(writers, result, followed=seen is not None)
+        await namespace.committed(writers, result, followed=seen is not None)
         offered = set(map(id, writers))
-        catalogue.count_held([one.writer for one in outgoing if id(one.writer) not in offered])
-        self._uses = []
-        for one in outgoing:
-            self._ended(one, True)
-        catalogue.news.persisted += [(end.request, whole) for end, (_, whole) in zip(ends, manifests, strict=True)]
+        namespace.count_held([one.writer for one in outgoing if id(one.writer) not in offered])
+        transaction.end(ended, True)
+        namespace.news.persisted += [(end.request, whole) for end, (_, whole) in zip(ends, manifests, strict=True)]
         return True
 
     def _holds_all(self, writer: PackWriter) -> bool:
-        index = self._catalogue.index
+        index = self._namespace.index
         return all(key in index for segment in writer.segments for key in segment.keys)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -73,9 +73,9 @@ class NamespaceView:
         except Exception as error:
             raise StoreError(f"{type(error).__name__}: {error}") from error
 
-    async def commit(self, batch: CommitBatch) -> CommitResult:
+    def commit(self, batch: CommitBatch) -> Awaitable[CommitResult]:
         """As ``Backend.commit``; once it has ended, also by raising, the blocks of its packs are not read any more."""
-        return await self.call(partial(_commit, self.backend, self.namespace, batch))
+        return self.call(partial(_commit, self.backend, self.namespace, batch))
 
     def complain(self, error: StoreError) -> None:
         """Warn, at most once a minute: a full store would fill the log."""

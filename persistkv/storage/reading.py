@@ -304,7 +304,16 @@ def read_part(
         with scratch.lend() as lease:
             if backend.capabilities.remote and _is_streamed(part):
                 return _read_streamed(backend, namespace, rows, lease, part)
-            return _read_placed(backend, namespace, rows, lease, [_place(read, rows, lease) for read in part])
+            outcome = ReadOutcome()
+            placed = [_place(read, rows, lease) for read in part]
+            padding = lease.take(align(1))
+            raw = lease.take(max(read.frame.raw_length for read in part))
+            spans = list(_side_by_side(placed))
+            answers = backend.read(namespace, [_span(frames, padding) for frames in spans])
+            for frames, filled in zip(spans, answers, strict=True):
+                for frame in frames:
+                    _finish(frame, namespace, rows, raw, outcome, filled)
+            return outcome
     except Exception as error:
         return _give_up(part, error)
 
@@ -335,24 +344,6 @@ def _read_streamed(
     else:
         for read in left.values():
             _finish(_Placed(read, [], False), namespace, rows, raw, outcome, False)
-    return outcome
-
-
-def _read_placed(
-    backend: Backend, namespace: bytes, rows: Rows, lease: Lease, placed: Sequence[_Placed]
-) -> ReadOutcome:
-    """One read, then verification of every frame.
-
-    :raises Exception: the read failed, or a frame could not be processed; what the rows hold is undefined.
-    """
-    outcome = ReadOutcome()
-    padding = lease.take(align(1))
-    raw = lease.take(max(one.read.frame.raw_length for one in placed))
-    spans = list(_side_by_side(placed))
-    answers = backend.read(namespace, [_span(frames, padding) for frames in spans])
-    for frames, filled in zip(spans, answers, strict=True):
-        for frame in frames:
-            _finish(frame, namespace, rows, raw, outcome, filled)
     return outcome
 
 

@@ -30,10 +30,10 @@ from persistkv.storage.codec import parse_codec
 from persistkv.storage.commit_pipeline import (
     DIRECT_BYTES,
     Blocks,
+    CommitPipeline,
     Outgoing,
     PlannedPack,
     Staging,
-    Writing,
     plan_packs,
     slices_of,
 )
@@ -91,6 +91,7 @@ class Store:
         self._scratch = make_scratch(self._shares.part)
         waits_s = options.max_age_s if self._interval_s is None else self._interval_s
         self._staging = Staging(self._shares.staged, waits_s, gather_all=self._interval_s is not None)
+        self._pipeline = CommitPipeline(self.catalogue, rows.layout, self._shares.transaction)
         self._direct: list[Outgoing] = []
         self._flying: set[bytes] = set()
         self._ends: list[RequestEnd] = []
@@ -269,9 +270,7 @@ class Store:
         slices, ends = self._take_out(everything)
         if slices or ends or self._touched or not self._seconds_to_upkeep():
             uses, self._touched = list(self._touched), {}
-            memory = self._shares.transaction
-            writing = Writing(self.catalogue, self.rows.layout, uses, memory, self._ended)
-            await writing.run(slices, ends)
+            await self._pipeline.commit(slices, ends, uses, self._ended)
             self._committed_at = time.monotonic()
         for call in then:
             call()
@@ -344,7 +343,7 @@ class Store:
         if executor.writing:
             return
         if self.wants_commit() or not self._seconds_to_upkeep():
-            self.begin_commit()
+            executor.begin_write(self._commit())
         if not executor.writing and time.monotonic() - self._refreshed >= self.options.refresh_s:
             self._refreshed = time.monotonic()
             executor.begin_write(self.catalogue.refresh_or_complain())

@@ -105,14 +105,14 @@ class Glance:
             self.totals = answer
 
 
-class _Flight(NamedTuple):
+class _Job(NamedTuple):
     keys: Sequence[bytes]
     num_bytes: int
     begin: float
     is_store: bool
 
 
-class Flights:
+class InFlight:
     """Jobs and ends of requests that the host has not answered yet.
 
     1. Each job ends exactly once: refused here, answered, or lost with the host.
@@ -123,7 +123,7 @@ class Flights:
         """:param max_queue_bytes: bound on the raw bytes of store jobs."""
         self._counters = counters
         self._max_queue_bytes = max_queue_bytes
-        self._jobs: dict[int, _Flight] = {}
+        self._jobs: dict[int, _Job] = {}
         self._queued_bytes = 0
         self._ending: dict[str, int] = {}
         self._ending_bytes = 0
@@ -154,7 +154,7 @@ class Flights:
 
     def begin(self, job_id: int, keys: Sequence[bytes], num_bytes: int, *, is_store: bool) -> None:
         """A job is sent."""
-        self._jobs[job_id] = _Flight(keys, num_bytes, time.monotonic(), is_store)
+        self._jobs[job_id] = _Job(keys, num_bytes, time.monotonic(), is_store)
         self._queued_bytes += num_bytes
 
     def refuse(self, job_id: int, keys: Sequence[bytes], num_bytes: int) -> None:
@@ -165,14 +165,14 @@ class Flights:
 
     def end(self, job_id: int, failed: list[bytes], loaded_bytes: int) -> None:
         """A job was answered; an answer to none is passed over."""
-        flight = self._jobs.pop(job_id, None)
-        if flight is None:
+        job = self._jobs.pop(job_id, None)
+        if job is None:
             return
-        self._queued_bytes -= flight.num_bytes
+        self._queued_bytes -= job.num_bytes
         num_bytes = loaded_bytes
-        if flight.is_store:
-            num_bytes = flight.num_bytes * (len(flight.keys) - len(failed)) // max(1, len(flight.keys))
-        self._outcomes.append(JobOutcome(job_id, failed, False, num_bytes, time.monotonic() - flight.begin))
+        if job.is_store:
+            num_bytes = job.num_bytes * (len(job.keys) - len(failed)) // max(1, len(job.keys))
+        self._outcomes.append(JobOutcome(job_id, failed, False, num_bytes, time.monotonic() - job.begin))
 
     def begin_end(self, request: str, num_bytes: int) -> bool:
         """The end of a request is to be sent, with so many bytes of keys; whether it may be."""
@@ -188,7 +188,7 @@ class Flights:
         self._counters.refused_ends += 1
         self._persisted[request] = False
 
-    def end_end(self, request: str, whole: bool) -> None:
+    def request_persisted(self, request: str, whole: bool) -> None:
         """The end of a request was dealt with."""
         self._ending_bytes -= self._ending.pop(request, 0)
         self._persisted[request] = whole
@@ -197,8 +197,8 @@ class Flights:
         """The store's side is dead: the rows of its jobs are free, what it did not report never happened."""
         self._counters.lost_jobs += len(self._jobs)
         now = time.monotonic()
-        for job_id, flight in self._jobs.items():
-            self._outcomes.append(JobOutcome(job_id, list(flight.keys), True, 0, now - flight.begin))
+        for job_id, job in self._jobs.items():
+            self._outcomes.append(JobOutcome(job_id, list(job.keys), True, 0, now - job.begin))
         self._persisted.update(dict.fromkeys(self._ending, False))
         self._jobs.clear()
         self._ending.clear()
@@ -246,7 +246,7 @@ class StoreClient:
         """The keys that are durable and can be asked for: to be probed only."""
         self.contains: Callable[[bytes], bool] = self.held.__contains__
         """Whether a key is durable and can be asked for."""
-        self._flights = Flights(self.counters, max_queue_bytes)
+        self._in_flight = InFlight(self.counters, max_queue_bytes)
         self._answer: Any = None
         self._recent: list[list[bytes]] | None = None
         self._next_token = 0
@@ -342,13 +342,13 @@ class StoreClient:
         """
         self._check_process()
         self.counters.store_jobs += 1
-        if self.state is not State.OPEN or not self._flights.fits(num_bytes):
-            self._flights.refuse(job_id, keys, num_bytes)
+        if self.state is not State.OPEN or not self._in_flight.fits(num_bytes):
+            self._in_flight.refuse(job_id, keys, num_bytes)
             return
         depth_bytes = b"" if depths is None else _joined(depths)
         message = protocol.StoreJob(job_id, request, PackedKeys.of(keys), _joined(block_ids), depth_bytes)
         self._owe()
-        self._flights.begin(job_id, keys, num_bytes, is_store=True)
+        self._in_flight.begin(job_id, keys, num_bytes, is_store=True)
         self.supervisor.send(message)
 
     def submit_load(self, job_id: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
@@ -359,11 +359,11 @@ class StoreClient:
         self._check_process()
         self.counters.load_jobs += 1
         if self.state is not State.OPEN:
-            self._flights.refuse(job_id, keys, 0)
+            self._in_flight.refuse(job_id, keys, 0)
             return
         message = protocol.LoadJob(job_id, PackedKeys.of(keys), _joined(block_ids))
         self._owe()
-        self._flights.begin(job_id, keys, 0, is_store=False)
+        self._in_flight.begin(job_id, keys, 0, is_store=False)
         self.supervisor.send(message)
 
     def touch(self, keys: Collection[bytes]) -> None:
@@ -385,13 +385,13 @@ class StoreClient:
         self._check_process()
         self._owe()
         if self.state is not State.OPEN:
-            self._flights.refuse_end(end.request)
-        elif self._flights.begin_end(end.request, _end_bytes(end)):
+            self._in_flight.refuse_end(end.request)
+        elif self._in_flight.begin_end(end.request, _end_bytes(end)):
             self.supervisor.send(end)
 
     def _owe(self) -> None:
         """An answer is owed from now on, where none was."""
-        if not self._flights.owed:
+        if not self._in_flight.owed:
             self.supervisor.expect_reply()
 
     # The step
@@ -408,17 +408,17 @@ class StoreClient:
             self._next_look = 0.0  # there may be more
         self._tell_touched()
         if self.supervisor.has_exited():
-            self._flights.lose_all()
+            self._in_flight.lose_all()
         elif self.supervisor.maybe_restart():
             self.counters.restarts += 1
-        return self._flights.take_outcomes()
+        return self._in_flight.take_outcomes()
 
     def _may_rest(self) -> bool:
         """Whether nothing is to be done in this step: nothing is owed or to be told, and the last look for news was a
         moment ago. An engine that decodes takes steps by the dozen with nothing in flight.
         """
         now = time.monotonic()
-        if now < self._next_look and not self._flights.pending and not self._replica.has_touched:
+        if now < self._next_look and not self._in_flight.pending and not self._replica.has_touched:
             return True
         self._next_look = now + self.supervisor.host.idle_look_s if self.state is State.OPEN else now
         return False
@@ -433,12 +433,12 @@ class StoreClient:
     @property
     def num_jobs(self) -> int:
         """Jobs that the store's side has not answered yet."""
-        return len(self._flights)
+        return len(self._in_flight)
 
     @property
     def has_pending_work(self) -> bool:
         """Whether ``poll`` has something to wait for."""
-        return self._flights.pending
+        return self._in_flight.pending
 
     def take_stored(self) -> list[bytes]:
         """Keys that became durable since the last call; those that opening found are not among them."""
@@ -452,7 +452,7 @@ class StoreClient:
 
     def take_persisted(self) -> dict[str, bool]:
         """Requests whose end was dealt with since the last call, and whether the whole of their context is durable."""
-        return self._flights.take_persisted()
+        return self._in_flight.take_persisted()
 
     def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
         """Ask for the contexts that were used last, which ``take_recent`` tells once they are known.
@@ -472,32 +472,29 @@ class StoreClient:
     # What arrives
 
     def _receive(self) -> bool:
-        """Take what has arrived; tells whether there was anything."""
+        """Handle the messages that have arrived; return whether there were any."""
         messages = self.supervisor.receive()
-        self._take_all(messages)
-        if self.supervisor.is_lost(owes=self._flights.owed):
-            self._lose()
-        return bool(messages)
-
-    def _take_all(self, messages: list[Any]) -> None:
         try:
             for message in messages:
                 self._take(message)
         except (ValueError, TypeError, PersistKVError) as error:
             logger.error("the store's side sent what makes no sense: %s", error)
             self._lose()
+        if self.supervisor.is_lost(owes=self._in_flight.owed):
+            self._lose()
+        return bool(messages)
 
     def _take(self, message: Any) -> None:
         match message:
             case protocol.JobDone():
                 self.supervisor.backoff.reset()
-                self._flights.end(message.job_id, message.failed.unpack(), message.num_bytes)
+                self._in_flight.end(message.job_id, message.failed.unpack(), message.num_bytes)
             case protocol.Stored():
                 self._replica.add(message.keys.unpack())
             case protocol.Removed():
                 self._replica.remove(message.keys.unpack())
             case protocol.Persisted():
-                self._flights.end_end(message.request, message.whole)
+                self._in_flight.request_persisted(message.request, message.whole)
             case protocol.Flushed() | protocol.HostStats():
                 self._glance.take(message)
                 if message.token == self._next_token:  # to older ones, nobody waits for an answer any more
@@ -554,7 +551,7 @@ class StoreClient:
         """Totals of both sides, without waiting: those of the store's side are some seconds old, or missing."""
         if self.state is State.OPEN and self._glance.is_due():
             self.supervisor.send(protocol.AskStats(Glance.TOKEN))
-        return StoreStats(self.state.value, self.counters, self._glance.totals, self._flights.queued_bytes)
+        return StoreStats(self.state.value, self.counters, self._glance.totals, self._in_flight.queued_bytes)
 
     def _token(self) -> int:
         self._check_process()

@@ -124,7 +124,7 @@ class StoreServer:
             return
         self._opening = True
         self._executor = self._make_executor(1)
-        self._executor.begin_write(self._open(hello))
+        self._executor.begin(self._open(hello))
 
     async def _open(self, hello: protocol.Hello) -> None:
         opener = self._executor

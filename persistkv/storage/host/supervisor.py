@@ -17,7 +17,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from persistkv.errors import HostError
@@ -208,11 +209,13 @@ class _InlineConnection(Connection):
 
     def send(self, message: ToStore | ToEngine) -> None:
         if not self._ended:
-            self._run(lambda: self._server.handle(message))
+            with self._ends_on_error():
+                self._server.handle(message)
 
     def receive(self) -> list[Any]:
         if not self._ended:
-            self._run(self._server.step)
+            with self._ends_on_error():
+                self._server.step()
         answers = list(self._answers)
         self._answers.clear()
         return answers
@@ -222,12 +225,13 @@ class _InlineConnection(Connection):
             self._ended = True
             self._server.close()
 
-    def _run(self, call: Callable[[], None]) -> None:
-        """Let the server work. If an interrupt or an error ends the call, the connection has ended too: the server's
-        state is undefined, and the job that it was working on would never end.
+    @contextmanager
+    def _ends_on_error(self) -> Iterator[None]:
+        """If an interrupt or an error leaves the block, the connection has ended too: the server's state is undefined,
+        and the job that it was working on would never end.
         """
         try:
-            call()
+            yield
         except BaseException:
             self._ended = True
             self._server.close(finish=False)

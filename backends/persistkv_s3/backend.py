@@ -32,21 +32,21 @@ from persistkv.storage.manifest import ManifestKeys, RequestManifest, decode_man
 from persistkv.storage.pack import Frame, PackTable
 from persistkv_s3 import names
 from persistkv_s3.authentication import Authenticator
-from persistkv_s3.breaker import Breaker
-from persistkv_s3.bucket import Bucket
 from persistkv_s3.cache import IndexCache
-from persistkv_s3.client import BotoClient
-from persistkv_s3.errors import PASSING, ObjectExistsError, ObjectMissingError
+from persistkv_s3.client.boto import BotoClient
+from persistkv_s3.client.breaker import Breaker
+from persistkv_s3.client.bucket import Bucket
+from persistkv_s3.client.errors import PASSING, ObjectExistsError, ObjectMissingError
+from persistkv_s3.client.retries import Reliable
+from persistkv_s3.client.transport import Transport
 from persistkv_s3.follower import log_failure
 from persistkv_s3.layout import decode_format, encode_format, encode_namespace, parse_namespace
 from persistkv_s3.names import Names
 from persistkv_s3.options import Place, S3Options, parse_url
 from persistkv_s3.plain import PlainBucket
-from persistkv_s3.reliable import Reliable
 from persistkv_s3.retention import Retention, Round
 from persistkv_s3.signed import SignedObjects
 from persistkv_s3.space import Space
-from persistkv_s3.transport import Transport
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from persistkv.storage.backend import PlainMedium
-from persistkv_s3.client import BotoClient
+from persistkv_s3.client.boto import BotoClient
+from persistkv_s3.client.transport import Deadline
 from persistkv_s3.options import Place, S3Options
-from persistkv_s3.transport import Deadline
 
 
 class PlainBucket(BotoClient, PlainMedium):

@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 from persistkv.storage.backend import CommitBatch, Policy
 from persistkv.storage.pack import UNKNOWN_DEPTH
-from persistkv_s3.bucket import Bucket
 from persistkv_s3.catalogue import Catalogue
-from persistkv_s3.errors import ObjectExistsError
+from persistkv_s3.client.bucket import Bucket
+from persistkv_s3.client.errors import ObjectExistsError
+from persistkv_s3.client.transport import ObjectInfo
 from persistkv_s3.names import parse_pack
 from persistkv_s3.space import Space
-from persistkv_s3.transport import ObjectInfo
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from persistkv.storage.codec import Buffer
 from persistkv_s3.authentication import Authenticator
-from persistkv_s3.bucket import Bucket
+from persistkv_s3.client.bucket import Bucket
 from persistkv_s3.names import Names
 
 

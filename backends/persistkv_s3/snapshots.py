@@ -14,8 +14,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
+from persistkv_s3.client.errors import ObjectExistsError
 from persistkv_s3.dump import dump
-from persistkv_s3.errors import ObjectExistsError
 from persistkv_s3.follower import Follower
 from persistkv_s3.layout import Entry, Root, encode_entries, encode_root
 from persistkv_s3.names import LogName

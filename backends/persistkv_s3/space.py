@@ -27,7 +27,8 @@ from persistkv.storage.pack import Frame
 from persistkv.storage.pack_writer import PackWriter
 from persistkv_s3.cache import IndexCache
 from persistkv_s3.catalogue import Use
-from persistkv_s3.errors import ObjectExistsError, ObjectMissingError
+from persistkv_s3.client.errors import ObjectExistsError, ObjectMissingError
+from persistkv_s3.client.sinks import FrameSink
 from persistkv_s3.follower import Follower, log_failure
 from persistkv_s3.layout import Entry, Head, Stamp, encode_entries
 from persistkv_s3.names import LogName
@@ -36,7 +37,6 @@ from persistkv_s3.packs import PackObjects, Room, Uploaded
 from persistkv_s3.plan import Plan, keys_name
 from persistkv_s3.runs import Run, neighbours, span_bytes
 from persistkv_s3.signed import SignedObjects
-from persistkv_s3.sinks import FrameSink
 from persistkv_s3.snapshots import Snapshots
 
 logger = logging.getLogger(__name__)

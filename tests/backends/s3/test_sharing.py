@@ -17,7 +17,7 @@ from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import check_totals, read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_s3 import S3Backend, snapshots
-from persistkv_s3.errors import BrokenError
+from persistkv_s3.client.errors import BrokenError
 from persistkv_s3.names import Names
 from tests.backends.s3.conftest import Opener
 
@@ -65,7 +65,7 @@ def test_reused_pack_that_was_pruned_meanwhile_is_written_again(
 
 @pytest.mark.parametrize("where", ["/packs/", "/keys/", "/log/"])
 def test_commit_that_fails_half_way_is_not_there(open_store: Opener, where: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr("persistkv_s3.reliable._ATTEMPTS", 2)
+    monkeypatch.setattr("persistkv_s3.client.retries._ATTEMPTS", 2)
     backend, client = open_store()
     backend.open_namespace(sample_identity())
     held = sample_pack(NAMESPACE, 1)
@@ -255,8 +255,8 @@ def test_neighbouring_spans_are_one_request(open_store: Opener) -> None:
 
 
 def test_large_pack_goes_up_in_parts(open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("persistkv_s3.client._PUT_BYTES", 1 << 20)
-    monkeypatch.setattr("persistkv_s3.client._PART_BYTES", 5 << 20)
+    monkeypatch.setattr("persistkv_s3.client.boto._PUT_BYTES", 1 << 20)
+    monkeypatch.setattr("persistkv_s3.client.boto._PART_BYTES", 5 << 20)
     (ours, client), (theirs, _) = open_store("refresh=1h"), open_store("refresh=1h")
     for backend in (ours, theirs):
         backend.open_namespace(sample_identity())

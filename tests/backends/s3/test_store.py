@@ -26,7 +26,7 @@ from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.samples import sample_pack
 from persistkv_s3 import S3Backend
-from persistkv_s3.errors import LateError
+from persistkv_s3.client.errors import LateError
 from persistkv_s3.names import LogName, Names
 from persistkv_s3.packs import Room
 from tests.backends.s3.conftest import Opener
@@ -167,7 +167,7 @@ def test_what_came_before_a_read_failed_is_kept(open_store: Opener, monkeypatch:
         raise LateError("the deadline passed")
 
     with monkeypatch.context() as patch:
-        patch.setattr("persistkv_s3.client._receive", break_off)
+        patch.setattr("persistkv_s3.client.boto._receive", break_off)
         failed = store.read(keys, range(32))
     came = 32 - len(failed)
     assert 0 < came < 32

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from persistkv.errors import CorruptPackError
-from persistkv_s3.breaker import Breaker, BreakerState
-from persistkv_s3.bucket import Bucket
-from persistkv_s3.errors import (
+from persistkv_s3.client.breaker import Breaker, BreakerState
+from persistkv_s3.client.bucket import Bucket
+from persistkv_s3.client.errors import (
     BreakerOpenError,
     BrokenError,
     LateError,
@@ -20,10 +20,10 @@ from persistkv_s3.errors import (
     S3Error,
     ThrottledError,
 )
+from persistkv_s3.client.retries import Reliable
+from persistkv_s3.client.sinks import FrameSink, RowSink, WholeSink
+from persistkv_s3.client.transport import MOST_DELETED, Body, Deadline, ObjectInfo, Page, Sink, Transport
 from persistkv_s3.options import Place
-from persistkv_s3.reliable import Reliable
-from persistkv_s3.sinks import FrameSink, RowSink, WholeSink
-from persistkv_s3.transport import MOST_DELETED, Body, Deadline, ObjectInfo, Page, Sink, Transport
 from tests.tools.signals import run_interrupted
 
 DATA = bytes(range(256)) * 4
@@ -78,7 +78,7 @@ class Scripted(Transport):
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What was slept, instead of sleeping."""
     slept: list[float] = []
-    monkeypatch.setattr("persistkv_s3.reliable.time.sleep", slept.append)
+    monkeypatch.setattr("persistkv_s3.client.retries.time.sleep", slept.append)
     return slept
 
 
@@ -297,9 +297,9 @@ def test_breaker_is_for_many_threads() -> None:
 
 
 INTERRUPTED_CALLS = """
-from persistkv_s3.bucket import Bucket
+from persistkv_s3.client.bucket import Bucket
 from persistkv_s3.options import Place
-from persistkv_s3.transport import Transport
+from persistkv_s3.client.transport import Transport
 
 class Idle(Transport):
     put = get = head = list = delete = close = lambda *arguments, **options: None

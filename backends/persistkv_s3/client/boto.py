@@ -4,7 +4,7 @@ else.
 1. A body is uploaded from where it lies and downloaded to where it belongs; nothing here holds a copy of one.
 2. No attempt outlives its deadline by more than one time-out of a socket: an upload looks at it between pieces, and a
    watchdog cuts a download off.
-3. botocore makes no retries of its own: what is retried, and until when, is decided in one place (``reliable``).
+3. botocore makes no retries of its own: what is retried, and until when, is decided in one place (``retries``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 from persistkv.errors import ConfigurationError, StoreError
-from persistkv_s3.errors import (
+from persistkv_s3.client.errors import (
     BrokenError,
     LateError,
     ObjectExistsError,
@@ -25,8 +25,8 @@ from persistkv_s3.errors import (
     S3Error,
     ThrottledError,
 )
+from persistkv_s3.client.transport import Body, Deadline, ObjectInfo, Page, Sink, Transport
 from persistkv_s3.options import Place, S3Options
-from persistkv_s3.transport import Body, Deadline, ObjectInfo, Page, Sink, Transport
 
 _PUT_BYTES = 72 << 20  # 72 MiB: the largest pack of many blocks with padding and table. Larger bodies go up in parts
 _PART_BYTES = 32 << 20  # 32 MiB

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from persistkv.errors import CorruptPackError
-from persistkv_s3.errors import BrokenError
+from persistkv_s3.client.errors import BrokenError
 
 
 class RowSink:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from persistkv.errors import StoreError
-from persistkv_s3.breaker import Breaker
-from persistkv_s3.errors import BreakerOpenError, ObjectExistsError, S3Error
-from persistkv_s3.transport import Body, Deadline, ObjectInfo, Page, Sink, Transport
+from persistkv_s3.client.breaker import Breaker
+from persistkv_s3.client.errors import BreakerOpenError, ObjectExistsError, S3Error
+from persistkv_s3.client.transport import Body, Deadline, ObjectInfo, Page, Sink, Transport
 
 T = TypeVar("T")
 

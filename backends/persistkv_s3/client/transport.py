@@ -1,6 +1,6 @@
 """What the driver asks of an object store, and nothing else: five verbs, each with a deadline.
 
-``client.BotoClient`` makes single attempts; ``reliable.Reliable`` puts retries, a breaker and the resumption of bodies
+``boto.BotoClient`` makes single attempts; ``retries.Reliable`` puts retries, a breaker and the resumption of bodies
 on top, behind the same interface. Both may be used from several threads at once.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from persistkv.storage.codec import Buffer
-from persistkv_s3.errors import LateError
+from persistkv_s3.client.errors import LateError
 
 _PIECE_BYTES = 1 << 20  # 1 MiB: what one write to a socket takes at most, so that a stalled one is noticed
 

@@ -20,7 +20,7 @@ from persistkv.storage.pack_writer import PackWriter
 from persistkv_s3.authentication import Authenticator
 from persistkv_s3.client.bucket import Bucket
 from persistkv_s3.client.errors import ObjectExistsError, ObjectMissingError, S3Error
-from persistkv_s3.names import Names
+from persistkv_s3.log.names import Names
 
 _TAIL_BYTES = 64 << 10  # 64 KiB: another writer may have cut the same keys into more frames, which makes a longer table
 _GENERATIONS = 4

@@ -9,8 +9,8 @@ from persistkv.storage.manifest import encode_manifest, encode_manifest_keys
 from persistkv.storage.pack import PackTable
 from persistkv.storage.pack_writer import PackWriter
 from persistkv_s3.authentication import Authenticator
-from persistkv_s3.catalogue import Catalogue, StoredPack
-from persistkv_s3.layout import Entry, GoneRow, Head, ManifestRow, PackRow, Stamp
+from persistkv_s3.log.catalogue import Catalogue, StoredPack
+from persistkv_s3.log.layout import Entry, GoneRow, Head, ManifestRow, PackRow, Stamp
 from persistkv_s3.packs import Uploaded
 
 

@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from persistkv.storage.backend import CommitBatch, Policy
 from persistkv.storage.pack import UNKNOWN_DEPTH
-from persistkv_s3.catalogue import Catalogue
 from persistkv_s3.client.bucket import Bucket
 from persistkv_s3.client.errors import ObjectExistsError
 from persistkv_s3.client.transport import ObjectInfo
-from persistkv_s3.names import parse_pack
+from persistkv_s3.log.catalogue import Catalogue
+from persistkv_s3.log.names import parse_pack
 from persistkv_s3.space import Space
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from persistkv.storage.backend import ReadSpan
 from persistkv.storage.pack import Frame
 from persistkv_s3.authentication import Authenticator
-from persistkv_s3.catalogue import StoredPack
+from persistkv_s3.log.catalogue import StoredPack
 
 _GAP_BYTES = 128 << 10  # 128 KiB: less than what a request's latency would have carried
 

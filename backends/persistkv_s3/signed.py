@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from persistkv.storage.codec import Buffer
 from persistkv_s3.authentication import Authenticator
 from persistkv_s3.client.bucket import Bucket
-from persistkv_s3.names import Names
+from persistkv_s3.log.names import Names
 
 
 class SignedObjects:

@@ -25,19 +25,19 @@ from persistkv.storage.backend import CommitBatch, CommitResult, ReadSpan
 from persistkv.storage.manifest import ManifestKeys, decode_manifest_keys
 from persistkv.storage.pack import Frame
 from persistkv.storage.pack_writer import PackWriter
-from persistkv_s3.cache import IndexCache
-from persistkv_s3.catalogue import Use
 from persistkv_s3.client.errors import ObjectExistsError, ObjectMissingError
 from persistkv_s3.client.sinks import FrameSink
-from persistkv_s3.follower import Follower, log_failure
-from persistkv_s3.layout import Entry, Head, Stamp, encode_entries
-from persistkv_s3.names import LogName
+from persistkv_s3.log.cache import IndexCache
+from persistkv_s3.log.catalogue import Use
+from persistkv_s3.log.follower import Follower, log_failure
+from persistkv_s3.log.layout import Entry, Head, Stamp, encode_entries
+from persistkv_s3.log.names import LogName
+from persistkv_s3.log.snapshots import Snapshots
 from persistkv_s3.options import S3Options
 from persistkv_s3.packs import PackObjects, Room, Uploaded
 from persistkv_s3.plan import Plan, keys_name
 from persistkv_s3.runs import Run, neighbours, span_bytes
 from persistkv_s3.signed import SignedObjects
-from persistkv_s3.snapshots import Snapshots
 
 logger = logging.getLogger(__name__)
 

@@ -36,8 +36,8 @@ from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.testing.memory import MemoryBackend
 from persistkv.testing.samples import ArraySource
-from persistkv_s3.catalogue import Catalogue
-from persistkv_s3.layout import (
+from persistkv_s3.log.catalogue import Catalogue
+from persistkv_s3.log.layout import (
     Entry,
     GoneRow,
     Head,

@@ -33,7 +33,7 @@ from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv_s3 import S3Backend
-from persistkv_s3.names import Names, parse_pack
+from persistkv_s3.log.names import Names, parse_pack
 from persistkv_s3.retention import Round
 
 BLOCK = 256 << 10

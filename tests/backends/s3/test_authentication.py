@@ -20,10 +20,10 @@ from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_s3 import snapshots
 from persistkv_s3.authentication import TAG_BYTES, Authenticator
-from persistkv_s3.layout import Entry, Head, PackRow, encode_entries
-from persistkv_s3.names import LogName, Names
+from persistkv_s3.log import snapshots
+from persistkv_s3.log.layout import Entry, Head, PackRow, encode_entries
+from persistkv_s3.log.names import LogName, Names
 from persistkv_s3.options import parse_url
 from tests.backends.s3.conftest import Handle, Opener
 

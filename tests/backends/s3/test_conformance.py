@@ -11,7 +11,7 @@ from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_s3 import S3Backend
 from persistkv_s3.authentication import TAG_BYTES
-from persistkv_s3.names import LogName, Names
+from persistkv_s3.log.names import LogName, Names
 
 
 class RawS3(RawStore):

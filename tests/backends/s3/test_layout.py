@@ -12,8 +12,8 @@ from persistkv.errors import CorruptPackError, CorruptStoreError
 from persistkv.storage.backend import Namespace, Policy
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.samples import payload_of, sample_pack
-from persistkv_s3.catalogue import Catalogue
-from persistkv_s3.layout import (
+from persistkv_s3.log.catalogue import Catalogue
+from persistkv_s3.log.layout import (
     Entry,
     GoneRow,
     Head,
@@ -29,7 +29,7 @@ from persistkv_s3.layout import (
     parse_namespace,
     parse_root_object,
 )
-from persistkv_s3.names import Names, parse_log, parse_root
+from persistkv_s3.log.names import Names, parse_log, parse_root
 
 NAMESPACE, WRITER = sample_identity().digest, bytes(range(16))
 

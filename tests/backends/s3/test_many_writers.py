@@ -12,7 +12,7 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import check_totals, read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_s3 import S3Backend
-from persistkv_s3.names import Names
+from persistkv_s3.log.names import Names
 from tests.backends.s3.conftest import Opener
 from tests.backends.s3.test_retention import objects, run
 

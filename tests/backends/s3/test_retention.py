@@ -13,7 +13,7 @@ from persistkv.testing.conformance.suite import check_totals, read_pack, sample_
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_s3 import S3Backend
 from persistkv_s3.client.errors import BrokenError
-from persistkv_s3.names import Names
+from persistkv_s3.log.names import Names
 from persistkv_s3.retention import Round
 from tests.backends.s3.conftest import Opener
 

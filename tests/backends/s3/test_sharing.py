@@ -16,9 +16,10 @@ from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import check_totals, read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_s3 import S3Backend, snapshots
+from persistkv_s3 import S3Backend
 from persistkv_s3.client.errors import BrokenError
-from persistkv_s3.names import Names
+from persistkv_s3.log import snapshots
+from persistkv_s3.log.names import Names
 from tests.backends.s3.conftest import Opener
 
 NAMESPACE = sample_identity().digest

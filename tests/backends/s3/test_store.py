@@ -27,7 +27,7 @@ from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.samples import sample_pack
 from persistkv_s3 import S3Backend
 from persistkv_s3.client.errors import LateError
-from persistkv_s3.names import LogName, Names
+from persistkv_s3.log.names import LogName, Names
 from persistkv_s3.packs import Room
 from tests.backends.s3.conftest import Opener
 from tests.storage.host.conftest import STRIDE, Hosted

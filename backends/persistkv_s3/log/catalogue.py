@@ -21,8 +21,8 @@ from typing import NamedTuple
 from persistkv.errors import CorruptPackError
 from persistkv.storage.backend import Changes, RequestUse
 from persistkv.storage.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
-from persistkv_s3.layout import Entry, PackRow, Stamp, split_ids, tags_before
-from persistkv_s3.names import LogName
+from persistkv_s3.log.layout import Entry, PackRow, Stamp, split_ids, tags_before
+from persistkv_s3.log.names import LogName
 
 CHANGES_KEPT = 4096
 _CURSOR = struct.Struct("<8sQ16s")

@@ -22,9 +22,9 @@ from persistkv.errors import CorruptPackError
 from persistkv.storage.codec import Buffer
 from persistkv.storage.files import replace_file
 from persistkv_s3.authentication import Authenticator
-from persistkv_s3.catalogue import Catalogue
-from persistkv_s3.dump import dump
-from persistkv_s3.layout import Root, encode_entries, encode_root, parse_entries, parse_root_object
+from persistkv_s3.log.catalogue import Catalogue
+from persistkv_s3.log.dump import dump
+from persistkv_s3.log.layout import Root, encode_entries, encode_root, parse_entries, parse_root_object
 
 logger = logging.getLogger(__name__)
 

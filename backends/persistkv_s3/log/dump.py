@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from persistkv_s3.catalogue import Catalogue
-from persistkv_s3.layout import Entry, GoneRow, Head, ManifestRow, PackRow, Stamp
+from persistkv_s3.log.catalogue import Catalogue
+from persistkv_s3.log.layout import Entry, GoneRow, Head, ManifestRow, PackRow, Stamp
 
 _REMEMBER_S = 7 * 86_400.0
 """How long it is remembered that something went: a handle that sleeps for longer may meet a pack again, as a miss."""

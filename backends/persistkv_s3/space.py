@@ -26,7 +26,7 @@ from persistkv.storage.manifest import ManifestKeys, decode_manifest_keys
 from persistkv.storage.pack import Frame
 from persistkv.storage.pack_writer import PackWriter
 from persistkv_s3.client.errors import ObjectExistsError, ObjectMissingError
-from persistkv_s3.client.sinks import FrameSink
+from persistkv_s3.client.transport import FrameSink
 from persistkv_s3.log.cache import IndexCache
 from persistkv_s3.log.catalogue import Use
 from persistkv_s3.log.follower import Follower, log_failure

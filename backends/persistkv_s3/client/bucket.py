@@ -8,8 +8,16 @@ from typing import TypeVar
 
 from persistkv.storage.codec import Buffer
 from persistkv.storage.executor import thread_pool
-from persistkv_s3.client.sinks import FrameSink, RowSink, WholeSink
-from persistkv_s3.client.transport import MOST_DELETED, Body, Deadline, ObjectInfo, Transport
+from persistkv_s3.client.transport import (
+    MOST_DELETED,
+    Body,
+    Deadline,
+    FrameSink,
+    ObjectInfo,
+    RowSink,
+    Transport,
+    WholeSink,
+)
 from persistkv_s3.options import Place
 
 A = TypeVar("A")

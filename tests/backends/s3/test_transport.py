@@ -21,8 +21,18 @@ from persistkv_s3.client.errors import (
     ThrottledError,
 )
 from persistkv_s3.client.retries import Reliable
-from persistkv_s3.client.sinks import FrameSink, RowSink, WholeSink
-from persistkv_s3.client.transport import MOST_DELETED, Body, Deadline, ObjectInfo, Page, Sink, Transport
+from persistkv_s3.client.transport import (
+    MOST_DELETED,
+    Body,
+    Deadline,
+    FrameSink,
+    ObjectInfo,
+    Page,
+    RowSink,
+    Sink,
+    Transport,
+    WholeSink,
+)
 from persistkv_s3.options import Place
 from tests.tools.signals import run_interrupted
 

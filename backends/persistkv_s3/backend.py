@@ -31,7 +31,7 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import ManifestKeys, RequestManifest, decode_manifest
 from persistkv.storage.pack import Frame, PackTable
 from persistkv_s3.authentication import Authenticator
-from persistkv_s3.client.boto import BotoClient
+from persistkv_s3.client.boto import BotoClient, PlainBucket
 from persistkv_s3.client.breaker import Breaker
 from persistkv_s3.client.bucket import Bucket
 from persistkv_s3.client.errors import PASSING, ObjectExistsError, ObjectMissingError
@@ -43,7 +43,6 @@ from persistkv_s3.log.follower import log_failure
 from persistkv_s3.log.layout import decode_format, encode_format, encode_namespace, parse_namespace
 from persistkv_s3.log.names import Names
 from persistkv_s3.options import Place, S3Options, parse_url
-from persistkv_s3.plain import PlainBucket
 from persistkv_s3.retention import Retention, Round
 from persistkv_s3.signed import SignedObjects
 from persistkv_s3.space import Space

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Sequence
 from hashlib import sha256
@@ -33,14 +32,6 @@ _HEAD = Struct("<8sQI")
 _SIGNED_AS = "cache"
 _PAUSE_S = 60.0
 _SHARE = 100  # times as long as writing it took, it is not written again
-
-
-def default_directory() -> Path:
-    """``persistkv/s3`` under ``$XDG_CACHE_HOME``, or under ``~/.cache`` where that is not set.
-
-    :raises RuntimeError: the user has no home directory.
-    """
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "persistkv" / "s3"
 
 
 class Cached(NamedTuple):

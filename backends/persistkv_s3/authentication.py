@@ -19,6 +19,8 @@ from hashlib import sha256
 from persistkv.errors import CorruptPackError
 from persistkv.storage.codec import Buffer
 from persistkv.storage.pack import Frame, PackTable
+from persistkv_s3.client.bucket import Bucket
+from persistkv_s3.log.names import Names
 
 TAG_BYTES = 32
 _DERIVED_FOR = b"persistkv s3 authentication 1"
@@ -127,6 +129,35 @@ class Authenticator:
         for part in parts:
             mac.update(part)
         return mac.digest()
+
+
+class SignedObjects:
+    """Objects of one namespace that are read as a whole, each followed by its tag. Used from any thread.
+
+    :param names: makes the keys.
+    """
+
+    def __init__(self, bucket: Bucket, names: Names, namespace: bytes, authenticator: Authenticator) -> None:
+        self.bucket = bucket
+        self.names = names
+        self.namespace = namespace
+        self.authenticator = authenticator
+
+    def put(self, key: str, pieces: Sequence[Buffer], *, only_if_absent: bool = True) -> None:
+        """As ``Bucket.put``."""
+        signed = self.authenticator.signed(self.namespace, key.removeprefix(self.names.base), pieces)
+        self.bucket.put(key, signed, only_if_absent=only_if_absent)
+
+    def get(self, key: str) -> memoryview:
+        """As ``Bucket.get``, of a small object.
+
+        :raises CorruptPackError: it is too large, or not written with the key.
+        """
+        return self.opened(key, self.bucket.get(key))
+
+    def opened(self, key: str, data: Buffer) -> memoryview:
+        """Return the content of an object without its tag; errors as in ``get``."""
+        return self.authenticator.opened(self.namespace, key.removeprefix(self.names.base), data)
 
 
 def _digest(table: PackTable) -> bytes:

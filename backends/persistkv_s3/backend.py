@@ -30,7 +30,7 @@ from persistkv.storage.backend import (
 from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import ManifestKeys, RequestManifest, decode_manifest
 from persistkv.storage.pack import Frame, PackTable
-from persistkv_s3.authentication import Authenticator
+from persistkv_s3.authentication import Authenticator, SignedObjects
 from persistkv_s3.client.boto import BotoClient, PlainBucket
 from persistkv_s3.client.breaker import Breaker
 from persistkv_s3.client.bucket import Bucket
@@ -44,7 +44,6 @@ from persistkv_s3.log.layout import decode_format, encode_format, encode_namespa
 from persistkv_s3.log.names import Names
 from persistkv_s3.options import Place, S3Options, parse_url
 from persistkv_s3.retention import Retention, Round
-from persistkv_s3.signed import SignedObjects
 from persistkv_s3.space import Space
 
 logger = logging.getLogger(__name__)

@@ -25,6 +25,7 @@ from persistkv.storage.backend import CommitBatch, CommitResult, ReadSpan
 from persistkv.storage.manifest import ManifestKeys, decode_manifest_keys
 from persistkv.storage.pack import Frame
 from persistkv.storage.pack_writer import PackWriter
+from persistkv_s3.authentication import SignedObjects
 from persistkv_s3.client.errors import ObjectExistsError, ObjectMissingError
 from persistkv_s3.client.transport import FrameSink
 from persistkv_s3.log.cache import IndexCache
@@ -37,7 +38,6 @@ from persistkv_s3.options import S3Options
 from persistkv_s3.packs import PackObjects, Room, Uploaded
 from persistkv_s3.plan import Plan, keys_name
 from persistkv_s3.runs import Run, neighbours, span_bytes
-from persistkv_s3.signed import SignedObjects
 
 logger = logging.getLogger(__name__)
 

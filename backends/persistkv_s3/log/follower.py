@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from persistkv.errors import CorruptPackError, StoreError
+from persistkv_s3.authentication import SignedObjects
 from persistkv_s3.client.errors import ObjectMissingError
 from persistkv_s3.log.cache import Cached, IndexCache
 from persistkv_s3.log.catalogue import Catalogue, StoredPack, Use
 from persistkv_s3.log.layout import MAX_LOG_BYTES, Entry, Root, parse_entries, parse_root_object
 from persistkv_s3.log.names import LogName, parse_log, parse_root
-from persistkv_s3.signed import SignedObjects
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
+from persistkv_s3.authentication import SignedObjects
 from persistkv_s3.client.errors import ObjectExistsError
 from persistkv_s3.log.dump import dump
 from persistkv_s3.log.follower import Follower
 from persistkv_s3.log.layout import Entry, Root, encode_entries, encode_root
 from persistkv_s3.log.names import LogName
-from persistkv_s3.signed import SignedObjects
 
 _AFTER = (20, 28)  # index objects that no root covers; drawn anew each time, so that not all writers start at once
 _SEGMENTS = 8

@@ -22,7 +22,6 @@ from persistkv.storage.codec import Buffer
 from persistkv.storage.files import replace_file
 from persistkv_s3.authentication import Authenticator
 from persistkv_s3.log.catalogue import Catalogue
-from persistkv_s3.log.dump import dump
 from persistkv_s3.log.layout import Root, encode_entries, encode_root, parse_entries, parse_root_object
 
 logger = logging.getLogger(__name__)
@@ -97,7 +96,7 @@ class IndexCache:
         begin = time.monotonic()
         self._segments = root.segments
         sealed = encode_root(root)
-        pieces: list[Buffer] = [sealed, *encode_entries(dump(self._namespace, catalogue))]
+        pieces: list[Buffer] = [sealed, *encode_entries(catalogue.entries(self._namespace))]
         digest = xxhash.xxh3_64()
         for piece in pieces:
             digest.update(piece)

@@ -16,7 +16,6 @@ from collections.abc import Iterable
 
 from persistkv_s3.authentication import SignedObjects
 from persistkv_s3.client.errors import ObjectExistsError
-from persistkv_s3.log.dump import dump
 from persistkv_s3.log.follower import Follower
 from persistkv_s3.log.layout import Entry, Root, encode_entries, encode_root
 from persistkv_s3.log.names import LogName
@@ -63,7 +62,7 @@ class Snapshots:
         held, whole = ((), 0) if before is None else (before.segments, before.whole_segments)
         parts = [[entry for entries in follower.recent.values() for entry in entries]]
         if self._rewrites:
-            held, parts = (), _cut(dump(follower.namespace, follower.catalogue))
+            held, parts = (), _cut(follower.catalogue.entries(follower.namespace))
             whole = len(parts)
         names = [f"{writer.hex()}-{number:012x}-{part:04x}" for part in range(len(parts))]
         for name, part in zip(names, parts, strict=True):

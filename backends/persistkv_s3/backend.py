@@ -271,7 +271,7 @@ class S3Backend(Backend):
         return space.catalogue.changes(cursor)
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        return self._space(namespace).read(spans)
+        return self._space(namespace).packs.read(spans)
 
     def read_frames(
         self,
@@ -281,7 +281,7 @@ class S3Backend(Backend):
         buffer: memoryview,
         take: Callable[[int, memoryview], None],
     ) -> None:
-        self._space(namespace).read_frames(pack_id, frames, buffer, take)
+        self._space(namespace).packs.read_frames(pack_id, frames, buffer, take)
 
     def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
         space = self._space(namespace)

@@ -1,4 +1,4 @@
-"""One namespace of one handle: commits to it, and reads from it.
+"""One namespace of one handle: commits, uses and manifests.
 
 A commit, in this order:
 
@@ -17,17 +17,14 @@ from __future__ import annotations
 import logging
 import os
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 from persistkv.errors import CorruptPackError, StoreError
-from persistkv.storage.backend import CommitBatch, CommitResult, ReadSpan
+from persistkv.storage.backend import CommitBatch, CommitResult
 from persistkv.storage.manifest import ManifestKeys, decode_manifest_keys
-from persistkv.storage.pack import Frame
 from persistkv.storage.pack_writer import PackWriter
 from persistkv_s3.authentication import SignedObjects
 from persistkv_s3.client.errors import ObjectExistsError, ObjectMissingError
-from persistkv_s3.client.transport import FrameSink
 from persistkv_s3.log.cache import IndexCache
 from persistkv_s3.log.catalogue import Use
 from persistkv_s3.log.follower import Follower, log_failure
@@ -37,7 +34,6 @@ from persistkv_s3.log.snapshots import Snapshots
 from persistkv_s3.options import S3Options
 from persistkv_s3.packs import PackObjects, Room, Uploaded
 from persistkv_s3.plan import Plan, keys_name
-from persistkv_s3.runs import Run, neighbours, span_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +50,7 @@ class Space:
         self.namespace = objects.namespace
         self._touch_s = options.touch_s
         self._authenticator = objects.authenticator
-        self._packs = PackObjects(objects.bucket, objects.names, objects.authenticator)
+        self.packs = PackObjects(objects, self.follower)
         self._snapshots = Snapshots(objects, self.follower)
         self._writer = os.urandom(16)
         self._number = 0
@@ -99,7 +95,7 @@ class Space:
                 return
             writer, generation = packs[number]
             with room.taken(writer):
-                found[number] = self._packs.upload(writer, generation)
+                found[number] = self.packs.upload(writer, generation)
 
         try:
             self._bucket.all_writes(put, [*range(len(packs)), *([None] if keys else [])])
@@ -141,22 +137,10 @@ class Space:
     def _maintain(self, reused: list[Uploaded]) -> None:
         """What follows a commit, which is done whatever comes of this."""
         try:
-            self._bucket.all_writes(self._restore, reused)
+            self._bucket.all_writes(self.packs.restore, reused)
             self._snapshots.take_if_due(self._writer)
         except StoreError as error:
             log_failure(f"what follows a commit to {self.names.base}", error)
-
-    def _restore(self, pack: Uploaded) -> None:
-        """Write a pack again that was found and is gone."""
-        name = pack.table.pack_id
-        if self._packs.exists(name, pack.generation):
-            return
-        held = self.catalogue.packs.get(name)
-        logger.warning("%s was removed while a commit reused it; it is written again", name.hex())
-        if pack.table == pack.writer.table:
-            self._packs.upload_again(pack)
-        elif held is not None:  # the index tells of the other's bytes, which nobody has any more
-            self.follower.miss(name, held)
 
     # Uses
 
@@ -193,52 +177,6 @@ class Space:
             for (moment, at), used in sorted(by_use.items())
         ]
 
-    # Reads
-
-    def read(self, spans: Sequence[ReadSpan]) -> list[bool]:
-        """See ``Backend.read``: neighbouring spans are one request, requests go side by side."""
-        self.follower.ensure()
-        filled = [False] * len(spans)
-        runs = list(self._runs(spans))
-
-        def fetch(run: Run) -> None:
-            numbers = run.widen() if self._authenticator.key_id else range(0)
-            try:
-                self._bucket.fill(run.key, run.start, run.buffers)
-            except ObjectMissingError:
-                self.follower.miss(run.pack_id, run.held)
-                return
-            for number in run.good(self._authenticator, numbers):
-                filled[number] = True
-
-        if runs:
-            self._bucket.all(fetch, runs)
-        return [done or self._is_empty(span) for done, span in zip(filled, spans, strict=True)]
-
-    def read_frames(
-        self, pack_id: bytes, frames: Sequence[Frame], buffer: memoryview, take: Callable[[int, memoryview], None]
-    ) -> None:
-        """See ``Backend.read_frames``: neighbours are one request."""
-        self.follower.ensure()
-        held = self.catalogue.packs.get(pack_id)
-        if held is None:
-            return
-        offsets = [frame.offset for frame in held.table.frames]
-        is_ours = self._authenticator.frame_check(held.table, held.tags)
-        for run in neighbours(frames, held.table.payload_length):
-
-            def check(number: int, stored: memoryview, run: Sequence[int] = run) -> None:
-                frame = frames[run[number]]
-                if is_ours(bisect_left(offsets, frame.offset), [stored]):
-                    take(run[number], stored)
-
-            ranges = [(frames[number].offset, frames[number].stored_length) for number in run]
-            try:
-                self._bucket.pour(self.names.pack(pack_id, held.generation), FrameSink(ranges, buffer, check))
-            except ObjectMissingError:
-                self.follower.miss(pack_id, held)
-                return
-
     def manifest_keys(self, manifest_id: str) -> ManifestKeys | None:
         """See ``Backend.manifest_keys``."""
         self.follower.look()
@@ -252,22 +190,3 @@ class Space:
             return decode_manifest_keys(self._authenticator.opened(self.namespace, signed_as, buffer))
         except (CorruptPackError, ObjectMissingError):
             return None
-
-    def _is_empty(self, span: ReadSpan) -> bool:
-        held = self.catalogue.packs.get(span.pack_id)
-        return span_bytes(span) == 0 and held is not None and span.offset <= held.table.payload_length
-
-    def _runs(self, spans: Sequence[ReadSpan]) -> Iterator[Run]:
-        run: Run | None = None
-        for number in sorted(range(len(spans)), key=lambda n: (spans[n].pack_id, spans[n].offset)):
-            span, length = spans[number], span_bytes(spans[number])
-            held = self.catalogue.packs.get(span.pack_id)
-            if held is None or not length or span.offset + length > held.table.payload_length:
-                continue
-            if run is None or not run.takes(span, held):
-                if run is not None:
-                    yield run
-                run = Run(self.names.pack(span.pack_id, held.generation), span.pack_id, held, span.offset)
-            run.add(number, span, length)
-        if run is not None:
-            yield run

@@ -73,7 +73,7 @@ def _keep_pruning(url: str, identity: Identity, jobs: Sequence[list[bytes]], to_
     for keys in jobs:
         blocks = np.stack([contents.of(key) for key in keys])
         pack = PackWriter(namespace, RawCodec(), [Segment(0, BLOCK, keys, ArraySource(blocks), 0)])
-        space._packs.upload(pack, 0)
+        space.packs.upload(pack, 0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         to_parent.send(listener.getsockname()[1])
         while True:

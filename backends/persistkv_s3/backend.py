@@ -39,7 +39,6 @@ from persistkv_s3.client.retries import Reliable
 from persistkv_s3.client.transport import Transport
 from persistkv_s3.log import names
 from persistkv_s3.log.cache import IndexCache
-from persistkv_s3.log.follower import log_failure
 from persistkv_s3.log.layout import decode_format, encode_format, encode_namespace, parse_namespace
 from persistkv_s3.log.names import Names
 from persistkv_s3.options import Place, S3Options, parse_url
@@ -238,7 +237,7 @@ class S3Backend(Backend):
             try:
                 self.retain()
             except StoreError as error:
-                log_failure(f"retention in {self._place}", error)
+                logger.warning("%s: retention failed (%s); the next period retries it", self._place, error)
         return result
 
     def _say_again(self, space: Space) -> None:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from persistkv.errors import CorruptPackError, StoreError
+from persistkv.errors import CorruptPackError
 from persistkv_s3.authentication import SignedObjects
 from persistkv_s3.client.errors import ObjectMissingError
 from persistkv_s3.log.cache import Cached, IndexCache
@@ -251,8 +251,3 @@ class Follower:
 
 def _moment(entry: Entry) -> int:
     return entry.head.moment
-
-
-def log_failure(what: str, error: StoreError) -> None:
-    """Something beside a commit failed; the next one tries again."""
-    logger.warning("%s failed (%s); it is tried again later", what, error)

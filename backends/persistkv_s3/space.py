@@ -29,7 +29,7 @@ from persistkv_s3.client.errors import ObjectExistsError, ObjectMissingError
 from persistkv_s3.log.cache import IndexCache
 from persistkv_s3.log.catalogue import Catalogue, StoredPack, Use
 from persistkv_s3.log.follower import Follower
-from persistkv_s3.log.layout import Entry, GoneRow, Head, ManifestRow, PackRow, Stamp, encode_entries
+from persistkv_s3.log.layout import Entry, EntryBuilder, GoneRow, Head, Stamp, encode_entries
 from persistkv_s3.log.names import LogName
 from persistkv_s3.log.snapshots import Snapshots
 from persistkv_s3.options import S3Options
@@ -288,41 +288,23 @@ class _Plan:
         :param number: of the index object; the object with the manifests' keys is named alike.
         :param manifest_keys: what that object holds.
         """
-        bodies: list[bytes] = []
-        length = 0
-
-        def place(body: bytes) -> tuple[int, int]:
-            nonlocal length
-            bodies.append(body)
-            length += len(body)
-            return length - len(body), len(body)
-
-        rows = tuple(
-            PackRow(pack.writer.pack_id, pack.generation, *place(pack.tags + pack.table.encode())) for pack in packs
-        )
-        manifests, keys_at = [], 0
+        builder = EntryBuilder()
+        for pack in packs:
+            builder.add_pack(pack.writer.pack_id, pack.generation, pack.tags + pack.table.encode())
+        keys_at = 0
         for write, keys in zip(self._batch.manifests, manifest_keys, strict=True):
-            at = place(encode_manifest(write.manifest))
-            named = b"".join(dict.fromkeys(write.packs))
-            row = (write.manifest.id, write.manifest.ordered, named, *at, stamp.writer, number, keys_at, len(keys))
-            manifests.append(ManifestRow(*row))
+            manifest, named = write.manifest, b"".join(dict.fromkeys(write.packs))
+            where = (stamp.writer, number, keys_at, len(keys))
+            builder.add_manifest(manifest.id, manifest.ordered, named, encode_manifest(manifest), where)
             keys_at += len(keys)
-        came = {row.pack_id for row in rows}
+        came = {row.pack_id for row in builder.packs}
         lost = {pack_id: held for pack_id, held in self._lost.items() if pack_id not in self._catalogue.packs}
         gone = {**lost, **self.gone}
-        head = Head(
-            namespace=namespace,
-            writer=stamp.writer,
-            moment=stamp.moment,
-            time=now,
-            packs=rows,
-            gone=tuple(GoneRow(pack_id, held.generation) for pack_id, held in gone.items() if pack_id not in came),
-            uses=b"".join(self.uses),
-            manifests=tuple(manifests),
-            manifests_gone=tuple(sorted(self.manifests_gone - {row.id for row in manifests})),
-            pins=tuple(self.pins),
-        )
-        return Entry(head, b"".join(bodies))
+        builder.gone = [GoneRow(pack_id, held.generation) for pack_id, held in gone.items() if pack_id not in came]
+        builder.uses = self.uses
+        builder.manifests_gone = sorted(self.manifests_gone - {row.id for row in builder.manifests})
+        builder.pins = self.pins
+        return builder.entry(namespace, stamp, now)
 
 
 def _keys_name(manifest_id: str) -> str:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from persistkv.errors import CorruptPackError
 from persistkv.storage.backend import Changes, RequestUse
 from persistkv.storage.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
-from persistkv_s3.log.layout import Entry, GoneRow, Head, ManifestRow, PackRow, Stamp, split_ids, tags_before
+from persistkv_s3.log.layout import Entry, EntryBuilder, GoneRow, PackRow, Stamp, split_ids, tags_before
 from persistkv_s3.log.names import LogName
 
 CHANGES_KEPT = 4096
@@ -341,10 +341,10 @@ class Catalogue:
     def entries(self, namespace: bytes) -> list[Entry]:
         """Return all that is held, as one entry for each stamp and time. Called by the thread that merges."""
         newest = self.time
-        builders: dict[tuple[Stamp, float], _EntryBuilder] = {}
+        builders: dict[tuple[Stamp, float], EntryBuilder] = {}
 
-        def part(stamp: Stamp, time: float) -> _EntryBuilder:
-            return builders.setdefault((stamp, time), _EntryBuilder())
+        def part(stamp: Stamp, time: float) -> EntryBuilder:
+            return builders.setdefault((stamp, time), EntryBuilder())
 
         for pack_id, pack in list(self.packs.items()):  # readers may remove some meanwhile
             part(pack.stamp, pack.time).add_pack(pack_id, pack.generation, pack.tags + pack.table.encode())
@@ -364,44 +364,6 @@ class Catalogue:
             if name in self.manifests:
                 part(stamp, newest).pins.append((name, pinned))
         return [builders[key].entry(namespace, *key) for key in sorted(builders)]
-
-
-class _EntryBuilder:
-    """Collects what one entry of a snapshot says."""
-
-    def __init__(self) -> None:
-        self.packs: list[PackRow] = []
-        self.gone: list[GoneRow] = []
-        self.uses: list[bytes] = []
-        self.manifests: list[ManifestRow] = []
-        self.manifests_gone: list[str] = []
-        self.pins: list[tuple[str, bool]] = []
-        self._bodies = bytearray()
-
-    def add_pack(self, pack_id: bytes, generation: int, body: bytes) -> None:
-        self.packs.append(PackRow(pack_id, generation, len(self._bodies), len(body)))
-        self._bodies += body
-
-    def add_manifest(
-        self, name: str, ordered: bool, packs: bytes, head: bytes, keys: tuple[bytes, int, int, int]
-    ) -> None:
-        self.manifests.append(ManifestRow(name, ordered, packs, len(self._bodies), len(head), *keys))
-        self._bodies += head
-
-    def entry(self, namespace: bytes, stamp: Stamp, time: float) -> Entry:
-        head = Head(
-            namespace=namespace,
-            writer=stamp.writer,
-            moment=stamp.moment,
-            time=time,
-            packs=tuple(self.packs),
-            gone=tuple(self.gone),
-            uses=b"".join(self.uses),
-            manifests=tuple(self.manifests),
-            manifests_gone=tuple(self.manifests_gone),
-            pins=tuple(self.pins),
-        )
-        return Entry(head, bytes(self._bodies))
 
 
 def _face(pack: StoredPack) -> tuple[int, PackTable]:

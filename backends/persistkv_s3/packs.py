@@ -25,8 +25,8 @@ from persistkv.storage.pack_writer import PackWriter
 from persistkv_s3.authentication import Authenticator, SignedObjects
 from persistkv_s3.client.errors import ObjectExistsError, ObjectMissingError, S3Error
 from persistkv_s3.client.transport import FrameSink
-from persistkv_s3.log.catalogue import StoredPack
 from persistkv_s3.log.follower import Follower
+from persistkv_s3.log.state import PackState
 
 logger = logging.getLogger(__name__)
 
@@ -36,16 +36,16 @@ _GENERATIONS = 4
 """Names that are tried for one pack: each that is taken by something unreadable costs one."""
 
 
-class Room:
-    """Memory that encoded packs share on their way up; one is always let in. What is raw is sent from where it lies."""
+class UploadBudget:
+    """Bound on the memory of encoded packs during uploads; one pack is always admitted. Raw packs need no memory."""
 
     def __init__(self, num_bytes: int) -> None:
         self._free = self._all = num_bytes
         self._changed = threading.Condition()
 
     @contextmanager
-    def taken(self, writer: PackWriter) -> Iterator[None]:
-        """Wait until there is enough for a pack, and keep it for the length of the block."""
+    def reserved(self, writer: PackWriter) -> Iterator[None]:
+        """Reserve memory for a pack during the block; wait until it is free."""
         raw = all(codec.identity for codec in writer.codecs)
         length = 0 if raw else min(writer.raw_length, self._all)
         with self._changed:
@@ -106,7 +106,7 @@ class PackObjects:
             return
         except ObjectMissingError:
             logger.warning("%s was removed while a commit reused it: uploading it again", key)
-        held = self._follower.catalogue.packs.get(pack_id)
+        held = self._follower.state.packs.get(pack_id)
         if pack.table == pack.writer.table:
             with suppress(ObjectExistsError):
                 self._bucket.put(key, self._pieces(pack.writer)[0])
@@ -159,7 +159,7 @@ class PackObjects:
     ) -> None:
         """See ``Backend.read_frames``."""
         self._follower.ensure()
-        held = self._follower.catalogue.packs.get(pack_id)
+        held = self._follower.state.packs.get(pack_id)
         if held is None:
             return
         offsets = [frame.offset for frame in held.table.frames]
@@ -179,14 +179,14 @@ class PackObjects:
                 return
 
     def _is_empty(self, span: ReadSpan) -> bool:
-        held = self._follower.catalogue.packs.get(span.pack_id)
+        held = self._follower.state.packs.get(span.pack_id)
         return _span_bytes(span) == 0 and held is not None and span.offset <= held.table.payload_length
 
     def _runs(self, spans: Sequence[ReadSpan]) -> Iterator[_RangedGet]:
         run: _RangedGet | None = None
         for number in sorted(range(len(spans)), key=lambda n: (spans[n].pack_id, spans[n].offset)):
             span, length = spans[number], _span_bytes(spans[number])
-            held = self._follower.catalogue.packs.get(span.pack_id)
+            held = self._follower.state.packs.get(span.pack_id)
             if held is None or not length or span.offset + length > held.table.payload_length:
                 continue
             if run is None or not run.accepts(span, held):
@@ -225,7 +225,7 @@ class _RangedGet:
 
     key: str
     pack_id: bytes
-    held: StoredPack
+    held: PackState
     """State of the pack when the request was planned."""
     start: int
     buffers: list[memoryview] = field(default_factory=list)
@@ -236,7 +236,7 @@ class _RangedGet:
     def __post_init__(self) -> None:
         self._end = self.start
 
-    def accepts(self, span: ReadSpan, held: StoredPack) -> bool:
+    def accepts(self, span: ReadSpan, held: PackState) -> bool:
         """Return whether the span follows closely enough to share the request."""
         return span.pack_id == self.pack_id and held is self.held and 0 <= span.offset - self._end <= _GAP_BYTES
 

@@ -26,7 +26,7 @@ from persistkv_s3.client.errors import (
     S3Error,
     ThrottledError,
 )
-from persistkv_s3.client.transport import Body, Deadline, ObjectInfo, Page, Sink, Transport
+from persistkv_s3.client.transport import Body, Deadline, ListPage, ObjectInfo, Sink, Transport
 from persistkv_s3.options import Place, S3Options
 
 _PUT_BYTES = 72 << 20  # 72 MiB: the largest pack of many blocks with padding and table. Larger bodies go up in parts
@@ -119,7 +119,7 @@ class BotoClient(Transport):
             found = self._client.head_object(Bucket=self._place.bucket, Key=key)
         return ObjectInfo(key, found["ContentLength"], found["LastModified"].timestamp())
 
-    def list(self, prefix: str, page: str | None, deadline: Deadline) -> Page:
+    def list(self, prefix: str, page: str | None, deadline: Deadline) -> ListPage:
         more = {} if page is None else {"ContinuationToken": page}
         with self._translated("LIST", prefix, deadline):
             answer = self._client.list_objects_v2(Bucket=self._place.bucket, Prefix=prefix, **more)
@@ -127,7 +127,7 @@ class BotoClient(Transport):
             ObjectInfo(entry["Key"], entry["Size"], entry["LastModified"].timestamp())
             for entry in answer.get("Contents", ())
         ]
-        return Page(found, answer["NextContinuationToken"] if answer.get("IsTruncated") else None)
+        return ListPage(found, answer["NextContinuationToken"] if answer.get("IsTruncated") else None)
 
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
         try:

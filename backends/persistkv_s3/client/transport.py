@@ -1,7 +1,7 @@
 """The five operations that the driver needs of an object store, each with a deadline, and their uploads and downloads.
 
-``boto.BotoClient`` makes single attempts; ``retries.Reliable`` puts retries, a breaker and the resumption of bodies
-on top, behind the same interface. Both may be used from several threads at once.
+``boto.BotoClient`` makes single attempts; ``retries.RetryingTransport`` adds retries, a breaker and the resumption of
+bodies behind the same interface. Both may be used from several threads at once.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class ObjectInfo(NamedTuple):
     """Seconds since the epoch, by the server's clock."""
 
 
-class Page(NamedTuple):
+class ListPage(NamedTuple):
     """A part of a listing."""
 
     objects: Sequence[ObjectInfo]
@@ -258,7 +258,7 @@ class Transport(ABC):
         """:raises ObjectMissingError: there is no such object."""
 
     @abstractmethod
-    def list(self, prefix: str, page: str | None, deadline: Deadline) -> Page:
+    def list(self, prefix: str, page: str | None, deadline: Deadline) -> ListPage:
         """Some objects whose keys begin so, by key.
 
         :param page: which, as the one before names it; None: the first.

@@ -21,8 +21,8 @@ from persistkv.errors import CorruptPackError
 from persistkv.storage.codec import Buffer
 from persistkv.storage.files import replace_file
 from persistkv_s3.authentication import Authenticator
-from persistkv_s3.log.catalogue import Catalogue
 from persistkv_s3.log.layout import Root, encode_entries, encode_root, parse_entries, parse_root_object
+from persistkv_s3.log.state import LogState
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Cached(NamedTuple):
     """What a file held."""
 
     root: Root
-    catalogue: Catalogue
+    state: LogState
     """All that the root's segments say, and perhaps more."""
 
 
@@ -79,24 +79,24 @@ class IndexCache:
         if magic != _MAGIC or xxhash.xxh3_64_intdigest(rest) != checksum:
             raise CorruptPackError("cache", "it is not what was written")
         root = parse_root_object(rest[:root_length], self._namespace, None)
-        catalogue = Catalogue()
+        state = LogState()
         for entry in parse_entries(rest[root_length:], self._namespace):
-            catalogue.merge(entry)
-        return Cached(root, catalogue)
+            state.merge(entry)
+        return Cached(root, state)
 
-    def save_if_due(self, root: Root | None, catalogue: Catalogue) -> None:
+    def save_if_due(self, root: Root | None, state: LogState) -> None:
         """Keep what is known, where a snapshot came since and the last time is long ago."""
         if time.monotonic() >= self._not_before:
-            self.save(root, catalogue)
+            self.save(root, state)
 
-    def save(self, root: Root | None, catalogue: Catalogue) -> None:
+    def save(self, root: Root | None, state: LogState) -> None:
         """Keep what is known, where a snapshot came since."""
-        if self._path is None or root is None or root.segments == self._segments or catalogue.damaged:
+        if self._path is None or root is None or root.segments == self._segments or state.damaged:
             return
         begin = time.monotonic()
         self._segments = root.segments
         sealed = encode_root(root)
-        pieces: list[Buffer] = [sealed, *encode_entries(catalogue.entries(self._namespace))]
+        pieces: list[Buffer] = [sealed, *encode_entries(state.entries(self._namespace))]
         digest = xxhash.xxh3_64()
         for piece in pieces:
             digest.update(piece)

@@ -24,9 +24,9 @@ from persistkv.errors import CorruptPackError
 from persistkv_s3.authentication import SignedObjects
 from persistkv_s3.client.errors import ObjectMissingError
 from persistkv_s3.log.cache import Cached, IndexCache
-from persistkv_s3.log.catalogue import Catalogue, StoredPack, Use
 from persistkv_s3.log.layout import MAX_LOG_BYTES, Entry, Root, parse_entries, parse_root_object
 from persistkv_s3.log.names import LogName, parse_log, parse_root
+from persistkv_s3.log.state import LastUse, LogState, PackState
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _TRIES = 5
 """Listings that one load takes at most: an object that a listing names may be deleted before it is fetched."""
 
 
-class Listing(NamedTuple):
+class LogListing(NamedTuple):
     """What lies in a namespace's log."""
 
     objects: dict[LogName, float]
@@ -44,19 +44,19 @@ class Listing(NamedTuple):
 
 
 class Follower:
-    """One namespace of one handle. ``catalogue`` may be read from any thread; the methods are for one at a time."""
+    """One namespace of one handle. ``state`` may be read from any thread; the methods are for one at a time."""
 
     def __init__(self, objects: SignedObjects, refresh_s: float, cache: IndexCache) -> None:
         self.names = objects.names
         self.namespace = objects.namespace
-        self.catalogue = Catalogue()
+        self.state = LogState()
         self.root: Root | None = None
         self.recent: dict[LogName, list[Entry]] = {}
         """Entries that no snapshot covers yet."""
-        self.listing = Listing({}, [])
-        self.lost: dict[bytes, StoredPack] = {}
+        self.listing = LogListing({}, [])
+        self.lost: dict[bytes, PackState] = {}
         """Packs whose objects were not there, until a commit says so to all."""
-        self.touched: dict[bytes, Use] = {}
+        self.touched: dict[bytes, LastUse] = {}
         """Uses that wait for a commit."""
         self.emptied = False
         """Somebody took the log away: format and identity may be gone too."""
@@ -108,7 +108,7 @@ class Follower:
             gap = True
         if gap:
             self.load()
-        self._cache.save_if_due(self.root, self.catalogue)
+        self._cache.save_if_due(self.root, self.state)
 
     def refresh_from_bucket(self) -> None:
         """The same; and what only a file on this machine said does not count any more."""
@@ -128,22 +128,22 @@ class Follower:
                 if not tries_left:
                     raise
 
-    def _list(self) -> Listing:
+    def _list(self) -> LogListing:
         found = self._objects.bucket.list(self.names.log_prefix)
         self._next_look = time.monotonic() + self._refresh_s * random.uniform(0.75, 1.25)
         objects = {name: info.modified for info in found if (name := parse_log(info.key)) is not None}
         roots = [number for info in found if (number := parse_root(info.key)) is not None]
-        return Listing(objects, sorted(roots))
+        return LogListing(objects, sorted(roots))
 
-    def _load(self, listing: Listing, cached: Cached | None) -> None:
-        fresh = Catalogue()
+    def _load(self, listing: LogListing, cached: Cached | None) -> None:
+        fresh = LogState()
         root = self._newest_root(listing, fresh)
         covered, segments = ({}, ()) if root is None else (dict(root.covered), root.segments)
         if cached is not None and not set(cached.root.segments) <= set(segments):
             cached = None
         if cached is not None:
-            cached.catalogue.damaged = fresh.damaged
-            fresh = cached.catalogue
+            cached.state.damaged = fresh.damaged
+            fresh = cached.state
             segments = tuple(name for name in segments if name not in cached.root.segments)
         new = [name for name in listing.objects if name.number > covered.get(name.writer, 0)]
         keys = [self.names.segment(name) for name in segments]
@@ -159,39 +159,39 @@ class Follower:
         self._seen = covered
         for name in new:
             self._seen[name.writer] = max(name.number, self._seen.get(name.writer, 0))
-        self.catalogue.replace(fresh)
+        self.state.replace(fresh)
         self._from_cache = cached is not None
         self._loaded = True
 
-    def _newest_root(self, listing: Listing, catalogue: Catalogue) -> Root | None:
+    def _newest_root(self, listing: LogListing, state: LogState) -> Root | None:
         """The newest one that reads: with an older one there are index objects missing, which is known to be damage."""
         for number in reversed(listing.roots):
             try:
                 found = self._objects.get(self.names.root(number))
                 return parse_root_object(found, self.namespace, number)
             except CorruptPackError as error:
-                catalogue.damaged = True
+                state.damaged = True
                 logger.warning("%s does not read (%s)", self.names.root(number), error)
         return None
 
-    def _is_emptied(self, listing: Listing) -> bool:
+    def _is_emptied(self, listing: LogListing) -> bool:
         held = 0 if self.root is None else self.root.number
         newest = listing.roots[-1] if listing.roots else 0
         if newest > held:
             return False  # it may cover what is not listed any more
         return newest < held or any(name not in listing.objects for name in self.recent)
 
-    def _follow(self, listing: Listing) -> bool:
+    def _follow(self, listing: LogListing) -> bool:
         """Merge what is new; whether something is missing that cannot be had this way."""
         root = self.root
         if listing.roots and (root is None or listing.roots[-1] > root.number):
-            root = self._newest_root(listing, self.catalogue)
+            root = self._newest_root(listing, self.state)
         new = [name for name in listing.objects if name.number > self._seen.get(name.writer, 0)]
         if root is not None and root is not self.root and self._misses(root, new):
             return True
-        fetched = self._fetch([self.names.log(name) for name in new], self.catalogue)
+        fetched = self._fetch([self.names.log(name) for name in new], self.state)
         for entry in sorted((entry for entries in fetched for entry in entries), key=_moment):
-            self.catalogue.merge(entry)
+            self.state.merge(entry)
         self.recent.update(zip(new, fetched, strict=True))
         for name in new:
             self._seen[name.writer] = max(name.number, self._seen.get(name.writer, 0))
@@ -209,18 +209,18 @@ class Follower:
                 return True
         return False
 
-    def _fetch(self, keys: Sequence[str], catalogue: Catalogue) -> list[list[Entry]]:
+    def _fetch(self, keys: Sequence[str], state: LogState) -> list[list[Entry]]:
         bucket = self._objects.bucket
         objects = bucket.all(lambda key: bucket.get(key, MAX_LOG_BYTES), keys) if keys else []
-        return [self._parse(key, data, catalogue) for key, data in zip(keys, objects, strict=True)]
+        return [self._parse(key, data, state) for key, data in zip(keys, objects, strict=True)]
 
-    def _parse(self, key: str, data: bytearray, catalogue: Catalogue) -> list[Entry]:
+    def _parse(self, key: str, data: bytearray, state: LogState) -> list[Entry]:
         entries: list[Entry] = []
         try:
             for entry in parse_entries(self._objects.opened(key, data), self.namespace):
                 entries.append(entry)
         except CorruptPackError as error:
-            catalogue.damaged = True
+            state.damaged = True
             logger.warning("%s does not read in full (%s): what it named is missed", key, error)
         return entries
 
@@ -228,12 +228,12 @@ class Follower:
 
     def save(self) -> None:
         """Keep what is known on this machine, for the next start."""
-        self._cache.save(self.root, self.catalogue)
+        self._cache.save(self.root, self.state)
 
     def published(self, name: LogName, entries: list[Entry]) -> None:
         """This handle wrote an index object."""
         for entry in entries:
-            self.catalogue.merge(entry)
+            self.state.merge(entry)
         self._seen[name.writer] = name.number
         self.recent[name] = entries
 
@@ -243,9 +243,9 @@ class Follower:
         covered = {} if root is None else dict(root.covered)
         self.recent = {name: held for name, held in self.recent.items() if name.number > covered.get(name.writer, 0)}
 
-    def miss(self, pack_id: bytes, held: StoredPack) -> None:
+    def miss(self, pack_id: bytes, held: PackState) -> None:
         """A pack's object was not there. From any thread."""
-        if self.catalogue.lose(pack_id, held):
+        if self.state.lose(pack_id, held):
             self.lost[pack_id] = held
 
 

@@ -26,7 +26,7 @@ _SEGMENT_BYTES = 64 << 20  # 64 MiB: of a segment, unless one entry is larger
 _TRIM_S = 60.0
 
 
-class Snapshots:
+class SnapshotWriter:
     """Those of one namespace, made by one handle; used from the thread that commits."""
 
     def __init__(self, objects: SignedObjects, follower: Follower) -> None:
@@ -45,7 +45,7 @@ class Snapshots:
         self._follower.refresh()
         if self._rewrites:
             self._follower.refresh_from_bucket()
-        if len(self._follower.recent) >= _AFTER[0] and not self._follower.catalogue.damaged:
+        if len(self._follower.recent) >= _AFTER[0] and not self._follower.state.damaged:
             self.take(writer)
 
     @property
@@ -62,7 +62,7 @@ class Snapshots:
         held, whole = ((), 0) if before is None else (before.segments, before.whole_segments)
         parts = [[entry for entries in follower.recent.values() for entry in entries]]
         if self._rewrites:
-            held, parts = (), _cut(follower.catalogue.entries(follower.namespace))
+            held, parts = (), _cut(follower.state.entries(follower.namespace))
             whole = len(parts)
         names = [f"{writer.hex()}-{number:012x}-{part:04x}" for part in range(len(parts))]
         for name, part in zip(names, parts, strict=True):

@@ -23,8 +23,8 @@ HOUR_S = 3600.0
 
 def run(backend: S3Backend, *, hours: float = 0.0) -> Round:
     """One round, so many hours from now."""
-    spaces = {namespace.id: backend._space(namespace.id) for namespace in backend.namespaces()}
-    return backend._retention.run(spaces, backend.policy(), time.time() + hours * HOUR_S)
+    sessions = {namespace.id: backend._session(namespace.id) for namespace in backend.namespaces()}
+    return backend._retention.run(sessions, backend.policy(), time.time() + hours * HOUR_S)
 
 
 def objects(raw_client: Any, bucket: str, prefix: str) -> set[str]:

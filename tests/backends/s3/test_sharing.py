@@ -183,7 +183,7 @@ def test_snapshots_bound_what_a_fresh_reader_fetches(
     assert set(tables(fresh, NAMESPACE)) == expected
     assert sum(client.take().values()) <= 16
     assert {manifest.id for manifest in fresh.manifests(NAMESPACE)} == {f"r{seed}" for seed in range(60)}
-    assert fresh._space(NAMESPACE).catalogue.pinned("r5")
+    assert fresh._session(NAMESPACE).state.pinned("r5")
     assert fresh.manifest_keys(NAMESPACE, "r7") == sample_manifest("r7").keys
     assert check_totals(fresh) == backend.stats()
 
@@ -229,12 +229,12 @@ def test_uses_wait_for_a_commit_and_outlive_the_handle(open_store: Opener) -> No
     backend.commit(NAMESPACE, CommitBatch(touches=[packs[1].pack_id]))
     backend.commit(NAMESPACE, CommitBatch(touches=[packs[0].pack_id]))
     assert client.take() == {}
-    order = [backend._space(NAMESPACE).catalogue.packs[pack.pack_id].used for pack in packs]
+    order = [backend._session(NAMESPACE).state.packs[pack.pack_id].used for pack in packs]
     assert order[0] > order[1]
     backend.close()
     (fresh, _) = open_store()
     tables(fresh, NAMESPACE)
-    assert [fresh._space(NAMESPACE).catalogue.packs[pack.pack_id].used for pack in packs] == order
+    assert [fresh._session(NAMESPACE).state.packs[pack.pack_id].used for pack in packs] == order
 
 
 def test_neighbouring_spans_are_one_request(open_store: Opener) -> None:
@@ -284,7 +284,7 @@ def test_lost_pack_that_another_wrote_again_is_not_told_to_be_gone(
     for backend in (one, two):
         assert read_pack(backend, NAMESPACE, pack.table) is None
     one.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 1)]))
-    two._space(NAMESPACE).follower.refresh()
+    two._session(NAMESPACE).follower.refresh()
     two.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 2)]))
     (fresh, _) = open_store()
     for backend in (two, fresh):

@@ -20,14 +20,14 @@ from persistkv_s3.client.errors import (
     S3Error,
     ThrottledError,
 )
-from persistkv_s3.client.retries import Reliable
+from persistkv_s3.client.retries import RetryingTransport
 from persistkv_s3.client.transport import (
     MOST_DELETED,
     Body,
     Deadline,
     FrameSink,
+    ListPage,
     ObjectInfo,
-    Page,
     RowSink,
     Sink,
     Transport,
@@ -72,10 +72,10 @@ class Scripted(Transport):
         self._step("head", key)
         return ObjectInfo(key, 1, 0.0)
 
-    def list(self, prefix: str, page: str | None, deadline: Deadline) -> Page:
+    def list(self, prefix: str, page: str | None, deadline: Deadline) -> ListPage:
         self._step("list", prefix, page)
         number = int(page or 0)
-        return Page([ObjectInfo(f"{prefix}{number}", 1, 0.0)], str(number + 1) if number < 2 else None)
+        return ListPage([ObjectInfo(f"{prefix}{number}", 1, 0.0)], str(number + 1) if number < 2 else None)
 
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
         self._step("delete", *keys)
@@ -92,8 +92,8 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return slept
 
 
-def reliable(client: Transport, slow_s: float = 10.0) -> Reliable:
-    return Reliable(client, Breaker("test", slow_s))
+def reliable(client: Transport, slow_s: float = 10.0) -> RetryingTransport:
+    return RetryingTransport(client, Breaker("test", slow_s))
 
 
 def test_body_hands_out_what_lies_there() -> None:

@@ -30,7 +30,7 @@ _CURSOR = struct.Struct("<8sQ16s")
 _NEVER = Stamp(-1, b"")
 
 
-class Use(NamedTuple):
+class LastUse(NamedTuple):
     """When something was used last."""
 
     moment: int
@@ -38,7 +38,7 @@ class Use(NamedTuple):
     """Seconds since the epoch."""
 
 
-class StoredPack(NamedTuple):
+class PackState(NamedTuple):
     """A pack that is held."""
 
     table: PackTable
@@ -46,7 +46,7 @@ class StoredPack(NamedTuple):
     stamp: Stamp
     time: float
     """When it came."""
-    used: Use
+    used: LastUse
     table_bytes: int
     """Of its tags and its table."""
     tags: bytes
@@ -63,7 +63,7 @@ class StoredPack(NamedTuple):
         return self.table.payload_length + 2 * self.table_bytes
 
 
-class StoredManifest(NamedTuple):
+class ManifestState(NamedTuple):
     """A manifest that is held."""
 
     head: bytes
@@ -74,7 +74,7 @@ class StoredManifest(NamedTuple):
     keys_offset: int
     keys_length: int
     stamp: Stamp
-    used: Use
+    used: LastUse
 
     @property
     def stored_bytes(self) -> int:
@@ -82,7 +82,7 @@ class StoredManifest(NamedTuple):
         return len(self.head) + self.keys_length + ID_BYTES * len(self.packs)
 
 
-class Gone(NamedTuple):
+class Removal(NamedTuple):
     """That something went."""
 
     stamp: Stamp
@@ -91,15 +91,15 @@ class Gone(NamedTuple):
     """Of a pack: the one that went."""
 
 
-class Catalogue:
+class LogState:
     """See the top of this file. Its parts are read by those who hold ``lock``, or in the one thread that merges."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.packs: dict[bytes, StoredPack] = {}
-        self.gone: dict[bytes, Gone] = {}
-        self.manifests: dict[str, StoredManifest] = {}
-        self.manifests_gone: dict[str, Gone] = {}
+        self.packs: dict[bytes, PackState] = {}
+        self.gone: dict[bytes, Removal] = {}
+        self.manifests: dict[str, ManifestState] = {}
+        self.manifests_gone: dict[str, Removal] = {}
         self.naming: dict[bytes, set[str]] = {}
         """For each pack, the manifests that name it."""
         self.moment = 0
@@ -178,26 +178,26 @@ class Catalogue:
         with self.lock:
             self.moment = max(self.moment, head.moment)
             self.time = max(self.time, head.time)
-            use = Use(head.moment, head.time)
+            use = LastUse(head.moment, head.time)
             for gone in head.gone:
-                self._lose(gone.pack_id, Gone(head.stamp, head.time, gone.generation))
+                self._lose(gone.pack_id, Removal(head.stamp, head.time, gone.generation))
             for row in head.packs:
                 self._gain(row, entry)
             for pack_id in split_ids(head.uses):
                 self.use(pack_id, use)
             for name in head.manifests_gone:
-                self._drop(name, Gone(head.stamp, head.time))
+                self._drop(name, Removal(head.stamp, head.time))
             for manifest in head.manifests:
                 sealed = entry.bodies[manifest.offset : manifest.offset + manifest.length]
                 keys = LogName(manifest.keys_writer, manifest.keys_number)
                 place = (keys, manifest.keys_offset, manifest.keys_length)
                 packs = split_ids(manifest.packs)
-                self._keep(manifest.id, StoredManifest(sealed, manifest.ordered, packs, *place, head.stamp, use))
+                self._keep(manifest.id, ManifestState(sealed, manifest.ordered, packs, *place, head.stamp, use))
             for name, pinned in head.pins:
                 if self._pins.get(name, (_NEVER, False))[0] < head.stamp:
                     self._pins[name] = (head.stamp, pinned)
 
-    def use(self, pack_id: bytes, use: Use) -> None:
+    def use(self, pack_id: bytes, use: LastUse) -> None:
         """A pack was used; one that is not held is passed over."""
         with self.lock:
             held = self.packs.get(pack_id)
@@ -217,15 +217,15 @@ class Catalogue:
         except CorruptPackError:
             return
         self.gone.pop(pack_id, None)
-        use = Use(head.moment, head.time) if held is None else max(Use(head.moment, head.time), held.used)
+        use = LastUse(head.moment, head.time) if held is None else max(LastUse(head.moment, head.time), held.used)
         tags = tags_before(body)
-        stored = StoredPack(table, generation, stamp, head.time, use, row.length, tags)
+        stored = PackState(table, generation, stamp, head.time, use, row.length, tags)
         if held is None or (held.generation, held.table) != (generation, table):
             self._forget(pack_id)
             self._note(pack_id, True, generation)
         self.packs[pack_id] = stored
 
-    def _lose(self, pack_id: bytes, gone: Gone) -> None:
+    def _lose(self, pack_id: bytes, gone: Removal) -> None:
         held, before = self.packs.get(pack_id), self.gone.get(pack_id)
         if (held is not None and gone.stamp <= held.stamp) or (before is not None and gone.stamp <= before.stamp):
             return
@@ -245,7 +245,7 @@ class Catalogue:
             del self._log[:CHANGES_KEPT]
         self._digest ^= _digest(pack_id, generation)
 
-    def _keep(self, name: str, manifest: StoredManifest) -> None:
+    def _keep(self, name: str, manifest: ManifestState) -> None:
         held, gone = self.manifests.get(name), self.manifests_gone.get(name)
         if (held is not None and manifest.stamp <= held.stamp) or (gone is not None and manifest.stamp < gone.stamp):
             return
@@ -254,7 +254,7 @@ class Catalogue:
         for pack_id in manifest.packs:
             self.naming.setdefault(pack_id, set()).add(name)
 
-    def _drop(self, name: str, gone: Gone) -> None:
+    def _drop(self, name: str, gone: Removal) -> None:
         held, before = self.manifests.get(name), self.manifests_gone.get(name)
         if (held is not None and gone.stamp <= held.stamp) or (before is not None and gone.stamp <= before.stamp):
             return
@@ -271,14 +271,14 @@ class Catalogue:
 
     # What others are told
 
-    def lose(self, pack_id: bytes, held: StoredPack) -> bool:
+    def lose(self, pack_id: bytes, held: PackState) -> bool:
         """A pack's object was not there; whether this is still what is known of the pack, and was forgotten now."""
         with self.lock:
             current = self.packs.get(pack_id)
             if current is None or current.generation != held.generation:
                 return False
             self._forget(pack_id)
-            self.gone[pack_id] = Gone(held.stamp, held.time, held.generation)
+            self.gone[pack_id] = Removal(held.stamp, held.time, held.generation)
             return True
 
     def relearn(self, pack_ids: Iterable[bytes]) -> None:
@@ -289,7 +289,7 @@ class Catalogue:
                     self._note(pack_id, False, held.generation)
                     self._note(pack_id, True, held.generation)
 
-    def replace(self, fresh: Catalogue) -> None:
+    def replace(self, fresh: LogState) -> None:
         """Know what ``fresh`` knows; the changes come into this one's log."""
         with self.lock, fresh.lock:
             before, after = self.packs, fresh.packs
@@ -308,7 +308,7 @@ class Catalogue:
 
     @property
     def cursor(self) -> bytes:
-        """Where the catalogue stands."""
+        """Cursor after all that was merged."""
         with self.lock:
             return _CURSOR.pack(self._handle, self._position, self._digest.to_bytes(16, "little"))
 
@@ -366,7 +366,7 @@ class Catalogue:
         return [builders[key].entry(namespace, *key) for key in sorted(builders)]
 
 
-def _face(pack: StoredPack) -> tuple[int, PackTable]:
+def _face(pack: PackState) -> tuple[int, PackTable]:
     return pack.generation, pack.table
 
 

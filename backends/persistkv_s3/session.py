@@ -27,31 +27,31 @@ from persistkv.storage.pack_writer import PackWriter
 from persistkv_s3.authentication import Authenticator, SignedObjects
 from persistkv_s3.client.errors import ObjectExistsError, ObjectMissingError
 from persistkv_s3.log.cache import IndexCache
-from persistkv_s3.log.catalogue import Catalogue, StoredPack, Use
 from persistkv_s3.log.follower import Follower
 from persistkv_s3.log.layout import Entry, EntryBuilder, GoneRow, Head, Stamp, encode_entries
 from persistkv_s3.log.names import LogName
-from persistkv_s3.log.snapshots import Snapshots
+from persistkv_s3.log.snapshots import SnapshotWriter
+from persistkv_s3.log.state import LastUse, LogState, PackState
 from persistkv_s3.options import S3Options
-from persistkv_s3.packs import PackObjects, Room, Uploaded
+from persistkv_s3.packs import PackObjects, UploadBudget, Uploaded
 
 logger = logging.getLogger(__name__)
 
 
-class Space:
+class NamespaceSession:
     """See the top of this file. Reads come from any thread; commits from one at a time."""
 
     def __init__(self, objects: SignedObjects, options: S3Options, cache: IndexCache) -> None:
         self._objects = objects
         self.follower = Follower(objects, options.refresh_s, cache)
-        self.catalogue = self.follower.catalogue
+        self.state = self.follower.state
         self._bucket = objects.bucket
         self.names = objects.names
         self.namespace = objects.namespace
         self._touch_s = options.touch_s
         self._authenticator = objects.authenticator
         self.packs = PackObjects(objects, self.follower)
-        self._snapshots = Snapshots(objects, self.follower)
+        self._snapshots = SnapshotWriter(objects, self.follower)
         self._writer = os.urandom(16)
         self._number = 0
         self._told_at = time.monotonic()
@@ -62,29 +62,29 @@ class Space:
         :param moment: greater than all that the handle has heard of, in any namespace.
         :param dropped: manifests that go, without their packs.
         """
-        follower, catalogue = self.follower, self.catalogue
+        follower, state = self.follower, self.state
         if batch.deletions or batch.bad:
             follower.refresh()  # what others wrote since under the same name is not to be deleted
         else:
             follower.look_before_commit()
-        if batch.seen is not None and not catalogue.is_current(batch.seen):
+        if batch.seen is not None and not state.is_current(batch.seen):
             return CommitResult(batch.seen, stale=True)
-        moment = max(moment, catalogue.moment + 1)
-        now = max(catalogue.time, time.time())
-        plan = _Plan(catalogue, batch, follower.lost, dropped)
+        moment = max(moment, state.moment + 1)
+        now = max(state.time, time.time())
+        plan = _Plan(state, batch, follower.lost, dropped)
         if not plan.says_something:
-            self._touch(plan.uses, Use(moment, now))
-            return CommitResult(catalogue.cursor)
+            self._touch(plan.uses, LastUse(moment, now))
+            return CommitResult(state.cursor)
         keys = plan.manifest_keys(self.namespace, self._authenticator)
-        uploaded = self._upload(plan.missing, Room(batch.memory), b"".join(keys))
+        uploaded = self._upload(plan.missing, UploadBudget(batch.memory), b"".join(keys))
         entry = plan.entry(self.namespace, Stamp(moment, self._writer), now, self._number + 1, uploaded, keys)
         self._publish([*self._pending(), entry])
-        cursor = catalogue.cursor
-        catalogue.relearn(pack.table.pack_id for pack in uploaded if pack.reused and pack.table != pack.writer.table)
+        cursor = state.cursor
+        state.relearn(pack.table.pack_id for pack in uploaded if pack.reused and pack.table != pack.writer.table)
         self._maintain([pack for pack in uploaded if pack.reused])
         return CommitResult(cursor, plan.evicted)
 
-    def _upload(self, packs: Sequence[tuple[PackWriter, int]], room: Room, keys: bytes) -> list[Uploaded]:
+    def _upload(self, packs: Sequence[tuple[PackWriter, int]], budget: UploadBudget, keys: bytes) -> list[Uploaded]:
         """All packs, each under its generation, and an object with the manifests' keys beside them."""
         found: dict[int, Uploaded] = {}
         name = LogName(self._writer, self._number + 1)
@@ -94,7 +94,7 @@ class Space:
                 self._bucket.put(self.names.manifest_keys(name), [keys], only_if_absent=False)
                 return
             writer, generation = packs[number]
-            with room.taken(writer):
+            with budget.reserved(writer):
                 found[number] = self.packs.upload(writer, generation)
 
         try:
@@ -144,10 +144,10 @@ class Space:
 
     # Uses
 
-    def _touch(self, pack_ids: list[bytes], use: Use) -> None:
+    def _touch(self, pack_ids: list[bytes], use: LastUse) -> None:
         """Uses wait for a commit that says more, so that they cost no request; but not for ever."""
         for pack_id in pack_ids:
-            self.catalogue.use(pack_id, use)
+            self.state.use(pack_id, use)
             self.follower.touched[pack_id] = use
         if not self.follower.touched:
             self._told_at = time.monotonic()
@@ -169,7 +169,7 @@ class Space:
 
     def _pending(self) -> list[Entry]:
         """Uses that nobody was told of: an entry for each moment."""
-        by_use: dict[Use, list[bytes]] = {}
+        by_use: dict[LastUse, list[bytes]] = {}
         for pack_id, use in self.follower.touched.items():
             by_use.setdefault(use, []).append(pack_id)
         return [
@@ -180,7 +180,7 @@ class Space:
     def manifest_keys(self, manifest_id: str) -> ManifestKeys | None:
         """See ``Backend.manifest_keys``."""
         self.follower.look()
-        held = self.catalogue.manifests.get(manifest_id)
+        held = self.state.manifests.get(manifest_id)
         if held is None:
             return None
         buffer = bytearray(held.keys_length)
@@ -193,16 +193,16 @@ class Space:
 
 
 class _Plan:
-    """Deletions and what goes with them, packs that are to be uploaded, uses. The catalogue is not changed."""
+    """Deletions and what goes with them, packs that are to be uploaded, uses. The state is not changed."""
 
     def __init__(
-        self, catalogue: Catalogue, batch: CommitBatch, lost: dict[bytes, StoredPack], dropped: Sequence[str] = ()
+        self, state: LogState, batch: CommitBatch, lost: dict[bytes, PackState], dropped: Sequence[str] = ()
     ) -> None:
-        self._catalogue = catalogue
+        self._catalogue = state
         self._batch = batch
         self._lost = lost
-        self.gone: dict[bytes, StoredPack] = {}
-        self.manifests_gone = {name for name in dropped if name in catalogue.manifests}
+        self.gone: dict[bytes, PackState] = {}
+        self.manifests_gone = {name for name in dropped if name in state.manifests}
         named = {pack_id for write in batch.manifests for pack_id in write.packs}
         self.keep = named | {pack.pack_id for pack in batch.packs}
         """Packs that do not go with others."""
@@ -235,14 +235,14 @@ class _Plan:
         return [other for other in behind if not self._naming(other) and other not in self.keep]
 
     def _missing(self) -> list[tuple[PackWriter, int]]:
-        catalogue = self._catalogue
+        state = self._catalogue
         found: dict[bytes, tuple[PackWriter, int]] = {}
         for writer in self._batch.packs:
             name = writer.pack_id
-            if name in found or (name in catalogue.packs and name not in self.gone):
+            if name in found or (name in state.packs and name not in self.gone):
                 continue
             held = self.gone.get(name)
-            found[name] = (writer, catalogue.next_generation(name) if held is None else held.generation + 1)
+            found[name] = (writer, state.next_generation(name) if held is None else held.generation + 1)
         return list(found.values())
 
     def _will_hold(self, name: str) -> bool:

@@ -233,7 +233,7 @@ class S3Backend(Backend):
         if self._is_dark():
             raise StoreUnavailableError(f"{self._place} has not answered yet")
         if session.follower.emptied:
-            self._say_again(session)
+            self._restart(session)
         result = session.commit(batch, 1 + max(other.state.moment for other in self._sessions.values()))
         if self._retention.is_due():
             try:
@@ -242,11 +242,11 @@ class S3Backend(Backend):
                 logger.warning("%s: retention failed (%s); the next period retries it", self._place, error)
         return result
 
-    def _say_again(self, session: NamespaceSession) -> None:
-        """What lies here, after somebody emptied the bucket."""
+    def _restart(self, session: NamespaceSession) -> None:
+        """Write format and identity again after the bucket was emptied."""
         self._check_format()
         self._put_identity(self._namespaces[session.namespace])
-        session.begin_anew()
+        session.restart()
 
     def retain(self) -> Round | None:
         """Evict what the ttl and the capacity ask for and remove orphans, unless an engine has done so in this period.

@@ -1,15 +1,14 @@
-"""One namespace of one handle: commits, uses and manifests.
+"""Session of one handle with one namespace: commits, uses, keys of manifests.
 
 A commit, in this order:
 
-1. Packs go up side by side, and with them one object with the keys of the manifests. Nothing names them yet: what a
-   failure or a kill leaves of them is an orphan, which retention removes.
-2. One index object says all that the commit did. It is the commit: once it lies there everybody sees all of it.
-3. Packs that were found in the bucket instead of written are looked at once more: one that was pruned between 1 and 2
-   is written again.
+1. Packs are uploaded in parallel, together with one object that holds the keys of the manifests. No index object names
+   them yet: after a failure or a kill they are orphans, which retention removes.
+2. One index object describes the whole commit. Its upload is the commit: all handles see all of it, or nothing.
+3. Packs that existed already are checked again: a pack that was pruned between 1 and 2 is uploaded again.
 
-Where nobody can tell whether 2 was done, the handle goes on as another writer: numbers of a writer have no gaps, and
-what was done after all is learnt like a stranger's commit.
+If the outcome of 2 is unknown, the session continues under a new writer id, because the numbers of a writer have no
+gaps. If 2 was done after all, the session learns of it like of another writer's commit.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class NamespaceSession:
-    """See the top of this file. Reads come from any thread; commits from one at a time."""
+    """See the top of this file. Commits come from one thread at a time; ``packs`` reads in any thread."""
 
     def __init__(self, objects: SignedObjects, options: S3Options, cache: IndexCache) -> None:
         self._objects = objects
@@ -54,17 +53,17 @@ class NamespaceSession:
         self._snapshots = SnapshotWriter(objects, self.follower)
         self._writer = os.urandom(16)
         self._number = 0
-        self._told_at = time.monotonic()
+        self._written_at = time.monotonic()
 
     def commit(self, batch: CommitBatch, moment: int, *, dropped: Sequence[str] = ()) -> CommitResult:
         """See ``Backend.commit``.
 
-        :param moment: greater than all that the handle has heard of, in any namespace.
-        :param dropped: manifests that go, without their packs.
+        :param moment: greater than all moments that the handle has merged, in any namespace.
+        :param dropped: manifests to remove without their packs.
         """
         follower, state = self.follower, self.state
         if batch.deletions or batch.bad:
-            follower.refresh()  # what others wrote since under the same name is not to be deleted
+            follower.refresh()  # a pack that another writer uploaded since must not be deleted
         else:
             follower.look_before_commit()
         if batch.seen is not None and not state.is_current(batch.seen):
@@ -72,7 +71,7 @@ class NamespaceSession:
         moment = max(moment, state.moment + 1)
         now = max(state.time, time.time())
         plan = _Plan(state, batch, follower.lost, dropped)
-        if not plan.says_something:
+        if not plan.is_commit:
             self._touch(plan.uses, LastUse(moment, now))
             return CommitResult(state.cursor)
         keys = plan.manifest_keys(self.namespace, self._authenticator)
@@ -85,7 +84,7 @@ class NamespaceSession:
         return CommitResult(cursor, plan.evicted)
 
     def _upload(self, packs: Sequence[tuple[PackWriter, int]], budget: UploadBudget, keys: bytes) -> list[Uploaded]:
-        """All packs, each under its generation, and an object with the manifests' keys beside them."""
+        """Upload packs under their generations, and an object with the keys of the manifests."""
         found: dict[int, Uploaded] = {}
         name = LogName(self._writer, self._number + 1)
 
@@ -100,42 +99,42 @@ class NamespaceSession:
         try:
             self._bucket.all_writes(put, [*range(len(packs)), *([None] if keys else [])])
         except BaseException:
-            self._become_another()  # an object with keys may still arrive: its name is not used again
+            self._renew_writer()  # a late PUT may still create the object with keys: do not reuse its name
             raise
         return [found[number] for number in range(len(packs))]
 
     def _publish(self, entries: list[Entry]) -> None:
-        """Tell all, in one object; uses that waited are told with it."""
+        """Write one index object with these entries."""
         name = LogName(self._writer, self._number + 1)
         try:
             self._objects.put(self.names.log(name), encode_entries(entries))
         except ObjectExistsError as error:
-            if not error.uncertain:  # nobody else draws this writer's numbers: the process was copied
-                self._become_another()
+            if not error.uncertain:  # the writer id is not unique: the process was copied
+                self._renew_writer()
                 raise
         except StoreError:
-            self._become_another()
+            self._renew_writer()
             raise
         self._number = name.number
         self.follower.published(name, entries)
         self.follower.touched.clear()
-        self._told_at = time.monotonic()
-        told = [row.pack_id for entry in entries for row in entry.head.packs]
-        told += [row.pack_id for entry in entries for row in entry.head.gone]
-        for pack_id in told:
+        self._written_at = time.monotonic()
+        written = [row.pack_id for entry in entries for row in entry.head.packs]
+        written += [row.pack_id for entry in entries for row in entry.head.gone]
+        for pack_id in written:
             self.follower.lost.pop(pack_id, None)
 
-    def begin_anew(self) -> None:
-        """The bucket was emptied: go on as somebody whom nobody has heard of."""
-        self._become_another()
+    def restart(self) -> None:
+        """Continue under a new writer id after the bucket was emptied."""
+        self._renew_writer()
         self.follower.emptied = False
 
-    def _become_another(self) -> None:
+    def _renew_writer(self) -> None:
         self._writer = os.urandom(16)
         self._number = 0
 
     def _maintain(self, reused: list[Uploaded]) -> None:
-        """What follows a commit, which is done whatever comes of this."""
+        """Restore reused packs and take a snapshot; the commit stays valid if this fails."""
         try:
             self._bucket.all_writes(self.packs.restore, reused)
             self._snapshots.take_if_due(self._writer)
@@ -145,30 +144,30 @@ class NamespaceSession:
     # Uses
 
     def _touch(self, pack_ids: list[bytes], use: LastUse) -> None:
-        """Uses wait for a commit that says more, so that they cost no request; but not for ever."""
+        """Record uses; they are written with the next commit, or alone after ``touch``."""
         for pack_id in pack_ids:
             self.state.use(pack_id, use)
             self.follower.touched[pack_id] = use
         if not self.follower.touched:
-            self._told_at = time.monotonic()
-        elif time.monotonic() - self._told_at >= self._touch_s:
-            self.tell_uses()
+            self._written_at = time.monotonic()
+        elif time.monotonic() - self._written_at >= self._touch_s:
+            self.write_uses()
 
-    def tell_uses(self) -> None:
-        """Write down what was used since the last commit."""
+    def write_uses(self) -> None:
+        """Write the uses since the last commit."""
         if self.follower.touched:
             self._publish(self._pending())
 
     def close(self) -> None:
-        """Tell uses that waited, and keep what is known for the next start; neither is worth an error."""
+        """Write pending uses and the local cache of the index; failures are logged only."""
         try:
-            self.tell_uses()
+            self.write_uses()
         except StoreError as error:
             logger.warning("%s: could not write last uses (%s); they are lost", self.names.base, error)
         self.follower.save()
 
     def _pending(self) -> list[Entry]:
-        """Uses that nobody was told of: an entry for each moment."""
+        """Return pending uses, one entry for each moment."""
         by_use: dict[LastUse, list[bytes]] = {}
         for pack_id, use in self.follower.touched.items():
             by_use.setdefault(use, []).append(pack_id)
@@ -193,7 +192,7 @@ class NamespaceSession:
 
 
 class _Plan:
-    """Deletions and what goes with them, packs that are to be uploaded, uses. The state is not changed."""
+    """Effects of a batch: removals, uploads, uses. The state is not changed."""
 
     def __init__(
         self, state: LogState, batch: CommitBatch, lost: dict[bytes, PackState], dropped: Sequence[str] = ()
@@ -205,17 +204,17 @@ class _Plan:
         self.manifests_gone = {name for name in dropped if name in state.manifests}
         named = {pack_id for write in batch.manifests for pack_id in write.packs}
         self.keep = named | {pack.pack_id for pack in batch.packs}
-        """Packs that do not go with others."""
+        """Packs that removals of other packs leave in place."""
         for pack_id in batch.deletions:
             self.delete(pack_id)
         for pack_id in batch.bad:
             self.delete(pack_id, alone=True)
         self.missing = self._missing()
-        """(pack, generation) of those that are not held."""
+        """(pack, generation) of packs to upload."""
         self.pins = [(name, pinned) for name, pinned in batch.pins if self._will_hold(name)]
 
     def delete(self, pack_id: bytes, *, alone: bool = False) -> None:
-        """With the manifests that name it, and, but ``alone``, what only they made reachable behind it."""
+        """Remove a pack and the manifests that name it; unless ``alone``, also packs that only they made reachable."""
         doomed = [pack_id]
         while doomed:
             pack_id = doomed.pop()
@@ -251,24 +250,24 @@ class _Plan:
 
     @property
     def uses(self) -> list[bytes]:
-        """Packs that are held and that the batch uses."""
+        """Packs of the state that the batch uses."""
         batch = self._batch
         used = [*batch.touches, *(pack.pack_id for pack in batch.packs)]
         used += [pack_id for write in batch.manifests for pack_id in write.packs]
         return [name for name in dict.fromkeys(used) if name in self._catalogue.packs and name not in self.gone]
 
     @property
-    def says_something(self) -> bool:
-        """Whether there is more to write than uses."""
+    def is_commit(self) -> bool:
+        """Whether the batch changes more than uses."""
         return bool(self.missing or self.gone or self.manifests_gone or self._batch.manifests or self.pins)
 
     @property
     def evicted(self) -> list[PackTable]:
-        """The packs that go."""
+        """Tables of the removed packs."""
         return [held.table for held in self.gone.values()]
 
     def manifest_keys(self, namespace: bytes, authenticator: Authenticator) -> list[bytes]:
-        """The keys of each of the batch's manifests, as they lie in one object, one behind the other."""
+        """Return the signed keys of each manifest of the batch."""
         return [
             b"".join(authenticator.signed(namespace, _keys_name(write.manifest.id), [encode_manifest_keys(write.keys)]))
             for write in self._batch.manifests
@@ -283,10 +282,9 @@ class _Plan:
         packs: Sequence[Uploaded],
         manifest_keys: Sequence[bytes],
     ) -> Entry:
-        """What all are told.
+        """Return the entry of the commit.
 
-        :param number: of the index object; the object with the manifests' keys is named alike.
-        :param manifest_keys: what that object holds.
+        :param number: of the index object and of the object with the keys.
         """
         builder = EntryBuilder()
         for pack in packs:
@@ -308,5 +306,5 @@ class _Plan:
 
 
 def _keys_name(manifest_id: str) -> str:
-    """What the keys of a manifest are signed as."""
+    """Name under which the keys of a manifest are signed."""
     return f"keys of {manifest_id}"

@@ -1,12 +1,12 @@
-"""What one handle knows of a namespace: the entries of all writers, merged.
+"""State of a namespace: the entries of all writers, merged.
 
-1. Merging is idempotent and knows no order: of two entries that speak of one thing the one with the greater stamp wins,
-   so all handles that heard of the same entries know the same.
-2. A pack is held where the last that was heard of it is that it came, and its table reads.
-3. Changes are numbered as this handle learns of them; a cursor is such a number, beside a digest of what is held, by
-   which a cursor of another handle is told to be up to date, or not.
+1. Merging is idempotent and commutative: of two entries about one thing the one with the greater stamp wins, so handles
+   that merged the same entries have the same state.
+2. A pack is held if the newest entry about it adds it, and its table is valid.
+3. Changes are numbered in the order of merging. A cursor is such a number and a digest of the packs, which shows
+   whether a cursor of another handle is current.
 
-``lock`` is held for the length of one call and never over I/O: reads come from many threads, beside a commit.
+``lock`` is held during one call and never during I/O: many threads read while one merges.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NEVER = Stamp(-1, b"")
 
 
 class LastUse(NamedTuple):
-    """When something was used last."""
+    """Time of the last use."""
 
     moment: int
     time: float
@@ -45,7 +45,7 @@ class PackState(NamedTuple):
     generation: int
     stamp: Stamp
     time: float
-    """When it came."""
+    """Time of the commit that added it."""
     used: LastUse
     table_bytes: int
     """Of its tags and its table."""
@@ -54,12 +54,12 @@ class PackState(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """The least of its frames."""
+        """Least depth of its frames."""
         return min((frame.depth for frame in self.table.frames), default=UNKNOWN_DEPTH)
 
     @property
     def stored_bytes(self) -> int:
-        """Of its object, and of its table in the index."""
+        """Bytes of its object, and of its table in the index."""
         return self.table.payload_length + 2 * self.table_bytes
 
 
@@ -67,7 +67,7 @@ class ManifestState(NamedTuple):
     """A manifest that is held."""
 
     head: bytes
-    """Sealed; it may not read."""
+    """Sealed; may be damaged."""
     ordered: bool
     packs: tuple[bytes, ...]
     keys: LogName
@@ -78,21 +78,21 @@ class ManifestState(NamedTuple):
 
     @property
     def stored_bytes(self) -> int:
-        """Of its head and keys."""
+        """Bytes of its head and keys."""
         return len(self.head) + self.keys_length + ID_BYTES * len(self.packs)
 
 
 class Removal(NamedTuple):
-    """That something went."""
+    """Removal of a pack or manifest."""
 
     stamp: Stamp
     time: float
     generation: int = 0
-    """Of a pack: the one that went."""
+    """Of a pack: the removed generation."""
 
 
 class LogState:
-    """See the top of this file. Its parts are read by those who hold ``lock``, or in the one thread that merges."""
+    """See the top of this file. Attributes are read while holding ``lock``, or in the one thread that merges."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -105,7 +105,7 @@ class LogState:
         self.moment = 0
         self.time = 0.0
         self.damaged = False
-        """An entry or a root did not read: there is more than this handle knows, and could carry into a snapshot."""
+        """An entry or a root was unreadable: the state is incomplete, and no snapshot may be taken of it."""
         self._pins: dict[str, tuple[Stamp, bool]] = {}
         self._handle = os.urandom(8)
         self._log: list[tuple[bytes, bool]] = []
@@ -122,7 +122,7 @@ class LogState:
 
     @property
     def pinned_packs(self) -> set[bytes]:
-        """Those that a pinned manifest names."""
+        """Packs that a pinned manifest names."""
         names = [name for name in self._pins if name in self.manifests and self.pinned(name)]
         return {pack_id for name in names for pack_id in self.manifests[name].packs}
 
@@ -133,7 +133,7 @@ class LogState:
             return None if held is None else [self.packs[name].table for name in held.packs if name in self.packs]
 
     def request_use(self, manifest_id: str) -> RequestUse | None:
-        """What is known of a request's use; None where it is not held, or its last pack is not."""
+        """Return the last use of a request; None if it or its last pack is not held."""
         with self.lock:
             held = self.manifests.get(manifest_id)
             if held is None:
@@ -161,19 +161,19 @@ class LogState:
 
     @property
     def stored_bytes(self) -> int:
-        """Of all packs and manifests."""
+        """Bytes of all packs and manifests."""
         packs = sum(pack.stored_bytes for pack in self.packs.values())
         return packs + sum(manifest.stored_bytes for manifest in self.manifests.values())
 
     def next_generation(self, pack_id: bytes) -> int:
-        """The generation that a pack which is not held is written under."""
+        """Return the generation for the upload of a pack that is not held."""
         gone = self.gone.get(pack_id)
         return 0 if gone is None else gone.generation + 1
 
     # Merging
 
     def merge(self, entry: Entry) -> None:
-        """Take in what a commit did."""
+        """Apply the entry of a commit."""
         head = entry.head
         with self.lock:
             self.moment = max(self.moment, head.moment)
@@ -198,7 +198,7 @@ class LogState:
                     self._pins[name] = (head.stamp, pinned)
 
     def use(self, pack_id: bytes, use: LastUse) -> None:
-        """A pack was used; one that is not held is passed over."""
+        """Record the use of a pack; ignored if it is not held."""
         with self.lock:
             held = self.packs.get(pack_id)
             if held is not None and held.used < use:
@@ -269,10 +269,10 @@ class LogState:
             if not names:
                 self.naming.pop(pack_id, None)
 
-    # What others are told
+    # Changes
 
     def lose(self, pack_id: bytes, held: PackState) -> bool:
-        """A pack's object was not there; whether this is still what is known of the pack, and was forgotten now."""
+        """Remove a pack whose object is missing; return False if the state has another generation of it by now."""
         with self.lock:
             current = self.packs.get(pack_id)
             if current is None or current.generation != held.generation:
@@ -282,7 +282,7 @@ class LogState:
             return True
 
     def relearn(self, pack_ids: Iterable[bytes]) -> None:
-        """Tell once more of packs whose tables are others than those that who follows may have taken them for."""
+        """Re-announce packs whose tables changed."""
         with self.lock:
             for pack_id in pack_ids:
                 if (held := self.packs.get(pack_id)) is not None:
@@ -290,7 +290,7 @@ class LogState:
                     self._note(pack_id, True, held.generation)
 
     def replace(self, fresh: LogState) -> None:
-        """Know what ``fresh`` knows; the changes come into this one's log."""
+        """Replace the content by that of ``fresh``, and log the differences as changes."""
         with self.lock, fresh.lock:
             before, after = self.packs, fresh.packs
             for pack_id, held in before.items():
@@ -318,7 +318,7 @@ class LogState:
             return self._behind(cursor) == 0
 
     def _behind(self, cursor: bytes) -> int | None:
-        """Changes since; None where nobody can tell."""
+        """Return the number of changes since; None if it is unknown."""
         if len(cursor) != _CURSOR.size:
             return None
         handle, position, digest = _CURSOR.unpack(cursor)
@@ -328,7 +328,7 @@ class LogState:
         return int(behind) if 0 <= behind <= len(self._log) else None
 
     def changes(self, cursor: bytes | None) -> Changes:
-        """See ``Backend.changes``; of what this handle knows."""
+        """See ``Backend.changes``."""
         with self.lock:
             behind = None if cursor is None else self._behind(cursor)
             if behind is None:

@@ -1,8 +1,8 @@
-"""What a handle knew of a namespace, in a file on this machine: a restarted engine fetches only what came since.
+"""Local cache of a namespace's state: a restarted engine fetches only what was added since.
 
-1. It is safe to lose, and counts only where it is whole, of this very place, and of somebody who has the store's key.
-2. It is replaced as a whole: whoever reads meets the one before or this one.
-3. It stands for the segments of a snapshot, which never change: all that they say is in it.
+1. It may be lost at any time, and counts only if it is complete, of this very namespace and store, and authentic.
+2. It is replaced atomically.
+3. It holds all entries of the segments that its root names; segments never change.
 """
 
 from __future__ import annotations
@@ -30,23 +30,22 @@ _MAGIC = b"PKVS3CA1"
 _HEAD = Struct("<8sQI")
 _SIGNED_AS = "cache"
 _PAUSE_S = 60.0
-_SHARE = 100  # times as long as writing it took, it is not written again
+_SHARE = 100  # pause between writes, as a multiple of the duration of the last one
 
 
 class Cached(NamedTuple):
-    """What a file held."""
+    """Content of a cache file."""
 
     root: Root
     state: LogState
-    """All that the root's segments say, and perhaps more."""
+    """All entries of the root's segments, and maybe later ones."""
 
 
 class IndexCache:
-    """The file of one namespace of one store. Used from one thread at a time. A file that cannot be read or written is
-    none.
+    """Cache file of one namespace of one store. Used from one thread at a time. An unusable file is ignored.
 
-    :param directory: None: nothing is kept.
-    :param place: what tells the namespace from all others that this user may open.
+    :param directory: None: no cache.
+    :param place: identifies the namespace among all that this user may open.
     """
 
     def __init__(self, directory: Path | None, place: str, namespace: bytes, authenticator: Authenticator) -> None:
@@ -57,7 +56,7 @@ class IndexCache:
         self._not_before = 0.0
 
     def load(self) -> Cached | None:
-        """What was kept; None where nothing was, or it does not read."""
+        """Return the cached state; None if there is none, or it is unusable."""
         if self._path is None:
             return None
         try:
@@ -65,7 +64,7 @@ class IndexCache:
         except OSError:
             return None
         except CorruptPackError as error:
-            logger.info("%s is of no use (%s): the index is fetched", self._path, error)
+            logger.info("%s is unusable (%s): fetching the index", self._path, error)
             return None
         self._segments = found.root.segments
         return found
@@ -85,12 +84,12 @@ class IndexCache:
         return Cached(root, state)
 
     def save_if_due(self, root: Root | None, state: LogState) -> None:
-        """Keep what is known, where a snapshot came since and the last time is long ago."""
+        """Write the state as in ``save``, unless the last write is too recent."""
         if time.monotonic() >= self._not_before:
             self.save(root, state)
 
     def save(self, root: Root | None, state: LogState) -> None:
-        """Keep what is known, where a snapshot came since."""
+        """Write the state if the root names other segments than the file."""
         if self._path is None or root is None or root.segments == self._segments or state.damaged:
             return
         begin = time.monotonic()

@@ -20,7 +20,7 @@ from persistkv.storage.index import HeldPack, Index
 from persistkv.storage.memory import give_back, no_collections
 from persistkv.storage.pack_writer import PackWriter
 from persistkv.storage.records import News, StoreCounters
-from persistkv.storage.shortening import removal, requests_naming
+from persistkv.storage.shortening import SHORTENED_AT_ONCE, read_requests, shortened
 
 logger = logging.getLogger(__name__)
 
@@ -178,8 +178,15 @@ class Catalogue:
         """Delete packs as our last look saw them; False: others have committed since, and may have replaced them."""
         try:
             maker = ManifestMaker(self.index, self._block_bytes, ())  # the index does not know them any more
-            requests = await self.call(partial(requests_naming, self.backend, self.namespace, bad))
-            result = await self.commit(removal(bad, requests, maker, self.cursor))
+            heads = await self.call(partial(self.backend.manifests_naming, self.namespace, bad))
+            for start in range(0, len(heads), SHORTENED_AT_ONCE):
+                some = heads[start : start + SHORTENED_AT_ONCE]
+                requests = await self.call(partial(read_requests, self.backend, self.namespace, some))
+                result = await self.commit(shortened(requests, maker, self.cursor))
+                if result.stale:
+                    return False
+                await self.committed([], result, followed=True)
+            result = await self.commit(CommitBatch(bad=bad, seen=self.cursor))
         except StoreError as error:
             self.complain(error)
         else:

@@ -165,7 +165,7 @@ class CatalogTransaction:
         :returns: whether more manifests name it.
         """
         name = self._namespace + pack_id
-        naming = manifests_of(self._rows, name)
+        naming = [manifest for manifest in manifests_of(self._rows, name) if manifest not in self._keep]
         self._drop_all(naming[:at_most], name, alone=alone)
         return len(naming) > at_most
 
@@ -214,6 +214,7 @@ class CatalogTransaction:
         behind: dict[bytes, None] = {}
         for manifest in manifests:
             behind.update(dict.fromkeys(self._drop_manifest(manifest, behind=pack)))
+            self._rows.delete(LINKS, pack + manifest[ID_BYTES:])  # of a manifest whose rows are damaged, too
         if alone:
             return
         for name in behind:  # its manifests are gone, so nothing else goes with it

@@ -18,7 +18,7 @@ from persistkv.storage.ending import ManifestMaker
 from persistkv.storage.executor import Executor
 from persistkv.storage.index import HeldPack, Index
 from persistkv.storage.memory import give_back, no_collections
-from persistkv.storage.pack_writer import PackWriter
+from persistkv.storage.pack_writer import NewPack
 from persistkv.storage.records import News, StoreCounters
 from persistkv.storage.shortening import SHORTENED_AT_ONCE, read_requests, shortened
 
@@ -114,7 +114,7 @@ class Catalogue:
             self._gone([key for key in before if key not in self.index])
             self.news.stored += [key for key in self.index if key not in before]
 
-    async def committed(self, writers: Sequence[PackWriter], result: CommitResult, *, followed: bool) -> None:
+    async def committed(self, writers: Sequence[NewPack], result: CommitResult, *, followed: bool) -> None:
         """Take in what a commit of ours did.
 
         :param followed: nobody committed between our last look and this commit: its cursor is ours.
@@ -135,11 +135,11 @@ class Catalogue:
         if unknown or not followed:
             await self.refresh_or_complain()
 
-    def count_held(self, writers: Iterable[PackWriter]) -> None:
+    def count_held(self, writers: Iterable[NewPack]) -> None:
         """Packs that somebody else stored meanwhile, or a commit of ours that failed and was done all the same."""
         self._counters.held_blocks += sum(len(writer.keys) for writer in writers)
 
-    def _stored(self, writer: PackWriter) -> None:
+    def _stored(self, writer: NewPack) -> None:
         table = writer.table
         self._distrusted.pop(table.pack_id, None)
         self.news.stored += self.index.add(table)

@@ -36,11 +36,11 @@ class BlockSource(Protocol):
     """Where a pack's blocks come from: rows of the primary tier, or staged copies of them."""
 
     def gather(self, start: int, stop: int) -> ByteArray:
-        """Blocks ``start`` to ``stop`` side by side, contiguous: where they lie, or a copy."""
+        """Blocks ``start`` to ``stop`` side by side, contiguous: a view, or a copy."""
         ...
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
-        """The same bytes in the same order, where they lie; never a copy."""
+        """Views of the same bytes in the same order; never a copy."""
         ...
 
 
@@ -54,7 +54,7 @@ class Segment:
     keys: Sequence[bytes]
     """In the order of the blocks."""
     source: BlockSource
-    """Where their bytes lie."""
+    """Their bytes."""
     depth: int = UNKNOWN_DEPTH
     """Depth of the first block; the others follow it."""
 
@@ -75,7 +75,7 @@ class Segment:
 
 
 class Ahead(Protocol):
-    """Begins a call beside the caller's own work; what it returns waits for the result."""
+    """Starts a call in another thread and returns a function that waits for its result."""
 
     def __call__(self, call: Callable[[], T]) -> Callable[[], T]: ...
 
@@ -101,7 +101,7 @@ class NewPack(ABC):
         self.raw_length = raw_length
         """Bytes of all blocks before the codec."""
         self.encodes = encodes
-        """Whether ``stream`` allocates what it yields. If not, it yields bytes from where they are."""
+        """Whether ``stream`` allocates the bytes that it yields; views of existing memory if not."""
         self.written = False
         """Whether ``stream`` has run to its end: a backend that already holds the pack does not read it."""
 
@@ -253,7 +253,7 @@ class PackWriter(NewPack):
 
     def settle(self) -> None:
         while self._begun:
-            with suppress(Exception):  # it would have come out of the stream, which nobody asks any more
+            with suppress(Exception):  # the stream that would have raised it was abandoned
                 self._begun.popleft()()
         self._finish()
 

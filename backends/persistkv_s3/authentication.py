@@ -1,7 +1,7 @@
 """Authentication of a bucket's content with a key that the engines of a store share: HMAC-SHA256.
 
 1. Bytes of a frame are served only with their tag. It covers them, their place in the pack, and the pack's whole table:
-   the identity (as namespace), the keys, the codecs, the checksums.
+   the identity (as namespace), the keys, the codec, the checksums.
 2. An existing pack is reused only with the tag of its table and of its frames' tags.
 3. Index objects, snapshots and keys of manifests count only with their tag. It covers their kind and name, so
    that none can replace another.

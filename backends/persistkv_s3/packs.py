@@ -21,7 +21,7 @@ from persistkv.errors import CorruptPackError
 from persistkv.storage.backend import ReadSpan
 from persistkv.storage.codec import Buffer
 from persistkv.storage.pack import Frame, PackTable
-from persistkv.storage.pack_writer import PackWriter
+from persistkv.storage.pack_writer import NewPack
 from persistkv_s3.authentication import Authenticator, SignedObjects
 from persistkv_s3.client.errors import ObjectExistsError, ObjectMissingError, S3Error
 from persistkv_s3.client.transport import FrameSink
@@ -44,10 +44,9 @@ class UploadBudget:
         self._changed = threading.Condition()
 
     @contextmanager
-    def reserved(self, writer: PackWriter) -> Iterator[None]:
+    def reserved(self, writer: NewPack) -> Iterator[None]:
         """Reserve memory for a pack during the block; wait until it is free."""
-        raw = all(codec.identity for codec in writer.codecs)
-        length = 0 if raw else min(writer.raw_length, self._all)
+        length = min(writer.raw_length, self._all) if writer.encodes else 0
         with self._changed:
             self._changed.wait_for(lambda: length <= self._free)
             self._free -= length
@@ -62,7 +61,7 @@ class UploadBudget:
 class Uploaded(NamedTuple):
     """A pack whose object exists."""
 
-    writer: PackWriter
+    writer: NewPack
     table: PackTable
     """Table of the object, which another writer may have uploaded."""
     tags: bytes
@@ -81,7 +80,7 @@ class PackObjects:
         self._authenticator = objects.authenticator
         self._follower = follower
 
-    def upload(self, writer: PackWriter, first_generation: int) -> Uploaded:
+    def upload(self, writer: NewPack, first_generation: int) -> Uploaded:
         """Upload a pack unless its object exists already. Errors of its stream are raised unchanged.
 
         :raises S3Error: the object may exist or not; no index object names it.
@@ -113,7 +112,7 @@ class PackObjects:
         elif held is not None:  # the index names another writer's bytes, which no longer exist
             self._follower.miss(pack_id, held)
 
-    def _pieces(self, writer: PackWriter) -> tuple[list[Buffer], bytes]:
+    def _pieces(self, writer: NewPack) -> tuple[list[Buffer], bytes]:
         """Return the buffers of the whole object, and its tags."""
         payload: list[Buffer] = list(writer.stream())
         tags = self._authenticator.pack_tags(writer.table, payload)

@@ -22,7 +22,7 @@ from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.backend import CommitBatch, CommitResult
 from persistkv.storage.manifest import ManifestKeys, decode_manifest_keys, encode_manifest, encode_manifest_keys
 from persistkv.storage.pack import PackTable
-from persistkv.storage.pack_writer import PackWriter
+from persistkv.storage.pack_writer import NewPack
 from persistkv_s3.authentication import Authenticator, SignedObjects
 from persistkv_s3.client.errors import ObjectExistsError, ObjectMissingError
 from persistkv_s3.log.cache import IndexCache
@@ -83,7 +83,7 @@ class NamespaceSession:
         self._maintain([pack for pack in uploaded if pack.reused])
         return CommitResult(cursor, plan.evicted)
 
-    def _upload(self, packs: Sequence[tuple[PackWriter, int]], budget: UploadBudget, keys: bytes) -> list[Uploaded]:
+    def _upload(self, packs: Sequence[tuple[NewPack, int]], budget: UploadBudget, keys: bytes) -> list[Uploaded]:
         """Upload packs under their generations, and an object with the keys of the manifests."""
         found: dict[int, Uploaded] = {}
         name = LogName(self._writer, self._number + 1)
@@ -233,9 +233,9 @@ class _Plan:
         behind = manifest.packs[manifest.packs.index(pack_id) + 1 :] if manifest.ordered else ()
         return [other for other in behind if not self._naming(other) and other not in self.keep]
 
-    def _missing(self) -> list[tuple[PackWriter, int]]:
+    def _missing(self) -> list[tuple[NewPack, int]]:
         state = self._catalogue
-        found: dict[bytes, tuple[PackWriter, int]] = {}
+        found: dict[bytes, tuple[NewPack, int]] = {}
         for writer in self._batch.packs:
             name = writer.pack_id
             if name in found or (name in state.packs and name not in self.gone):

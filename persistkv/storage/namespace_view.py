@@ -23,13 +23,16 @@ from persistkv.storage.index import HeldPack, Index
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.memory import give_back, no_collections
-from persistkv.storage.pack_writer import PackWriter
+from persistkv.storage.pack_writer import NewPack, PackWriter
 from persistkv.storage.records import News, RequestEnd, StoreCounters
 
 logger = logging.getLogger(__name__)
 
 _COMPLAIN_S = 60.0  # seconds between warnings that blocks are dropped
 _QUARANTINE_ATTEMPTS = 3
+SHORTENED_AT_ONCE = 64
+"""Manifests in one commit. Very many requests may share a bad pack: they are shortened in several commits, so that none
+of them takes long; the last commit deletes the pack."""
 
 T = TypeVar("T")
 
@@ -118,7 +121,7 @@ class NamespaceView:
             self._gone([key for key in before if key not in self.index])
             self.news.stored += [key for key in self.index if key not in before]
 
-    async def committed(self, writers: Sequence[PackWriter], result: CommitResult, *, followed: bool) -> None:
+    async def committed(self, writers: Sequence[NewPack], result: CommitResult, *, followed: bool) -> None:
         """Take in what a commit of ours did.
 
         :param followed: nobody committed between our last look and this commit: its cursor is ours.
@@ -139,11 +142,11 @@ class NamespaceView:
         if unknown or not followed:
             await self.refresh_or_complain()
 
-    def count_held(self, writers: Iterable[PackWriter]) -> None:
+    def count_held(self, writers: Iterable[NewPack]) -> None:
         """Packs that somebody else stored meanwhile, or a commit of ours that failed and was done all the same."""
         self._counters.held_blocks += sum(len(writer.keys) for writer in writers)
 
-    def _stored(self, writer: PackWriter) -> None:
+    def _stored(self, writer: NewPack) -> None:
         table = writer.table
         self._distrusted.pop(table.pack_id, None)
         self.news.stored += self.index.add(table)
@@ -182,8 +185,15 @@ class NamespaceView:
         """Delete packs as our last look saw them; False: others have committed since, and may have replaced them."""
         try:
             maker = ManifestMaker(self.index, self._block_bytes, ())  # the index does not know them any more
-            requests = await self.call(partial(requests_naming, self.backend, self.namespace, bad))
-            result = await self.commit(removal(bad, requests, maker, self.cursor))
+            heads = await self.call(partial(self.backend.manifests_naming, self.namespace, bad))
+            for start in range(0, len(heads), SHORTENED_AT_ONCE):
+                some = heads[start : start + SHORTENED_AT_ONCE]
+                requests = await self.call(partial(read_requests, self.backend, self.namespace, some))
+                result = await self.commit(shortened(requests, maker, self.cursor))
+                if result.stale:
+                    return False
+                await self.committed([], result, followed=True)
+            result = await self.commit(CommitBatch(bad=bad, seen=self.cursor))
         except StoreError as error:
             self.complain(error)
         else:
@@ -296,23 +306,19 @@ class NamedRequest(NamedTuple):
     pinned: bool
 
 
-def requests_naming(backend: Backend, namespace: bytes, packs: Sequence[bytes]) -> list[NamedRequest]:
-    """The requests whose manifests name any of these packs; those that do not read are left out.
+def read_requests(backend: Backend, namespace: bytes, heads: Sequence[RequestManifest]) -> list[NamedRequest]:
+    """Read the keys of requests; those that do not read are left out.
 
     :raises StoreError: the medium failed.
     """
-    heads = backend.manifests_naming(namespace, packs)
     names = [head.id for head in heads]
     rows = zip(heads, backend.many_manifest_keys(namespace, names), backend.uses(namespace, names), strict=True)
     return [NamedRequest(head, keys, use is not None and use.pinned) for head, keys, use in rows if keys is not None]
 
 
-def removal(
-    bad: Sequence[bytes], requests: Iterable[NamedRequest], maker: ManifestMaker, seen: bytes | None
-) -> CommitBatch:
-    """What takes bad packs out of a store. Requests of which nothing is left go.
+def shortened(requests: Iterable[NamedRequest], maker: ManifestMaker, seen: bytes | None) -> CommitBatch:
+    """Return the commit that shortens requests. Those of which nothing is left stay: they go with the pack.
 
-    :param requests: those that name the packs.
     :param maker: over an index that does not know the packs.
     :param seen: as in ``CommitBatch``.
     """
@@ -322,4 +328,4 @@ def removal(
         if (write := maker.shorten(manifest, keys)) is not None:
             shorter.append(write)
             pins += [(manifest.id, True)] if pinned else []
-    return CommitBatch(bad=bad, manifests=shorter, pins=pins, seen=seen)
+    return CommitBatch(manifests=shorter, pins=pins, seen=seen)

@@ -19,7 +19,7 @@ from persistkv.base import make_offload_key
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import ConfigurationError, CorruptPackError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
-from persistkv.storage.codec import AutoCodec, Codec, PlanesCodec, RawCodec, ZstdCodec, parse_codec
+from persistkv.storage.codec import Codec, PlanesCodec, RawCodec, ZstdCodec, parse_codec
 from persistkv.storage.identity import Identity
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.manifest import (
@@ -36,8 +36,7 @@ from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.testing.memory import MemoryBackend
 from persistkv.testing.samples import ArraySource
-from persistkv_s3.catalogue import Catalogue
-from persistkv_s3.layout import (
+from persistkv_s3.log.layout import (
     Entry,
     GoneRow,
     Head,
@@ -49,6 +48,7 @@ from persistkv_s3.layout import (
     parse_entries,
     parse_root_object,
 )
+from persistkv_s3.log.state import LogState
 from tests.memory_rows import set_payload, set_table_row
 
 BLOCK = 1024
@@ -99,13 +99,11 @@ def packs() -> list[PackWriter]:
     """One of each codec and kind of table."""
     both = [Segment(group, SIZES[group], keys(group), ArraySource(blocks(group)), depth=0) for group in (0, 1)]
     uneven = Segment(0, BLOCK, keys(0)[:2] + keys(0, 16)[2:], ArraySource(blocks(0)))
-    auto = AutoCodec(clock=lambda: 0.0)
     made = [
         (RawCodec(), both),
         (ZstdCodec(), both[:1]),
         (PlanesCodec(), both),
         (PlanesCodec(4), [uneven]),
-        (auto, both),
     ]
     return [PackWriter(IDENTITY.digest, codec, segments) for codec, segments in made]
 
@@ -298,15 +296,15 @@ class CodecTexts(Target):
     """Text forms of codecs."""
 
     name = "codec text"
-    samples = (b"raw", b"zstd:3", b"planes:2", b"auto")
+    samples = (b"raw", b"zstd:3", b"planes:2")
 
     def check(self, number: int, data: bytes, sealed: bool) -> bool:
         try:
             text = data.decode()
-            policy = parse_codec(text)
+            codec = parse_codec(text)
         except (ConfigurationError, UnicodeDecodeError):
             return False
-        require(str(parse_codec(str(policy))) == str(policy), "a codec's text makes another codec")
+        require(parse_codec(str(codec)) == codec, "a codec's text makes another codec")
         return True
 
 
@@ -337,21 +335,21 @@ class S3Index(Target):
     )
 
     def check(self, number: int, data: bytes, sealed: bool) -> bool:
-        catalogue, merged = Catalogue(), 0
+        state, merged = LogState(), 0
         if sealed:
             data = _seal_heads(data)
         try:
             for entry in parse_entries(data, IDENTITY.digest):
-                catalogue.merge(entry)
+                state.merge(entry)
                 merged += 1
         except CorruptPackError:
             pass
-        for pack_id, held in catalogue.packs.items():
+        for pack_id, held in state.packs.items():
             require(held.table.pack_id == pack_id, "a table under another name")
             require(any(held.table == pack.table for pack in PACKS), "a table that nobody wrote")
-        changes = catalogue.changes(None)
-        require(len(changes.added) == len(catalogue.packs) and catalogue.stored_bytes >= 0, "totals")
-        require(catalogue.changes(changes.cursor).added == [], "news of nothing")
+        changes = state.changes(None)
+        require(len(changes.added) == len(state.packs) and state.stored_bytes >= 0, "totals")
+        require(state.changes(changes.cursor).added == [], "news of nothing")
         return merged > 0
 
 

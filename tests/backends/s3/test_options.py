@@ -16,7 +16,7 @@ from persistkv.storage.backend import CommitBatch, Policy
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.samples import sample_pack
 from persistkv_s3 import S3Backend
-from persistkv_s3.client import BotoClient
+from persistkv_s3.client.boto import BotoClient
 from persistkv_s3.options import parse_url
 from persistkv_tools.cli import main
 from tests.backends.s3.conftest import Opener

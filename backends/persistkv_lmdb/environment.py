@@ -20,8 +20,8 @@ import lmdb
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreBusyError, StoreError, StoreFullError
-from persistkv.storage.backend import Policy
 from persistkv.storage.catalog.records import read_clock, write_clock
+from persistkv.storage.extensions import Policy
 from persistkv.storage.pack import align
 from persistkv_lmdb.errors import free_disk_bytes, translated, translated_at_open
 from persistkv_lmdb.gate import Gate

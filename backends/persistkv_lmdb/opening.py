@@ -8,7 +8,7 @@ from typing import NamedTuple
 import lmdb
 
 from persistkv.errors import CorruptStoreError
-from persistkv.storage.backend import Policy
+from persistkv.storage.extensions import Policy
 from persistkv_lmdb.errors import translated_at_open
 from persistkv_lmdb.inspection import DAMAGE, inspect, is_cut_short
 from persistkv_lmdb.layout import DATA_FILE, Databases, open_databases

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from persistkv.errors import StoreBusyError
-from persistkv.storage.backend import Policy
+from persistkv.storage.extensions import Policy
 from persistkv_lmdb import guard
 from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.errors import translated_at_open

@@ -15,18 +15,8 @@ from dataclasses import replace
 
 from persistkv.config import StoreUrl
 from persistkv.errors import CorruptPackError, CorruptStoreError, StoreError, StoreUnavailableError
-from persistkv.storage.backend import (
-    Backend,
-    BackendStats,
-    Capabilities,
-    Changes,
-    CommitBatch,
-    CommitResult,
-    Namespace,
-    Policy,
-    ReadSpan,
-    RequestUse,
-)
+from persistkv.storage.backend import Capabilities, Changes, CommitBatch, CommitResult, Namespace, ReadSpan
+from persistkv.storage.extensions import BackendStats, InspectableBackend, Policy, RequestUse
 from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import ManifestKeys, RequestManifest, decode_manifest
 from persistkv.storage.pack import Frame, PackTable
@@ -50,10 +40,10 @@ logger = logging.getLogger(__name__)
 _STATUS_KEPT_S = 86_400.0  # a day
 
 
-class S3Backend(Backend):
+class S3Backend(InspectableBackend):
     """``read`` may be called from many threads, beside one other call."""
 
-    capabilities = Capabilities(remote=True, shows_status=True)
+    capabilities = Capabilities(remote=True)
 
     def __init__(self, place: Place, options: S3Options, transport: Transport, *, read_only: bool = False) -> None:
         """Nothing is asked of the bucket yet; ``connect`` does.
@@ -86,8 +76,8 @@ class S3Backend(Backend):
         return cls.connect(place, options, BotoClient(place, options), read_only=read_only)
 
     @classmethod
-    def new_capacity(cls, url: StoreUrl) -> int | None:
-        return parse_url(url)[1].capacity_bytes
+    def new_policy(cls, url: StoreUrl) -> Policy:
+        return parse_url(url)[1].policy
 
     @classmethod
     def plain_medium(cls, url: StoreUrl) -> PlainBucket:
@@ -298,11 +288,17 @@ class S3Backend(Backend):
         names = {name for pack in packs for name in naming.get(pack, ())}
         return [head for head in self.manifests(namespace) if head.id in names] if names else []
 
-    def named_packs(self, namespace: bytes, manifest_id: str) -> list[PackTable] | None:
-        return self._session(namespace).state.named_packs(manifest_id)
+    def chain(self, namespace: bytes, manifest_id: str) -> list[bytes] | None:
+        held = self._session(namespace).state.manifests.get(manifest_id)
+        return None if held is None else list(held.packs)
 
-    def manifest_keys(self, namespace: bytes, manifest_id: str) -> ManifestKeys | None:
-        return self._session(namespace).manifest_keys(manifest_id)
+    def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
+        packs = self._session(namespace).state.packs
+        return [held.table for held in map(packs.get, pack_ids) if held is not None]
+
+    def manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
+        session = self._session(namespace)
+        return [session.manifest_keys(manifest_id) for manifest_id in manifest_ids]
 
     def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
         session = self._session(namespace)

@@ -12,7 +12,7 @@ import msgspec
 
 from persistkv.config import StoreUrl, convert_options, parse_duration, parse_size
 from persistkv.errors import ConfigurationError
-from persistkv.storage.backend import Policy
+from persistkv.storage.extensions import Policy
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[A-Za-z0-9!_.*'()\-/]*")

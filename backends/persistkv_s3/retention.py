@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from persistkv.storage.backend import CommitBatch, Policy
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.extensions import Policy
 from persistkv.storage.pack import UNKNOWN_DEPTH
 from persistkv_s3.client.bucket import Bucket
 from persistkv_s3.client.errors import ObjectExistsError

@@ -19,6 +19,7 @@ from persistkv.config import RowLayout
 from persistkv.errors import StoreError, StoreFullError
 from persistkv.storage.backend import Backend, Changes, CommitBatch, CommitResult, ManifestWrite
 from persistkv.storage.executor import Executor
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.index import HeldPack, Index
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.manifest import ManifestKeys, RequestManifest
@@ -185,14 +186,8 @@ class NamespaceView:
         """Delete packs as our last look saw them; False: others have committed since, and may have replaced them."""
         try:
             maker = ManifestMaker(self.index, self._block_bytes, ())  # the index does not know them any more
-            heads = await self.call(partial(self.backend.manifests_naming, self.namespace, bad))
-            for start in range(0, len(heads), SHORTENED_AT_ONCE):
-                some = heads[start : start + SHORTENED_AT_ONCE]
-                requests = await self.call(partial(read_requests, self.backend, self.namespace, some))
-                result = await self.commit(shortened(requests, maker, self.cursor))
-                if result.stale:
-                    return False
-                await self.committed([], result, followed=True)
+            if isinstance(self.backend, InspectableBackend) and not await self._shorten(self.backend, bad, maker):
+                return False
             result = await self.commit(CommitBatch(bad=bad, seen=self.cursor))
         except StoreError as error:
             self.complain(error)
@@ -204,6 +199,18 @@ class NamespaceView:
             names = ", ".join(pack_id.hex() for pack_id in bad)
             logger.warning("deleted packs whose bytes do not verify: %s; their blocks will be computed again", names)
         await self.refresh_or_complain()  # what could only be reached through them went too
+        return True
+
+    async def _shorten(self, backend: InspectableBackend, bad: Sequence[bytes], maker: ManifestMaker) -> bool:
+        """Shorten the requests that name packs; False: others have committed since our last look."""
+        heads = await self.call(partial(backend.manifests_naming, self.namespace, bad))
+        for start in range(0, len(heads), SHORTENED_AT_ONCE):
+            some = heads[start : start + SHORTENED_AT_ONCE]
+            requests = await self.call(partial(read_requests, backend, self.namespace, some))
+            result = await self.commit(shortened(requests, maker, self.cursor))
+            if result.stale:
+                return False
+            await self.committed([], result, followed=True)
         return True
 
     def _forget(self, pack_ids: Sequence[bytes]) -> None:
@@ -306,13 +313,15 @@ class NamedRequest(NamedTuple):
     pinned: bool
 
 
-def read_requests(backend: Backend, namespace: bytes, heads: Sequence[RequestManifest]) -> list[NamedRequest]:
+def read_requests(
+    backend: InspectableBackend, namespace: bytes, heads: Sequence[RequestManifest]
+) -> list[NamedRequest]:
     """Read the keys of requests; those that do not read are left out.
 
     :raises StoreError: the medium failed.
     """
     names = [head.id for head in heads]
-    rows = zip(heads, backend.many_manifest_keys(namespace, names), backend.uses(namespace, names), strict=True)
+    rows = zip(heads, backend.manifest_keys(namespace, names), backend.uses(namespace, names), strict=True)
     return [NamedRequest(head, keys, use is not None and use.pinned) for head, keys, use in rows if keys is not None]
 
 

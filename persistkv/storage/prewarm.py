@@ -27,6 +27,7 @@ import msgspec
 
 from persistkv.errors import StoreError, StoreUnavailableError
 from persistkv.storage.backend import Backend
+from persistkv.storage.extensions import InspectableBackend, SupportsStatus, statuses
 from persistkv.storage.manifest import RequestManifest
 
 DEFAULT_TTL_S = 3600.0
@@ -80,14 +81,12 @@ def request_warm(backend: Backend, namespace: bytes, request: str, ttl_s: float 
     :raises StoreUnavailableError: nobody could see it: the medium shows no rows to others.
     :raises StoreError: it was not written.
     """
-    if not backend.capabilities.shows_status:
-        raise StoreUnavailableError("this store cannot be used to ask engines: it shows no rows to other processes")
     now = time.time()
     for name, row in _rows(backend, _ASK, WarmRequest):
         if not row.counts(now):
             _withdraw(backend, name)
     asked = WarmRequest(namespace=namespace.hex(), request=request, asked=now, ttl_s=ttl_s)
-    backend.publish_status(_ASK + _name(asked.namespace, request), msgspec.json.encode(asked))
+    _publish(backend, _ASK + _name(asked.namespace, request), msgspec.json.encode(asked))
     return asked
 
 
@@ -106,7 +105,7 @@ def pending_warm(backend: Backend, namespace: bytes, engine: str) -> list[WarmRe
     :raises StoreError: the medium failed.
     """
     now, space = time.time(), namespace.hex()
-    rows = backend.statuses()
+    rows = statuses(backend)
     answered = {
         (answer.request, answer.asked)
         for _, answer in _decoded(rows, _ANSWER, WarmAnswer)
@@ -133,7 +132,7 @@ def acknowledge_warm(backend: Backend, asked: WarmRequest, engine: str, *, block
         missing=missing,
     )
     name = f"{_ANSWER}{_name(asked.namespace, asked.request)}{_BY}{engine}"
-    backend.publish_status(name, msgspec.json.encode(answer))
+    _publish(backend, name, msgspec.json.encode(answer))
 
 
 def warm_answers(backend: Backend, asked: WarmRequest) -> list[WarmAnswer]:
@@ -149,16 +148,22 @@ def warm_answers(backend: Backend, asked: WarmRequest) -> list[WarmAnswer]:
     return sorted(found, key=lambda answer: (answer.time, answer.engine))
 
 
+def _publish(backend: Backend, name: str, row: bytes | None) -> None:
+    if not isinstance(backend, SupportsStatus):
+        raise StoreUnavailableError("this store cannot be used to ask engines: it shows no rows to other processes")
+    backend.publish_status(name, row)
+
+
 def _withdraw(backend: Backend, name: str) -> None:
     """The row of an asking, and the answers to it."""
-    backend.publish_status(name, None)
+    _publish(backend, name, None)
     prefix = f"{_ANSWER}{name.removeprefix(_ASK)}{_BY}"
-    for answer in [other for other in backend.statuses() if other.startswith(prefix)]:
-        backend.publish_status(answer, None)
+    for answer in [other for other in statuses(backend) if other.startswith(prefix)]:
+        _publish(backend, answer, None)
 
 
 def _rows(backend: Backend, prefix: str, kind: type[T]) -> Iterator[tuple[str, T]]:
-    return _decoded(backend.statuses(), prefix, kind)
+    return _decoded(statuses(backend), prefix, kind)
 
 
 def _decoded(rows: dict[str, bytes], prefix: str, kind: type[T]) -> Iterator[tuple[str, T]]:
@@ -176,7 +181,7 @@ def _name(namespace: str, request: str) -> str:
 
 
 def recent_contexts(
-    backend: Backend,
+    backend: InspectableBackend,
     namespace: bytes,
     holds: Callable[[bytes], bool],
     max_blocks: int,
@@ -193,13 +198,13 @@ def recent_contexts(
     :param only_asked: those used last are left out.
     :raises StoreError: the medium failed.
     """
-    asked = pending_warm(backend, namespace, engine) if backend.capabilities.shows_status else []
+    asked = pending_warm(backend, namespace, engine)
     found: list[list[bytes]] = []
     named: set[bytes] = set()
     used = [] if only_asked else _by_last_use(backend, namespace)
     names = iter(dict.fromkeys([*(row.request for row in asked), *used]))
     while len(named) < max_blocks and (some := list(islice(names, _AT_ONCE))):
-        for groups in backend.many_manifest_keys(namespace, some):
+        for groups in backend.manifest_keys(namespace, some):
             keys = [key for group in groups or () for key in group.unpack() if key not in named and holds(key)]
             keys = keys[: max_blocks - len(named)]
             if keys:
@@ -210,8 +215,8 @@ def recent_contexts(
     return found
 
 
-def _answer(backend: Backend, asked: WarmRequest, named: set[bytes], engine: str) -> None:
-    groups = backend.manifest_keys(bytes.fromhex(asked.namespace), asked.request) or ()
+def _answer(backend: InspectableBackend, asked: WarmRequest, named: set[bytes], engine: str) -> None:
+    groups = backend.manifest_keys(bytes.fromhex(asked.namespace), [asked.request])[0] or ()
     given = [key in named for group in groups for key in group.unpack()]
     try:
         acknowledge_warm(backend, asked, engine, blocks=sum(given), missing=len(given) - sum(given))
@@ -219,7 +224,7 @@ def _answer(backend: Backend, asked: WarmRequest, named: set[bytes], engine: str
         logger.info("that %s was asked for is not answered: %s", asked.request, error)
 
 
-def _by_last_use(backend: Backend, namespace: bytes) -> list[str]:
+def _by_last_use(backend: InspectableBackend, namespace: bytes) -> list[str]:
     heads: list[RequestManifest] = list(backend.manifests(namespace))
     uses = backend.uses(namespace, [head.id for head in heads])
     moments = [max(head.created, use.last_used) if use else head.created for head, use in zip(heads, uses, strict=True)]

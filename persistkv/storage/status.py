@@ -19,6 +19,7 @@ import msgspec
 from persistkv.errors import StoreError
 from persistkv.storage.backend import Backend
 from persistkv.storage.executor import Executor
+from persistkv.storage.extensions import SupportsCounters, SupportsStatus, statuses
 from persistkv.storage.records import StoreCounters
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def read_statuses(backend: Backend) -> list[EngineStatus]:
     :raises StoreError: the medium failed.
     """
     found: list[EngineStatus] = []
-    for row in backend.statuses().values():
+    for row in statuses(backend).values():
         try:
             found.append(msgspec.json.decode(row, type=EngineStatus))
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -90,8 +91,9 @@ class StatusPublisher:
     def __init__(self, store: Store, executor: Executor) -> None:
         self._store = store
         self._executor = executor
-        self._backend = store.catalogue.backend
-        self._interval_s = self._backend.status_interval_s
+        backend = store.catalogue.backend
+        self._backend = backend if isinstance(backend, SupportsStatus) else None
+        self._interval_s = None if self._backend is None else self._backend.status_interval_s
         self.engine = uuid.uuid4().hex
         """The name of its rows."""
         self._started = time.time()
@@ -101,7 +103,7 @@ class StatusPublisher:
     def tick(self, *, waiting_jobs: int, writing_jobs: int, loading_jobs: int) -> None:
         """Begin to publish, where it is time and nothing is being written."""
         now = time.monotonic()
-        if self._interval_s is None or now < self._due or self._executor.writing:
+        if self._backend is None or self._interval_s is None or now < self._due or self._executor.writing:
             return
         self._due = now + self._interval_s
         status = EngineStatus(
@@ -118,13 +120,13 @@ class StatusPublisher:
             waiting_jobs=waiting_jobs,
             writing_jobs=writing_jobs,
             loading_jobs=loading_jobs,
-            breaker=self._backend.breaker_state,
+            breaker=self._backend.breaker_state if isinstance(self._backend, SupportsCounters) else None,
         )
-        self._executor.begin_write(self._publish(status.encode()))
+        self._executor.begin_write(self._publish(self._backend, status.encode()))
 
-    async def _publish(self, row: bytes) -> None:
+    async def _publish(self, backend: SupportsStatus, row: bytes) -> None:
         try:
-            await self._executor.write(partial(self._backend.publish_status, self.engine, row))
+            await self._executor.write(partial(backend.publish_status, self.engine, row))
         except StoreError as error:
             if not self._failed:
                 logger.info("what this engine does is not shown to others: %s", error)
@@ -134,7 +136,7 @@ class StatusPublisher:
 
     def withdraw(self) -> None:
         """Take the row away. Nothing may be written meanwhile."""
-        if self._interval_s is None:
+        if self._backend is None or self._interval_s is None:
             return
         try:
             self._backend.publish_status(self.engine, None)

@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 from persistkv.errors import ConfigurationError, StoreError
-from persistkv.storage.backend import PlainMedium
+from persistkv.storage.extensions import PlainMedium
 from persistkv_s3.client.errors import (
     BrokenError,
     LateError,

@@ -17,8 +17,9 @@ import msgspec
 import xxhash
 
 from persistkv.errors import CorruptPackError, CorruptStoreError
-from persistkv.storage.backend import Namespace, Policy
+from persistkv.storage.backend import Namespace
 from persistkv.storage.codec import Buffer
+from persistkv.storage.extensions import Policy
 from persistkv.storage.identity import Identity
 from persistkv.storage.pack import ID_BYTES
 

@@ -19,7 +19,8 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from persistkv.errors import CorruptPackError
-from persistkv.storage.backend import Changes, RequestUse
+from persistkv.storage.backend import Changes
+from persistkv.storage.extensions import RequestUse
 from persistkv.storage.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
 from persistkv_s3.log.layout import Entry, EntryBuilder, GoneRow, PackRow, Stamp, split_ids, tags_before
 from persistkv_s3.log.names import LogName
@@ -125,12 +126,6 @@ class LogState:
         """Packs that a pinned manifest names."""
         names = [name for name in self._pins if name in self.manifests and self.pinned(name)]
         return {pack_id for name in names for pack_id in self.manifests[name].packs}
-
-    def named_packs(self, manifest_id: str) -> list[PackTable] | None:
-        """See ``Backend.named_packs``."""
-        with self.lock:
-            held = self.manifests.get(manifest_id)
-            return None if held is None else [self.packs[name].table for name in held.packs if name in self.packs]
 
     def request_use(self, manifest_id: str) -> RequestUse | None:
         """Return the last use of a request; None if it or its last pack is not held."""

@@ -69,7 +69,7 @@ def test_round_trip_and_who_else_sees_it(open_store: Opener, raw_client: Any, bu
     for backend in (ours, theirs):
         for pack in packs:
             assert read_pack(backend, NAMESPACE, pack.table) == payload_of(pack)
-        assert backend.manifest_keys(NAMESPACE, "r") == sample_manifest("r").keys
+        assert backend.manifest_keys(NAMESPACE, ["r"])[0] == sample_manifest("r").keys
     theirs.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 1, blocks=5, block_bytes=400_000)]))
     (keyless, _), (stranger, _) = open_store(), open_store("refresh=0s&key_env=PERSISTKV_OTHER_KEY")
     for backend in (keyless, stranger):
@@ -184,9 +184,9 @@ def test_keys_of_a_manifest_and_snapshots_are_authenticated_too(
     for key in [names.segment(root.segments[0])]:
         replace(raw_client, bucket, key, lambda data: data[:-TAG_BYTES] + bytes(TAG_BYTES))
     held = fresh._session(NAMESPACE).state.manifests["r7"]
-    assert fresh.manifest_keys(NAMESPACE, "r7") == sample_manifest("r7").keys
+    assert fresh.manifest_keys(NAMESPACE, ["r7"])[0] == sample_manifest("r7").keys
     replace(raw_client, bucket, names.manifest_keys(held.keys), lambda data: data[:-1] + bytes([data[-1] ^ 1]))
-    assert fresh.manifest_keys(NAMESPACE, "r7") is None
+    assert fresh.manifest_keys(NAMESPACE, ["r7"])[0] is None
     (later, _) = open_store(f"{WITH_KEY}&cache=no")
     assert 0 < len(tables(later, NAMESPACE)) < 8, "what the segment said is missed"
 

@@ -9,7 +9,8 @@ import pytest
 import xxhash
 
 from persistkv.errors import CorruptPackError, CorruptStoreError
-from persistkv.storage.backend import Namespace, Policy
+from persistkv.storage.backend import Namespace
+from persistkv.storage.extensions import Policy
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_s3.log.layout import (

@@ -60,7 +60,7 @@ def look_at_everything(reader: S3Backend) -> None:
     assert set(tables(reader, NAMESPACE)) == {pack.pack_id}
     assert read_pack(reader, NAMESPACE, pack.table) == payload
     assert [manifest.id for manifest in reader.manifests(NAMESPACE)] == ["r"]
-    assert reader.manifest_keys(NAMESPACE, "r") == sample_manifest("r").keys
+    assert reader.manifest_keys(NAMESPACE, ["r"])[0] == sample_manifest("r").keys
     assert reader.uses(NAMESPACE, ["r"])[0] is not None
     assert reader.statuses() == {}
     check_totals(reader)

@@ -47,10 +47,10 @@ from persistkv_lmdb.layout import (
     used_bytes,
 )
 from persistkv_lmdb.options import LmdbOptions, Placement, Reads, check_policy
-from persistkv_lmdb.payload import read_payload, scan_payloads
 from persistkv_lmdb.quarantine import delete_quarantined, quarantined
 from persistkv_lmdb.regular_files import check_store
-from persistkv_lmdb.space import Space, first_place
+from persistkv_lmdb.segments.allocator import Space, first_place
+from persistkv_lmdb.segments.payloads import read_payload, scan_payloads
 from persistkv_lmdb.status_files import read_statuses, remove_status, write_status
 from persistkv_lmdb.syncs import sync_directory
 

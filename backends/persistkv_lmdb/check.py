@@ -14,7 +14,7 @@ from persistkv.errors import CorruptStoreError
 from persistkv.storage.catalog.records import NamespaceState, pack_table
 from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.layout import Transaction, rows
-from persistkv_lmdb.space import Extent, Space, decode_extents
+from persistkv_lmdb.segments.allocator import Extent, Space, decode_extents
 
 
 def find_faults(environment: Environment) -> list[str]:

@@ -19,8 +19,8 @@ from persistkv.storage.pack import PackTable
 from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.errors import met_the_maps_end
 from persistkv_lmdb.layout import Transaction, read_ttl
-from persistkv_lmdb.payload import Payloads
 from persistkv_lmdb.room import Amount, Goal, Room
+from persistkv_lmdb.segments.payloads import Payloads
 
 _EVICTED_AT_ONCE = 512
 """Packs and manifests that one transaction evicts at most: tens of milliseconds."""

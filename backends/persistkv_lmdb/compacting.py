@@ -16,7 +16,7 @@ from persistkv.storage.catalog.records import pack_table
 from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.layout import rows
 from persistkv_lmdb.room import Amount, Room
-from persistkv_lmdb.space import read_extents
+from persistkv_lmdb.segments.allocator import read_extents
 
 _STEP_BYTES = 16 << 20  # 16 MiB: what a transaction moves, tens of milliseconds
 _ROWS_BYTES = 8 << 10  # 8 KiB: pages of the catalogue that a pack's move may add

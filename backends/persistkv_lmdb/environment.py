@@ -37,12 +37,12 @@ from persistkv_lmdb.layout import (
 )
 from persistkv_lmdb.opening import open_environment
 from persistkv_lmdb.options import Placement
-from persistkv_lmdb.payload import Payloads
-from persistkv_lmdb.segments import DIRECTORY as SEGMENT_DIRECTORY
-from persistkv_lmdb.segments import SegmentFiles
+from persistkv_lmdb.segments.allocator import recorded_bytes
+from persistkv_lmdb.segments.payloads import Payloads
+from persistkv_lmdb.segments.segment_files import DIRECTORY as SEGMENT_DIRECTORY
+from persistkv_lmdb.segments.segment_files import SegmentFiles
 from persistkv_lmdb.shares import LOCK_FILE_BYTES, Shares, read_shares, wanted_catalogue_bytes
 from persistkv_lmdb.snapshots import Snapshots
-from persistkv_lmdb.space import recorded_bytes
 from persistkv_lmdb.status_files import DIRECTORY as STATUS_DIRECTORY
 from persistkv_lmdb.writer_lock import FILE_NAME as WRITER_LOCK_FILE
 

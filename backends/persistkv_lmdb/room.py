@@ -13,9 +13,9 @@ from persistkv.storage.pack_writer import PackWriter
 from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.layout import Transaction, used_bytes
 from persistkv_lmdb.options import Placement
-from persistkv_lmdb.payload import Payloads
+from persistkv_lmdb.segments.allocator import read_extents, recorded_bytes
+from persistkv_lmdb.segments.payloads import Payloads
 from persistkv_lmdb.shares import CATALOGUE_AHEAD, MIN_CATALOGUE
-from persistkv_lmdb.space import read_extents, recorded_bytes
 
 _MAX_AHEAD = 256 << 20  # 256 MiB: a commit of 128 MiB, and the one before it, whose pages are not free yet
 _NO_LIMIT = 1 << 62

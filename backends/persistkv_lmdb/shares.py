@@ -14,7 +14,7 @@ from typing import NamedTuple
 from persistkv.config import PAGE_BYTES
 from persistkv_lmdb.layout import Transaction, read_capacity, read_catalogue_bytes, read_placement, used_bytes
 from persistkv_lmdb.options import Placement
-from persistkv_lmdb.space import recorded_bytes, recorded_used_bytes
+from persistkv_lmdb.segments.allocator import recorded_bytes, recorded_used_bytes
 
 LOCK_FILE_BYTES = 64 << 10  # 64 KiB: lock.mdb for 512 readers and guard, with room
 _CATALOGUE_SHARE, _SMALL_SHARE, _SMALL = 256, 32, 8 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from persistkv_lmdb.gathering import write_all
+from persistkv_lmdb.segments.vectored_io import write_all
 
 
 def sync_directory(path: Path) -> None:

@@ -15,8 +15,9 @@ from persistkv.errors import CorruptStoreError, StoreError, StoreFullError, Stor
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
-from persistkv_lmdb import environment, gathering, guard, opening, segments, syncs
+from persistkv_lmdb import environment, guard, opening, syncs
 from persistkv_lmdb.inspection import Verdict, inspect
+from persistkv_lmdb.segments import segment_files, vectored_io
 
 DIES_IN_ITS_COMMIT = """
 import os, signal, sys
@@ -122,7 +123,7 @@ def forgetful(monkeypatch):
         return done
 
     monkeypatch.setattr(syncs.os, "fsync", sync)
-    monkeypatch.setattr(gathering.os, "pwritev", write)
+    monkeypatch.setattr(vectored_io.os, "pwritev", write)
     return errors, lost
 
 
@@ -292,7 +293,7 @@ def test_payload_whose_sync_failed_is_written_again(backend, namespace, path, pl
         fails()
 
     with monkeypatch.context() as patch:
-        patch.setattr(segments.os, "fdatasync", lost)
+        patch.setattr(segment_files.os, "fdatasync", lost)
         with pytest.raises(StoreError, match="Input/output error"):
             backend.commit(namespace, CommitBatch([pack]))
     assert tables(backend, namespace) == {}
@@ -316,7 +317,7 @@ def test_file_is_published_only_once_its_name_is_durable(backend, namespace, pat
         synced.append(name)
         fsync(fd)
 
-    monkeypatch.setattr(segments.os, "fsync", once)
+    monkeypatch.setattr(segment_files.os, "fsync", once)
     with pytest.raises(StoreError):
         backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert list((path / "segments").iterdir())

@@ -22,7 +22,7 @@ from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_lmdb.check import find_faults
 from persistkv_lmdb.layout import Databases, Transaction
-from persistkv_lmdb.space import Space, read_extents
+from persistkv_lmdb.segments.allocator import Space, read_extents
 
 FREE = 0
 
@@ -290,7 +290,7 @@ def test_file_of_a_commit_that_never_was_is_cut(open_store, path, identity):
 
 
 def test_pack_in_several_extents_and_segments(open_store, identity, monkeypatch):
-    monkeypatch.setattr("persistkv_lmdb.payload._SEGMENT_BYTES", 1 << 20)
+    monkeypatch.setattr("persistkv_lmdb.segments.payloads._SEGMENT_BYTES", 1 << 20)
     backend = open_store("?capacity=16MiB")
     namespace = backend.open_namespace(identity).id
     ids = fill(backend, namespace)
@@ -383,7 +383,7 @@ def test_store_takes_little_more_than_it_holds(open_store, path, identity):
 
 
 def test_segments_that_were_cut_grow_again(open_store, path, identity, monkeypatch):
-    monkeypatch.setattr("persistkv_lmdb.payload._SEGMENT_BYTES", 1 << 20)
+    monkeypatch.setattr("persistkv_lmdb.segments.payloads._SEGMENT_BYTES", 1 << 20)
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
     packs = [sample_pack(namespace, seed, blocks=8, block_bytes=1 << 16) for seed in range(8)]

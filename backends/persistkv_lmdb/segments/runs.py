@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from persistkv.config import PAGE_BYTES
-from persistkv_lmdb.gathering import behind, front
-from persistkv_lmdb.space import Extent
+from persistkv_lmdb.segments.allocator import Extent
+from persistkv_lmdb.segments.vectored_io import behind, front
 
 
 class Run(NamedTuple):

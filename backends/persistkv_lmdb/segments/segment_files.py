@@ -26,7 +26,11 @@ from persistkv.errors import StoreError
 from persistkv.storage.codec import Buffer
 from persistkv.storage.executor import thread_pool
 from persistkv_lmdb.errors import translated_io
-from persistkv_lmdb.gathering import (
+from persistkv_lmdb.regular_files import open_directory, open_regular
+from persistkv_lmdb.segments.allocator import Extent
+from persistkv_lmdb.segments.page_cache import is_cached
+from persistkv_lmdb.segments.runs import Piece, Run, neighbours_of, placed_pieces, runs_of
+from persistkv_lmdb.segments.vectored_io import (
     Bounce,
     behind,
     front,
@@ -36,10 +40,6 @@ from persistkv_lmdb.gathering import (
     write_all,
     write_direct,
 )
-from persistkv_lmdb.page_cache import is_cached
-from persistkv_lmdb.regular_files import open_directory, open_regular
-from persistkv_lmdb.runs import Piece, Run, neighbours_of, placed_pieces, runs_of
-from persistkv_lmdb.space import Extent
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from persistkv.storage.catalog.pieces import RowPayloads, read_pieces
 from persistkv.storage.codec import Buffer
 from persistkv_lmdb.layout import Transaction
 from persistkv_lmdb.options import Placement
-from persistkv_lmdb.segments import SegmentFiles
-from persistkv_lmdb.space import Space, pages_of, read_extents
+from persistkv_lmdb.segments.allocator import Space, pages_of, read_extents
+from persistkv_lmdb.segments.segment_files import SegmentFiles
 
 _SEGMENT_BYTES = 1 << 30  # 1 GiB
 _MOST_SEGMENTS = 64

@@ -47,7 +47,7 @@ from persistkv_lmdb.layout import (
     used_bytes,
 )
 from persistkv_lmdb.options import LmdbOptions, Placement, Reads, check_policy
-from persistkv_lmdb.quarantine import delete_quarantined, quarantined
+from persistkv_lmdb.recovery.quarantine import delete_quarantined, quarantined
 from persistkv_lmdb.regular_files import check_store
 from persistkv_lmdb.segments.allocator import Space, first_place
 from persistkv_lmdb.segments.payloads import read_payload, scan_payloads

@@ -25,9 +25,6 @@ from persistkv.storage.catalog.records import read_clock, write_clock
 from persistkv.storage.pack import align
 from persistkv_lmdb.errors import free_disk_bytes, translated, translated_at_open
 from persistkv_lmdb.gate import Gate
-from persistkv_lmdb.guard import FILE_NAME as GUARD_FILE
-from persistkv_lmdb.guard import Guard
-from persistkv_lmdb.inspection import disown
 from persistkv_lmdb.layout import (
     DATA_FILE,
     LOCK_FILE,
@@ -37,6 +34,9 @@ from persistkv_lmdb.layout import (
 )
 from persistkv_lmdb.opening import open_environment
 from persistkv_lmdb.options import Placement
+from persistkv_lmdb.recovery.guard import FILE_NAME as GUARD_FILE
+from persistkv_lmdb.recovery.guard import Guard
+from persistkv_lmdb.recovery.inspection import disown
 from persistkv_lmdb.segments.allocator import recorded_bytes
 from persistkv_lmdb.segments.payloads import Payloads
 from persistkv_lmdb.segments.segment_files import DIRECTORY as SEGMENT_DIRECTORY

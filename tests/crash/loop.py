@@ -27,7 +27,7 @@ from persistkv.config import StoreUrl
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of
 from persistkv_lmdb import LmdbBackend
-from persistkv_lmdb.check import find_faults
+from persistkv_lmdb.recovery.check import find_faults
 from tests.crash.writer import IDENTITY, PINNED, make_pack
 
 CAPACITY = 8 << 20  # 8 MiB: full within the first round, so that most commits evict

@@ -20,8 +20,8 @@ from persistkv.errors import StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
-from persistkv_lmdb.check import find_faults
 from persistkv_lmdb.layout import Databases, Transaction
+from persistkv_lmdb.recovery.check import find_faults
 from persistkv_lmdb.segments.allocator import Space, read_extents
 
 FREE = 0

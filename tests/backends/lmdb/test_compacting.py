@@ -15,7 +15,7 @@ from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_lmdb import LmdbBackend
-from persistkv_lmdb.check import find_faults
+from persistkv_lmdb.recovery.check import find_faults
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from persistkv.config import StoreUrl
 from persistkv.storage.catalog import LOG_ENTRIES
 from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
 from persistkv_lmdb import LmdbBackend
-from persistkv_lmdb.check import find_faults
+from persistkv_lmdb.recovery.check import find_faults
 
 RAW_CLIENT = """
 import hashlib, os, struct, sys, lmdb

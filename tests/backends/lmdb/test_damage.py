@@ -16,8 +16,8 @@ from persistkv.errors import CorruptStoreError, StoreBusyError
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_lmdb import guard, inspection
-from persistkv_lmdb.inspection import Finding, Verdict, inspect
+from persistkv_lmdb.recovery import guard, inspection
+from persistkv_lmdb.recovery.inspection import Finding, Verdict, inspect
 
 DIES = """
 import os, signal, sys
@@ -135,7 +135,7 @@ def test_a_look_ends_with_the_process_that_asked():
     """A host that is killed while it opens a large store would leave one walk after the other."""
     looking = """
 import os, time
-from persistkv_lmdb.walk import end_with
+from persistkv_lmdb.recovery.walk import end_with
 end_with(os.getppid())
 print("looking", flush=True)
 time.sleep(600)
@@ -321,7 +321,7 @@ def test_how_the_child_ends(path, filled, monkeypatch, program, finding):
 def test_walk_never_imports_torch(path, filled):
     code = f"""
 import atexit, os, sys
-from persistkv_lmdb import walk
+from persistkv_lmdb.recovery import walk
 os._exit = lambda code: sys.exit("torch" in sys.modules)
 walk.main({str(path)!r}, os.getppid())
 """

@@ -31,8 +31,6 @@ from persistkv.storage.catalog.records import (
 )
 from persistkv.storage.manifest import decode_manifest, decode_manifest_keys
 from persistkv.storage.pack import ID_BYTES
-from persistkv_lmdb.check import space_faults
-from persistkv_lmdb.inspection import Verdict
 from persistkv_lmdb.layout import (
     DATA_FILE,
     Databases,
@@ -43,6 +41,8 @@ from persistkv_lmdb.layout import (
     rows,
 )
 from persistkv_lmdb.options import LmdbOptions
+from persistkv_lmdb.recovery.check import space_faults
+from persistkv_lmdb.recovery.inspection import Verdict
 
 
 class _DamageError(Exception):

@@ -26,7 +26,9 @@ logger = logging.getLogger(__name__)
 _LEAST_CPU_S = 60
 _BYTES_A_SECOND = 50_000_000  # of processor time: far fewer than the walk gets through, a few of each MiB
 _PATIENCE = 20  # times that, by the clock: a slow disk is no damage
-_PROGRAM = "import sys; sys.path[:] = {path!r}; from persistkv_lmdb.walk import main; main({directory!r}, {parent})"
+_PROGRAM = (
+    "import sys; sys.path[:] = {path!r}; from persistkv_lmdb.recovery.walk import main; main({directory!r}, {parent})"
+)
 _DEATHS_BY_DAMAGE = frozenset(
     {signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGXCPU}
 )

@@ -37,11 +37,11 @@ from persistkv.storage.backend import (
 from persistkv.storage.catalog import CatalogBackend, Rows
 from persistkv.storage.catalog.backend import check_batch
 from persistkv.storage.identity import Identity
-from persistkv_lmdb import sharing
 from persistkv_lmdb.committing import Committing
 from persistkv_lmdb.compacting import Compactor
-from persistkv_lmdb.environment import STORE_DIRECTORIES, STORE_FILES, Environment
-from persistkv_lmdb.errors import met_the_maps_end, translated_at_open
+from persistkv_lmdb.environment import registry
+from persistkv_lmdb.environment.environment import STORE_DIRECTORIES, STORE_FILES, Environment
+from persistkv_lmdb.environment.errors import met_the_maps_end, translated_at_open
 from persistkv_lmdb.layout import (
     read_policy,
     used_bytes,
@@ -78,7 +78,7 @@ class LmdbBackend(CatalogBackend):
         path = _store_path(url.location)
         _prepare_directory(path, read_only)
         backend = cls(
-            sharing.acquire(path, options.policy, read_only=read_only), read_only=read_only, reads=options.reads
+            registry.acquire(path, options.policy, read_only=read_only), read_only=read_only, reads=options.reads
         )
         if not read_only and (differences := backend.policy().contradictions(options.given)):
             logger.warning(
@@ -202,7 +202,7 @@ class LmdbBackend(CatalogBackend):
     def close(self) -> None:
         if self._shared is not None:
             shared, self._shared = self._shared, None
-            sharing.release(shared)
+            registry.release(shared)
 
     @property
     def _environment(self) -> Environment:

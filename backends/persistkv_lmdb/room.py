@@ -10,7 +10,7 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.storage.catalog.pieces import page_bytes
 from persistkv.storage.catalog.transaction import payload_bound, rows_bound
 from persistkv.storage.pack_writer import PackWriter
-from persistkv_lmdb.environment import Environment
+from persistkv_lmdb.environment.environment import Environment
 from persistkv_lmdb.layout import Transaction, used_bytes
 from persistkv_lmdb.options import Placement
 from persistkv_lmdb.segments.allocator import read_extents, recorded_bytes

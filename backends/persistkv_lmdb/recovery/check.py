@@ -12,7 +12,7 @@ from itertools import groupby, pairwise
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptStoreError
 from persistkv.storage.catalog.records import NamespaceState, pack_table
-from persistkv_lmdb.environment import Environment
+from persistkv_lmdb.environment.environment import Environment
 from persistkv_lmdb.layout import Transaction, rows
 from persistkv_lmdb.segments.allocator import Extent, Space, decode_extents
 

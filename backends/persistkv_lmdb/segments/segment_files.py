@@ -25,7 +25,7 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreError
 from persistkv.storage.codec import Buffer
 from persistkv.storage.executor import thread_pool
-from persistkv_lmdb.errors import translated_io
+from persistkv_lmdb.environment.errors import translated_io
 from persistkv_lmdb.regular_files import open_directory, open_regular
 from persistkv_lmdb.segments.allocator import Extent
 from persistkv_lmdb.segments.page_cache import is_cached

@@ -173,7 +173,7 @@ for read_only in (True, False):
 
 
 def test_a_store_whose_end_was_never_written_is_no_damage(open_store, path, filled, monkeypatch):
-    monkeypatch.setattr("persistkv_lmdb.opening.is_cut_short", lambda _: True)
+    monkeypatch.setattr("persistkv_lmdb.environment.opening.is_cut_short", lambda _: True)
     assert len(list(open_store().namespaces())) == 1
 
 
@@ -256,7 +256,8 @@ def test_open_after_deaths_while_opening_keeps_content(open_store, path, filled)
     dies = """
 import os, signal, sys
 from persistkv.config import StoreUrl
-from persistkv_lmdb import LmdbBackend, opening
+from persistkv_lmdb import LmdbBackend
+from persistkv_lmdb.environment import opening
 opening.open_databases = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
 """

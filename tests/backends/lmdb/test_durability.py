@@ -15,7 +15,8 @@ from persistkv.errors import CorruptStoreError, StoreError, StoreFullError, Stor
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
-from persistkv_lmdb import environment, opening, syncs
+from persistkv_lmdb import syncs
+from persistkv_lmdb.environment import environment, opening
 from persistkv_lmdb.recovery import guard
 from persistkv_lmdb.recovery.inspection import Verdict, inspect
 from persistkv_lmdb.segments import segment_files, vectored_io

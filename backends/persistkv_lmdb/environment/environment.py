@@ -23,8 +23,11 @@ from persistkv.errors import StoreBusyError, StoreError, StoreFullError
 from persistkv.storage.backend import Policy
 from persistkv.storage.catalog.records import read_clock, write_clock
 from persistkv.storage.pack import align
-from persistkv_lmdb.errors import free_disk_bytes, translated, translated_at_open
-from persistkv_lmdb.gate import Gate
+from persistkv_lmdb.environment.errors import free_disk_bytes, translated, translated_at_open
+from persistkv_lmdb.environment.opening import open_environment
+from persistkv_lmdb.environment.rwlock import Gate
+from persistkv_lmdb.environment.snapshots import Snapshots
+from persistkv_lmdb.environment.writer_lock import FILE_NAME as WRITER_LOCK_FILE
 from persistkv_lmdb.layout import (
     DATA_FILE,
     LOCK_FILE,
@@ -32,7 +35,6 @@ from persistkv_lmdb.layout import (
     write_placement,
     write_policy,
 )
-from persistkv_lmdb.opening import open_environment
 from persistkv_lmdb.options import Placement
 from persistkv_lmdb.recovery.guard import FILE_NAME as GUARD_FILE
 from persistkv_lmdb.recovery.guard import Guard
@@ -42,9 +44,7 @@ from persistkv_lmdb.segments.payloads import Payloads
 from persistkv_lmdb.segments.segment_files import DIRECTORY as SEGMENT_DIRECTORY
 from persistkv_lmdb.segments.segment_files import SegmentFiles
 from persistkv_lmdb.shares import LOCK_FILE_BYTES, Shares, read_shares, wanted_catalogue_bytes
-from persistkv_lmdb.snapshots import Snapshots
 from persistkv_lmdb.status_files import DIRECTORY as STATUS_DIRECTORY
-from persistkv_lmdb.writer_lock import FILE_NAME as WRITER_LOCK_FILE
 
 STORE_FILES = (DATA_FILE, LOCK_FILE, GUARD_FILE, WRITER_LOCK_FILE)
 STORE_DIRECTORIES = (SEGMENT_DIRECTORY, STATUS_DIRECTORY)

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from persistkv.errors import StoreBusyError
-from persistkv_lmdb.errors import translated_io
+from persistkv_lmdb.environment.errors import translated_io
 from persistkv_lmdb.regular_files import open_regular
 
 FILE_NAME = "writer.lock"

@@ -37,18 +37,18 @@ from persistkv.storage.backend import (
 from persistkv.storage.catalog import CatalogBackend, Rows
 from persistkv.storage.catalog.backend import check_batch
 from persistkv.storage.identity import Identity
-from persistkv_lmdb.committing import Committing
-from persistkv_lmdb.compacting import Compactor
+from persistkv_lmdb.commit import Committing
+from persistkv_lmdb.compaction import Compactor
 from persistkv_lmdb.environment import registry
 from persistkv_lmdb.environment.environment import STORE_DIRECTORIES, STORE_FILES, Environment
 from persistkv_lmdb.environment.errors import met_the_maps_end, translated_at_open
+from persistkv_lmdb.files import check_store
 from persistkv_lmdb.layout import (
     read_policy,
     used_bytes,
 )
 from persistkv_lmdb.options import LmdbOptions, Placement, Reads, check_policy
 from persistkv_lmdb.recovery.quarantine import delete_quarantined, quarantined
-from persistkv_lmdb.regular_files import check_store
 from persistkv_lmdb.segments.allocator import Space, first_place
 from persistkv_lmdb.segments.payloads import read_payload, scan_payloads
 from persistkv_lmdb.status_files import read_statuses, remove_status, write_status

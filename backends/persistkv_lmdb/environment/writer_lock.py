@@ -21,7 +21,7 @@ from pathlib import Path
 
 from persistkv.errors import StoreBusyError
 from persistkv_lmdb.environment.errors import translated_io
-from persistkv_lmdb.regular_files import open_regular
+from persistkv_lmdb.files import open_regular
 
 FILE_NAME = "writer.lock"
 PATIENCE_S = 10.0

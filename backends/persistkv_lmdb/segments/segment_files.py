@@ -26,7 +26,7 @@ from persistkv.errors import StoreError
 from persistkv.storage.codec import Buffer
 from persistkv.storage.executor import thread_pool
 from persistkv_lmdb.environment.errors import translated_io
-from persistkv_lmdb.regular_files import open_directory, open_regular
+from persistkv_lmdb.files import open_directory, open_regular
 from persistkv_lmdb.segments.allocator import Extent
 from persistkv_lmdb.segments.page_cache import is_cached
 from persistkv_lmdb.segments.runs import Piece, Run, neighbours_of, placed_pieces, runs_of

@@ -16,10 +16,10 @@ from persistkv.storage.backend import CommitBatch, CommitResult
 from persistkv.storage.catalog import CatalogTransaction, Evicted
 from persistkv.storage.catalog.transaction import kept_names
 from persistkv.storage.pack import PackTable
+from persistkv_lmdb.capacity import Amount, Goal, Room
 from persistkv_lmdb.environment.environment import Environment
 from persistkv_lmdb.environment.errors import met_the_maps_end
 from persistkv_lmdb.layout import Transaction, read_ttl
-from persistkv_lmdb.room import Amount, Goal, Room
 from persistkv_lmdb.segments.payloads import Payloads
 
 _EVICTED_AT_ONCE = 512

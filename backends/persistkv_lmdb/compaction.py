@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from persistkv.errors import StoreFullError
 from persistkv.storage.backend import CompactProgress
 from persistkv.storage.catalog.records import pack_table
+from persistkv_lmdb.capacity import Amount, Room
 from persistkv_lmdb.environment.environment import Environment
 from persistkv_lmdb.layout import rows
-from persistkv_lmdb.room import Amount, Room
 from persistkv_lmdb.segments.allocator import read_extents
 
 _STEP_BYTES = 16 << 20  # 16 MiB: what a transaction moves, tens of milliseconds

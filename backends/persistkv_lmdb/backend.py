@@ -42,7 +42,7 @@ from persistkv_lmdb.compaction import Compactor
 from persistkv_lmdb.environment import registry
 from persistkv_lmdb.environment.environment import STORE_DIRECTORIES, STORE_FILES, Environment
 from persistkv_lmdb.environment.errors import met_the_maps_end, translated_at_open
-from persistkv_lmdb.files import check_store
+from persistkv_lmdb.files import check_store, sync_directory
 from persistkv_lmdb.layout import (
     read_policy,
     used_bytes,
@@ -52,7 +52,6 @@ from persistkv_lmdb.recovery.quarantine import delete_quarantined, quarantined
 from persistkv_lmdb.segments.allocator import Space, first_place
 from persistkv_lmdb.segments.payloads import read_payload, scan_payloads
 from persistkv_lmdb.status_files import read_statuses, remove_status, write_status
-from persistkv_lmdb.syncs import sync_directory
 
 logger = logging.getLogger(__name__)
 

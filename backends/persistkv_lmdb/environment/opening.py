@@ -11,9 +11,9 @@ from persistkv.errors import CorruptStoreError
 from persistkv.storage.backend import Policy
 from persistkv_lmdb.environment.errors import translated_at_open
 from persistkv_lmdb.environment.reader_table import MAX_READERS, open_with_reader
+from persistkv_lmdb.files import sync_directory
 from persistkv_lmdb.layout import DATA_FILE, Databases, open_databases
 from persistkv_lmdb.recovery.inspection import DAMAGE, inspect, is_cut_short
-from persistkv_lmdb.syncs import sync_directory
 
 
 class Opened(NamedTuple):

@@ -32,11 +32,10 @@ from pathlib import Path
 from persistkv.errors import CorruptStoreError, StoreBusyError, StoreError
 from persistkv_lmdb.environment.errors import translated_at_open
 from persistkv_lmdb.environment.writer_lock import WriterLock
-from persistkv_lmdb.files import open_regular
+from persistkv_lmdb.files import open_regular, sync_directory, write_again
 from persistkv_lmdb.layout import DATA_FILE
 from persistkv_lmdb.recovery.inspection import DAMAGE, inspect, meta_bytes
 from persistkv_lmdb.recovery.quarantine import quarantine
-from persistkv_lmdb.syncs import sync_directory, write_again
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from persistkv.errors import CorruptStoreError
+from persistkv_lmdb.files import write_durably
 from persistkv_lmdb.layout import DATA_FILE
-from persistkv_lmdb.syncs import write_durably
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from persistkv.errors import CorruptStoreError, StoreError, StoreFullError, Stor
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
-from persistkv_lmdb import syncs
+from persistkv_lmdb import files
 from persistkv_lmdb.environment import environment, opening
 from persistkv_lmdb.recovery import guard
 from persistkv_lmdb.recovery.inspection import Verdict, inspect
@@ -124,7 +124,7 @@ def forgetful(monkeypatch):
             written.extend(range(offset // mmap.PAGESIZE, (offset + done) // mmap.PAGESIZE))
         return done
 
-    monkeypatch.setattr(syncs.os, "fsync", sync)
+    monkeypatch.setattr(files.os, "fsync", sync)
     monkeypatch.setattr(vectored_io.os, "pwritev", write)
     return errors, lost
 

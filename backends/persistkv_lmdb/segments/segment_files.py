@@ -15,7 +15,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,17 +28,14 @@ from persistkv.storage.executor import thread_pool
 from persistkv_lmdb.environment.errors import translated_io
 from persistkv_lmdb.files import open_directory, open_regular
 from persistkv_lmdb.segments.allocator import Extent
-from persistkv_lmdb.segments.page_cache import is_cached
-from persistkv_lmdb.segments.runs import Piece, Run, neighbours_of, placed_pieces, runs_of
 from persistkv_lmdb.segments.vectored_io import (
     Bounce,
     behind,
     front,
     is_aligned,
+    is_cached,
     read_all,
-    read_direct,
     write_all,
-    write_direct,
 )
 
 logger = logging.getLogger(__name__)
@@ -47,6 +44,23 @@ DIRECTORY = "segments"
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _WRITES_AT_ONCE = 3  # the disk is to find the next ones when one has ended: it may tell of all of them at once
 _THREAD_BYTES = 1 << 20  # 1 MiB: what is shorter is written before another thread would have woken up
+
+
+class Run(NamedTuple):
+    """Consecutive bytes of one file."""
+
+    segment: int
+    offset: int
+    length: int
+
+
+class Piece(NamedTuple):
+    """A part of what is asked for that lies side by side in one file."""
+
+    number: int
+    """Of its payload, in a scan."""
+    run: Run
+    buffers: Sequence[memoryview]
 
 
 class _Descriptors(NamedTuple):
@@ -170,7 +184,9 @@ class SegmentFiles:
                 os.fdatasync(self._descriptors(segment).buffered)
             self._touched.clear()
             if self._unnamed:
-                self._sync_names()
+                os.fsync(self._store)
+                with self._directory() as directory:
+                    os.fsync(directory)
                 self._unnamed = False
 
     def read(
@@ -181,20 +197,13 @@ class SegmentFiles:
         :param cached: through the page cache, whatever it holds.
         :raises StoreError: the disk failed.
         """
-        rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
-        length = sum(map(len, rest))
+        filled = 0
         with translated_io(self._path):
-            for run in runs_of(extents, offset, length):
-                descriptors = self._found(run.segment)
-                if descriptors is None:
+            for piece in placed_pieces(0, extents, offset, buffers):
+                if not self._read(piece, cached=cached):
                     return False
-                direct = not cached and self._past_the_cache(descriptors, run)
-                if run.length == length:  # the usual case, which need not be cut
-                    return self._read(descriptors, run, rest, direct=direct)
-                if not self._read(descriptors, run, front(rest, run.length), direct=direct):
-                    return False
-                rest = behind(rest, run.length)
-        return not rest
+                filled += piece.run.length
+        return filled == sum(buffer.nbytes for buffer in buffers)
 
     def scan(self, wanted: Sequence[tuple[Sequence[Extent], int, Sequence[memoryview]]]) -> list[bool]:
         """As ``read`` for many payloads, each with its extents, offset and buffers: what lies side by side is read with
@@ -208,23 +217,23 @@ class SegmentFiles:
             for neighbours in neighbours_of(pieces):
                 whole = self._scan(neighbours)
                 for piece in neighbours:
-                    if whole or self._read_alone(piece):
+                    if whole or self._read(piece):
                         filled[piece.number] += piece.run.length
         return [count == sum(map(len, buffers)) for count, (_, _, buffers) in zip(filled, wanted, strict=True)]
 
-    def _read_alone(self, piece: Piece) -> bool:
-        descriptors = self._found(piece.run.segment)
-        if descriptors is None:
-            return False
-        direct = self._past_the_cache(descriptors, piece.run)
-        return self._read(descriptors, piece.run, piece.buffers, direct=direct)
-
     def _scan(self, neighbours: Sequence[Piece]) -> bool:
-        """Past the page cache; False: it is to be tried through it, one after the other."""
+        """Read past the page cache with one call; False: read the pieces one after the other instead."""
         first = neighbours[0].run
         buffers = [buffer for piece in neighbours for buffer in piece.buffers]
         descriptors = self._found(first.segment)
-        return descriptors is not None and self._try_direct(read_direct, descriptors, buffers, first.offset)
+        if descriptors is None or descriptors.direct is None or not self._direct:
+            return False
+        try:
+            return read_all(descriptors.direct, buffers, first.offset, PAGE_BYTES)
+        except OSError as error:
+            if not self._is_refusal(error, buffers):
+                raise
+            return False
 
     def lengths(self) -> dict[int, int]:
         """Bytes of each file that the file system gives: holes left out, and what it reserves behind the end."""
@@ -259,43 +268,50 @@ class SegmentFiles:
 
     def _write(self, run: Run, buffers: Sequence[memoryview]) -> None:
         descriptors = self._descriptors(run.segment)
-        if not self._try_direct(write_direct, descriptors, buffers, run.offset):
-            write_all(descriptors.buffered, buffers, run.offset)
+        if descriptors.direct is not None and self._direct:
+            try:
+                write_all(descriptors.direct, buffers, run.offset, PAGE_BYTES)
+                return
+            except OSError as error:
+                if not self._is_refusal(error, buffers):
+                    raise
+        write_all(descriptors.buffered, buffers, run.offset)
 
-    def _read(self, descriptors: _Descriptors, run: Run, buffers: Sequence[memoryview], *, direct: bool) -> bool:
-        """Fill buffers; False: the file ends before.
+    def _read(self, piece: Piece, *, cached: bool = False) -> bool:
+        """Fill a piece's buffers, past the page cache where that can be; False: the file was lost, or ends before.
 
-        :param direct: past the page cache, straight into rows, where that can be.
+        A file that ends within them may hold more than an aligned read gave: it is then read through the page cache.
         """
-        if direct and self._try_direct(read_direct, descriptors, buffers, run.offset):
-            return True
-        return read_all(descriptors.buffered, buffers, run.offset)
+        run = piece.run
+        descriptors = self._found(run.segment)
+        if descriptors is None:
+            return False
+        direct = None if cached else self._direct_fd(descriptors, run)
+        if direct is not None:
+            try:
+                if read_all(direct, piece.buffers, run.offset, PAGE_BYTES):
+                    return True
+            except OSError as error:
+                if not self._is_refusal(error, piece.buffers):
+                    raise
+        return read_all(descriptors.buffered, piece.buffers, run.offset)
 
-    def _past_the_cache(self, descriptors: _Descriptors, run: Run) -> bool:
-        """Whether a read is to try that: it may, is of whole pages, and not all of them are in the page cache."""
+    def _direct_fd(self, descriptors: _Descriptors, run: Run) -> int | None:
+        """The descriptor for O_DIRECT; None: it is refused, the run is not of whole pages, or all of it is cached."""
         if descriptors.direct is None or not self._direct or run.length % PAGE_BYTES:
-            return False
-        return not is_cached(descriptors.buffered, run.offset, run.length)
+            return None
+        return None if is_cached(descriptors.buffered, run.offset, run.length) else descriptors.direct
 
-    def _try_direct(
-        self,
-        transfer: Callable[[int, Sequence[memoryview], int], bool],
-        descriptors: _Descriptors,
-        buffers: Sequence[memoryview],
-        offset: int,
-    ) -> bool:
-        """Past the page cache; False: it cannot be, with these buffers or at all, or not to the end."""
-        if descriptors.direct is None or not self._direct:
+    def _is_refusal(self, error: OSError, buffers: Sequence[memoryview]) -> bool:
+        """Whether O_DIRECT was refused. It is given up where aligned buffers were: to check them before each transfer
+        would take longer.
+        """
+        if error.errno not in _NO_DIRECT:
             return False
-        try:
-            return transfer(descriptors.direct, buffers, offset)
-        except OSError as error:
-            if error.errno not in _NO_DIRECT:
-                raise
-            if is_aligned(buffers):  # else it is no wonder; to ask before would take longer
-                self._direct = False
-                logger.info("%s: O_DIRECT is refused (%s); payloads go through the page cache", self._path, error)
-            return False
+        if is_aligned(buffers):
+            self._direct = False
+            logger.info("%s: O_DIRECT is refused (%s); payloads go through the page cache", self._path, error)
+        return True
 
     def _found(self, segment: int) -> _Descriptors | None:
         """Of a file that is to be read; None: it was lost."""
@@ -343,11 +359,6 @@ class SegmentFiles:
         finally:
             os.close(descriptor)
 
-    def _sync_names(self) -> None:
-        os.fsync(self._store)
-        with self._directory() as directory:
-            os.fsync(directory)
-
     def _there(self) -> list[int]:
         """Numbers of the files that are there."""
         try:
@@ -356,3 +367,46 @@ class SegmentFiles:
         except FileNotFoundError:
             return []
         return [int(name[:8]) for name in names if name[8:] == ".seg" and name[:8].isdecimal()]
+
+
+def runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[Run]:
+    """Where a part of a payload lies, as far as it lies anywhere."""
+    for extent in extents:
+        size = extent.pages * PAGE_BYTES
+        if length and offset < size:
+            count = min(length, size - offset)
+            yield Run(extent.segment, extent.page * PAGE_BYTES + offset, count)
+            length -= count
+            offset = size
+        offset -= size
+
+
+def placed_pieces(
+    number: int, extents: Sequence[Extent], offset: int, buffers: Sequence[memoryview]
+) -> Iterator[Piece]:
+    """What is to be read of a payload from ``offset`` on, as far as it lies anywhere.
+
+    :param number: of the payload.
+    """
+    rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
+    length = sum(map(len, rest))
+    for run in runs_of(extents, offset, length):
+        if run.length == length:  # the usual case, which need not be cut
+            yield Piece(number, run, rest)
+            return
+        yield Piece(number, run, front(rest, run.length))
+        rest = behind(rest, run.length)
+
+
+def neighbours_of(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Those that lie side by side, as far as they stand in that order."""
+    together: list[Piece] = []
+    end = (-1, 0)
+    for piece in pieces:
+        if together and (piece.run.segment, piece.run.offset) != end:
+            yield together
+            together = []
+        together.append(piece)
+        end = (piece.run.segment, piece.run.offset + piece.run.length)
+    if together:
+        yield together

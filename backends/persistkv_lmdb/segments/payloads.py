@@ -6,12 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreFullError
-from persistkv.storage.backend import ReadSpan
-from persistkv.storage.catalog.pieces import RowPayloads, read_pieces
+from persistkv.storage.catalog.pieces import RowPayloads
 from persistkv.storage.codec import Buffer
 from persistkv_lmdb.layout import Transaction
 from persistkv_lmdb.options import Placement
@@ -27,73 +26,6 @@ _LARGE_BYTES = 16 << 20  # 16 MiB
 _LEAST_STEP_BYTES = 1 << 16  # 64 KiB: where all that there may be is less than 16 MiB
 
 
-class ExtentPayloads:
-    """Payloads in extents.
-
-    :param limit: bytes that all segments may have.
-    """
-
-    def __init__(self, space: Space, files: SegmentFiles, limit: int) -> None:
-        self._space = space
-        self._files = files
-        self._limit = limit
-
-    def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
-        """See ``persistkv.storage.catalog.Payloads``."""
-        pages = pages_of(at_most)
-        if pages > self._space.largest():
-            self._grow(pages)
-        if pages > self._space.free:
-            raise StoreFullError(
-                f"{at_most} bytes of payload: {self._space.free * PAGE_BYTES} are free in the segments"
-            )
-        taken = self._space.take(pages)
-        written = pages_of(self._files.write(taken, stream))
-        kept = []
-        for extent in taken:
-            count = min(extent.pages, written)
-            written -= count
-            if count:
-                kept.append(extent._replace(pages=count))
-            if count < extent.pages:
-                self._space.untake([extent._replace(page=extent.page + count, pages=extent.pages - count)])
-        self._space.publish(name, kept)
-
-    def _grow(self, pages: int) -> None:
-        """Make room for so many pages side by side, or less where the limit or the disk says so."""
-        most = self._limit // PAGE_BYTES
-        full = max(_SEGMENT_BYTES // PAGE_BYTES, -(-most // _MOST_SEGMENTS))
-        wanted = min(max(self._step(most, pages), pages), most - self._space.total)
-        while wanted > 0:
-            segment, held = self._with_room(full)
-            count = min(wanted, full - held)
-            try:
-                self._files.grow(segment, held, held + count)
-            except StoreFullError:
-                if pages > self._space.free:
-                    raise
-                return
-            self._space.resize(segment, held, held + count)
-            wanted -= count
-
-    def _step(self, most: int, pages: int) -> int:
-        """Pages: few in a store that holds little, so that it takes little more than it holds.
-
-        Four times what a large pack takes: the next ones will be large, too, and a commit that grows a file takes half
-        a millisecond longer, whatever the step.
-        """
-        least, largest = (number // PAGE_BYTES for number in _STEP_BYTES)
-        ahead = 4 * pages if pages * PAGE_BYTES >= _LARGE_BYTES else 0
-        step = min(max(self._space.total // _STEPS, least, ahead), largest, most // _STEPS)
-        return max(step, _LEAST_STEP_BYTES // PAGE_BYTES)
-
-    def _with_room(self, full: int) -> tuple[int, int]:
-        """The first segment that is not full, and its pages: one that was cut grows again before there are new ones."""
-        segments = self._space.segments()
-        number = next((number for number, held in segments.items() if held < full), max(segments, default=-1) + 1)
-        return number, segments.get(number, 0)
-
-
 class Payloads:
     """The payloads of one write transaction."""
 
@@ -106,11 +38,29 @@ class Payloads:
         self._transaction = transaction
         self._files = files
         self._inline = RowPayloads(transaction.rows)
-        self._extents = None if placement is Placement.INLINE else ExtentPayloads(self.space, files, limit)
+        self._is_inline = placement is Placement.INLINE
 
     def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
         """See ``persistkv.storage.catalog.Payloads``."""
-        (self._extents or self._inline).write(name, stream, at_most)
+        if self._is_inline:
+            self._inline.write(name, stream, at_most)
+            return
+        pages = pages_of(at_most)
+        if pages > self.space.largest():
+            self._grow(pages)
+        if pages > self.space.free:
+            raise StoreFullError(f"{at_most} bytes of payload: {self.space.free * PAGE_BYTES} are free in the segments")
+        taken = self.space.take(pages)
+        written = pages_of(self._files.write(taken, stream))
+        kept = []
+        for extent in taken:
+            count = min(extent.pages, written)
+            written -= count
+            if count:
+                kept.append(extent._replace(pages=count))
+            if count < extent.pages:
+                self.space.untake([extent._replace(page=extent.page + count, pages=extent.pages - count)])
+        self.space.publish(name, kept)
 
     def delete(self, name: bytes, length: int) -> None:
         """Delete a pack's payload, wherever it lies.
@@ -157,32 +107,36 @@ class Payloads:
         self.space.finish()
         self._files.sync()
 
+    def _grow(self, pages: int) -> None:
+        """Make room for so many pages side by side, or less where the limit or the disk says so."""
+        most = self.limit // PAGE_BYTES
+        full = max(_SEGMENT_BYTES // PAGE_BYTES, -(-most // _MOST_SEGMENTS))
+        wanted = min(max(self._step(most, pages), pages), most - self.space.total)
+        while wanted > 0:
+            segment, held = self._with_room(full)
+            count = min(wanted, full - held)
+            try:
+                self._files.grow(segment, held, held + count)
+            except StoreFullError:
+                if pages > self.space.free:
+                    raise
+                return
+            self.space.resize(segment, held, held + count)
+            wanted -= count
 
-def read_payload(
-    transaction: Transaction,
-    files: SegmentFiles,
-    name: bytes,
-    span: ReadSpan,
-    *,
-    cached: bool = False,
-) -> bool:
-    """Fill a span's buffers, from wherever the payload lies; False: not all of that is there.
+    def _step(self, most: int, pages: int) -> int:
+        """Pages: few in a store that holds little, so that it takes little more than it holds.
 
-    :param cached: through the page cache, whatever it holds.
-    """
-    extents = read_extents(transaction, name)
-    if extents is None:
-        return read_pieces(transaction.rows, name, span.offset, span.buffers)
-    return files.read(extents, span.offset, span.buffers, cached=cached)
+        Four times what a large pack takes: the next ones will be large, too, and a commit that grows a file takes half
+        a millisecond longer, whatever the step.
+        """
+        least, largest = (number // PAGE_BYTES for number in _STEP_BYTES)
+        ahead = 4 * pages if pages * PAGE_BYTES >= _LARGE_BYTES else 0
+        step = min(max(self.space.total // _STEPS, least, ahead), largest, most // _STEPS)
+        return max(step, _LEAST_STEP_BYTES // PAGE_BYTES)
 
-
-def scan_payloads(
-    transaction: Transaction, files: SegmentFiles, names: Sequence[bytes], spans: Sequence[ReadSpan]
-) -> list[bool]:
-    """The same for many, each at its ``offset`` into its ``buffers``, past the page cache where it lies in segments."""
-    places = [read_extents(transaction, name) for name in names]
-    scanned = iter(files.scan([(at, span.offset, span.buffers) for at, span in zip(places, spans, strict=True) if at]))
-    return [
-        next(scanned) if at else at is None and read_pieces(transaction.rows, name, span.offset, span.buffers)
-        for at, name, span in zip(places, names, spans, strict=True)
-    ]
+    def _with_room(self, full: int) -> tuple[int, int]:
+        """The first segment that is not full, and its pages: one that was cut grows again before there are new ones."""
+        segments = self.space.segments()
+        number = next((number for number, held in segments.items() if held < full), max(segments, default=-1) + 1)
+        return number, segments.get(number, 0)

@@ -15,7 +15,6 @@ from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_lmdb import LmdbBackend
-from persistkv_lmdb.recovery.check import find_faults
 
 
 @pytest.fixture
@@ -42,7 +41,7 @@ def fill(backend, namespace, seeds):
 
 
 def check(backend, namespace, packs):
-    assert find_faults(backend._environment) == []
+    assert backend.find_faults() == []
     check_totals(backend)
     assert set(tables(backend, namespace)) == {pack.pack_id for pack in packs}
     for pack in packs:

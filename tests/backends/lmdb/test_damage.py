@@ -356,7 +356,7 @@ def test_rows_that_do_not_read(open_store, path, filled, identity, database, row
     change_rows(path, database, row)
     assert inspect(path).verdict is verdict
     before = open_store()
-    before._environment._guard.suspect()
+    before.environment._guard.suspect()
     before.close()
     backend = open_store()
     assert len(moved_aside(path)) == (verdict is Verdict.DAMAGED)

@@ -31,7 +31,7 @@ from persistkv_lmdb import LmdbBackend
 backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
 namespace = bytes.fromhex(sys.argv[2])
 backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
-backend._environment._end_commit = lambda write: os.kill(os.getpid(), signal.SIGKILL)
+backend.environment._end_commit = lambda write: os.kill(os.getpid(), signal.SIGKILL)
 backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
 """
 
@@ -164,7 +164,7 @@ def test_store_that_the_disk_does_not_take_is_kept_and_opens_later(open_store, b
 
 
 def test_handle_recovers_from_a_failed_meta_page(backend, namespace):
-    shared = backend._environment
+    shared = backend.environment
     shared._env = PanickingOnce(shared._env)
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert backend.stats().packs == 1
@@ -186,7 +186,7 @@ def forge_a_commit(shared, ahead=1):
 
 def test_commit_that_nobody_knows_of_is_taken_back(backend, namespace, path):
     """Its meta page is in the file, and LMDB's table of who has it open tells of the one before."""
-    shared = backend._environment
+    shared = backend.environment
     held = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([held]))
     number = forge_a_commit(shared)
@@ -202,7 +202,7 @@ def test_commit_that_nobody_knows_of_is_taken_back(backend, namespace, path):
 @pytest.mark.parametrize("times", [1, 3])
 def test_what_is_taken_back_is_durable_before_anything_is_written(backend, namespace, path, forgetful, times):
     """The disk refuses it some times: the kernel then takes it for written, and LMDB would never ask again."""
-    shared = backend._environment
+    shared = backend.environment
     errors, lost = forgetful
     held = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([held]))
@@ -222,7 +222,7 @@ def test_what_is_taken_back_is_durable_before_anything_is_written(backend, names
 
 
 def test_a_full_disk_does_not_evict_for_what_is_taken_back(backend, namespace, monkeypatch):
-    shared = backend._environment
+    shared = backend.environment
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     forge_a_commit(shared)
 
@@ -238,7 +238,7 @@ def test_a_full_disk_does_not_evict_for_what_is_taken_back(backend, namespace, m
 
 
 def test_pages_of_other_transactions_are_not_taken_back(backend, namespace, path):
-    shared = backend._environment
+    shared = backend.environment
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     forge_a_commit(shared, ahead=3)
     before = (path / "data.mdb").read_bytes()[: 2 * mmap.PAGESIZE]
@@ -251,7 +251,7 @@ def test_pages_of_other_transactions_are_not_taken_back(backend, namespace, path
 def test_handle_that_cannot_be_opened_again_is_tried_again(backend, namespace, monkeypatch, times):
     held = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([held]))
-    shared = backend._environment
+    shared = backend.environment
     shared._env = PanickingOnce(shared._env)
     left = [True] * times
 
@@ -276,7 +276,7 @@ def test_handle_reads_while_what_it_failed_to_commit_cannot_be_made_durable(back
     errors, _ = forgetful
     held = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([held]))
-    shared = backend._environment
+    shared = backend.environment
     shared._guard.begin_commit()
     shared._env = PanickingOnce(shared._env)
     errors.append(True)
@@ -323,7 +323,7 @@ def test_file_is_published_only_once_its_name_is_durable(backend, namespace, pat
     with pytest.raises(StoreError):
         backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert list((path / "segments").iterdir())
-    backend._environment.files._unnamed = False  # as another process sees it
+    backend.environment.files._unnamed = False  # as another process sees it
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert str(path / "segments") in synced
 
@@ -334,7 +334,7 @@ def test_guard_that_cannot_be_written_costs_no_commit(backend, namespace, monkey
     def refuses(*_):
         raise full
 
-    monkeypatch.setattr(backend._environment._guard, "_write", refuses)
+    monkeypatch.setattr(backend.environment._guard, "_write", refuses)
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert len(tables(backend, namespace)) == 1
     backend.close()

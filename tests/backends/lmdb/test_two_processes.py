@@ -344,7 +344,7 @@ from persistkv.config import StoreUrl
 from persistkv.storage.backend import CommitBatch
 from persistkv_lmdb import LmdbBackend
 backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
-with backend._environment.transaction(write=True):
+with backend.environment.transaction(write=True):
     child = os.fork()
     if not child:
         os.write(1, b"forked\\n")
@@ -376,7 +376,7 @@ os._exit(0)
 
 def active_readers(backend):
     """Processes and threads that hold a snapshot."""
-    lines = backend._environment._env.readers().splitlines()[1:]
+    lines = backend.environment._env.readers().splitlines()[1:]
     return [line.split()[0] for line in lines if len(line.split()) == 3 and line.split()[2] != "-"]
 
 

@@ -40,9 +40,9 @@ from persistkv.storage.catalog.pieces import read_pieces
 from persistkv.storage.identity import Identity
 from persistkv_lmdb.commit import Committing
 from persistkv_lmdb.compaction import Compactor
-from persistkv_lmdb.environment import registry
 from persistkv_lmdb.environment.environment import STORE_DIRECTORIES, STORE_FILES, Environment
 from persistkv_lmdb.environment.errors import met_the_maps_end, translated_at_open
+from persistkv_lmdb.environment.registry import ENVIRONMENTS
 from persistkv_lmdb.files import check_store, sync_directory
 from persistkv_lmdb.layout import (
     read_policy,
@@ -88,7 +88,7 @@ class LmdbBackend(CatalogBackend):
         path = _store_path(url.location)
         _prepare_directory(path, read_only)
         backend = cls(
-            registry.acquire(path, options.policy, read_only=read_only), read_only=read_only, reads=options.reads
+            ENVIRONMENTS.acquire(path, options.policy, read_only=read_only), read_only=read_only, reads=options.reads
         )
         if not read_only and (differences := backend.policy().contradictions(options.given)):
             logger.warning(
@@ -227,7 +227,7 @@ class LmdbBackend(CatalogBackend):
     def close(self) -> None:
         if self._shared is not None:
             shared, self._shared = self._shared, None
-            registry.release(shared)
+            ENVIRONMENTS.release(shared)
 
 
 def _store_path(location: str) -> Path:

@@ -10,6 +10,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -25,9 +27,8 @@ from persistkv.storage.catalog.records import read_clock, write_clock
 from persistkv.storage.pack import align
 from persistkv_lmdb.environment.errors import free_disk_bytes, translated, translated_at_open
 from persistkv_lmdb.environment.opening import open_environment
-from persistkv_lmdb.environment.rwlock import Gate
-from persistkv_lmdb.environment.snapshots import Snapshots
 from persistkv_lmdb.environment.writer_lock import FILE_NAME as WRITER_LOCK_FILE
+from persistkv_lmdb.environment.writer_lock import WriterLock
 from persistkv_lmdb.layout import (
     DATA_FILE,
     LOCK_FILE,
@@ -51,6 +52,10 @@ STORE_DIRECTORIES = (SEGMENT_DIRECTORY, STATUS_DIRECTORY)
 _MIN_HEADROOM = 256 << 10  # 256 KiB
 _MAX_HEADROOM = 64 << 20  # 64 MiB
 _BEGIN_ATTEMPTS = 8
+_POLL_S = 0.002
+_COURTESY_S = 0.05
+"""Time that new transactions let a waiting remap go first: otherwise they could follow each other for ever. Bounded,
+because a thread inside may begin another transaction, and the remap waits for that thread."""
 _COMMITS = 16  # that are remembered: of many sizes, one in so many is larger than those before it, and waits for room
 
 
@@ -69,20 +74,26 @@ class Environment:
         self.process = os.getpid()
         self._freed = (0, 0)
         self._taken: deque[int] = deque(maxlen=_COMMITS)
-        self._gate = Gate()
-        self._snapshots = Snapshots()
+        self._map_lock = _MapLock()
+        self._stuck = 0
+        """A snapshot that was waited for in vain, and all before it."""
+        self._is_open = False
         self._fitted: Shares | None = None
         self._map_bytes = 0
         self._guard = None if read_only else Guard(path)
         self._policy = policy
         with ExitStack() as undone:  # where this fails, however far it came
             undone.callback(self._leave)
-            self._open_first(undone)
+            undone.callback(self._close_lmdb)  # the guard has its say after LMDB, and may fail in that
+            if self._guard is None:
+                self._open()
+            else:
+                self._guard.open(self._open)
             with translated_at_open(path):
                 self.files = SegmentFiles(path, read_only=read_only)
             undone.callback(self.files.close)
             if not read_only:
-                with self._guarded(write=False), translated(path):
+                with self._suspecting(), translated(path):
                     self._remap()
             undone.pop_all()
 
@@ -96,37 +107,28 @@ class Environment:
         """
         if self.process != os.getpid():
             raise StoreError(f"{self.path} was opened by process {self.process}; after a fork, open it anew")
-        with self._guarded(write), translated(self.path):
+        guard = self._guard if write else None
+        with self._suspecting(), nullcontext() if guard is None else guard.writing() as lock, translated(self.path):
             for _ in range(_BEGIN_ATTEMPTS):
-                with self._gate.entered():
-                    begun = self._begin(write)
+                with self._map_lock.shared():
+                    begun = self._begin(lock, write)
                     if isinstance(begun, lmdb.Transaction):
-                        with begun, self._settled(write):
-                            yield Transaction(begun, self._db)
-                            self._begin_commit(write)
-                        self._end_commit(write)
+                        with begun:
+                            try:
+                                yield Transaction(begun, self._db)
+                                if lock is not None:
+                                    lock.mark(begun=True)
+                            except BaseException:
+                                if write:  # the next transaction may take the extents that are being written
+                                    with suppress(Exception):
+                                        self.files.settle()
+                                raise
+                        if lock is not None:
+                            with suppress(StoreError):  # then the next transaction syncs what is durable
+                                lock.mark(begun=False)
                         return
                 begun()
         raise StoreError(f"{self.path}: no transaction could begin in {_BEGIN_ATTEMPTS} attempts")
-
-    @contextmanager
-    def _settled(self, write: bool) -> Iterator[None]:
-        """A transaction that is undone leaves no write to its extents on its way: the next one may take them."""
-        try:
-            yield
-        except BaseException:
-            if write:
-                with suppress(Exception):  # the transaction is undone, and why is known
-                    self.files.settle()
-            raise
-
-    def _begin_commit(self, write: bool) -> None:
-        if write and self._guard is not None:
-            self._guard.begin_commit()
-
-    def _end_commit(self, write: bool) -> None:
-        if write and self._guard is not None:
-            self._guard.end_commit()
 
     @property
     def _shares(self) -> Shares:
@@ -197,14 +199,33 @@ class Environment:
         payloads = Payloads(transaction, self.placement, self.files, self._segment_limit_bytes(transaction))
         self.files.fit(payloads.space.segments())  # a transaction may have been undone, of a process that is gone
         if payloads.space.aging:
-            payloads.space.ripen(self._snapshots.oldest(self._env, transaction.txn.id() - 1))
+            payloads.space.ripen(self._oldest_snapshot(transaction.txn.id() - 1))
         inline = self.placement is Placement.INLINE
         payloads.shrink(0 if inline else self.capacity - LOCK_FILE_BYTES - self._map_bytes)
         return payloads
 
     def wait_for_readers(self, number: int, timeout_s: float) -> bool:
-        """Wait until no snapshot is older than what transaction ``number`` made; False: some still are."""
-        return self._snapshots.wait(self._env, number, timeout_s)
+        """Wait until all snapshots see transaction ``number``; False: in vain. The same reader is waited for once."""
+        deadline = time.monotonic() + timeout_s
+        while (oldest := self._oldest_snapshot(number)) < number:
+            if oldest <= self._stuck or time.monotonic() > deadline:
+                self._stuck = max(self._stuck, oldest)
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def _oldest_snapshot(self, newest: int) -> int:
+        """The transaction that the oldest snapshot of any process sees last; ``newest`` where there is no reader."""
+        found = self._oldest_listed(newest)
+        if found < newest:
+            self._env.reader_check()  # forgets the readers of processes that died
+            found = self._oldest_listed(newest)
+        return found
+
+    def _oldest_listed(self, newest: int) -> int:
+        """LMDB's lines are process, thread and transaction; ``-`` where a reader is idle."""
+        numbers = [line.split()[-1] for line in self._env.readers().splitlines()[1:]]
+        return min([newest, *(int(number) for number in numbers if number.isdecimal())])
 
     def pending_bytes(self, transaction: Transaction) -> int:
         """What the transaction before this one freed: LMDB uses it again in the one after this."""
@@ -236,15 +257,15 @@ class Environment:
         """Open again for writing; the handles on it do not notice. Where that fails, it stays open for reading."""
         guard = Guard(self.path)
         try:
-            guard.open(partial(self._reopen_alone, False))
+            guard.open(partial(self._reopen, False))
         except BaseException:
             try:
                 if not self._env.flags()["readonly"]:  # the guard failed after it
-                    self._reopen_alone(self.read_only)
+                    self._reopen(self.read_only)
             finally:
                 guard.close()
             raise
-        with self._gate.alone():
+        with self._map_lock.exclusive():
             self.files.make_writable()
             self._guard, self.read_only = guard, False
 
@@ -261,7 +282,7 @@ class Environment:
     def close(self) -> None:
         """Release it; nobody may be inside. A fork leaves it to its parent."""
         if self.process == os.getpid():
-            self._env.close()
+            self._close_lmdb()
             self.files.close()
             self._leave()
 
@@ -275,50 +296,36 @@ class Environment:
             self._guard.close()
 
     @contextmanager
-    def _guarded(self, write: bool) -> Iterator[None]:
-        """Hold the lock for writing, where it is for that. What fails is looked at once all have closed it."""
-        if self._guard is None:
-            yield
-            return
+    def _suspecting(self) -> Iterator[None]:
+        """Have what fails looked at once all have closed it."""
         try:
-            with self._guard.writing() if write else nullcontext():
-                yield
+            yield
         except (StoreBusyError, StoreFullError):
             raise
         except StoreError:  # LMDB has many words for a damaged page
-            self._guard.suspect()
+            self.suspect()
             raise
 
-    def _open_first(self, undone: ExitStack) -> None:
-        """Open it, and let ``undone`` close it: the guard has its say after LMDB, and may fail in that."""
-
-        def opened() -> None:
-            self._open(self.read_only)
-            undone.callback(lambda: self._env.close())  # the one that it has by then
-
-        if self._guard is None:
-            opened()
-        else:
-            self._guard.open(opened)
-
-    def _open(self, read_only: bool) -> None:
+    def _open(self, read_only: bool | None = None) -> None:
+        read_only = self.read_only if read_only is None else read_only
         self._env, self.file_id, self._db = open_environment(self.path, self._policy, read_only=read_only)
         self._is_open = True
 
-    def _reopen_alone(self, read_only: bool) -> None:
-        with self._gate.alone():
-            self._reopen(read_only)
+    def _close_lmdb(self) -> None:
+        if self._is_open:
+            self._env.close()
+            self._is_open = False
 
     def _reopen(self, read_only: bool) -> None:
-        self._env.close()
-        self._is_open = False
-        try:
-            self._open(read_only)
-        except BaseException:
-            self._open(self.read_only)  # where that fails too, the next transaction tries again
+        with self._map_lock.exclusive():
+            self._close_lmdb()
+            try:
+                self._open(read_only)
+            except BaseException:
+                self._open()  # where that fails too, the next transaction tries again
+                self._fit_map()
+                raise
             self._fit_map()
-            raise
-        self._fit_map()
 
     def _fit_map(self) -> None:
         """Map as much as the capacity allows; where others have written more already, that and room to delete it."""
@@ -334,7 +341,7 @@ class Environment:
         """Bytes of ``data.mdb`` that LMDB has used once."""
         return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
 
-    def _begin(self, write: bool) -> lmdb.Transaction[memoryview] | Callable[[], None]:
+    def _begin(self, lock: WriterLock | None, write: bool) -> lmdb.Transaction[memoryview] | Callable[[], None]:
         """A transaction, or what is to be done, alone, before one can begin."""
         if not self._is_open:
             return self._revive
@@ -345,8 +352,8 @@ class Environment:
         except lmdb.PanicError:  # a page of LMDB's own could not be written: the files are right, the handle is not
             return self._revive
         try:
-            if write:
-                self._take_back(begun)
+            if lock is not None:
+                self._take_back(begun, lock)
             fits = not write or read_shares(Transaction(begun, self._db)) == self._fitted
         except BaseException:
             begun.abort()  # not when the error is forgotten: it holds the lock for writing
@@ -356,7 +363,7 @@ class Environment:
         begun.abort()
         return self._remap
 
-    def _take_back(self, begun: lmdb.Transaction[memoryview]) -> None:
+    def _take_back(self, begun: lmdb.Transaction[memoryview], lock: WriterLock) -> None:
         """Where a commit's last write failed, and LMDB's undoing of it too, the file has a snapshot of which those that
         have it open know nothing: they go on from the one before, over its pages. Whoever opens it later, or after a
         power loss, must not find it.
@@ -365,20 +372,55 @@ class Environment:
         """
         if self._env.info()["last_txnid"] < begun.id():
             return
-        self._begin_commit(True)
+        lock.mark(begun=True)
         try:
             disown(self.path, begun.id(), int(self._env.stat()["psize"]))
         except OSError as error:  # a full disk, too: to evict would not help
             raise StoreError(f"{self.path}: {error.strerror or error}") from error
-        self._end_commit(True)
+        with suppress(StoreError):
+            lock.mark(begun=False)
 
     def _remap(self) -> None:
-        with self._gate.alone():
+        with self._map_lock.exclusive():
             self._fit_map()
 
     def _revive(self) -> None:
         with nullcontext() if self._guard is None else self._guard.excluding_writers():
-            self._reopen_alone(self.read_only)
+            self._reopen(self.read_only)
+
+
+class _MapLock:
+    """Shared/exclusive lock: transactions share the memory map, and a remap excludes them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._wanted = 0
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Hold it shared for the length of the block."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._wanted, _COURTESY_S)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Hold it alone for the length of the block; not from within a shared one."""
+        with self._changed:
+            self._wanted += 1
+            try:
+                self._changed.wait_for(lambda: not self._inside)
+                yield
+            finally:
+                self._wanted -= 1
+                self._changed.notify_all()
 
 
 def _headroom_bytes(file: int) -> int:

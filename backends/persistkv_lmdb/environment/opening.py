@@ -1,19 +1,46 @@
-"""LMDB's environment of a store, as it is opened: what cannot be used is refused, and nothing of it stays open."""
+"""LMDB's environment of a store, as it is opened: what cannot be used is refused, and nothing of it stays open.
+
+LMDB's reader table identifies processes by PID, and PIDs repeat across PID namespaces (containers).
+
+LMDB takes a slot with its own PID for its own: it never checks whether the process that left it is dead. So a container
+that was killed during a read, and restarted with the same PID, would keep the snapshot of that read alive for ever, and
+commits would find no free pages. A process with another PID can tell, so a child process clears such slots before this
+process reads for the first time.
+
+A live process with the same PID in another PID namespace excludes this one: LMDB locks a byte at the offset of the PID.
+"""
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import lmdb
 
-from persistkv.errors import CorruptStoreError
+from persistkv.errors import CorruptStoreError, ProcessIdInUseError
 from persistkv.storage.backend import Policy
 from persistkv_lmdb.environment.errors import translated_at_open
-from persistkv_lmdb.environment.reader_table import MAX_READERS, open_with_reader
 from persistkv_lmdb.files import sync_directory
 from persistkv_lmdb.layout import DATA_FILE, Databases, open_databases
 from persistkv_lmdb.recovery.inspection import DAMAGE, inspect, is_cut_short
+
+logger = logging.getLogger(__name__)
+
+_MAX_READERS = 512
+_PATIENCE_S = 30.0
+_PROGRAM = """
+import sys
+sys.path[:] = {path!r}
+import lmdb
+with lmdb.open({store!r}, readonly=True, create=False, max_readers={readers}) as env:
+    env.reader_check()
+"""
 
 
 class Opened(NamedTuple):
@@ -39,7 +66,7 @@ def open_environment(path: Path, policy: Policy, *, read_only: bool) -> Opened:
         if is_cut_short(path) and (found := inspect(path)).verdict in DAMAGE:
             raise CorruptStoreError(f"{path}: {found.reason}")
         is_there = file_id(path) is not None
-        env = open_with_reader(
+        env = _open_with_reader(
             path,
             lambda: lmdb.open(
                 str(path),
@@ -48,7 +75,7 @@ def open_environment(path: Path, policy: Policy, *, read_only: bool) -> Opened:
                 mode=0o600,
                 create=False,
                 max_dbs=len(Databases._fields),
-                max_readers=MAX_READERS,
+                max_readers=_MAX_READERS,
                 max_spare_txns=0,  # a spare one keeps its reader's slot, also across a fork
             ),
         )
@@ -70,3 +97,54 @@ def file_id(path: Path) -> tuple[int, int] | None:
     except OSError:  # opening it says why
         return None
     return status.st_dev, status.st_ino
+
+
+def _open_with_reader(store: Path, open_it: Callable[[], lmdb.Environment]) -> lmdb.Environment:
+    """Open an environment, and leave no stale slot of this process's PID in it.
+
+    :param open_it: opens the environment; called a second time after stale slots were found.
+    :raises ProcessIdInUseError: a live process in another PID namespace has the same PID.
+    """
+    env = _opened(store, open_it)
+    if not _has_own_slot(env):
+        return env
+    env.close()  # with it goes the lock of this PID: the child sees whether another process holds it
+    _clear_from_child(store)
+    return _opened(store, open_it)
+
+
+def _opened(store: Path, open_it: Callable[[], lmdb.Environment]) -> lmdb.Environment:
+    try:
+        return open_it()
+    except lmdb.LockError as error:
+        if error.code != errno.EAGAIN:
+            raise
+        raise ProcessIdInUseError(
+            f"{store}: a process in another PID namespace (container) uses the store with the same PID {os.getpid()}; "
+            "start this process again to get another PID, or let the containers share one PID namespace"
+        ) from None
+
+
+def _has_own_slot(env: lmdb.Environment) -> bool:
+    """Whether the table names this process, which has not begun a transaction yet.
+
+    LMDB's listing has a header line, then one line per slot in use, which begins with the PID.
+    """
+    pid = str(os.getpid())
+    return any(line.split()[:1] == [pid] for line in env.readers().splitlines()[1:])
+
+
+def _clear_from_child(store: Path) -> None:
+    program = _PROGRAM.format(path=sys.path, store=str(store), readers=_MAX_READERS)
+    try:
+        subprocess.run(
+            [sys.executable, "-I", "-c", program],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            check=True,
+            timeout=_PATIENCE_S,
+        )
+        logger.warning("%s: cleared readers that an earlier process with PID %d left", store, os.getpid())
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("%s: stale readers with this process's PID could not be cleared: %s", store, error)

@@ -32,8 +32,8 @@ class _Slot:
         """Threads that hold the lock or wait for it."""
 
 
-class _Environments:
-    """The environments of this process."""
+class Environments:
+    """The environments of this process. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # never held over I/O
@@ -41,6 +41,10 @@ class _Environments:
         os.register_at_fork(after_in_child=self._forget)
 
     def acquire(self, path: Path, policy: Policy, *, read_only: bool) -> Environment:
+        """Return the process's environment of these files, opened if necessary; errors as in ``Environment``.
+
+        :raises StoreBusyError: another thread of this process has been opening it for too long.
+        """
         with translated_at_open(path):
             status = path.stat()
         with self._visited((status.st_dev, status.st_ino), path, guard.OPENING_PATIENCE_S) as slot:
@@ -55,6 +59,7 @@ class _Environments:
             return found
 
     def release(self, environment: Environment) -> None:
+        """Give back what ``acquire`` gave; the last one closes it."""
         with self._lock:
             found = [key for key, slot in self._slots.items() if environment in slot.environments]
         for key in found:  # one, or none in a fork
@@ -95,17 +100,4 @@ class _Environments:
 
 
 # State of the process, because what it stands for is: LMDB refuses to open an environment twice in one.
-_ENVIRONMENTS = _Environments()
-
-
-def acquire(path: Path, policy: Policy, *, read_only: bool) -> Environment:
-    """Return the process's environment of these files, opened if necessary; errors as in ``Environment``. Thread-safe.
-
-    :raises StoreBusyError: another thread of this process has been opening it for too long.
-    """
-    return _ENVIRONMENTS.acquire(path, policy, read_only=read_only)
-
-
-def release(environment: Environment) -> None:
-    """Give back what ``acquire`` gave; the last one closes it. Thread-safe."""
-    _ENVIRONMENTS.release(environment)
+ENVIRONMENTS = Environments()

@@ -15,7 +15,7 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -47,10 +47,13 @@ class WriterLock:
         self._fd = open_regular(self._file, _FLAGS)
 
     @contextmanager
-    def held(self, patience_s: float | None = None) -> Iterator[None]:
+    def held(
+        self, patience_s: float | None = None, *, recover: Callable[[], None] | None = None
+    ) -> Iterator[WriterLock]:
         """Hold it for the length of the block.
 
         :param patience_s: another bound on the wait than the lock's own.
+        :param recover: called first, if the last commit was interrupted; the block does not run where it raises.
         :raises StoreBusyError: somebody else holds it, for longer than the bound; the block does not run.
         :raises StoreError: it cannot be locked; the block does not run.
         """
@@ -65,7 +68,12 @@ class WriterLock:
                     self._lock(deadline, patience_s)
             self._depth += 1
             try:
-                yield
+                if recover is not None:
+                    with translated_io(self._file.parent):
+                        interrupted = os.pread(self._fd, 1, 0) == _BEGUN
+                    if interrupted:
+                        recover()
+                yield self
             finally:
                 self._depth -= 1
                 if not self._depth:

@@ -25,8 +25,8 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from persistkv.errors import CorruptStoreError, StoreBusyError, StoreError
@@ -90,42 +90,29 @@ class Guard:
                 self._open_alone(opened)
                 self._writer_lock.mark(begun=False)
             else:
-                self._recover()
+                if self._writer_lock.interrupted:
+                    self._recover()
                 opened()
             self._share()
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """The lock for writing, for the length of the block.
+    def writing(self) -> AbstractContextManager[WriterLock]:
+        """The lock for writing, for the length of the block, which marks in it that it commits.
 
         :raises StoreBusyError: another process holds it for too long; the block does not run.
         :raises StoreError: what a commit left that did not end cannot be made durable; the block does not run, and the
             next one tries again.
         """
-        with self._writer_lock.held():
-            self._recover()
-            yield
+        return self._writer_lock.held(recover=self._recover)
 
-    def excluding_writers(self) -> AbstractContextManager[None]:
+    def excluding_writers(self) -> AbstractContextManager[WriterLock]:
         """The same for a block that writes nothing: what a commit left that did not end stays as it is.
 
         :raises StoreBusyError: another process holds it for too long; the block does not run.
         """
         return self._writer_lock.held()
 
-    def begin_commit(self) -> None:
-        """LMDB is to be asked to commit: if this process is killed in there, or it fails, the next one finds out."""
-        self._writer_lock.mark(begun=True)
-
-    def end_commit(self) -> None:
-        """It is durable. Where that cannot be said, the next transaction syncs what is durable."""
-        with suppress(StoreError):
-            self._writer_lock.mark(begun=False)
-
     def _recover(self) -> None:
         """Make durable what a commit left that did not end: LMDB shows it once the next transaction begins."""
-        if not self._writer_lock.interrupted:
-            return
         try:
             self._write_what_was_left()
         except OSError as error:  # a full disk, too: to evict would not help
@@ -141,7 +128,8 @@ class Guard:
         """Leave; the last one to leave ends it cleanly. Idempotent."""
         if self._joined and self._fd >= 0 and self._locked(fcntl.LOCK_EX):
             with suppress(OSError, StoreError):  # it is looked at by the next to open it
-                self._recover()
+                if self._writer_lock.interrupted:
+                    self._recover()
                 if self._read() is _State.OPEN:
                     self._write(_State.CLEAN)
         self.forget()

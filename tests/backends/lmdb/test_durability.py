@@ -27,11 +27,13 @@ from persistkv.config import StoreUrl
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.samples import sample_pack
 from persistkv_lmdb import LmdbBackend
+from persistkv_lmdb.environment.writer_lock import WriterLock
 
 backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
 namespace = bytes.fromhex(sys.argv[2])
 backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
-backend.environment._end_commit = lambda write: os.kill(os.getpid(), signal.SIGKILL)
+mark = WriterLock.mark
+WriterLock.mark = lambda lock, begun: mark(lock, begun=True) if begun else os.kill(os.getpid(), signal.SIGKILL)
 backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
 """
 
@@ -277,7 +279,8 @@ def test_handle_reads_while_what_it_failed_to_commit_cannot_be_made_durable(back
     held = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([held]))
     shared = backend.environment
-    shared._guard.begin_commit()
+    with shared._guard.writing() as lock:
+        lock.mark(begun=True)
     shared._env = PanickingOnce(shared._env)
     errors.append(True)
     assert read_pack(backend, namespace, held.table) == payload_of(held)

@@ -25,6 +25,7 @@ from persistkv.errors import StoreBusyError, StoreError, StoreFullError
 from persistkv.storage.backend import Policy
 from persistkv.storage.catalog.records import read_clock, write_clock
 from persistkv.storage.pack import align
+from persistkv_lmdb.capacity import LOCK_FILE_BYTES, Shares, read_shares, wanted_catalogue_bytes
 from persistkv_lmdb.environment.errors import free_disk_bytes, translated, translated_at_open
 from persistkv_lmdb.environment.opening import open_environment
 from persistkv_lmdb.environment.writer_lock import FILE_NAME as WRITER_LOCK_FILE
@@ -44,7 +45,6 @@ from persistkv_lmdb.segments.allocator import recorded_bytes
 from persistkv_lmdb.segments.payloads import Payloads
 from persistkv_lmdb.segments.segment_files import DIRECTORY as SEGMENT_DIRECTORY
 from persistkv_lmdb.segments.segment_files import SegmentFiles
-from persistkv_lmdb.shares import LOCK_FILE_BYTES, Shares, read_shares, wanted_catalogue_bytes
 from persistkv_lmdb.status_files import DIRECTORY as STATUS_DIRECTORY
 
 STORE_FILES = (DATA_FILE, LOCK_FILE, GUARD_FILE, WRITER_LOCK_FILE)

@@ -49,7 +49,7 @@ from persistkv_lmdb.layout import (
     used_bytes,
 )
 from persistkv_lmdb.options import LmdbOptions, Placement, Reads, check_policy
-from persistkv_lmdb.recovery.check import find_faults
+from persistkv_lmdb.recovery.fsck import find_faults
 from persistkv_lmdb.recovery.quarantine import delete_quarantined, quarantined
 from persistkv_lmdb.segments.allocator import Space, first_place, read_extents
 from persistkv_lmdb.status_files import read_statuses, remove_status, write_status
@@ -206,7 +206,9 @@ class LmdbBackend(CatalogBackend):
 
     def find_faults(self) -> list[str]:
         """Compare extents with files, rows with each other and totals with a recount; a line for each fault."""
-        return find_faults(self.environment)
+        environment = self.environment
+        with environment.transaction() as transaction:
+            return find_faults(transaction, environment.files.lengths())
 
     def publish_status(self, engine: str, row: bytes | None) -> None:
         path = self.environment.path

@@ -34,13 +34,13 @@ from persistkv_lmdb.layout import (
     DATA_FILE,
     LOCK_FILE,
     Transaction,
+    disown,
     write_placement,
     write_policy,
 )
 from persistkv_lmdb.options import Placement
 from persistkv_lmdb.recovery.guard import FILE_NAME as GUARD_FILE
 from persistkv_lmdb.recovery.guard import Guard
-from persistkv_lmdb.recovery.inspection import disown
 from persistkv_lmdb.segments.allocator import recorded_bytes
 from persistkv_lmdb.segments.payloads import Payloads
 from persistkv_lmdb.segments.segment_files import DIRECTORY as SEGMENT_DIRECTORY

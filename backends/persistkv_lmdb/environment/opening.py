@@ -27,8 +27,8 @@ from persistkv.errors import CorruptStoreError, ProcessIdInUseError
 from persistkv.storage.backend import Policy
 from persistkv_lmdb.environment.errors import translated_at_open
 from persistkv_lmdb.files import sync_directory
-from persistkv_lmdb.layout import DATA_FILE, Databases, open_databases
-from persistkv_lmdb.recovery.inspection import DAMAGE, inspect, is_cut_short
+from persistkv_lmdb.layout import DATA_FILE, Databases, is_cut_short, open_databases
+from persistkv_lmdb.recovery.fsck import DAMAGE, inspect
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ LMDB reads through a memory map, so a damaged environment can kill the process t
 1. The guard file says ``open`` from before the first writer opens the environment until the last one closes it. Each
    writer holds a shared lock on the file; the kernel drops the lock when the process exits. ``open`` without a lock
    means an unclean shutdown.
-2. After an unclean shutdown, a child process checks the environment first (``inspection``), so damage kills the child
+2. After an unclean shutdown, a child process checks the environment first (``fsck``), so damage kills the child
    and not the engine. After a clean shutdown there is no check.
 3. An environment that passes the check is opened, regardless of how many processes died in it: an out-of-memory crash
    loop is no damage. An environment that fails the check is renamed, never changed or deleted, and only while no
@@ -33,8 +33,8 @@ from persistkv.errors import CorruptStoreError, StoreBusyError, StoreError
 from persistkv_lmdb.environment.errors import translated_at_open
 from persistkv_lmdb.environment.writer_lock import WriterLock
 from persistkv_lmdb.files import open_regular, sync_directory, write_again
-from persistkv_lmdb.layout import DATA_FILE
-from persistkv_lmdb.recovery.inspection import DAMAGE, inspect, meta_bytes
+from persistkv_lmdb.layout import DATA_FILE, meta_bytes
+from persistkv_lmdb.recovery.fsck import DAMAGE, inspect
 from persistkv_lmdb.recovery.quarantine import quarantine
 
 logger = logging.getLogger(__name__)

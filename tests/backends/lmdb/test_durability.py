@@ -18,7 +18,7 @@ from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_lmdb import files
 from persistkv_lmdb.environment import environment, opening
 from persistkv_lmdb.recovery import guard
-from persistkv_lmdb.recovery.inspection import Verdict, inspect
+from persistkv_lmdb.recovery.fsck import Verdict, inspect
 from persistkv_lmdb.segments import segment_files, vectored_io
 
 DIES_IN_ITS_COMMIT = """

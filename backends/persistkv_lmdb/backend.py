@@ -51,7 +51,7 @@ from persistkv_lmdb.layout import (
 from persistkv_lmdb.options import LmdbOptions, Placement, Reads, check_policy
 from persistkv_lmdb.recovery.fsck import find_faults
 from persistkv_lmdb.recovery.quarantine import delete_quarantined, quarantined
-from persistkv_lmdb.segments.allocator import Space, first_place, read_extents
+from persistkv_lmdb.segments.allocator import Allocator, first_place, read_extents
 from persistkv_lmdb.status_files import read_statuses, remove_status, write_status
 
 logger = logging.getLogger(__name__)
@@ -192,12 +192,12 @@ class LmdbBackend(CatalogBackend):
 
     def free_space(self) -> FreeSpace:
         with self.environment.transaction() as transaction:
-            space = Space(transaction)
+            allocator = Allocator(transaction)
             return FreeSpace(
                 max(0, self.environment.file_bytes() - used_bytes(transaction)),
-                (space.free + space.aging) * PAGE_BYTES,
-                space.pieces(),
-                space.largest() * PAGE_BYTES,
+                (allocator.free + allocator.aging) * PAGE_BYTES,
+                allocator.pieces(),
+                allocator.largest() * PAGE_BYTES,
             )
 
     def compact(self) -> Iterator[CompactProgress]:

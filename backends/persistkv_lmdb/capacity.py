@@ -120,11 +120,11 @@ class Room:
             environment.limit_bytes(as_it_is=as_it_is), _NO_LIMIT if self._placement is Placement.INLINE else segments
         )
         """What ``used`` may be after a commit that adds something."""
-        self._growth = max(0, segments - payloads.space.total * PAGE_BYTES)
+        self._growth = max(0, segments - payloads.allocator.total * PAGE_BYTES)
 
     def used(self) -> Amount:
         """What holds something. What was freed and is not free yet is left out: to evict more would not free it."""
-        return Amount(used_bytes(self._transaction), self._payloads.space.used * PAGE_BYTES)
+        return Amount(used_bytes(self._transaction), self._payloads.allocator.used * PAGE_BYTES)
 
     def need(self, packs: list[PackWriter], batch: CommitBatch) -> Amount:
         """What a batch adds, roughly and rather too much; the share for deletions takes the rest.
@@ -145,7 +145,7 @@ class Room:
         if not any(need):
             return
         pending = self._environment.pending_bytes(self._transaction)
-        free = self._payloads.space.free * PAGE_BYTES + self._growth
+        free = self._payloads.allocator.free * PAGE_BYTES + self._growth
         if not self.used().plus(need).plus(Amount(pending, 0)).within(self.limit) or need.payload > free:
             raise self.full(need)
 
@@ -155,13 +155,13 @@ class Room:
         if lacks <= 0 or self._placement is Placement.INLINE:
             return
         if not self.widen_by(2 * lacks + lacks // 8):
-            self._payloads.shrink(self._payloads.space.total * PAGE_BYTES - lacks)
+            self._payloads.shrink(self._payloads.allocator.total * PAGE_BYTES - lacks)
 
     def widen_by(self, count: int) -> bool:
         """Raise the catalogue's limit by so much or more, where the segments leave it; False: they do not."""
         if self._placement is Placement.INLINE:
             return False
-        segments = self._payloads.space.total * PAGE_BYTES
+        segments = self._payloads.allocator.total * PAGE_BYTES
         more = self._environment.widen_catalogue(self._transaction, count, segments)
         self.limit = self.limit._replace(catalogue=self.limit.catalogue + more)
         return more > 0

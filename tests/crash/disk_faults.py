@@ -56,7 +56,7 @@ from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import check_totals
 from persistkv.testing.samples import sample_blocks, sample_keys
 from persistkv_lmdb import LmdbBackend
-from persistkv_lmdb.segments.allocator import Space
+from persistkv_lmdb.segments.allocator import Allocator
 from tests.crash.disk import ALLOCATE, CREATE, FAILED, MKDIR, PAGE_BYTES, RESIZE, SYNC, UNMODELLED, WRITE, read_log
 from tests.crash.forks import Outcome, run_in_fork
 from tests.crash.loop import PLACEMENTS
@@ -354,7 +354,7 @@ def _write_more(opened: Store, backend: LmdbBackend) -> None:
     assert not faults, faults
     environment = backend.environment
     with environment.transaction() as transaction:
-        recorded = {segment: pages * PAGE_BYTES for segment, pages in Space(transaction).segments().items()}
+        recorded = {segment: pages * PAGE_BYTES for segment, pages in Allocator(transaction).segments().items()}
     assert environment.files.lengths() == recorded, "files are longer than the extents in them"
 
 

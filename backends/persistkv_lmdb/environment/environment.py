@@ -197,9 +197,9 @@ class Environment:
         :raises StoreFullError: a file was lost or cut, and there is no room for it.
         """
         payloads = Payloads(transaction, self.placement, self.files, self._segment_limit_bytes(transaction))
-        self.files.fit(payloads.space.segments())  # a transaction may have been undone, of a process that is gone
-        if payloads.space.aging:
-            payloads.space.ripen(self._oldest_snapshot(transaction.txn.id() - 1))
+        self.files.fit(payloads.allocator.segments())  # a transaction may have been undone, of a process that is gone
+        if payloads.allocator.aging:
+            payloads.allocator.ripen(self._oldest_snapshot(transaction.txn.id() - 1))
         inline = self.placement is Placement.INLINE
         payloads.shrink(0 if inline else self.capacity - LOCK_FILE_BYTES - self._map_bytes)
         return payloads

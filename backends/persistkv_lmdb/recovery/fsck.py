@@ -51,7 +51,7 @@ from persistkv_lmdb.layout import (
     rows,
 )
 from persistkv_lmdb.options import LmdbOptions
-from persistkv_lmdb.segments.allocator import Extent, Space, decode_extents
+from persistkv_lmdb.segments.allocator import Allocator, Extent, decode_extents
 
 logger = logging.getLogger(__name__)
 
@@ -306,7 +306,7 @@ def find_faults(transaction: Transaction, lengths: dict[int, int]) -> list[str]:
     :returns: a line for each fault: damage, or a fault of this driver.
     """
     try:
-        segments = Space(transaction).segments()
+        segments = Allocator(transaction).segments()
         found = [*_space_faults(transaction), *_pack_faults(transaction), *_total_faults(transaction)]
     except CorruptStoreError as error:
         return [str(error)]
@@ -318,12 +318,12 @@ def find_faults(transaction: Transaction, lengths: dict[int, int]) -> list[str]:
 
 def _space_faults(transaction: Transaction) -> Iterator[str]:
     """Each page of each segment belongs to one extent, and the indices and totals agree."""
-    space = Space(transaction)
-    segments = space.segments()
-    free = list(space.free_extents())
-    aging = [extent for _, extent in space.aging_extents()]
+    allocator = Allocator(transaction)
+    segments = allocator.segments()
+    free = list(allocator.free_extents())
+    aging = [extent for _, extent in allocator.aging_extents()]
     used = [extent for _, row in rows(transaction, transaction.db.extents, b"") for extent in decode_extents(row)]
-    if sorted(space.free_sizes()) != free:
+    if sorted(allocator.free_sizes()) != free:
         yield "the free extents by size are not those by place"
     ends = dict.fromkeys(segments, 0)
     for segment, extents in groupby(sorted([*free, *aging, *used]), key=lambda extent: extent.segment):
@@ -337,8 +337,8 @@ def _space_faults(transaction: Transaction) -> Iterator[str]:
         if (one.segment, one.end) == (other.segment, other.page):
             yield f"{one} and {other} touch"
     counted = (sum(segments.values()), _pages(free), _pages(aging))
-    if counted != (space.total, space.free, space.aging):
-        yield f"the totals of the space are {(space.total, space.free, space.aging)}; counted: {counted}"
+    if counted != (allocator.total, allocator.free, allocator.aging):
+        yield f"the totals of the space are {(allocator.total, allocator.free, allocator.aging)}; counted: {counted}"
 
 
 def _pack_faults(transaction: Transaction) -> Iterator[str]:

@@ -14,7 +14,7 @@ from persistkv.storage.catalog.pieces import RowPayloads
 from persistkv.storage.codec import Buffer
 from persistkv_lmdb.layout import Transaction
 from persistkv_lmdb.options import Placement
-from persistkv_lmdb.segments.allocator import Space, pages_of, read_extents
+from persistkv_lmdb.segments.allocator import Allocator, pages_of, read_extents
 from persistkv_lmdb.segments.segment_files import SegmentFiles
 
 _SEGMENT_BYTES = 1 << 30  # 1 GiB
@@ -32,7 +32,7 @@ class Payloads:
     def __init__(self, transaction: Transaction, placement: Placement, files: SegmentFiles, limit: int) -> None:
         self.limit = limit
         """Bytes that all segments may have."""
-        self.space = Space(transaction)
+        self.allocator = Allocator(transaction)
         self.freed = 0
         """Bytes that left LMDB."""
         self._transaction = transaction
@@ -46,11 +46,13 @@ class Payloads:
             self._inline.write(name, stream, at_most)
             return
         pages = pages_of(at_most)
-        if pages > self.space.largest():
+        if pages > self.allocator.largest():
             self._grow(pages)
-        if pages > self.space.free:
-            raise StoreFullError(f"{at_most} bytes of payload: {self.space.free * PAGE_BYTES} are free in the segments")
-        taken = self.space.take(pages)
+        if pages > self.allocator.free:
+            raise StoreFullError(
+                f"{at_most} bytes of payload: {self.allocator.free * PAGE_BYTES} are free in the segments"
+            )
+        taken = self.allocator.take(pages)
         written = pages_of(self._files.write(taken, stream))
         kept = []
         for extent in taken:
@@ -59,15 +61,15 @@ class Payloads:
             if count:
                 kept.append(extent._replace(pages=count))
             if count < extent.pages:
-                self.space.untake([extent._replace(page=extent.page + count, pages=extent.pages - count)])
-        self.space.publish(name, kept)
+                self.allocator.untake([extent._replace(page=extent.page + count, pages=extent.pages - count)])
+        self.allocator.publish(name, kept)
 
     def delete(self, name: bytes, length: int) -> None:
         """Delete a pack's payload, wherever it lies.
 
         :param length: of the payload, for ``freed``.
         """
-        if not self.space.retire(name):
+        if not self.allocator.retire(name):
             self._inline.delete(name, length)
             self.freed += length
 
@@ -76,16 +78,16 @@ class Payloads:
         changed then.
         """
         extents = read_extents(self._transaction, name)
-        taken = self.space.take_before(pages_of(length), max(extents)) if extents else []
+        taken = self.allocator.take_before(pages_of(length), max(extents)) if extents else []
         if not extents or not taken:
             return False
         payload = memoryview(bytearray(length))
         if not self._files.read(extents, 0, [payload]):
-            self.space.untake(taken)
+            self.allocator.untake(taken)
             return False
         self._files.write(taken, iter([payload]))
-        self.space.retire(name)
-        self.space.publish(name, taken)
+        self.allocator.retire(name)
+        self.allocator.publish(name, taken)
         return True
 
     def shrink(self, limit: int) -> None:
@@ -93,35 +95,35 @@ class Payloads:
 
         The files are cut by a later transaction: this one may be undone.
         """
-        excess = self.space.total - limit // PAGE_BYTES
-        if excess <= 0 or not self.space.free:
+        excess = self.allocator.total - limit // PAGE_BYTES
+        if excess <= 0 or not self.allocator.free:
             return
-        for segment, pages in sorted(self.space.segments().items(), reverse=True):
-            count = min(excess, self.space.free_tail(segment, pages))
+        for segment, pages in sorted(self.allocator.segments().items(), reverse=True):
+            count = min(excess, self.allocator.free_tail(segment, pages))
             if count > 0:
-                self.space.resize(segment, pages, pages - count)
+                self.allocator.resize(segment, pages, pages - count)
                 excess -= count
 
     def finish(self) -> None:
         """Record what is free, and make what was written durable: the last to be done before a commit."""
-        self.space.finish()
+        self.allocator.finish()
         self._files.sync()
 
     def _grow(self, pages: int) -> None:
         """Make room for so many pages side by side, or less where the limit or the disk says so."""
         most = self.limit // PAGE_BYTES
         full = max(_SEGMENT_BYTES // PAGE_BYTES, -(-most // _MOST_SEGMENTS))
-        wanted = min(max(self._step(most, pages), pages), most - self.space.total)
+        wanted = min(max(self._step(most, pages), pages), most - self.allocator.total)
         while wanted > 0:
             segment, held = self._with_room(full)
             count = min(wanted, full - held)
             try:
                 self._files.grow(segment, held, held + count)
             except StoreFullError:
-                if pages > self.space.free:
+                if pages > self.allocator.free:
                     raise
                 return
-            self.space.resize(segment, held, held + count)
+            self.allocator.resize(segment, held, held + count)
             wanted -= count
 
     def _step(self, most: int, pages: int) -> int:
@@ -132,11 +134,11 @@ class Payloads:
         """
         least, largest = (number // PAGE_BYTES for number in _STEP_BYTES)
         ahead = 4 * pages if pages * PAGE_BYTES >= _LARGE_BYTES else 0
-        step = min(max(self.space.total // _STEPS, least, ahead), largest, most // _STEPS)
+        step = min(max(self.allocator.total // _STEPS, least, ahead), largest, most // _STEPS)
         return max(step, _LEAST_STEP_BYTES // PAGE_BYTES)
 
     def _with_room(self, full: int) -> tuple[int, int]:
         """The first segment that is not full, and its pages: one that was cut grows again before there are new ones."""
-        segments = self.space.segments()
+        segments = self.allocator.segments()
         number = next((number for number, held in segments.items() if held < full), max(segments, default=-1) + 1)
         return number, segments.get(number, 0)

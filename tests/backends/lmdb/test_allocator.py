@@ -21,7 +21,7 @@ from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_lmdb.layout import Databases, Transaction
-from persistkv_lmdb.segments.allocator import Space, read_extents
+from persistkv_lmdb.segments.allocator import Allocator, read_extents
 
 FREE = 0
 
@@ -41,7 +41,7 @@ class SpaceMachine(RuleBasedStateMachine):
 
     def change(self, change):
         with self.env.begin(write=True, buffers=True) as txn:
-            space = Space(Transaction(txn, self.db))
+            space = Allocator(Transaction(txn, self.db))
             found = change(space, txn)
             space.finish()
         return found
@@ -125,7 +125,7 @@ class SpaceMachine(RuleBasedStateMachine):
             return
         with self.env.begin(buffers=True) as txn:
             transaction = Transaction(txn, self.db)
-            space = Space(transaction)
+            space = Allocator(transaction)
             owners: dict[tuple[int, int], int] = {}
             found = [(FREE, extent) for extent in space.free_extents()]
             assert sorted(extent for _, extent in found) == sorted(space.free_sizes())

@@ -38,7 +38,7 @@ from persistkv.storage.catalog import CatalogBackend, Rows
 from persistkv.storage.catalog.backend import check_batch
 from persistkv.storage.catalog.pieces import read_pieces
 from persistkv.storage.identity import Identity
-from persistkv_lmdb.commit import Committing
+from persistkv_lmdb.commit import BatchCommit
 from persistkv_lmdb.compaction import Compactor
 from persistkv_lmdb.environment.environment import STORE_DIRECTORIES, STORE_FILES, Environment
 from persistkv_lmdb.environment.errors import met_the_maps_end, translated_at_open
@@ -119,7 +119,7 @@ class LmdbBackend(CatalogBackend):
         self._check_writable()
         check_batch(namespace, batch)
         try:
-            return Committing(self.environment, namespace, batch).run()
+            return BatchCommit(self.environment, namespace, batch).run()
         except StoreFullError as error:
             if met_the_maps_end(error):
                 self.environment.suspect()

@@ -40,7 +40,7 @@ class _NothingLeftError(StoreFullError):
     """Not even all that may be evicted is enough."""
 
 
-class Committing:
+class BatchCommit:
     """One batch on its way into the store. Used once."""
 
     def __init__(self, environment: Environment, namespace: bytes, batch: CommitBatch) -> None:

@@ -28,8 +28,6 @@ from persistkv.storage.pack import align
 from persistkv_lmdb.capacity import LOCK_FILE_BYTES, Shares, read_shares, wanted_catalogue_bytes
 from persistkv_lmdb.environment.errors import free_disk_bytes, translated, translated_at_open
 from persistkv_lmdb.environment.opening import open_environment
-from persistkv_lmdb.environment.writer_lock import FILE_NAME as WRITER_LOCK_FILE
-from persistkv_lmdb.environment.writer_lock import WriterLock
 from persistkv_lmdb.layout import (
     DATA_FILE,
     LOCK_FILE,
@@ -39,8 +37,7 @@ from persistkv_lmdb.layout import (
     write_policy,
 )
 from persistkv_lmdb.options import Placement
-from persistkv_lmdb.recovery.guard import FILE_NAME as GUARD_FILE
-from persistkv_lmdb.recovery.guard import Guard
+from persistkv_lmdb.recovery.guard import GUARD_FILE, WRITER_LOCK_FILE, Guard, WriterLock
 from persistkv_lmdb.segments.allocator import recorded_bytes
 from persistkv_lmdb.segments.payloads import Payloads
 from persistkv_lmdb.segments.segment_files import DIRECTORY as SEGMENT_DIRECTORY

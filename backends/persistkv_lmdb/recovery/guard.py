@@ -24,14 +24,14 @@ import enum
 import fcntl
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from persistkv.errors import CorruptStoreError, StoreBusyError, StoreError
-from persistkv_lmdb.environment.errors import translated_at_open
-from persistkv_lmdb.environment.writer_lock import WriterLock
+from persistkv_lmdb.environment.errors import translated_at_open, translated_io
 from persistkv_lmdb.files import open_regular, sync_directory, write_again
 from persistkv_lmdb.layout import DATA_FILE, meta_bytes
 from persistkv_lmdb.recovery.fsck import DAMAGE, inspect
@@ -39,12 +39,19 @@ from persistkv_lmdb.recovery.quarantine import quarantine
 
 logger = logging.getLogger(__name__)
 
-FILE_NAME = "guard"
+GUARD_FILE, WRITER_LOCK_FILE = "guard", "writer.lock"
 OPENING_PATIENCE_S = 30.0
-"""For the lock for writing: another process may hold it while it looks at what was left."""
+"""Wait for the writer lock when a store is opened: the holder may be checking its integrity."""
+WRITING_PATIENCE_S = 10.0
+"""Wait for the writer lock in a transaction: several times what a commit of 128 MiB takes on a slow disk."""
+_SHORT_PATIENCE_S = 0.2
+_CLOSING_PATIENCE_S = 5.0  # for another process that closes: it holds the guard alone for microseconds, or three syncs
+_CLOSING_NAP_S = 0.001
+_FIRST_NAP_S = 0.000_2
+_LONGEST_NAP_S = 0.005
 _ROW_BYTES = 32
-_PATIENCE_S = 5.0  # for another process that closes: it holds the lock alone for microseconds, or three syncs
-_NAP_S = 0.001
+_BEGUN, _ENDED = b"+", b"-"
+_FLAGS = os.O_RDWR | os.O_CREAT
 
 
 class _State(str, enum.Enum):
@@ -69,7 +76,7 @@ class Guard:
         with translated_at_open(directory):
             self._writer_lock = WriterLock(directory)
             try:
-                self._fd = open_regular(directory / FILE_NAME, os.O_RDWR | os.O_CREAT)
+                self._fd = open_regular(directory / GUARD_FILE, _FLAGS)
             except BaseException:
                 self._writer_lock.close()
                 raise
@@ -231,13 +238,13 @@ class Guard:
 
     def _share(self) -> None:
         """Show that this process lives, and that the store is open: another's last close may have said otherwise."""
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _CLOSING_PATIENCE_S
         while not self._locked(fcntl.LOCK_SH):
             if time.monotonic() >= deadline:
                 raise StoreBusyError(
-                    f"{self._directory} is busy: another process has been closing it for {_PATIENCE_S} s"
+                    f"{self._directory} is busy: another process has been closing it for {_CLOSING_PATIENCE_S} s"
                 )
-            time.sleep(_NAP_S)
+            time.sleep(_CLOSING_NAP_S)
         self._joined = True
         if self._read() in (None, _State.CLEAN):
             self._write(_State.OPEN)
@@ -260,3 +267,140 @@ class Guard:
             os.ftruncate(self._fd, 0)
         else:
             self._write(before)
+
+
+class WriterLock:
+    """Lock that writers take before LMDB's own, whose wait has no bound. Thread-safe, and reentrant in a thread.
+
+    1. Its holder waits for LMDB's write lock for a short time only, because no other persistkv process contends.
+    2. It is a flock: the kernel drops it when the process exits. A process that is stopped keeps it.
+    3. Waits are bounded. After a wait in vain, the next waits are short until one succeeds, so that a stopped process
+       does not delay everything else that the waiting one does.
+    4. If its file is deleted, writers exclude each other by LMDB's lock alone until the file is created again.
+    5. Its file records whether a commit was begun and not completed, for other processes; a crash of the machine may
+       lose that.
+
+    :raises OSError: its file cannot be opened for writing.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._file = directory / WRITER_LOCK_FILE
+        self._threads = threading.RLock()
+        self._depth = 0
+        self._in_vain = False
+        self._fd = open_regular(self._file, _FLAGS)
+
+    @contextmanager
+    def held(
+        self, patience_s: float | None = None, *, recover: Callable[[], None] | None = None
+    ) -> Iterator[WriterLock]:
+        """Hold it for the length of the block.
+
+        :param patience_s: another bound on the wait than the lock's own.
+        :param recover: called first, if the last commit was interrupted; the block does not run where it raises.
+        :raises StoreBusyError: somebody else holds it, for longer than the bound; the block does not run.
+        :raises StoreError: it cannot be locked; the block does not run.
+        """
+        if patience_s is None:
+            patience_s = _SHORT_PATIENCE_S if self._in_vain else WRITING_PATIENCE_S
+        deadline = time.monotonic() + patience_s
+        if not self._threads.acquire(timeout=patience_s):
+            raise self._busy("another thread of this process", patience_s)
+        try:
+            if not self._depth:
+                with translated_io(self._file.parent):
+                    self._lock(deadline, patience_s)
+            self._depth += 1
+            try:
+                if recover is not None:
+                    with translated_io(self._file.parent):
+                        interrupted = os.pread(self._fd, 1, 0) == _BEGUN
+                    if interrupted:
+                        recover()
+                yield self
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    fcntl.flock(self._fd, fcntl.LOCK_UN)
+        finally:
+            self._threads.release()
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the last commit that was begun, by whomever, has not ended well. To be asked by the holder.
+
+        :raises StoreError: its file does not read.
+        """
+        with translated_io(self._file.parent):
+            return os.pread(self._fd, 1, 0) == _BEGUN
+
+    def mark(self, *, begun: bool) -> None:
+        """Say that a commit begins, or that all is well. For the holder.
+
+        :raises StoreError: its file cannot be written.
+        """
+        with translated_io(self._file.parent):
+            os.pwrite(self._fd, _BEGUN if begun else _ENDED, 0)
+
+    def close(self) -> None:
+        """Let go of the file; idempotent. In a fork, this leaves the parent's lock as it is."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+    def _lock(self, deadline: float, patience_s: float) -> None:
+        self._follow()
+        nap_s = _FIRST_NAP_S
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    self._in_vain = True
+                    raise self._busy(self._holder(), patience_s) from None
+                time.sleep(nap_s)
+                nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+                continue
+            if not self._follow():
+                self._in_vain = False
+                return
+
+    def _follow(self) -> bool:
+        """Open the file that lies there now, where ours was deleted; tells whether it did."""
+        with suppress(OSError):  # the store's directory is gone, or may not be written any more: ours is as good
+            if not _same(os.fstat(self._fd), self._file):
+                fd = open_regular(self._file, _FLAGS)
+                os.close(self._fd)
+                self._fd = fd
+                return True
+        return False
+
+    def _holder(self) -> str:
+        pid = _holder_pid(os.fstat(self._fd))
+        return "another process" if pid is None else f"process {pid}"
+
+    def _busy(self, holder: str, patience_s: float) -> StoreBusyError:
+        return StoreBusyError(
+            f"{self._file.parent} is busy: {holder} has held its lock for writing for more than {patience_s:g} s"
+        )
+
+
+def _same(held: os.stat_result, file: Path) -> bool:
+    try:
+        return os.path.samestat(held, file.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _holder_pid(held: os.stat_result) -> int | None:
+    """Who holds an exclusive flock on a file, as far as this process may know."""
+    place = f"{os.major(held.st_dev):02x}:{os.minor(held.st_dev):02x}:{held.st_ino}"
+    try:
+        locks = Path("/proc/locks").read_text(encoding="ascii")
+    except OSError:
+        return None
+    for line in locks.splitlines():
+        fields = line.split()
+        if len(fields) == 8 and fields[1] == "FLOCK" and fields[3] == "WRITE" and fields[5] == place:
+            return int(fields[4]) if int(fields[4]) > 0 else None
+    return None

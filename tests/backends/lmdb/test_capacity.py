@@ -24,13 +24,13 @@ def placement():
 def second_attempts(monkeypatch):
     """Counts the commits that found no room at once."""
     found = []
-    make_room = commit.Committing._make_room
+    make_room = commit.BatchCommit._make_room
 
     def counted(self, more):
         found.append(more)
         return make_room(self, more)
 
-    monkeypatch.setattr(commit.Committing, "_make_room", counted)
+    monkeypatch.setattr(commit.BatchCommit, "_make_room", counted)
     return found
 
 

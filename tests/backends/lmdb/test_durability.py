@@ -27,7 +27,7 @@ from persistkv.config import StoreUrl
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.samples import sample_pack
 from persistkv_lmdb import LmdbBackend
-from persistkv_lmdb.environment.writer_lock import WriterLock
+from persistkv_lmdb.recovery.guard import WriterLock
 
 backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
 namespace = bytes.fromhex(sys.argv[2])

@@ -17,7 +17,6 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_lmdb.environment import writer_lock
 from persistkv_lmdb.recovery import guard
 
 PATIENCE_S = 60
@@ -125,7 +124,7 @@ def other(start):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(writer_lock, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(guard, "WRITING_PATIENCE_S", 0.5)
     monkeypatch.setattr(guard, "OPENING_PATIENCE_S", 0.5)
 
 

@@ -2,7 +2,7 @@
 
 1. LMDB's locks belong to the process, so a store is opened once in it; all handles on the same files share that.
 2. Remapping (another process grew the map, a new capacity) frees the memory that transactions read: it waits until none
-   runs in this process, and those that have not begun let it go first, for a while.
+   runs in this process, and new ones wait for it, up to a bound.
 3. An environment does not cross a fork: the child is refused.
 4. Opening for writing, and each write transaction, run under persistkv's own lock for writing, whose wait is bounded.
 """
@@ -61,7 +61,7 @@ class Environment:
 
     :param policy: recorded in a store that is created; an existing store keeps its own.
     :raises StoreUnavailableError: it cannot be opened.
-    :raises CorruptStoreError: something else lies there; it was not changed.
+    :raises CorruptStoreError: the directory holds something else, which was not changed.
     """
 
     def __init__(self, path: Path, policy: Policy, *, read_only: bool) -> None:
@@ -73,7 +73,7 @@ class Environment:
         self._taken: deque[int] = deque(maxlen=_COMMITS)
         self._map_lock = _MapLock()
         self._stuck = 0
-        """A snapshot that was waited for in vain, and all before it."""
+        """Snapshots up to this transaction were waited for in vain."""
         self._is_open = False
         self._fitted: Shares | None = None
         self._map_bytes = 0
@@ -103,7 +103,7 @@ class Environment:
         :raises StoreError: anything else, also in a fork of the process that opened the store.
         """
         if self.process != os.getpid():
-            raise StoreError(f"{self.path} was opened by process {self.process}; after a fork, open it anew")
+            raise StoreError(f"{self.path} was opened by process {self.process}; open it again after a fork")
         guard = self._guard if write else None
         with self._suspecting(), nullcontext() if guard is None else guard.writing() as lock, translated(self.path):
             for _ in range(_BEGIN_ATTEMPTS):
@@ -121,7 +121,7 @@ class Environment:
                                         self.files.settle()
                                 raise
                         if lock is not None:
-                            with suppress(StoreError):  # then the next transaction syncs what is durable
+                            with suppress(StoreError):  # the next transaction then syncs once more
                                 lock.mark(begun=False)
                         return
                 begun()
@@ -202,7 +202,7 @@ class Environment:
         return payloads
 
     def wait_for_readers(self, number: int, timeout_s: float) -> bool:
-        """Wait until all snapshots see transaction ``number``; False: in vain. The same reader is waited for once."""
+        """Wait until all snapshots see transaction ``number``; False: timed out. The same reader is waited for once."""
         deadline = time.monotonic() + timeout_s
         while (oldest := self._oldest_snapshot(number)) < number:
             if oldest <= self._stuck or time.monotonic() > deadline:
@@ -225,16 +225,16 @@ class Environment:
         return min([newest, *(int(number) for number in numbers if number.isdecimal())])
 
     def pending_bytes(self, transaction: Transaction) -> int:
-        """What the transaction before this one freed: LMDB uses it again in the one after this."""
+        """Bytes that the previous transaction freed: LMDB reuses them in the next one."""
         before, freed = self._freed
         return freed if before == transaction.txn.id() - 1 else 0
 
     def note_freed(self, transaction: Transaction, freed: int) -> None:
-        """Remember for ``pending_bytes`` what a transaction freed, in case it commits."""
+        """Record the bytes that a transaction frees if it commits, for ``pending_bytes``."""
         self._freed = transaction.txn.id(), freed
 
     def note_taken(self, payload: int) -> None:
-        """Remember what a commit takes in the segments, for ``taken_lately``."""
+        """Record the bytes that a commit takes in the segments, for ``taken_lately``."""
         self._taken.append(payload)
 
     def taken_lately(self) -> int:
@@ -267,7 +267,7 @@ class Environment:
             self._guard, self.read_only = guard, False
 
     def suspect(self) -> None:
-        """It may be damaged: it is looked at once all have closed it."""
+        """Have the store checked when it is opened next while no process has it open."""
         if self._guard is not None:
             self._guard.suspect()
 
@@ -277,7 +277,7 @@ class Environment:
         return catalogue + sum(self.files.lengths().values())
 
     def close(self) -> None:
-        """Release it; nobody may be inside. A fork leaves it to its parent."""
+        """Close it; no transaction may run. In a forked child this does nothing."""
         if self.process == os.getpid():
             self._close_lmdb()
             self.files.close()
@@ -294,7 +294,7 @@ class Environment:
 
     @contextmanager
     def _suspecting(self) -> Iterator[None]:
-        """Have what fails looked at once all have closed it."""
+        """Have the store checked at the next opening if the block fails in a way that may be damage."""
         try:
             yield
         except (StoreBusyError, StoreFullError):
@@ -339,7 +339,7 @@ class Environment:
         return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
 
     def _begin(self, lock: WriterLock | None, write: bool) -> lmdb.Transaction[memoryview] | Callable[[], None]:
-        """A transaction, or what is to be done, alone, before one can begin."""
+        """Return a transaction, or a function to call without the map lock before one can begin."""
         if not self._is_open:
             return self._revive
         try:
@@ -361,11 +361,11 @@ class Environment:
         return self._remap
 
     def _take_back(self, begun: lmdb.Transaction[memoryview], lock: WriterLock) -> None:
-        """Where a commit's last write failed, and LMDB's undoing of it too, the file has a snapshot of which those that
-        have it open know nothing: they go on from the one before, over its pages. Whoever opens it later, or after a
-        power loss, must not find it.
+        """Remove a snapshot that LMDB does not know.
 
-        Until that is durable it counts as a commit that has not ended: whoever writes next makes it so.
+        If a commit's last write failed, and LMDB's attempt to undo it too, the file holds such a snapshot. Open handles
+        go on from the one before and overwrite its pages, so no later opening may find it. Until the removal is durable
+        it counts as an interrupted commit, which the next writer makes durable.
         """
         if self._env.info()["last_txnid"] < begun.id():
             return
@@ -425,7 +425,7 @@ def _headroom_bytes(file: int) -> int:
 
 
 def _allocated_bytes(path: Path) -> int:
-    """Holes left out, and what a file system reserves behind the end."""
+    """Allocated bytes, without holes and without space reserved behind the end."""
     try:
         status = path.stat()
     except FileNotFoundError:  # no lock file on a read-only file system

@@ -44,7 +44,7 @@ with lmdb.open({store!r}, readonly=True, create=False, max_readers={readers}) as
 
 
 class Opened(NamedTuple):
-    """An environment that is open: whoever has it closes it."""
+    """An open environment, which the caller must close."""
 
     env: lmdb.Environment
     file_id: tuple[int, int] | None
@@ -55,7 +55,7 @@ class Opened(NamedTuple):
 def open_environment(path: Path, policy: Policy, *, read_only: bool) -> Opened:
     """Open it; where there is none, make it and make its name durable.
 
-    A map size of 0 takes the recorded one: who opens it sets what is wanted.
+    Its map has the recorded size; the caller sets another.
 
     :param policy: recorded in a store that is created.
     :raises ProcessIdInUseError: a process in another PID namespace uses the store under this process's PID.
@@ -91,7 +91,7 @@ def open_environment(path: Path, policy: Policy, *, read_only: bool) -> Opened:
 
 
 def file_id(path: Path) -> tuple[int, int] | None:
-    """What tells a store's files from others', whatever their path; None where there are none yet."""
+    """Device and inode of ``data.mdb``, the same for every path to a store; None if there is none."""
     try:
         status = (path / DATA_FILE).stat()
     except OSError:  # opening it says why

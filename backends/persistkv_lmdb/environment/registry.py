@@ -1,8 +1,8 @@
 """The environments of this process: LMDB refuses to open one twice in it, so all handles on a store share one.
 
 1. Of each directory at most one environment is open, and it is opened, reopened and closed by one thread at a time.
-2. A wait for that has a bound, and is for the same store only: opening may take long, for a look at what was left, or a
-   process that was stopped while it held a lock.
+2. The wait for another thread is bounded and per store: opening may take long, because of an integrity check or of a
+   stopped process that holds a lock.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Environments:
             return found
 
     def release(self, environment: Environment) -> None:
-        """Give back what ``acquire`` gave; the last one closes it."""
+        """Release one use of an environment; the last release closes it."""
         with self._lock:
             found = [key for key, slot in self._slots.items() if environment in slot.environments]
         for key in found:  # one, or none in a fork
@@ -99,5 +99,5 @@ class Environments:
         self._slots = {}
 
 
-# State of the process, because what it stands for is: LMDB refuses to open an environment twice in one.
+# State of the process: LMDB refuses to open an environment twice in one process.
 ENVIRONMENTS = Environments()

@@ -55,7 +55,7 @@ _FLAGS = os.O_RDWR | os.O_CREAT
 
 
 class _State(str, enum.Enum):
-    """What the guard file says; the values are its content."""
+    """State in the guard file; the values are its content."""
 
     CLEAN = "clean"
     OPEN = "open"
@@ -64,13 +64,10 @@ class _State(str, enum.Enum):
 
 
 class Guard:
-    """One process's part in a store that it has open for writing. Thread-safe, but for ``open`` and ``close``."""
+    """Guard file and writer lock of a store, as one process has them. ``open`` and ``close`` are not thread-safe."""
 
     def __init__(self, directory: Path) -> None:
-        """Nothing is looked at yet.
-
-        :raises StoreUnavailableError: its files cannot be made or opened.
-        """
+        """:raises StoreUnavailableError: the files cannot be created or opened."""
         self._directory = directory
         self._joined = False
         with translated_at_open(directory):
@@ -82,15 +79,15 @@ class Guard:
                 raise
 
     def open(self, opened: Callable[[], None]) -> None:
-        """Open the environment, where nobody else alive has it open only after a look at how that ended.
+        """Open the environment, after an integrity check if no other process has it open and a shutdown was unclean.
 
-        :param opened: opens it, and makes the names of the files that it makes durable; leaves nothing open where it
-            raises. Called again where what it met was ours, damaged, and is moved aside. Where this fails after it has
-            returned, what it opened is the caller's to close.
-        :raises StoreBusyError: another process keeps it from being written.
-        :raises StoreUnavailableError: what is damaged cannot be moved aside, or the guard not be written.
-        :raises StoreError: the lock for writing cannot be, or what a process that was killed left not be made durable.
-        :raises CorruptStoreError: by ``opened``: not ours, not damaged, or somebody alive has it open.
+        :param opened: opens it, and makes the names of new files durable; leaves nothing open if it raises. Called
+            again after a damaged environment was quarantined. If this method fails after ``opened`` has returned, the
+            caller must close the environment.
+        :raises StoreBusyError: another process holds a lock for too long.
+        :raises StoreUnavailableError: a damaged environment cannot be renamed, or the guard cannot be written.
+        :raises StoreError: the writer lock cannot be written, or the last commit not be made durable.
+        :raises CorruptStoreError: by ``opened``: another program's, undamaged, or open in another process.
         """
         with self._writer_lock.held(OPENING_PATIENCE_S), translated_at_open(self._directory):
             if self._locked(fcntl.LOCK_EX):
@@ -103,38 +100,38 @@ class Guard:
             self._share()
 
     def writing(self) -> AbstractContextManager[WriterLock]:
-        """The lock for writing, for the length of the block, which marks in it that it commits.
+        """Hold the writer lock for the length of the block, which marks its commit there.
 
         :raises StoreBusyError: another process holds it for too long; the block does not run.
-        :raises StoreError: what a commit left that did not end cannot be made durable; the block does not run, and the
-            next one tries again.
+        :raises StoreError: an interrupted commit cannot be made durable; the block does not run, and the next one tries
+            again.
         """
         return self._writer_lock.held(recover=self._recover)
 
     def excluding_writers(self) -> AbstractContextManager[WriterLock]:
-        """The same for a block that writes nothing: what a commit left that did not end stays as it is.
+        """Hold it for a block that writes nothing; an interrupted commit stays as it is.
 
         :raises StoreBusyError: another process holds it for too long; the block does not run.
         """
         return self._writer_lock.held()
 
     def _recover(self) -> None:
-        """Make durable what a commit left that did not end: LMDB shows it once the next transaction begins."""
+        """Make an interrupted commit durable: LMDB shows it once the next transaction begins."""
         try:
             self._write_what_was_left()
-        except OSError as error:  # a full disk, too: to evict would not help
+        except OSError as error:  # also ENOSPC: eviction would not help
             raise StoreError(f"{self._directory}: {error.strerror or error}") from error
         self._writer_lock.mark(begun=False)
 
     def suspect(self) -> None:
-        """Something of it did not read: the next one to open it while nobody has it open is to look first."""
+        """Have the store checked when it is opened next while no process has it open."""
         with suppress(OSError):
             self._write(_State.SUSPECT)
 
     def close(self) -> None:
-        """Leave; the last one to leave ends it cleanly. Idempotent."""
+        """Close the files; the last process to do so records a clean shutdown. Idempotent."""
         if self._joined and self._fd >= 0 and self._locked(fcntl.LOCK_EX):
-            with suppress(OSError, StoreError):  # it is looked at by the next to open it
+            with suppress(OSError, StoreError):  # the next opening runs the check
                 if self._writer_lock.interrupted:
                     self._recover()
                 if self._read() is _State.OPEN:
@@ -142,7 +139,7 @@ class Guard:
         self.forget()
 
     def forget(self) -> None:
-        """Let go of the files without a word: what a fork's child does with its parent's."""
+        """Close the files and record nothing, as a forked child does with those of its parent."""
         self._writer_lock.close()
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
@@ -184,9 +181,9 @@ class Guard:
         self._write_what_was_left()
 
     def _write_what_was_left(self) -> None:
-        """A process that was killed may have left a commit that reads and is not durable yet, or a new file's name.
+        """Make durable the last commit and the names of new files, which a killed process may not have synced.
 
-        :raises OSError: the disk does not take it now.
+        :raises OSError: the disk refuses it.
         """
         with suppress(FileNotFoundError):
             write_again(self._directory / DATA_FILE, meta_bytes(self._directory))
@@ -198,16 +195,16 @@ class Guard:
         if self._exists():
             opened()
             return
-        os.fsync(self._fd)  # first: it tells a creation that a power loss cut short from somebody else's files
+        os.fsync(self._fd)  # first: it marks an interrupted creation as this program's
         sync_directory(self._directory)
-        for directory in self._directory.parents:  # whoever made them may have been killed before he did
+        for directory in self._directory.parents:  # their creator may have been killed before it synced them
             with suppress(OSError):
                 sync_directory(directory)
         try:
             opened()
         except BaseException:
-            # Half of a file that nothing marks as ours would be refused for ever, and nobody would sync the name of a
-            # whole one. No other process has written it: that takes the lock that is held here.
+            # An unmarked partial file would be refused for ever, and the name of a complete one never be synced. No
+            # other process has written it, because this one holds the writer lock.
             with suppress(OSError):
                 (self._directory / DATA_FILE).unlink()
             raise
@@ -237,7 +234,7 @@ class Guard:
         return True
 
     def _share(self) -> None:
-        """Show that this process lives, and that the store is open: another's last close may have said otherwise."""
+        """Take the shared lock and record that the store is open: another process may have recorded the opposite."""
         deadline = time.monotonic() + _CLOSING_PATIENCE_S
         while not self._locked(fcntl.LOCK_SH):
             if time.monotonic() >= deadline:
@@ -343,7 +340,7 @@ class WriterLock:
             os.pwrite(self._fd, _BEGUN if begun else _ENDED, 0)
 
     def close(self) -> None:
-        """Let go of the file; idempotent. In a fork, this leaves the parent's lock as it is."""
+        """Close the file; idempotent. In a forked child, this leaves the parent's lock as it is."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
@@ -393,7 +390,7 @@ def _same(held: os.stat_result, file: Path) -> bool:
 
 
 def _holder_pid(held: os.stat_result) -> int | None:
-    """Who holds an exclusive flock on a file, as far as this process may know."""
+    """The process that holds an exclusive flock on a file; None if the kernel does not name it."""
     place = f"{os.major(held.st_dev):02x}:{os.minor(held.st_dev):02x}:{held.st_ino}"
     try:
         locks = Path("/proc/locks").read_text(encoding="ascii")

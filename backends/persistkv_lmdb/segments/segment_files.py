@@ -1,10 +1,10 @@
 """The segment files: ``segments/00000000.seg`` and so on in the store's directory, whose pages are payload.
 
 1. A file is as long as LMDB says, or longer where a transaction that made it longer was not committed, or one that made
-   it shorter was and the process ended. Nobody reads what is beyond.
+   it shorter was and the process ended. Bytes beyond are never read.
 2. Space is allocated, never a hole: a full disk is met when a file grows, not when it is written.
 3. A file is never removed, only cut: an open descriptor means the same file in all processes.
-4. Before a file gets its first pages, its name is durable, whoever made it and was killed or failed before it was.
+4. The name of a file is durable before its first pages are allocated, also if its creator was killed or failed.
 5. Writes run beside the transaction that asks for them, and within it: they have ended when it commits or is undone.
    Where the process is killed, the lock for writing is held until they have ended, because the file's descriptor is.
 """
@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 
 DIRECTORY = "segments"
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
-_WRITES_AT_ONCE = 3  # the disk is to find the next ones when one has ended: it may tell of all of them at once
-_THREAD_BYTES = 1 << 20  # 1 MiB: what is shorter is written before another thread would have woken up
+_WRITES_AT_ONCE = 3  # so that the next ones are queued when one ends
+_THREAD_BYTES = 1 << 20  # 1 MiB: a shorter write ends before a thread would wake up
 
 
 class Run(NamedTuple):
@@ -55,10 +55,10 @@ class Run(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of what is asked for that lies side by side in one file."""
+    """Contiguous part of a request in one file."""
 
     number: int
-    """Of its payload, in a scan."""
+    """Position of its payload in a scan."""
     run: Run
     buffers: Sequence[memoryview]
 
@@ -75,7 +75,7 @@ class SegmentFiles:
         """:raises OSError: the store's directory cannot be opened."""
         self._path = path
         self._read_only = read_only
-        self._store = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # one that is made anew in its place is another's
+        self._store = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # a new directory in its place is another store's
         self._lock = threading.Lock()
         self._open: dict[int, _Descriptors] = {}
         self._touched: set[int] = set()
@@ -83,7 +83,7 @@ class SegmentFiles:
         """Whether a file may be missing after a power loss: its directory was not synced since it was made."""
         self._pool: ThreadPoolExecutor | None = None
         self._writes: list[Future[None]] = []
-        """Those that were begun since the last ``settle``."""
+        """Writes since the last ``settle``."""
         self._bounce = Bounce(self.settle)
         self._direct = True
 
@@ -127,7 +127,7 @@ class SegmentFiles:
                     os.posix_fallocate(fd, held, expected - held)
 
     def write(self, extents: Sequence[Extent], stream: Iterator[Buffer]) -> int:
-        """Begin to write a payload to where it is to lie; the stream's pieces are read until ``settle`` or ``sync``.
+        """Begin to write a payload to its extents; the stream's buffers stay in use until ``settle`` or ``sync``.
 
         :returns: its length in bytes, a multiple of 4 KiB; what the extents have beyond is not written.
         :raises StoreFullError: the file system wants space for what it had given. ``settle`` and ``sync`` may raise it,
@@ -161,7 +161,7 @@ class SegmentFiles:
             begun.wait()
 
     def settle(self) -> None:
-        """Wait for all writes that were begun: nobody reads what they were given any more.
+        """Wait for all writes; their buffers are no longer in use.
 
         :raises StoreError: one of them failed.
         """
@@ -173,7 +173,7 @@ class SegmentFiles:
             self._writes.clear()
 
     def sync(self) -> None:
-        """Make durable what was written, how long files are, and what they are called.
+        """Make payloads, file lengths and file names durable.
 
         :raises StoreError: some of it is lost, and a second call would not tell: nothing that was written may be
             published.
@@ -206,7 +206,7 @@ class SegmentFiles:
         return filled == sum(buffer.nbytes for buffer in buffers)
 
     def scan(self, wanted: Sequence[tuple[Sequence[Extent], int, Sequence[memoryview]]]) -> list[bool]:
-        """As ``read`` for many payloads, each with its extents, offset and buffers: what lies side by side is read with
+        """As ``read`` for many payloads, each with its extents, offset and buffers: contiguous parts are read with
         one call, past the page cache where buffers and file system allow that.
 
         :raises StoreError: the disk failed.
@@ -236,7 +236,7 @@ class SegmentFiles:
             return False
 
     def lengths(self) -> dict[int, int]:
-        """Bytes of each file that the file system gives: holes left out, and what it reserves behind the end."""
+        """Allocated bytes of each file, without holes and without space reserved behind the end."""
         with translated_io(self._path):
             found = {segment: os.fstat(self._descriptors(segment).buffered) for segment in self._there()}
         return {segment: min(status.st_size, 512 * status.st_blocks) for segment, status in found.items()}
@@ -370,7 +370,7 @@ class SegmentFiles:
 
 
 def runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[Run]:
-    """Where a part of a payload lies, as far as it lies anywhere."""
+    """Runs of a part of a payload; shorter than it if the payload ends before."""
     for extent in extents:
         size = extent.pages * PAGE_BYTES
         if length and offset < size:
@@ -384,7 +384,7 @@ def runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[Run
 def placed_pieces(
     number: int, extents: Sequence[Extent], offset: int, buffers: Sequence[memoryview]
 ) -> Iterator[Piece]:
-    """What is to be read of a payload from ``offset`` on, as far as it lies anywhere.
+    """Pieces that fill ``buffers`` from ``offset`` of a payload; fewer if the payload ends before.
 
     :param number: of the payload.
     """
@@ -399,7 +399,7 @@ def placed_pieces(
 
 
 def neighbours_of(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Those that lie side by side, as far as they stand in that order."""
+    """Group consecutive pieces that are contiguous in one file."""
     together: list[Piece] = []
     end = (-1, 0)
     for piece in pieces:

@@ -132,6 +132,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.s3_cost
 	$(BIN)/python -m benchmarks.s3_cpu
 	$(BIN)/python -m benchmarks.tools_scale
+	$(BIN)/python -m benchmarks.maintenance
 	$(BIN)/python -m benchmarks.tools_beside
 
 # vLLM for CPUs, in a virtual environment of its own; torchvision, which comes with it, breaks its import.

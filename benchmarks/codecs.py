@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from benchmarks.real_kv import make_kv, missing_packages
 from benchmarks.rig import show
-from persistkv.storage.codec import AutoCodec, Codec, PlanesCodec, RawCodec, ZstdCodec
+from persistkv.storage.codec import Codec, PlanesCodec, RawCodec, ZstdCodec
 from persistkv.storage.pack import FRAME_BYTES, align
 
 BOUND_TARGET = 0.98
@@ -96,7 +96,6 @@ def report(raw: bytes, results: list[Result]) -> None:
     print(
         f"{planes.codec}: decodes {decode:.2f} × zstd:1, at least {DECODE_TARGET}: {_verdict(decode >= DECODE_TARGET)}"
     )
-    print(f"auto: {AutoCodec().choose(0, lambda: raw[:FRAME_BYTES])}")
 
 
 def _row(result: Result, zstd: Result, raw_length: int, bound: float) -> list[str]:

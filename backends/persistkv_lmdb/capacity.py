@@ -16,8 +16,8 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreFullError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.catalog.pieces import page_bytes
-from persistkv.storage.catalog.transaction import payload_bound, rows_bound
-from persistkv.storage.pack_writer import PackWriter
+from persistkv.storage.catalog.transaction import rows_bound
+from persistkv.storage.pack_writer import NewPack
 from persistkv_lmdb.layout import Transaction, read_capacity, read_catalogue_bytes, read_placement, used_bytes
 from persistkv_lmdb.options import Placement
 from persistkv_lmdb.segments.allocator import read_extents, recorded_bytes, recorded_used_bytes
@@ -126,15 +126,15 @@ class Room:
         """What holds something. What was freed and is not free yet is left out: to evict more would not free it."""
         return Amount(used_bytes(self._transaction), self._payloads.allocator.used * PAGE_BYTES)
 
-    def need(self, packs: list[PackWriter], batch: CommitBatch) -> Amount:
+    def need(self, packs: list[NewPack], batch: CommitBatch) -> Amount:
         """What a batch adds, roughly and rather too much; the share for deletions takes the rest.
 
         :param packs: those that would be written.
         """
-        payload = sum(map(payload_bound, packs))
+        payload = sum(pack.payload_bound for pack in packs)
         rows = rows_bound(packs, batch.manifests)
         if self._placement is Placement.INLINE:
-            return Amount(rows + sum(map(page_bytes, map(payload_bound, packs))), 0)
+            return Amount(rows + sum(page_bytes(pack.payload_bound) for pack in packs), 0)
         return Amount(rows, payload)
 
     def check(self, need: Amount) -> None:

@@ -11,9 +11,14 @@ batch that lacks just that is refused.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from itertools import islice
+
 from persistkv.errors import StoreFullError
 from persistkv.storage.backend import CommitBatch, CommitResult
 from persistkv.storage.catalog import CatalogTransaction, Evicted
+from persistkv.storage.catalog.rows import LINKS
 from persistkv.storage.catalog.transaction import kept_names
 from persistkv.storage.pack import PackTable
 from persistkv_lmdb.capacity import Amount, Goal, Room
@@ -32,6 +37,9 @@ many times its bytes, because free pages do not help where they do not lie side 
 _WIDER_BY = 8  # by 1/8 at least
 _EXPIRED_AT_ONCE = 128
 """Packs and manifests that one commit expires: under a millisecond each."""
+_DROPPED_AT_ONCE = 512
+"""Manifests that one transaction drops for a pack that is deleted: some 10 ms."""
+TURN_S = 0.01  # between such transactions: another process that waits for the lock looks every 5 ms
 _PATIENCE_S = 0.5
 """How long a commit waits for readers: a call that reads takes some 20 ms."""
 
@@ -56,6 +64,8 @@ class BatchCommit:
 
     def run(self) -> CommitResult:
         """Commit; see ``Backend.commit``."""
+        if not self._drop_shared_manifests():
+            return self._stale()
         try:
             return self._write()
         except StoreFullError as error:
@@ -81,6 +91,46 @@ class BatchCommit:
             raise full
         finally:
             del full  # by its traceback, it would keep itself, and the rows that were being written
+
+    def _drop_shared_manifests(self) -> bool:
+        """Delete manifests of packs that the batch deletes, in short transactions, where very many name one.
+
+        :returns: whether the caller has still seen all that happened.
+        """
+        for pack_ids, alone in ((self._batch.deletions, False), (self._batch.bad, True)):
+            for pack_id in self._shared(pack_ids):
+                more = True
+                while more:
+                    environment = self._environment
+                    with environment.transaction(write=True) as transaction:
+                        payloads = environment.payloads(transaction)
+                        commit = self._begin(transaction, payloads)
+                        if commit is None:
+                            return False
+                        more = commit.drop_manifests_of(pack_id, _DROPPED_AT_ONCE, alone=alone)
+                        commit.finish()
+                        payloads.finish()
+                    self._note(commit)
+                    time.sleep(TURN_S)
+        return True
+
+    def _shared(self, pack_ids: Sequence[bytes]) -> list[bytes]:
+        """Those that more manifests name than one transaction drops."""
+        if not pack_ids:
+            return []
+        with self._environment.transaction() as transaction:
+            rows = transaction.rows
+            counts = [
+                sum(1 for _ in islice(rows.starting_with(LINKS, self._namespace + pack_id), _DROPPED_AT_ONCE + 1))
+                for pack_id in pack_ids
+            ]
+        return [pack_id for pack_id, count in zip(pack_ids, counts, strict=True) if count > _DROPPED_AT_ONCE]
+
+    def _note(self, commit: CatalogTransaction) -> None:
+        """Note what a transaction before that of the batch did."""
+        self._evicted += commit.evicted
+        if self._seen is not None:
+            self._seen = commit.cursor
 
     def _write(self) -> CommitResult:
         """The batch in one transaction.
@@ -180,9 +230,7 @@ class BatchCommit:
             commit.finish()
             payloads.finish()
             self._freed_by = transaction.txn.id()
-        self._evicted += commit.evicted
-        if self._seen is not None:
-            self._seen = commit.cursor
+        self._note(commit)
         return ended
 
     def _goal(self, room: Room, need: Amount, more: int) -> Amount:

@@ -14,15 +14,16 @@ from persistkv.errors import StoreFullError
 from persistkv.storage.backend import CompactProgress
 from persistkv.storage.catalog.records import pack_table
 from persistkv_lmdb.capacity import Amount, Room
+from persistkv_lmdb.commit import TURN_S
 from persistkv_lmdb.environment.environment import Environment
 from persistkv_lmdb.layout import rows
 from persistkv_lmdb.segments.allocator import read_extents
 
 _STEP_BYTES = 16 << 20  # 16 MiB: what a transaction moves, tens of milliseconds
+_STEP_PACKS = 64  # that a transaction moves at most: more would take more room in the catalogue than a small store has
 _ROWS_BYTES = 8 << 10  # 8 KiB: pages of the catalogue that a pack's move may add
 _PASSES = 4  # what moved leaves a place that is free only later
 _PATIENCE_S = 5.0
-_TURN_S = 0.01  # between steps: who waits for the lock looks every 5 ms, and would hardly ever find it free
 
 
 class Compactor:
@@ -43,11 +44,13 @@ class Compactor:
             before = moved
             while waiting:
                 step = [waiting.pop()]
-                while waiting and sum(length for _, length in step) + waiting[-1][1] <= _STEP_BYTES:
+                num_bytes = step[0][1]
+                while waiting and len(step) < _STEP_PACKS and num_bytes + waiting[-1][1] <= _STEP_BYTES:
                     step.append(waiting.pop())
+                    num_bytes += step[-1][1]
                 moved += self._lower(step)
                 yield CompactProgress(moved, max(moved, total))
-                time.sleep(_TURN_S)
+                time.sleep(TURN_S)
             self._cut()
             if moved == before:
                 return

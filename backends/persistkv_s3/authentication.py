@@ -1,7 +1,7 @@
 """Authentication of what lies in a bucket, with a key that a store's engines share: HMAC-SHA256.
 
 1. Bytes of a frame are served only with their tag. It covers them, their place in the pack, and the pack's whole table:
-   the identity (as namespace), the keys, the codecs, the checksums.
+   the identity (as namespace), the keys, the codec, the checksums.
 2. A pack that somebody else put there is taken only with the tag of its table and of its frames' tags.
 3. Index objects, snapshots and keys of manifests count only with their tag. It covers what they are and their name, so
    that none can stand for another.

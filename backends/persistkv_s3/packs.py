@@ -16,7 +16,7 @@ from typing import NamedTuple
 from persistkv.errors import CorruptPackError
 from persistkv.storage.codec import Buffer
 from persistkv.storage.pack import PackTable
-from persistkv.storage.pack_writer import PackWriter
+from persistkv.storage.pack_writer import NewPack
 from persistkv_s3.authentication import Authenticator
 from persistkv_s3.bucket import Bucket
 from persistkv_s3.errors import ObjectExistsError, ObjectMissingError, S3Error
@@ -35,10 +35,9 @@ class Room:
         self._changed = threading.Condition()
 
     @contextmanager
-    def taken(self, writer: PackWriter) -> Iterator[None]:
+    def taken(self, writer: NewPack) -> Iterator[None]:
         """Wait until there is enough for a pack, and keep it for the length of the block."""
-        raw = all(codec.identity for codec in writer.codecs)
-        length = 0 if raw else min(writer.raw_length, self._all)
+        length = min(writer.raw_length, self._all) if writer.encodes else 0
         with self._changed:
             self._changed.wait_for(lambda: length <= self._free)
             self._free -= length
@@ -53,7 +52,7 @@ class Room:
 class Uploaded(NamedTuple):
     """A pack that lies in the bucket."""
 
-    writer: PackWriter
+    writer: NewPack
     table: PackTable
     """Of what lies there, which may be another writer's."""
     tags: bytes
@@ -71,7 +70,7 @@ class PackObjects:
         self._names = names
         self._authenticator = authenticator
 
-    def upload(self, writer: PackWriter, first_generation: int) -> Uploaded:
+    def upload(self, writer: NewPack, first_generation: int) -> Uploaded:
         """Put a pack where it belongs, or find that it lies there. What its stream raises comes through.
 
         :raises S3Error: it may lie there or not; nothing names it.
@@ -93,7 +92,7 @@ class PackObjects:
         with suppress(ObjectExistsError):
             self._bucket.put(self._names.pack(pack.writer.pack_id, pack.generation), self._pieces(pack.writer)[0])
 
-    def _pieces(self, writer: PackWriter) -> tuple[list[Buffer], bytes]:
+    def _pieces(self, writer: NewPack) -> tuple[list[Buffer], bytes]:
         """The whole object, where its bytes lie, and its tags (see ``authentication``)."""
         payload: list[Buffer] = list(writer.stream())
         tags = self._authenticator.pack_tags(writer.table, payload)

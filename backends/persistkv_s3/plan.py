@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.manifest import encode_manifest, encode_manifest_keys
 from persistkv.storage.pack import PackTable
-from persistkv.storage.pack_writer import PackWriter
+from persistkv.storage.pack_writer import NewPack
 from persistkv_s3.authentication import Authenticator
 from persistkv_s3.catalogue import Catalogue, StoredPack
 from persistkv_s3.layout import Entry, GoneRow, Head, ManifestRow, PackRow, Stamp
@@ -56,9 +56,9 @@ class Plan:
         behind = manifest.packs[manifest.packs.index(pack_id) + 1 :] if manifest.ordered else ()
         return [other for other in behind if not self._naming(other) and other not in self.keep]
 
-    def _missing(self) -> list[tuple[PackWriter, int]]:
+    def _missing(self) -> list[tuple[NewPack, int]]:
         catalogue = self._catalogue
-        found: dict[bytes, tuple[PackWriter, int]] = {}
+        found: dict[bytes, tuple[NewPack, int]] = {}
         for writer in self._batch.packs:
             name = writer.pack_id
             if name in found or (name in catalogue.packs and name not in self.gone):

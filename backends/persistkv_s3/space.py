@@ -24,7 +24,7 @@ from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.backend import CommitBatch, CommitResult, ReadSpan
 from persistkv.storage.manifest import ManifestKeys, decode_manifest_keys
 from persistkv.storage.pack import Frame
-from persistkv.storage.pack_writer import PackWriter
+from persistkv.storage.pack_writer import NewPack
 from persistkv_s3.cache import IndexCache
 from persistkv_s3.catalogue import Use
 from persistkv_s3.errors import ObjectExistsError, ObjectMissingError
@@ -88,7 +88,7 @@ class Space:
         self._maintain([pack for pack in uploaded if pack.reused])
         return CommitResult(cursor, plan.evicted)
 
-    def _upload(self, packs: Sequence[tuple[PackWriter, int]], room: Room, keys: bytes) -> list[Uploaded]:
+    def _upload(self, packs: Sequence[tuple[NewPack, int]], room: Room, keys: bytes) -> list[Uploaded]:
         """All packs, each under its generation, and an object with the manifests' keys beside them."""
         found: dict[int, Uploaded] = {}
         name = LogName(self._writer, self._number + 1)

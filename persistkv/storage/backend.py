@@ -32,7 +32,7 @@ from persistkv.errors import ConfigurationError
 from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.pack import MAX_PACK_BYTES, Frame, PackTable
-from persistkv.storage.pack_writer import PackWriter
+from persistkv.storage.pack_writer import NewPack
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ManifestWrite:
 class CommitBatch:
     """What one transaction does."""
 
-    packs: Sequence[PackWriter] = ()
+    packs: Sequence[NewPack] = ()
     """Each is streamed at most once per attempt, and again where what was found in its stead went away. A pack whose id
     is held already is left as it is: the first wins. One whose catalogue row does not read is not held."""
     manifests: Sequence[ManifestWrite] = ()

@@ -18,9 +18,9 @@ from persistkv.storage.ending import ManifestMaker
 from persistkv.storage.executor import Executor
 from persistkv.storage.index import HeldPack, Index
 from persistkv.storage.memory import give_back, no_collections
-from persistkv.storage.pack_writer import PackWriter
+from persistkv.storage.pack_writer import NewPack
 from persistkv.storage.records import News, StoreCounters
-from persistkv.storage.shortening import removal, requests_naming
+from persistkv.storage.shortening import SHORTENED_AT_ONCE, read_requests, shortened
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class Catalogue:
             self._gone([key for key in before if key not in self.index])
             self.news.stored += [key for key in self.index if key not in before]
 
-    async def committed(self, writers: Sequence[PackWriter], result: CommitResult, *, followed: bool) -> None:
+    async def committed(self, writers: Sequence[NewPack], result: CommitResult, *, followed: bool) -> None:
         """Take in what a commit of ours did.
 
         :param followed: nobody committed between our last look and this commit: its cursor is ours.
@@ -135,11 +135,11 @@ class Catalogue:
         if unknown or not followed:
             await self.refresh_or_complain()
 
-    def count_held(self, writers: Iterable[PackWriter]) -> None:
+    def count_held(self, writers: Iterable[NewPack]) -> None:
         """Packs that somebody else stored meanwhile, or a commit of ours that failed and was done all the same."""
         self._counters.held_blocks += sum(len(writer.keys) for writer in writers)
 
-    def _stored(self, writer: PackWriter) -> None:
+    def _stored(self, writer: NewPack) -> None:
         table = writer.table
         self._distrusted.pop(table.pack_id, None)
         self.news.stored += self.index.add(table)
@@ -178,8 +178,15 @@ class Catalogue:
         """Delete packs as our last look saw them; False: others have committed since, and may have replaced them."""
         try:
             maker = ManifestMaker(self.index, self._block_bytes, ())  # the index does not know them any more
-            requests = await self.call(partial(requests_naming, self.backend, self.namespace, bad))
-            result = await self.commit(removal(bad, requests, maker, self.cursor))
+            heads = await self.call(partial(self.backend.manifests_naming, self.namespace, bad))
+            for start in range(0, len(heads), SHORTENED_AT_ONCE):
+                some = heads[start : start + SHORTENED_AT_ONCE]
+                requests = await self.call(partial(read_requests, self.backend, self.namespace, some))
+                result = await self.commit(shortened(requests, maker, self.cursor))
+                if result.stale:
+                    return False
+                await self.committed([], result, followed=True)
+            result = await self.commit(CommitBatch(bad=bad, seen=self.cursor))
         except StoreError as error:
             self.complain(error)
         else:

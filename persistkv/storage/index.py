@@ -17,11 +17,11 @@ from persistkv.storage.pack import Frame, PackTable, unpack_frames
 class HeldPack:
     """What reading a pack takes. Immutable; two of one name are told apart by identity."""
 
-    __slots__ = ("_frames", "codecs", "keys", "pack_id")
+    __slots__ = ("_frames", "codec", "keys", "pack_id")
 
     def __init__(self, table: PackTable, keys: list[bytes]) -> None:
         self.pack_id = bytes(bytearray(table.pack_id))  # copies, away from the short-lived objects that parsing left
-        self.codecs = sys.intern(table.codecs)
+        self.codec = sys.intern(table.codec)
         """As in the pack's table."""
         self.keys = tuple(keys)
         """The keys of all blocks, frame after frame."""

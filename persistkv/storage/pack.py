@@ -20,7 +20,7 @@ import xxhash
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptPackError
-from persistkv.storage.codec import Buffer, split_codecs, stored_codec
+from persistkv.storage.codec import Buffer, RawCodec, stored_codec
 from persistkv.storage.keys import PackedKeys
 
 PACK_VERSION = 1
@@ -30,7 +30,7 @@ MAX_PACK_BYTES = 64 << 20  # 64 MiB of raw bytes
 UNKNOWN_DEPTH = 0xFFFFFFFF
 
 _HEADER = struct.Struct("<HHIIIQQ16s16s")
-_FRAME = struct.Struct("<IIIIIIQQQ")
+_FRAME = struct.Struct("<IIIIQQQ")
 _TRAILER = struct.Struct("<QQ8s")
 _MAGIC = b"PKVPACK1"
 
@@ -45,21 +45,17 @@ class Frame(NamedTuple):
     """Raw bytes of one block."""
     depth: int
     """Blocks of the group before the first one in its request; UNKNOWN_DEPTH where nobody told."""
-    codec: int
-    """Which of the pack's codecs was applied, counted from 1; 0: none, the stored bytes are the raw ones."""
-    reserved: int
-    """0."""
     offset: int
     """Byte offset in the pack, a multiple of 4 KiB."""
     stored_length: int
-    """Bytes at rest, padding left out."""
+    """Bytes at rest, padding left out. As many as the raw ones: the stored bytes are the raw ones."""
     checksum: int
     """xxh3-64 of the stored bytes, seeded by ``frame_seed``."""
 
     @property
     def encoded(self) -> bool:
-        """Whether a codec was applied."""
-        return self.codec != 0
+        """Whether the pack's codec was applied; it is only where it makes the frame shorter."""
+        return self.stored_length != self.raw_length
 
     @property
     def raw_length(self) -> int:
@@ -87,10 +83,10 @@ def align(length: int) -> int:
     return -(-length // PAGE_BYTES) * PAGE_BYTES
 
 
-def pack_id(namespace: bytes, keys: PackedKeys, codecs: str) -> bytes:
-    """A pack's name: the digest of namespace, ordered keys and codecs."""
+def pack_id(namespace: bytes, keys: PackedKeys, codec: str) -> bytes:
+    """A pack's name: the digest of namespace, ordered keys and codec."""
     digest = blake2b(namespace, digest_size=ID_BYTES)
-    digest.update(codecs.encode() + b"\0")
+    digest.update(codec.encode() + b"\0")
     digest.update(keys.key_length.to_bytes(2, "little") + keys.lengths)
     digest.update(keys.data)
     return digest.digest()
@@ -114,8 +110,8 @@ class PackTable(msgspec.Struct, frozen=True):
     """16 bytes: the digest of the identity."""
     pack_id: bytes
     """16 bytes."""
-    codecs: str
-    """Text forms of the codecs that frames name by number."""
+    codec: str
+    """Text form of the codec that the frames were offered to."""
     payload_length: int
     """Bytes of the frames with their padding: where the table begins."""
     raw_length: int
@@ -137,19 +133,19 @@ class PackTable(msgspec.Struct, frozen=True):
 
     def encode(self) -> bytes:
         """Table and trailer."""
-        codecs = self.codecs.encode()
+        codec = self.codec.encode()
         header = _HEADER.pack(
             PACK_VERSION,
             self.keys.key_length,
             self.frame_count,
             len(self.keys),
-            len(codecs),
+            len(codec),
             self.payload_length,
             self.raw_length,
             self.namespace,
             self.pack_id,
         )
-        table = b"".join((header, codecs, self.packed_frames, self.keys.lengths, self.keys.data))
+        table = b"".join((header, codec, self.packed_frames, self.keys.lengths, self.keys.data))
         return table + _TRAILER.pack(len(table), xxhash.xxh3_64_intdigest(table), _MAGIC)
 
     @classmethod
@@ -176,13 +172,13 @@ class PackTable(msgspec.Struct, frozen=True):
             raise CorruptPackError("keys", f"{len(keys.data)} bytes are not {block_count} keys of {key_length}")
         frames = table[frames_at:lengths_at]
         try:
-            codecs = table[_HEADER.size : frames_at].decode()
+            codec = table[_HEADER.size : frames_at].decode()
         except UnicodeDecodeError:
-            raise CorruptPackError("codecs", "their names are not text") from None
-        _check_frames(frames, payload, block_count, raw, len(split_codecs(codecs)))
+            raise CorruptPackError("codec name", "it is not text") from None
+        _check_frames(frames, payload, block_count, raw, codec)
         if not keys.distinct:
             raise CorruptPackError("keys", f"of {block_count} keys, some occur twice")
-        return cls(namespace, name, codecs, payload, raw, frames, keys)
+        return cls(namespace, name, codec, payload, raw, frames, keys)
 
 
 def _checked_table(data: Buffer) -> bytes:
@@ -200,17 +196,13 @@ def _checked_table(data: Buffer) -> bytes:
     return table
 
 
-def _check_frames(frames: bytes, payload: int, block_count: int, raw: int, codec_count: int) -> None:
+def _check_frames(frames: bytes, payload: int, block_count: int, raw: int, codec: str) -> None:
     end = blocks = total = 0
-    for _, count, block_bytes, _, codec, reserved, offset, stored, _ in _FRAME.iter_unpack(frames):
+    for _, count, block_bytes, _, offset, stored, _ in _FRAME.iter_unpack(frames):
         length = count * block_bytes
-        if codec > codec_count:
-            raise CorruptPackError("frame codec", f"number {codec} of {codec_count}")
-        if reserved:
-            raise CorruptPackError("frame", f"{reserved:#x} where 0 belongs")
         if not length or (length > FRAME_BYTES and count > 1):
             raise CorruptPackError("frame length", f"{count} blocks of {block_bytes} bytes")
-        if stored > length or not (codec or stored == length):
+        if stored > length or (stored < length and codec == RawCodec.name):
             raise CorruptPackError("frame length", f"{stored} stored bytes for {length} raw ones")
         if offset != end:
             raise CorruptPackError("frame offset", f"{offset} instead of {end}")
@@ -242,13 +234,13 @@ def verify_frame(frame: Frame, stored: Buffer, seed: int) -> None:
         raise CorruptPackError("frame checksum", f"does not match at offset {frame.offset}")
 
 
-def decode_frame(codecs: str, frame: Frame, stored: Buffer, out: memoryview) -> None:
+def decode_frame(codec: str, frame: Frame, stored: Buffer, out: memoryview) -> None:
     """Fill ``out`` with the frame's blocks, side by side.
 
-    :param codecs: as in the pack's table.
+    :param codec: as in the pack's table.
     :param stored: verified.
     :param out: ``frame.raw_length`` bytes.
-    :raises CorruptPackError: where they do not decode to that, or with no codec of this release; what ``out`` holds is
-        then undefined.
+    :raises CorruptPackError: where they do not decode to that, or this release does not know the codec; what ``out``
+        holds is then undefined.
     """
-    stored_codec(codecs, frame.codec).decode_into(stored, out)
+    (stored_codec(codec) if frame.encoded else RawCodec()).decode_into(stored, out)

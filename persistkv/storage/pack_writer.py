@@ -1,15 +1,16 @@
-"""Making packs: what goes in, and the stream that comes out."""
+"""Packs that a commit writes: blocks that are encoded, or a copy of a pack that another store holds."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
-from persistkv.storage.codec import Buffer, Codec, CodecPolicy, join_codecs
+from persistkv.storage.codec import Buffer, Codec
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.pack import (
     FRAME_BYTES,
@@ -35,11 +36,11 @@ class BlockSource(Protocol):
     """Where a pack's blocks come from: rows of the primary tier, or staged copies of them."""
 
     def gather(self, start: int, stop: int) -> ByteArray:
-        """Blocks ``start`` to ``stop`` side by side, contiguous: where they lie, or a copy."""
+        """Blocks ``start`` to ``stop`` side by side, contiguous: a view, or a copy."""
         ...
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
-        """The same bytes in the same order, where they lie; never a copy."""
+        """Views of the same bytes in the same order; never a copy."""
         ...
 
 
@@ -53,7 +54,7 @@ class Segment:
     keys: Sequence[bytes]
     """In the order of the blocks."""
     source: BlockSource
-    """Where their bytes lie."""
+    """Their bytes."""
     depth: int = UNKNOWN_DEPTH
     """Depth of the first block; the others follow it."""
 
@@ -72,13 +73,9 @@ class Segment:
         """The bytes of these blocks side by side."""
         return self.source.gather(start, stop).data.cast("B")
 
-    def sample(self) -> memoryview:
-        """The bytes of the first frame, for a codec to be chosen by."""
-        return self.raw(*next(self.frame_bounds()))
-
 
 class Ahead(Protocol):
-    """Begins a call beside the caller's own work; what it returns waits for the result."""
+    """Starts a call in another thread and returns a function that waits for its result."""
 
     def __call__(self, call: Callable[[], T]) -> Callable[[], T]: ...
 
@@ -91,59 +88,128 @@ class _StoredFrame(NamedTuple):
     """Of its checksum, where that is not known yet either."""
 
 
-@dataclass
-class PackWriter:
-    """Turns segments into a pack, one frame in memory at a time, or a few where they are encoded ahead.
+class NewPack(ABC):
+    """A pack that a commit writes. A backend reads its payload from ``stream``, again if the commit is retried."""
 
-    What ``codec`` chooses for the segments' groups is settled here, for the pack is named after it. ``stream`` may be
-    called again (a commit that is retried); the table then describes the newest run.
-
-    :raises ValueError: a key occurs twice: ``PackTable.parse`` would reject the pack.
-    """
-
-    namespace: bytes
-    """16 bytes: the digest of the identity."""
-    codec: CodecPolicy
-    segments: Sequence[Segment]
-    """What goes in; nothing after ``release``."""
-    keys: PackedKeys = field(init=False)
-    """The keys of all blocks, segment after segment."""
-    pack_id: bytes = field(init=False)
-    """16 bytes: the pack's name."""
-    raw_length: int = field(init=False)
-    """Bytes of all blocks."""
-    codecs: tuple[Codec, ...] = field(init=False)
-    """Those that the frames are written with, each once."""
-    _codec_numbers: dict[int, int] = field(init=False)
-    """For each group, which of ``codecs``, counted from 1."""
-    ahead: Ahead | None = None
-    """Begins the encoding of frames ahead of those that are asked for; None: they are encoded when they are."""
-    _table: PackTable | None = field(init=False, default=None)
-    _begun: deque[Callable[[], _StoredFrame]] = field(init=False, default_factory=deque)
-    _finishing: Callable[[], PackTable] | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        first = {segment.group: segment for segment in reversed(self.segments)}
-        chosen = {group: self.codec.choose(group, segment.sample) for group, segment in sorted(first.items())}
-        self.codecs = tuple(dict.fromkeys(chosen.values()))
-        self._codec_numbers = {group: self.codecs.index(codec) + 1 for group, codec in chosen.items()}
-        self.keys = PackedKeys.of([key for segment in self.segments for key in segment.keys])
-        if not self.keys.distinct:
-            raise ValueError(f"of {len(self.keys)} keys of a pack, some occur twice")
-        self.pack_id = pack_id(self.namespace, self.keys, join_codecs(self.codecs))
-        self.raw_length = sum(segment.raw_length for segment in self.segments)
+    def __init__(self, namespace: bytes, pack_id: bytes, keys: PackedKeys, raw_length: int, *, encodes: bool) -> None:
+        self.namespace = namespace
+        """16 bytes: the digest of the identity."""
+        self.pack_id = pack_id
+        """16 bytes: the pack's name."""
+        self.keys = keys
+        """The keys of all blocks, frame after frame."""
+        self.raw_length = raw_length
+        """Bytes of all blocks before the codec."""
+        self.encodes = encodes
+        """Whether ``stream`` allocates the bytes that it yields; views of existing memory if not."""
+        self.written = False
+        """Whether ``stream`` has run to its end: a backend that already holds the pack does not read it."""
 
     @property
-    def written(self) -> bool:
-        """Whether ``stream`` has run to its end: a backend that held the pack already never asked for it."""
-        return self._table is not None or self._finishing is not None
+    @abstractmethod
+    def frame_count(self) -> int:
+        """Number of frames."""
+
+    @property
+    @abstractmethod
+    def payload_bound(self) -> int:
+        """Upper bound of the payload's bytes, padding included."""
+
+    @property
+    @abstractmethod
+    def table(self) -> PackTable:
+        """The pack's table.
+
+        :raises ValueError: it depends on the stream, which has not run to its end.
+        """
+
+    @abstractmethod
+    def stream(self) -> Iterator[Buffer]:
+        """The payload in order, padding included. Every piece stays valid while it is referenced, so that many can be
+        written with one call.
+        """
+
+    def restart(self) -> None:
+        """Forget a failed attempt: another process may write the pack before the next one."""
+        self.settle()
+        self.written = False
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until nothing reads the blocks any more, after a ``stream`` that ended or was abandoned."""
+
+
+class PackCopy(NewPack):
+    """A pack that exists in another place, with the same bytes and name. It must have been checked.
+
+    :param payload: all of it, unchanged until the commit is done.
+    """
+
+    def __init__(self, table: PackTable, payload: Buffer) -> None:
+        super().__init__(table.namespace, table.pack_id, table.keys, table.raw_length, encodes=False)
+        self.payload = payload
+        self._table = table
+
+    @property
+    def frame_count(self) -> int:
+        return self._table.frame_count
+
+    @property
+    def payload_bound(self) -> int:
+        """Exactly the payload's bytes."""
+        return self._table.payload_length
 
     @property
     def table(self) -> PackTable:
-        """The pack's table; there once ``stream`` has run to its end. Checksums of raw frames are computed when it is
-        first asked for: a backend that writes beside its own work has begun to write them by then.
+        return self._table
 
-        :raises ValueError: before that.
+    def stream(self) -> Iterator[Buffer]:
+        yield self.payload
+        self.written = True
+
+    def settle(self) -> None:
+        """Nothing to wait for."""
+
+
+class PackWriter(NewPack):
+    """Encodes segments to a pack, one frame in memory at a time, or a few if they are encoded ahead.
+
+    :param ahead: begins the encoding of frames ahead of the stream; None: each is encoded when the stream reaches it.
+    :raises ValueError: a key occurs twice: ``PackTable.parse`` would reject the pack.
+    """
+
+    def __init__(self, namespace: bytes, codec: Codec, segments: Sequence[Segment], ahead: Ahead | None = None) -> None:
+        keys = PackedKeys.of([key for segment in segments for key in segment.keys])
+        if not keys.distinct:
+            raise ValueError(f"of {len(keys)} keys of a pack, some occur twice")
+        name = pack_id(namespace, keys, str(codec))
+        raw_length = sum(segment.raw_length for segment in segments)
+        super().__init__(namespace, name, keys, raw_length, encodes=not codec.identity)
+        self.segments = segments
+        """The blocks; empty after ``release``."""
+        self._codec = codec
+        self._ahead = ahead
+        self._table: PackTable | None = None
+        self._begun: deque[Callable[[], _StoredFrame]] = deque()
+        self._finishing: Callable[[], PackTable] | None = None
+
+    @property
+    def frame_count(self) -> int:
+        return sum(1 for segment in self.segments for _ in segment.frame_bounds())
+
+    @property
+    def payload_bound(self) -> int:
+        """Reached if the codec makes no frame shorter."""
+        return sum(
+            align((stop - start) * segment.block_bytes)
+            for segment in self.segments
+            for start, stop in segment.frame_bounds()
+        )
+
+    @property
+    def table(self) -> PackTable:
+        """Checksums of raw frames are computed at the first call: a backend with threads of its own is already writing
+        the frames by then.
         """
         self._finish()
         if self._table is None:
@@ -151,9 +217,7 @@ class PackWriter:
         return self._table
 
     def stream(self) -> Iterator[Buffer]:
-        """The payload in order, padding included. Raw frames come as the rows that they lie in; every piece stays valid
-        while it is referenced, so that many can be written with one call.
-        """
+        """Raw frames are not copied: their pieces are views of the rows."""
         self.restart()
         frames: list[Frame] = []
         raw: list[tuple[int, _StoredFrame]] = []
@@ -168,13 +232,14 @@ class PackWriter:
             if padding := offset - frame.offset - frame.stored_length:
                 yield bytes(padding)
         self._finishing = partial(self._make_table, frames, raw, offset)
+        self.written = True
 
     def _make_table(self, frames: list[Frame], raw: Iterable[tuple[int, _StoredFrame]], end: int) -> PackTable:
         for number, stored in raw:
             checksum = frame_checksum(stored.pieces, stored.seed or 0)
             frames[number] = frames[number]._replace(checksum=checksum)
-        codecs = join_codecs(self.codecs)
-        return PackTable(self.namespace, self.pack_id, codecs, end, self.raw_length, pack_frames(frames), self.keys)
+        codec = str(self._codec)
+        return PackTable(self.namespace, self.pack_id, codec, end, self.raw_length, pack_frames(frames), self.keys)
 
     def _finish(self) -> None:
         finishing, self._finishing = self._finishing, None
@@ -182,54 +247,43 @@ class PackWriter:
             self._table = finishing()
 
     def restart(self) -> None:
-        """Forget what an attempt that failed has written: another process's pack may be found in its place now."""
         self._finishing = None
-        self.settle()
+        super().restart()
         self._table = None
 
     def settle(self) -> None:
-        """Wait for what was begun beside a ``stream`` that was left or has ended: nobody reads the blocks any more."""
         while self._begun:
-            with suppress(Exception):  # it would have come out of the stream, which nobody asks any more
+            with suppress(Exception):  # the stream that would have raised it was abandoned
                 self._begun.popleft()()
         self._finish()
 
     def release(self) -> None:
-        """Let go of the blocks: who keeps this object (an error's traceback may) does not keep them. Table, keys and
-        names stay; ``stream`` may not be called any more.
+        """Drop the blocks, which a reference to this object (an error's traceback) would keep alive. Table, keys and
+        names stay; ``stream`` must not be called again.
         """
         self.settle()
         self.segments = ()
 
     def _stored_frames(self) -> Iterator[_StoredFrame]:
         bounds = ((segment, *bound) for segment in self.segments for bound in segment.frame_bounds())
-        encodes = any(not codec.identity for codec in self.codecs)
         for segment, start, stop in bounds:
-            if self.ahead is None or not encodes:
+            if self._ahead is None or not self.encodes:
                 yield self._store(segment, start, stop)
                 continue
-            self._begun.append(self.ahead(partial(self._store, segment, start, stop)))
+            self._begun.append(self._ahead(partial(self._store, segment, start, stop)))
             if len(self._begun) > FRAMES_AHEAD:
                 yield self._begun.popleft()()
         while self._begun:
             yield self._begun.popleft()()
 
     def _store(self, segment: Segment, start: int, stop: int) -> _StoredFrame:
-        number, pieces = self._encode(segment, start, stop)
         seed = frame_seed(self.namespace, b"".join(segment.keys[start:stop]))
         depth = segment.depth if segment.depth == UNKNOWN_DEPTH else segment.depth + start
-        length = sum(map(len, pieces))
-        checksum = frame_checksum(pieces, seed) if number else 0
-        frame = Frame(segment.group, stop - start, segment.block_bytes, depth, number, 0, 0, length, checksum)
-        return _StoredFrame(frame, pieces, None if number else seed)
-
-    def _encode(self, segment: Segment, start: int, stop: int) -> tuple[int, Sequence[Buffer]]:
-        """The number of the codec, and the stored bytes; 0 and the raw ones, where they lie, where it does not help."""
-        number = self._codec_numbers[segment.group]
-        codec = self.codecs[number - 1]
-        if not codec.identity:
-            raw = segment.raw(start, stop)
-            stored = codec.encode(raw)
-            if len(stored) < len(raw):
-                return number, [stored]
-        return 0, segment.source.pieces(start, stop)
+        length = (stop - start) * segment.block_bytes
+        encoded = self._codec.encode(segment.raw(start, stop)) if self.encodes else None
+        if encoded is None or len(encoded) >= length:
+            frame = Frame(segment.group, stop - start, segment.block_bytes, depth, 0, length, 0)
+            return _StoredFrame(frame, segment.source.pieces(start, stop), seed)
+        checksum = frame_checksum([encoded], seed)
+        frame = Frame(segment.group, stop - start, segment.block_bytes, depth, 0, len(encoded), checksum)
+        return _StoredFrame(frame, [encoded])

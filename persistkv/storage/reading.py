@@ -397,15 +397,15 @@ def _copy_repeated(read: FrameRead, rows: Rows) -> None:
 
 
 def _decode(read: FrameRead, stored: memoryview, rows: Rows, raw: memoryview) -> None:
-    frame, codecs = read.frame, read.pack.codecs
+    frame, codec = read.frame, read.pack.codec
     if read.whole:
         places = rows.pieces(frame.group, read.rows)
         if len(places) == 1:
-            decode_frame(codecs, frame, stored, places[0])
+            decode_frame(codec, frame, stored, places[0])
             _copy_repeated(read, rows)
             return
     out = raw[: frame.raw_length]
-    decode_frame(codecs, frame, stored, out)
+    decode_frame(codec, frame, stored, out)
     wants = [(position, row) for position, row in enumerate(read.rows) if row != _UNWANTED] + read.copies
     blocks = np.frombuffer(out, dtype=np.uint8).reshape(frame.block_count, frame.block_bytes)
     rows.scatter(frame.group, [row for _, row in wants], blocks[[position for position, _ in wants]])

@@ -1,4 +1,8 @@
-"""The loss of a pack: the requests that name it are shortened to what stands before it."""
+"""The loss of a pack: the requests that name it are shortened to what stands before it.
+
+Very many requests may share a pack. They are shortened in commits of ``SHORTENED_AT_ONCE`` manifests, so that none of
+them takes long; the last commit deletes the pack.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
 from persistkv.storage.ending import ManifestMaker
 from persistkv.storage.manifest import ManifestKeys, RequestManifest
 
+SHORTENED_AT_ONCE = 64
+
 
 class NamedRequest(NamedTuple):
     """A request, as a store knows it."""
@@ -18,23 +24,19 @@ class NamedRequest(NamedTuple):
     pinned: bool
 
 
-def requests_naming(backend: Backend, namespace: bytes, packs: Sequence[bytes]) -> list[NamedRequest]:
-    """The requests whose manifests name any of these packs; those that do not read are left out.
+def read_requests(backend: Backend, namespace: bytes, heads: Sequence[RequestManifest]) -> list[NamedRequest]:
+    """Read the keys of requests; those that do not read are left out.
 
     :raises StoreError: the medium failed.
     """
-    heads = backend.manifests_naming(namespace, packs)
     names = [head.id for head in heads]
     rows = zip(heads, backend.many_manifest_keys(namespace, names), backend.uses(namespace, names), strict=True)
     return [NamedRequest(head, keys, use is not None and use.pinned) for head, keys, use in rows if keys is not None]
 
 
-def removal(
-    bad: Sequence[bytes], requests: Iterable[NamedRequest], maker: ManifestMaker, seen: bytes | None
-) -> CommitBatch:
-    """What takes bad packs out of a store. Requests of which nothing is left go.
+def shortened(requests: Iterable[NamedRequest], maker: ManifestMaker, seen: bytes | None) -> CommitBatch:
+    """Return the commit that shortens requests. Those of which nothing is left stay: they go with the pack.
 
-    :param requests: those that name the packs.
     :param maker: over an index that does not know the packs.
     :param seen: as in ``CommitBatch``.
     """
@@ -44,4 +46,4 @@ def removal(
         if (write := maker.shorten(manifest, keys)) is not None:
             shorter.append(write)
             pins += [(manifest.id, True)] if pinned else []
-    return CommitBatch(bad=bad, manifests=shorter, pins=pins, seen=seen)
+    return CommitBatch(manifests=shorter, pins=pins, seen=seen)

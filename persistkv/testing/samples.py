@@ -12,7 +12,7 @@ from persistkv.storage.backend import ManifestWrite
 from persistkv.storage.codec import Codec, RawCodec
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.manifest import RequestManifest
-from persistkv.storage.pack_writer import PackWriter, Segment
+from persistkv.storage.pack_writer import NewPack, PackWriter, Segment
 
 
 class ArraySource:
@@ -98,7 +98,7 @@ def sample_pack(
     return PackWriter(namespace, codec or RawCodec(), [segment])
 
 
-def payload_of(pack: PackWriter) -> bytes:
+def payload_of(pack: NewPack) -> bytes:
     """What the pack streams."""
     return b"".join(map(bytes, pack.stream()))
 

@@ -19,7 +19,7 @@ from persistkv.base import make_offload_key
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import ConfigurationError, CorruptPackError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
-from persistkv.storage.codec import AutoCodec, Codec, PlanesCodec, RawCodec, ZstdCodec, parse_codec
+from persistkv.storage.codec import Codec, PlanesCodec, RawCodec, ZstdCodec, parse_codec
 from persistkv.storage.identity import Identity
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.manifest import (
@@ -99,13 +99,11 @@ def packs() -> list[PackWriter]:
     """One of each codec and kind of table."""
     both = [Segment(group, SIZES[group], keys(group), ArraySource(blocks(group)), depth=0) for group in (0, 1)]
     uneven = Segment(0, BLOCK, keys(0)[:2] + keys(0, 16)[2:], ArraySource(blocks(0)))
-    auto = AutoCodec(clock=lambda: 0.0)
     made = [
         (RawCodec(), both),
         (ZstdCodec(), both[:1]),
         (PlanesCodec(), both),
         (PlanesCodec(4), [uneven]),
-        (auto, both),
     ]
     return [PackWriter(IDENTITY.digest, codec, segments) for codec, segments in made]
 
@@ -298,15 +296,15 @@ class CodecTexts(Target):
     """Text forms of codecs."""
 
     name = "codec text"
-    samples = (b"raw", b"zstd:3", b"planes:2", b"auto")
+    samples = (b"raw", b"zstd:3", b"planes:2")
 
     def check(self, number: int, data: bytes, sealed: bool) -> bool:
         try:
             text = data.decode()
-            policy = parse_codec(text)
+            codec = parse_codec(text)
         except (ConfigurationError, UnicodeDecodeError):
             return False
-        require(str(parse_codec(str(policy))) == str(policy), "a codec's text makes another codec")
+        require(parse_codec(str(codec)) == codec, "a codec's text makes another codec")
         return True
 
 

@@ -20,7 +20,7 @@ NAMESPACE = bytes(range(16))
 HEADER = struct.Struct("<HHIIIQQ16s16s")  # docs/format.md
 
 
-FRAME = struct.Struct("<IIIIIIQQQ")
+FRAME = struct.Struct("<IIIIQQQ")
 
 
 TRAILER = struct.Struct("<QQ8s")
@@ -46,7 +46,7 @@ def blocks_of(payload, table):
         stored = payload[frame.offset : frame.offset + frame.stored_length]
         verify_frame(frame, stored, frame_seed(NAMESPACE, b"".join(names)))
         raw = bytearray(frame.raw_length)
-        decode_frame(table.codecs, frame, stored, memoryview(raw))
+        decode_frame(table.codec, frame, stored, memoryview(raw))
         size = frame.block_bytes
         blocks |= {name: bytes(raw[index * size : (index + 1) * size]) for index, name in enumerate(names)}
         first += frame.block_count

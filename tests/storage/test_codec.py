@@ -7,13 +7,10 @@ from hypothesis import strategies as st
 
 from persistkv.errors import ConfigurationError, CorruptPackError
 from persistkv.storage.codec import (
-    AutoCodec,
     PlanesCodec,
     RawCodec,
     ZstdCodec,
-    join_codecs,
     parse_codec,
-    split_codecs,
     stored_codec,
 )
 
@@ -31,7 +28,6 @@ def test_round_trip(codec, raw):
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_text_form_makes_the_same_codec(codec):
     assert parse_codec(str(codec)) == codec
-    assert codec.choose(3, lambda: pytest.fail("a codec chooses itself unseen")) is codec
 
 
 @pytest.mark.parametrize(
@@ -41,20 +37,15 @@ def test_arguments_and_their_defaults(text, codec):
     assert parse_codec(text) == codec
 
 
-def test_auto_is_known():
-    assert isinstance(parse_codec("auto"), AutoCodec)
-    assert str(parse_codec("auto")) == "auto"
-
-
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        ("", "raw, zstd, planes, auto"),
-        ("lz4", "raw, zstd, planes, auto"),
-        ("RAW", "raw, zstd, planes, auto"),
-        ("raw,zstd", "raw, zstd, planes, auto"),
+        ("", "raw, zstd, planes"),
+        ("lz4", "raw, zstd, planes"),
+        ("RAW", "raw, zstd, planes"),
+        ("raw,zstd", "raw, zstd, planes"),
         ("raw:1", "without an argument"),
-        ("auto:1", "without an argument"),
+        ("auto", "raw, zstd, planes"),
         ("zstd:0", "1 to 19"),
         ("zstd:20", "1 to 19"),
         ("zstd:-1", "1 to 19"),
@@ -77,22 +68,11 @@ def test_values_are_validated_without_a_text_too():
         ZstdCodec(20)
 
 
-def test_a_pack_names_its_codecs():
-    text = join_codecs([PlanesCodec(2), ZstdCodec(3)])
-    assert split_codecs(text) == ["planes:2", "zstd:3"]
-    assert [stored_codec(text, number) for number in range(3)] == [RawCodec(), PlanesCodec(2), ZstdCodec(3)]
-    assert split_codecs("") == []
-
-
-@pytest.mark.parametrize(
-    ("text", "number", "field"),
-    [("raw", 2, "frame codec"), ("", 1, "frame codec"), ("raw", -1, "frame codec"), ("lz9", 1, "codec"),
-     ("zstd:99", 1, "codec"), ("auto", 1, "codec")],
-)  # fmt: skip
-def test_codec_of_a_frame_that_is_not_there(text, number, field):
+@pytest.mark.parametrize("text", ["", "lz9", "zstd:99", "raw,zstd"])
+def test_stored_codec_unknown_text_is_corrupt(text):
     with pytest.raises(CorruptPackError) as caught:
-        stored_codec(text, number)
-    assert caught.value.field == field
+        stored_codec(text)
+    assert caught.value.field == "codec"
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from persistkv.errors import CorruptPackError
 from persistkv.storage.arrays import ByteArray
-from persistkv.storage.codec import AutoCodec, Codec, PlanesCodec, RawCodec, ZstdCodec
+from persistkv.storage.codec import Codec, PlanesCodec, RawCodec, ZstdCodec
 from persistkv.storage.executor import ThreadExecutor
 from persistkv.storage.pack import (
     FRAME_BYTES,
@@ -22,9 +22,9 @@ from persistkv.storage.pack import (
     frame_seed,
     verify_frame,
 )
-from persistkv.storage.pack_writer import PackWriter, Segment
+from persistkv.storage.pack_writer import PackCopy, PackWriter, Segment
 from persistkv.storage.rows import StagedBlocks
-from persistkv.testing.samples import ArraySource, sample_blocks, sample_keys, sample_pack, sample_segment
+from persistkv.testing.samples import ArraySource, payload_of, sample_blocks, sample_keys, sample_pack, sample_segment
 from tests.storage.packs import NAMESPACE, blocks_of, segments, write
 
 
@@ -70,47 +70,36 @@ def test_frame_that_does_not_shrink_is_kept_raw():
     assert payload[: frame.stored_length] == noise.tobytes()
 
 
-def bfloat16(count, size):
-    """Blocks of normally distributed values."""
-    values = np.random.default_rng(4).standard_normal((count, size // 2)).astype(np.float32)
-    return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
-
-
-def mixed_parts():
-    """Groups that pay with planes (two segments of it), with zstd and with nothing."""
-    blocks = bfloat16(8, 8192)
+def test_one_codec_keeps_raw_only_the_frames_that_do_not_shrink():
     noise = np.random.default_rng(1).integers(0, 256, (3, 8192), dtype=np.uint8)
-    return [
-        Segment(0, 8192, sample_keys(1, 5), ArraySource(blocks[:5])),
-        Segment(1, 8192, sample_keys(2, 3, group=1), ArraySource(np.full((3, 8192), 7, np.uint8))),
-        Segment(2, 8192, sample_keys(3, 3, group=2), ArraySource(noise)),
-        Segment(0, 8192, sample_keys(4, 3), ArraySource(blocks[5:])),
+    parts = [
+        Segment(0, 8192, sample_keys(1, 3), ArraySource(np.full((3, 8192), 7, np.uint8))),
+        Segment(1, 8192, sample_keys(2, 3, group=1), ArraySource(noise)),
     ]
-
-
-def test_each_group_is_written_with_the_codec_that_was_chosen_for_it():
-    parts = mixed_parts()
-    payload, table = write(*parts, codec=AutoCodec(clock=lambda: 0.0))
-    assert table.codecs == "planes:2,zstd:1,raw"
-    assert [(frame.group, frame.codec) for frame in table.frames] == [(0, 1), (1, 2), (2, 0), (0, 1)]
-    assert PackTable.parse(table.encode()) == table
+    payload, table = write(*parts, codec=ZstdCodec())
+    assert table.codec == "zstd:1"
+    assert [(frame.group, frame.encoded) for frame in table.frames] == [(0, True), (1, False)]
     assert blocks_of(payload, table) == {
         key: block.tobytes() for part in parts for key, block in zip(part.keys, part.source.blocks, strict=True)
     }
 
 
-def test_pack_is_named_after_the_codecs_that_were_chosen():
-    parts = mixed_parts()
-    auto = AutoCodec(clock=lambda: 0.0)
-    named = PackWriter(NAMESPACE, auto, parts).pack_id
-    assert named == PackWriter(NAMESPACE, auto, parts).pack_id
-    assert named != PackWriter(NAMESPACE, PlanesCodec(), parts).pack_id
-    only = [parts[0], parts[3]]
-    assert PackWriter(NAMESPACE, auto, only).pack_id == PackWriter(NAMESPACE, PlanesCodec(), only).pack_id
+@pytest.mark.parametrize("codec", [RawCodec(), ZstdCodec(), PlanesCodec()])
+def test_pack_bounds_hold_and_a_copy_knows_them_exactly(codec):
+    parts = [sample_segment(1, blocks=300), sample_segment(2, group=3, block_bytes=70_000, blocks=2)]
+    pack = PackWriter(NAMESPACE, codec, parts)
+    bound, frames = pack.payload_bound, pack.frame_count
+    payload = payload_of(pack)
+    assert frames == pack.table.frame_count
+    assert bound >= len(payload)
+    copy = PackCopy(pack.table, payload)
+    assert (copy.pack_id, copy.keys, copy.raw_length) == (pack.pack_id, pack.keys, pack.raw_length)
+    assert (copy.payload_bound, copy.frame_count) == (len(payload), frames)
+    assert (payload_of(copy), copy.table) == (payload, pack.table)
 
 
 def test_a_retried_stream_is_written_as_the_first():
-    pack = PackWriter(NAMESPACE, AutoCodec(clock=lambda: 0.0), mixed_parts())
+    pack = PackWriter(NAMESPACE, PlanesCodec(), [sample_segment(1), sample_segment(2, group=1)])
     first = b"".join(map(bytes, pack.stream()))
     table = pack.table
     assert b"".join(map(bytes, pack.stream())) == first
@@ -120,7 +109,7 @@ def test_a_retried_stream_is_written_as_the_first():
 def test_frame_of_a_codec_that_this_release_does_not_know():
     payload, table = write(sample_segment(1), codec=ZstdCodec())
     (frame,) = table.frames
-    assert frame.codec == 1
+    assert frame.encoded
     with pytest.raises(CorruptPackError, match="brotli"):
         decode_frame("brotli", frame, payload[: frame.stored_length], memoryview(bytearray(frame.raw_length)))
 
@@ -206,9 +195,9 @@ def test_decoded_by_hand_as_documented():
     assert (version, key_length, frames, blocks, codec_length) == (1, 0, 2, 5, 3)
     assert (payload_length, raw, namespace) == (len(payload), 3 * 5000 + 2 * 9, NAMESPACE)
     assert body[64:67] == b"raw"
-    rows = [struct.unpack_from("<IIIIIIQQQ", body, 67 + 48 * index) for index in range(2)]
-    lengths = struct.unpack_from("<5H", body, 67 + 96)
-    keys = body[67 + 96 + 10 :]
+    rows = [struct.unpack_from("<IIIIQQQ", body, 67 + 40 * index) for index in range(2)]
+    lengths = struct.unpack_from("<5H", body, 67 + 80)
+    keys = body[67 + 80 + 10 :]
     assert lengths == (36, 36, 36, 12, 12)
     assert keys == b"".join([*parts[0].keys, *parts[1].keys])
     assert (
@@ -218,15 +207,8 @@ def test_decoded_by_hand_as_documented():
     (seed_of_namespace,) = struct.unpack_from("<Q", namespace)
     at = 0
     for part, row in zip(parts, rows, strict=True):
-        group, count, block_bytes, depth, codec, reserved, offset, stored, frame_checksum = row
-        assert (group, count, block_bytes, depth, codec, reserved) == (
-            part.group,
-            len(part.keys),
-            part.block_bytes,
-            0,
-            0,
-            0,
-        )
+        group, count, block_bytes, depth, offset, stored, frame_checksum = row
+        assert (group, count, block_bytes, depth) == (part.group, len(part.keys), part.block_bytes, 0)
         joined = b"".join(part.keys)
         assert keys[at : at + len(joined)] == joined
         at += len(joined)
@@ -234,7 +216,7 @@ def test_decoded_by_hand_as_documented():
         stored_bytes = pack[offset : offset + stored]
         assert xxhash.xxh3_64_intdigest(stored_bytes, seed=seed) == frame_checksum
         assert stored_bytes == part.source.blocks.tobytes()
-    assert [row[6] for row in rows] == [0, 16384]
+    assert [row[4] for row in rows] == [0, 16384]
     assert len(payload) == 20480
 
 

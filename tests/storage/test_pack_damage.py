@@ -106,19 +106,19 @@ def forged(**changes):
         "namespace": NAMESPACE, "name": bytes(16),
     }  # fmt: skip
     frame = {
-        "group": 0, "count": 4, "block_bytes": 4096, "depth": 0, "codec": 0, "reserved": 0, "offset": 0,
+        "group": 0, "count": 4, "block_bytes": 4096, "depth": 0, "offset": 0,
         "stored": 16384, "checksum": 7,
     }  # fmt: skip
-    codecs = changes.pop("codecs", b"raw")
+    codec = changes.pop("codec", b"raw")
     keys = changes.pop("keys", b"".join(sample_keys(1, 4)))
     for name, value in changes.items():
         (header if name in header else frame)[name] = value
-    body = HEADER.pack(*header.values()) + codecs + FRAME.pack(*frame.values()) + keys
+    body = HEADER.pack(*header.values()) + codec + FRAME.pack(*frame.values()) + keys
     return sealed(body)
 
 
 def test_sound_table_is_read():
-    assert PackTable.parse(forged()).frames == (Frame(0, 4, 4096, 0, 0, 0, 0, 16384, 7),)
+    assert PackTable.parse(forged()).frames == (Frame(0, 4, 4096, 0, 0, 16384, 7),)
 
 
 @pytest.mark.parametrize(
@@ -132,20 +132,17 @@ def test_sound_table_is_read():
         ({"blocks": 3, "key_length": 48}, "block count"),
         ({"key_length": 35}, "keys"),
         ({"key_length": 0}, "key lengths"),
-        ({"codecs": b"\xff\xfe\xfd"}, "codecs"),
+        ({"codec": b"\xff\xfe\xfd"}, "codec name"),
         ({"count": 3, "raw": 12288}, "frame length"),
         ({"count": 0}, "frame length"),
         ({"block_bytes": 0}, "frame length"),
-        ({"block_bytes": 0xFFFFFFFF, "codec": 1, "raw": 4 * 0xFFFFFFFF}, "frame length"),
-        ({"stored": 16385, "codec": 1}, "frame length"),
+        ({"block_bytes": 0xFFFFFFFF, "codec": b"lz9", "raw": 4 * 0xFFFFFFFF}, "frame length"),
+        ({"stored": 16385, "codec": b"lz9"}, "frame length"),
         ({"stored": 100}, "frame length"),
         ({"stored": (1 << 64) - 1}, "frame length"),
         ({"offset": 4096}, "frame offset"),
         ({"offset": 1}, "frame offset"),
         ({"offset": (1 << 64) - 4096}, "frame offset"),
-        ({"codec": 2}, "frame codec"),
-        ({"codec": 0xFFFFFFFF}, "frame codec"),
-        ({"reserved": 1}, "frame"),
         ({"raw": 16385}, "raw length"),
         ({"payload": 12288}, "payload length"),
         ({"payload": (1 << 64) - 4096}, "payload length"),

@@ -153,7 +153,7 @@ def test_a_codec_of_another_release_is_a_miss_and_no_damage(
         raise ConfigurationError("codec", text, "one that this release knows")
 
     with monkeypatch.context() as patch:
-        patch.setattr("persistkv.storage.codec.text.parse_codec", unknown)
+        patch.setattr("persistkv.storage.codec.parse_codec", unknown)
         assert store.read(names, range(64)) == names
     assert store.counters.verification_failures == 0
     assert store.read(names, range(64)) == []

@@ -102,7 +102,7 @@ class Damage:
         changed = PackTable(
             table.namespace,
             table.pack_id,
-            table.codecs,
+            table.codec,
             table.payload_length,
             table.raw_length,
             table.packed_frames,

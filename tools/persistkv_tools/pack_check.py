@@ -17,7 +17,6 @@ import msgspec
 from persistkv.errors import CorruptPackError
 from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.pack import Frame, PackTable, align, decode_frame, frame_seed, pack_id, verify_frame
-from persistkv.storage.stored_pack import StoredPack
 
 _READ_BYTES = 8 << 20  # 8 MiB: past it, larger reads gain nothing
 
@@ -34,7 +33,7 @@ class Problem(str, enum.Enum):
     PADDING = "padding"
     """Bytes between frames are not zero: harmless by themselves, and a sign of a foreign write."""
     NAME = "name"
-    """The table's keys or codecs are not those that the pack is named after."""
+    """The table's keys or codec are not those that the pack is named after."""
     PACK_ROWS = "pack rows"
     """Rows of packs do not read; the store does not say which."""
     MANIFEST_ROWS = "manifest rows"
@@ -103,19 +102,6 @@ def check_payload(table: PackTable, payload: memoryview) -> list[Finding]:
     return check.findings
 
 
-def read_pack(
-    backend: Backend, table: PackTable, took: Callable[[int], None]
-) -> tuple[StoredPack | None, list[Finding]]:
-    """Read and check a pack; return it, or its defects.
-
-    :raises OtherReleaseError: this release cannot decode it.
-    :raises StoreError: the medium failed.
-    """
-    payload = bytearray()
-    findings = check_pack(backend, table, took, payload)
-    return (None if findings else StoredPack(table, payload)), findings
-
-
 class _Check:
     """Findings about one pack: its table when it is created, each frame when it is given."""
 
@@ -130,8 +116,8 @@ class _Check:
         }
         largest = max((frame.raw_length for frame in table.frames if frame.encoded), default=0)
         self._raw = memoryview(bytearray(largest))
-        if pack_id(table.namespace, table.keys, table.codecs) != table.pack_id:
-            self.note(Problem.NAME, "the keys and codecs of its table are not those that it is named after")
+        if pack_id(table.namespace, table.keys, table.codec) != table.pack_id:
+            self.note(Problem.NAME, "the keys and codec of its table are not those that it is named after")
 
     def note(self, problem: Problem, detail: str, *, group: int | None = None, offset: int | None = None) -> None:
         """Something is wrong."""
@@ -168,7 +154,7 @@ class _Check:
         if not frame.encoded:
             return
         try:
-            decode_frame(self._table.codecs, frame, stored, self._raw[: frame.raw_length])
+            decode_frame(self._table.codec, frame, stored, self._raw[: frame.raw_length])
         except CorruptPackError as error:
             if error.field == "codec":
                 raise OtherReleaseError(error.problem) from None

@@ -122,19 +122,22 @@ class Allocator:
 
         :returns: none where there are not as many; nothing changed then.
         """
-        before = [extent for extent in self.free_extents() if extent < place]
-        whole = next((extent for extent in before if extent.pages >= pages), None)
-        candidates = before if whole is None else [whole]
-        if sum(extent.pages for extent in candidates) < pages:
+        whole = self._first_fit(pages)
+        found: list[Extent] = []
+        lacks = pages
+        for extent in [whole] if whole is not None and whole < place else self.free_extents():
+            if extent >= place or lacks <= 0:
+                break
+            found.append(extent)
+            lacks -= extent.pages
+        if lacks > 0:
             return []
         taken: list[Extent] = []
         left = pages
-        for extent in candidates:
+        for extent in found:
             taken.append(extent._replace(pages=min(left, extent.pages)))
             left -= taken[-1].pages
             self._replace([extent], Extent(extent.segment, taken[-1].end, extent.end - taken[-1].end))
-            if not left:
-                break
         self.free -= pages
         return taken
 
@@ -223,6 +226,18 @@ class Allocator:
         if not size or row is None or page + size > _unpack(_PAGES, row)[0]:
             raise CorruptStoreError(f"a free extent of {size} pages lies outside of segment {segment}")
         return Extent(segment, page, size)
+
+    def _first_fit(self, pages: int) -> Extent | None:
+        """The first free extent by place that has so many pages: the first of each size is looked at, not all."""
+        first: Extent | None = None
+        with self._txn.cursor(self._db.sizes) as cursor:
+            found = cursor.set_range(_SIZE.pack(pages, 0, 0))
+            while found:
+                size, segment, page = _unpack(_SIZE, cursor.key())
+                extent = Extent(segment, page, size)
+                first = extent if first is None else min(first, extent)
+                found = cursor.set_range(_SIZE.pack(size + 1, 0, 0))
+        return first
 
     def _join(self, extent: Extent) -> None:
         """List a free extent, as one with those that it touches."""

@@ -75,7 +75,7 @@ class Engine:
         :param block_size: tokens in a block.
         :param device_blocks: blocks of the device cache for each KV cache group; by default enough for 8,192 tokens.
         :param cpu_bytes: size of the primary tier.
-        :param codec: what new packs are written with: ``raw``, ``zstd``, ``planes`` or ``auto``; ``zstd:LEVEL``,
+        :param codec: what new packs are written with: ``raw``, ``zstd`` or ``planes``; ``zstd:LEVEL``,
             ``planes:WIDTH``. Packs of any codec are read.
         :param host: where the store runs: ``process``, ``thread`` or ``inline``.
         :param strict_identity: refuse a store that holds KV of other identities only.

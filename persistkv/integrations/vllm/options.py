@@ -30,7 +30,7 @@ class VllmTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     deadline: str | None = None
     """The same as in the URL, for a store behind a network: time for one operation, its retries included."""
     codec: str = "raw"
-    """What new packs are written with: ``raw``, ``planes``, ``zstd`` or ``auto``."""
+    """What new packs are written with: ``raw``, ``planes`` or ``zstd``."""
     durability: str = "commit"
     """``commit``, or ``interval:5s``."""
     policy: Literal["request", "chunk"] = "request"

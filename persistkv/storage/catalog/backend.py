@@ -36,7 +36,6 @@ from persistkv.storage.catalog.transaction import (
     CatalogTransaction,
     Evicted,
     kept_names,
-    payload_bound,
     rows_bound,
 )
 from persistkv.storage.identity import Identity
@@ -168,7 +167,7 @@ class RowBackend(CatalogBackend):
         missing = transaction.missing(batch.packs)
         if self.capacity is None or not (missing or batch.manifests):
             return
-        need = sum(map(payload_bound, missing)) + rows_bound(missing, batch.manifests)
+        need = sum(pack.payload_bound for pack in missing) + rows_bound(missing, batch.manifests)
         if transaction.evict(_Room(self, rows, need), at_most=1 << 62) is not Evicted.ENOUGH:
             raise StoreFullError(f"{need} bytes do not fit a capacity of {self.capacity}")
 

@@ -24,8 +24,8 @@ from persistkv.storage.catalog.records import (
 from persistkv.storage.catalog.rows import LINKS, LOG, MANIFEST_KEYS, MANIFESTS, PACKS, STATES, Rows
 from persistkv.storage.codec import Buffer
 from persistkv.storage.manifest import encode_manifest, encode_manifest_keys
-from persistkv.storage.pack import FRAME_BYTES, ID_BYTES, UNKNOWN_DEPTH, PackTable, align
-from persistkv.storage.pack_writer import PackWriter
+from persistkv.storage.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
+from persistkv.storage.pack_writer import NewPack
 
 LOG_ENTRIES = 4096
 """Changes of a namespace that the log keeps: a cursor that is older gets the whole catalogue."""
@@ -124,7 +124,7 @@ class CatalogTransaction:
         for pack_id in pack_ids:
             self._order.touch(self._namespace + pack_id)
 
-    def missing(self, packs: Iterable[PackWriter]) -> list[PackWriter]:
+    def missing(self, packs: Iterable[NewPack]) -> list[NewPack]:
         """Return the packs that would be written, because they are not held."""
         return [pack for pack in packs if not self._holds(self._namespace + pack.pack_id)]
 
@@ -165,7 +165,7 @@ class CatalogTransaction:
         :returns: whether more manifests name it.
         """
         name = self._namespace + pack_id
-        naming = manifests_of(self._rows, name)
+        naming = [manifest for manifest in manifests_of(self._rows, name) if manifest not in self._keep]
         self._drop_all(naming[:at_most], name, alone=alone)
         return len(naming) > at_most
 
@@ -183,7 +183,7 @@ class CatalogTransaction:
         row = self._rows.get(PACKS, name)
         return row is not None and pack_table(name, row) is not None
 
-    def _add(self, pack: PackWriter) -> None:
+    def _add(self, pack: NewPack) -> None:
         """Write a pack, or touch it if it is held. One whose row is damaged is not held: it is written anew."""
         name = self._namespace + pack.pack_id
         if self._holds(name):
@@ -191,7 +191,7 @@ class CatalogTransaction:
             return
         self._delete_pack(name)
         self.grew = True
-        self._payloads.write(name, pack.stream(), payload_bound(pack))
+        self._payloads.write(name, pack.stream(), pack.payload_bound)
         self._log(name, ADDED)
         self._rows.put(PACKS, name, SEQUENCE.pack(self._state.sequence) + pack.table.encode())
         depth = min((frame.depth for frame in pack.table.frames), default=UNKNOWN_DEPTH)
@@ -214,6 +214,7 @@ class CatalogTransaction:
         behind: dict[bytes, None] = {}
         for manifest in manifests:
             behind.update(dict.fromkeys(self._drop_manifest(manifest, behind=pack)))
+            self._rows.delete(LINKS, pack + manifest[ID_BYTES:])  # of a manifest whose rows are damaged, too
         if alone:
             return
         for name in behind:  # its manifests are gone, so nothing else goes with it
@@ -336,22 +337,11 @@ def kept_names(namespace: bytes, batch: CommitBatch) -> set[bytes]:
     return kept | {manifest_row(namespace, write.manifest.id) for write in batch.manifests}
 
 
-def payload_bound(pack: PackWriter) -> int:
-    """Return the bytes that a pack's payload has at most; exactly that many if no codec makes it shorter."""
-    total = 0
-    for segment in pack.segments:
-        per_frame = max(1, FRAME_BYTES // segment.block_bytes)
-        frames, last = divmod(len(segment.keys), per_frame)
-        total += frames * align(per_frame * segment.block_bytes) + align(last * segment.block_bytes)
-    return total
-
-
-def rows_bound(packs: Iterable[PackWriter], manifests: Iterable[ManifestWrite]) -> int:
+def rows_bound(packs: Iterable[NewPack], manifests: Iterable[ManifestWrite]) -> int:
     """Return the bytes that packs (without payloads) and manifests add to the rows: roughly, and rather too many."""
     total = 0
     for pack in packs:
-        frames = sum(-(-len(s.keys) // max(1, FRAME_BYTES // s.block_bytes)) for s in pack.segments)
-        total += 2 * (64 * frames + len(pack.keys.data) + len(pack.keys.lengths)) + _ROWS_BYTES
+        total += 2 * (64 * pack.frame_count + len(pack.keys.data) + len(pack.keys.lengths)) + _ROWS_BYTES
     for write in manifests:
         keys = sum(len(keys.data) + len(keys.lengths) for keys in write.keys)
         total += 2 * (keys + 160 * len(write.packs)) + _ROWS_BYTES

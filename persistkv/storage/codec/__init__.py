@@ -1,37 +1,60 @@
 """Codecs: lossless transformations of one frame's bytes, each frame on its own.
 
-Those that rest on Zstandard and NumPy are imported when somebody asks for one: commands that only look at what a store
-holds decode nothing, and NumPy would be most of their start.
+Modules of codecs that need Zstandard and NumPy are imported on first use: commands that decode nothing would spend most
+of their start on importing NumPy.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from persistkv.storage.codec.base import Buffer, Codec, CodecPolicy
+from persistkv.errors import ConfigurationError, CorruptPackError
+from persistkv.storage.codec.base import Buffer, Codec
 from persistkv.storage.codec.raw import RawCodec
-from persistkv.storage.codec.text import POLICIES, join_codecs, parse_codec, policy_class, split_codecs, stored_codec
 
 if TYPE_CHECKING:
-    from persistkv.storage.codec.auto import AutoCodec
     from persistkv.storage.codec.planes import PlanesCodec
     from persistkv.storage.codec.zstd import ZstdCodec
 
-__all__ = [
-    "AutoCodec",
-    "Buffer",
-    "Codec",
-    "CodecPolicy",
-    "PlanesCodec",
-    "RawCodec",
-    "ZstdCodec",
-    "join_codecs",
-    "parse_codec",
-    "split_codecs",
-    "stored_codec",
-]
+__all__ = ["Buffer", "Codec", "PlanesCodec", "RawCodec", "ZstdCodec", "parse_codec", "stored_codec"]
+
+_CLASSES: Mapping[str, str] = MappingProxyType({"raw": "RawCodec", "zstd": "ZstdCodec", "planes": "PlanesCodec"})
+"""Class of each codec, in the module of the codec's name."""
+
+
+def parse_codec(text: str) -> Codec:
+    """The codec of a text such as ``raw``, ``zstd:3`` or ``planes``.
+
+    :raises ConfigurationError: naming the codecs that exist.
+    """
+    name, _, argument = text.partition(":")
+    if name not in _CLASSES:
+        expected = f"one of {', '.join(_CLASSES)} (zstd:LEVEL sets a level, planes:WIDTH the bytes of a value)"
+        raise ConfigurationError("codec", text, expected)
+    return _class(name).parse(argument)
+
+
+def stored_codec(text: str) -> Codec:
+    """The codec that a pack's table names.
+
+    :raises CorruptPackError: this release does not know it.
+    """
+    try:
+        return parse_codec(text)
+    except ConfigurationError as error:
+        raise CorruptPackError("codec", str(error)) from None
+
+
+def _class(name: str) -> type[Codec]:
+    found: type[Codec] = getattr(import_module(f"{__package__}.{name}"), _CLASSES[name])
+    return found
 
 
 def __getattr__(name: str) -> object:
-    for codec, policy in POLICIES.items():
-        if policy == name:
-            return policy_class(codec)
+    for codec, codec_class in _CLASSES.items():
+        if codec_class == name:
+            return _class(codec)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -227,6 +227,25 @@ class EvictionTests(BackendSuite):
         assert [manifest.id for manifest in backend.manifests(namespace)] == ["second"]
         check_totals(backend)
 
+    @pytest.mark.parametrize("kind", ["deletions", "bad"])
+    def test_deleting_a_pack_of_very_many_requests(self, backend: Backend, namespace: bytes, kind: str) -> None:
+        shared, other = _pack(namespace, 1, blocks=1), _pack(namespace, 2, blocks=1)
+        kept = sample_manifest("kept", packs=[other.pack_id])
+        backend.commit(namespace, CommitBatch([shared, other], [kept]))
+        for start in range(0, 1300, 100):
+            packs = [sample_pack(namespace, 10 + start + n, blocks=1, block_bytes=1, depth=3) for n in range(100)]
+            chains = [[shared.pack_id, pack.pack_id] for pack in packs]
+            manifests = [sample_manifest(f"r{start + number}", packs=chain) for number, chain in enumerate(chains)]
+            cursor = backend.commit(namespace, CommitBatch(packs, manifests)).cursor
+        batch = CommitBatch(seen=cursor, **{kind: [shared.pack_id]})  # type: ignore[arg-type]
+        result = backend.commit(namespace, batch)
+        assert not result.stale
+        assert len(result.evicted) == (1301 if kind == "deletions" else 1)
+        assert [manifest.id for manifest in backend.manifests(namespace)] == ["kept"]
+        assert other.pack_id in tables(backend, namespace)
+        assert backend.changes(namespace, result.cursor).added == []
+        check_totals(backend)
+
     def test_bad_pack_goes_alone(self, backend: Backend, namespace: bytes) -> None:
         packs = [_pack(namespace, seed, depth=3 * seed) for seed in range(4)]
         ids = [pack.pack_id for pack in packs]

@@ -79,6 +79,21 @@ def test_while_a_reader_looks_and_another_writes(backend, namespace, url):
     check(backend, namespace, kept)
 
 
+def test_compact_many_small_packs_in_a_large_store_needs_no_more_room(tmp_path):
+    """Its catalogue has room for the rows of a few packs at a time."""
+    with closing(LmdbBackend.open(StoreUrl.parse(f"lmdb://{tmp_path}/large?capacity=1GiB"))) as backend:
+        namespace = backend.open_namespace(Identity.of({"model": "compacting"})).id
+        packs = [sample_pack(namespace, seed, blocks=1, block_bytes=4096) for seed in range(2200)]
+        for start in range(0, len(packs), 100):
+            some = packs[start : start + 100]
+            backend.commit(namespace, CommitBatch(some))
+            backend.commit(namespace, CommitBatch(deletions=[pack.pack_id for pack in some[::2]]))
+        before = backend.free_space().payload_bytes
+        list(backend.compact())
+        assert backend.free_space().payload_bytes < before // 10
+        check(backend, namespace, packs[1::2])
+
+
 def test_a_store_with_nothing_to_give_stays_as_it_is(backend, namespace):
     packs = fill(backend, namespace, range(5))
     list(backend.compact())

@@ -24,7 +24,7 @@ def test_it_measures_beside_the_store_and_leaves_nothing(run, filled, tmp_path):
     for figure in found["figures"]:
         assert figure["seconds"] > 0
         assert figure["bytes_per_s"] == pytest.approx(SIZE / figure["seconds"], rel=0.01)
-        if not found["notes"]:  # the disk could be measured
+        if not any("ratios" in note or "page cache" in note for note in found["notes"]):  # the disk could be measured
             assert figure["ratio"] == pytest.approx(figure["limit_seconds"] / figure["seconds"], rel=0.01, abs=0.001)
     assert run("ls", filled, "--json").stdout == before
     assert [path.name for path in tmp_path.iterdir()] == ["store"]

@@ -11,14 +11,11 @@ import xxhash
 
 from persistkv.errors import ConfigurationError
 from persistkv.storage.backend import CommitBatch, ReadSpan
-from persistkv.storage.codec import PlanesCodec, RawCodec, ZstdCodec
+from persistkv.storage.codec import ZstdCodec
 from persistkv.storage.identity import Identity
-from persistkv.storage.pack_writer import PackWriter
 from persistkv.storage.registry import open_backend
-from persistkv.storage.stored_pack import StoredPack
 from persistkv.testing import FaultyBackend, MemoryBackend
-from persistkv.testing.samples import payload_of, sample_manifest, sample_pack, sample_segment
-from persistkv_tools.pack_check import read_pack
+from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_tools.selection import FoundRequest, Selection
 from persistkv_tools.transfer.archive import ArchiveWriter, CorruptArchiveError
 from persistkv_tools.transfer.export import export_requests
@@ -85,33 +82,6 @@ def all_requests(backend):
 def exported(backend, path, found=None):
     with ArchiveWriter(path) as writer:
         return export_requests(backend, all_requests(backend) if found is None else found, writer, ignore)
-
-
-class TestStoredPack:
-    @pytest.mark.parametrize("codec", [RawCodec(), ZstdCodec(3), PlanesCodec(2)])
-    def test_is_the_pack_it_was(self, codec):
-        backend, other = MemoryBackend(), MemoryBackend()
-        namespace = backend.open_namespace(Identity.of({"a": 1})).id
-        segments = [sample_segment(1, blocks=300, depth=7), sample_segment(2, group=3, block_bytes=70_000, blocks=2)]
-        pack = PackWriter(namespace, codec, segments)
-        backend.commit(namespace, CommitBatch([pack]))
-        stored, findings = read_pack(backend, pack.table, ignore)
-        assert findings == []
-        assert (stored.pack_id, stored.codecs, stored.raw_length) == (pack.pack_id, pack.codecs, pack.raw_length)
-        assert not stored.written
-        other.commit(other.open_namespace(Identity.of({"a": 1})).id, CommitBatch([stored]))
-        assert stored.table == pack.table
-        assert contents(other) == contents(backend)
-
-    def test_its_blocks_are_the_ones_that_were_stored(self):
-        namespace = bytes(16)
-        pack = sample_pack(namespace, 5, codec=ZstdCodec(1), blocks=300)
-        stored_bytes = payload_of(pack)
-        stored = StoredPack(pack.table, stored_bytes)
-        blocks = b"".join(bytes(piece) for segment in stored.segments for piece in segment.source.pieces(0, 300))
-        assert blocks == bytes(pack.segments[0].raw(0, 300))
-        assert [segment.depth for segment in stored.segments] == [0, 256]
-        assert bytes(stored.segments[1].raw(3, 4)) == bytes(pack.segments[0].raw(259, 260))
 
 
 class TestArchive:

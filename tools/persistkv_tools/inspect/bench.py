@@ -17,7 +17,8 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlencode
@@ -42,6 +43,7 @@ from persistkv.storage.planning import DIRECT_BYTES
 from persistkv.storage.records import StoreOptions
 from persistkv.storage.registry import BACKENDS, open_backend
 from persistkv_tools import render
+from persistkv_tools.inspect.codec_choice import CODECS, Advice, CodecFigure, recommend, sample_store
 from persistkv_tools.options import Json, Url
 from persistkv_tools.progress import byte_progress, counted
 
@@ -57,6 +59,10 @@ _GOOD = {"store": 0.75, "load, warm": 0.8, "load, cold": 0.9}
 _POOR = 0.5
 """Below this share of a good ratio, the machine needs attention."""
 _COLUMNS = ("operation", "time", "speed", "plain", "ratio", "verdict")
+_CODEC_COLUMNS = ("codec", "ratio", "store", "load", "time, raw is 1")
+_CODEC_ROUNDS = 3
+"""Times that each codec is measured, after a round that is not counted."""
+_NO_ADVICE = "the codecs were not compared"
 
 
 class Figure(msgspec.Struct, frozen=True):
@@ -81,6 +87,10 @@ class Report(msgspec.Struct, frozen=True):
     job_bytes: int
     rounds: int
     figures: list[Figure]
+    codecs: list[CodecFigure]
+    """Tried on samples of what the store holds; empty if it holds too little."""
+    advice: Advice | None
+    """None without such figures."""
     notes: list[str]
 
 
@@ -92,8 +102,10 @@ def bench_(
 ) -> None:
     """Measure what this machine's disk or bucket gives persistkv, as ratios to what it gives without, with a verdict.
 
+    Then it tries each codec on samples of what the store holds, and recommends one.
+
     It works beside the store, in one of its own that it removes; the store itself is not touched, nor need it exist.
-    With the default sizes it writes 1 GiB.
+    With the default sizes it writes 1.5 GiB.
 
     Example: persistkv bench lmdb:///var/cache/kv
     """
@@ -101,13 +113,18 @@ def bench_(
     if job_bytes % _BLOCK_BYTES or job_bytes < DIRECT_BYTES:
         raise ConfigurationError("--size", size, "a multiple of 64KiB, 4MiB or more: what is smaller waits for company")
     with byte_progress() as progress:
-        took = counted(progress, "bench", (2 * rounds + 1) * job_bytes)
+        jobs = 2 * rounds + 1 + 2 * len(CODECS) * (_CODEC_ROUNDS + 1)
+        took = counted(progress, "bench", jobs * job_bytes)
         report = _bench(url, job_bytes, rounds, took)
     if json:
         render.print_json(report)
         return
     title = f"jobs of {render.format_size(report.job_bytes)}, medians of {render.count(report.rounds, 'round')}"
     render.console().print(render.table(_COLUMNS, map(_cells, report.figures), title=title, left="verdict"))
+    if report.advice is not None:
+        title = "each codec, on samples of what the store holds"
+        render.console().print(render.table(_CODEC_COLUMNS, map(_codec_cells, report.codecs), title=title))
+        render.say(f"recommended codec: {report.advice.codec} ({report.advice.reason})")
     for note in report.notes:
         render.say(note)
 
@@ -123,6 +140,16 @@ def _cells(figure: Figure) -> list[str]:
     ]
 
 
+def _codec_cells(figure: CodecFigure) -> list[str]:
+    return [
+        figure.codec,
+        f"{figure.ratio:.2f}",
+        f"{render.format_size(round(figure.store_bytes_per_s))}/s",
+        f"{render.format_size(round(figure.load_bytes_per_s))}/s",
+        f"{figure.time:.2f}",
+    ]
+
+
 def _bench(url: str, job_bytes: int, rounds: int, took: Callable[[int], None]) -> Report:
     """Measure; one round more is done first and not counted.
 
@@ -131,10 +158,11 @@ def _bench(url: str, job_bytes: int, rounds: int, took: Callable[[int], None]) -
     """
     notes: list[str] = []
     times: dict[str, list[float]] = defaultdict(list)
+    codecs: list[CodecFigure] = []
+    job, sample = _Job(job_bytes), _sample(url, job_bytes, notes)
     with _scratch(url, notes) as (scratch, directory):
         plain = _plain_medium(scratch, directory, notes)
         with nullcontext() if plain is None else closing(plain):
-            job = _Job(job_bytes)
             keys = [job.fresh_keys() for _ in range(rounds + 1)]
             with job.client(scratch) as client:
                 for names in keys:
@@ -155,8 +183,27 @@ def _bench(url: str, job_bytes: int, rounds: int, took: Callable[[int], None]) -
                     _cold(scratch, directory, job, keys, plain, times, took)
                 except OSError as error:
                     notes.append(f"what is not in the page cache cannot be measured: {error.strerror}")
+        if sample:
+            try:
+                codecs += _measure_codecs(scratch, directory, job, sample, took)
+            except StoreError as error:
+                notes.append(f"{_NO_ADVICE}: {error}")
     figures = [_figure(name, times[name], times.get(f"plain {name}"), job_bytes) for name in _GOOD if times.get(name)]
-    return Report(url, scratch, job_bytes, rounds, figures, notes)
+    advice = recommend(codecs) if codecs else None
+    return Report(url, scratch, job_bytes, rounds, figures, codecs, advice, notes)
+
+
+def _sample(url: str, most_bytes: int, notes: list[str]) -> bytes:
+    """Bytes of what the store holds; none if it is absent or holds too little."""
+    try:
+        with closing(open_backend(url, read_only=True)) as backend:
+            sample = sample_store(backend, most_bytes)
+    except StoreError as error:
+        notes.append(f"{_NO_ADVICE}: {error}")
+        return b""
+    if not sample:
+        notes.append(f"{_NO_ADVICE}: the store holds less than 1 MiB")
+    return sample
 
 
 def _cold(
@@ -182,6 +229,47 @@ def _cold(
             time.sleep(_PAUSE_S)
             times["load, cold"].append(job.load(client, names))
         took(job.num_bytes)
+
+
+def _measure_codecs(
+    scratch: str, directory: Path | None, job: _Job, sample: bytes, took: Callable[[int], None]
+) -> Iterator[CodecFigure]:
+    """Store and load a job of these bytes with each codec in turn.
+
+    :param directory: of the store, if it is on this machine: it is read from the disk then, not from the page cache.
+    :param took: called with the bytes of each store and load.
+    :raises StoreError: the store failed.
+    """
+    job.fill(sample)
+    turns = [(name, job.fresh_keys()) for _, name in product(range(_CODEC_ROUNDS + 1), CODECS)]
+    stores: dict[str, list[float]] = defaultdict(list)
+    loads: dict[str, list[float]] = defaultdict(list)
+    with ExitStack() as stack:
+        clients = {name: stack.enter_context(job.client(scratch, name)) for name in CODECS}
+        for name, keys in turns:
+            stores[name].append(job.store(clients[name], keys))
+            took(job.num_bytes)
+        ratios = {name: _codec_ratio(client) for name, client in clients.items()}
+        if directory is not None:
+            stack.close()
+            with suppress(OSError):  # on a file system in memory
+                drop_page_cache([directory])
+            clients = {name: stack.enter_context(job.client(scratch, name)) for name in CODECS}
+        for name, keys in turns:
+            loads[name].append(job.load(clients[name], keys))
+            took(job.num_bytes)
+    seconds = {name: (statistics.median(stores[name][1:]), statistics.median(loads[name][1:])) for name in CODECS}
+    for name, (store, load) in seconds.items():
+        relative = (store + load) / sum(seconds["raw"])
+        speeds = round(job.num_bytes / store), round(job.num_bytes / load)
+        yield CodecFigure(name, round(ratios[name], 3), *speeds, round(relative, 3))
+
+
+def _codec_ratio(client: StoreClient) -> float:
+    host = client.stats().host
+    if host is None or not host.counters.stored_bytes:
+        raise StoreError("the host process does not say how much it stored")
+    return host.counters.stored_raw_bytes / host.counters.stored_bytes
 
 
 def _seconds(call: Callable[..., None], *arguments: object) -> float:
@@ -261,14 +349,19 @@ class _Job:
         self.target = [self._rows[row + self._count].data for row in self._order]
         self._last_id = 0
 
+    def fill(self, sample: bytes) -> None:
+        """Replace the blocks that are stored by these bytes, repeated or cut off."""
+        blocks = np.resize(np.frombuffer(sample, dtype=np.uint8), (self._count, _BLOCK_BYTES))
+        self._rows[self._order] = blocks
+
     def fresh_keys(self) -> list[bytes]:
         """Return keys that no store holds."""
         return [os.urandom(32) + bytes(4) for _ in self._order]
 
     @contextmanager
-    def client(self, url: str) -> Iterator[StoreClient]:
+    def client(self, url: str, codec: str = "raw") -> Iterator[StoreClient]:
         """Open a client of a store whose host process uses these rows."""
-        with closing(store_client(url, ProcessHost(self._fd, 2 * self.num_bytes), _BLOCK_BYTES)) as client:
+        with closing(store_client(url, ProcessHost(self._fd, 2 * self.num_bytes), _BLOCK_BYTES, codec)) as client:
             client.open()
             yield client
 
@@ -316,10 +409,10 @@ class _Job:
             raise StoreError(f"{len(outcome.failed)} blocks failed")
 
 
-def store_client(url: str, host: Host, block_bytes: int) -> StoreClient:
+def store_client(url: str, host: Host, block_bytes: int, codec: str = "raw") -> StoreClient:
     """Return a client, not yet open, for blocks of one KV cache group."""
     layout = RowLayout(block_bytes, (GroupLayout(((0, block_bytes),)),))
-    hello = Hello(url, Identity.of({"benchmark": block_bytes}).encode(), layout, StoreOptions())
+    hello = Hello(url, Identity.of({"benchmark": block_bytes}).encode(), layout, StoreOptions(codec=codec))
     return StoreClient(host, hello, max_queue_bytes=_QUEUE_BYTES)
 
 

@@ -26,6 +26,7 @@ from persistkv.config import PAGE_BYTES, StoreUrl
 from persistkv.errors import PersistKVError
 from persistkv.storage.registry import open_backend
 from persistkv_tools import render
+from persistkv_tools.inspect.codec_choice import LEAST_GAIN, sample_store, smallest
 from persistkv_tools.options import Json
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -37,6 +38,7 @@ _MIN_SHARED = 1 << 30  # 1 GiB: less holds no primary tier worth having
 _MIN_FILES = 1024
 _RELEASED = 1_760_000_000  # seconds since the epoch: no clock that is right shows less
 _SKEW_S = 300.0
+_SAMPLE_BYTES = 8 << 20  # 8 MiB: encoded with each codec in a tenth of a second
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # inode in /proc/*/ns/pid: include/linux/proc_ns.h
 
 
@@ -205,6 +207,7 @@ def _store(url: str) -> Iterator[Finding]:
         with closing(open_backend(url, read_only=True)) as backend:
             stats = backend.stats()
             created = [head.created for space in backend.namespaces() for head in backend.manifests(space.id)]
+            sample = sample_store(backend, _SAMPLE_BYTES)
     except PersistKVError as error:
         todo = "see the message; an engine makes a store that is absent"
         yield Finding("store", Level.PROBLEM, " ".join(str(error).split()), todo)
@@ -212,6 +215,7 @@ def _store(url: str) -> Iterator[Finding]:
     packs = f"{render.count(stats.packs, 'pack')}, {render.format_size(stats.disk_bytes)} on disk"
     held = f"{render.count(stats.requests, 'request')}, {packs}"
     yield Finding("store", Level.OK, f"opens: {held}")
+    yield _codec(url, sample, stats.raw_bytes / stats.stored_bytes if stats.stored_bytes else 1.0)
     if stats.quarantined:
         found = f"{render.format_size(stats.quarantined_bytes)} outside of the capacity: {' '.join(stats.quarantined)}"
         yield Finding("damaged files", Level.WARNING, found, f"persistkv prune {url} --quarantined deletes them")
@@ -220,6 +224,17 @@ def _store(url: str) -> Iterator[Finding]:
         yield _pid_namespace()
         yield _space(location, stats.disk_bytes, stats.capacity)
         yield _direct(location)
+
+
+def _codec(url: str, sample: bytes, ratio: float) -> Finding:
+    if not sample:
+        return Finding("codec", Level.OK, "the store holds less than 1 MiB: too little to recommend one")
+    codec, possible = smallest(sample)
+    found = f"codec ratio {ratio:.2f}, with {codec} {possible:.2f}"
+    if possible < LEAST_GAIN * ratio:
+        return Finding("codec", Level.OK, found)
+    todo = f"try codec {codec}; persistkv bench {url} measures what it costs here"
+    return Finding("codec", Level.NOTE, found, todo)
 
 
 def _pid_namespace() -> Finding:

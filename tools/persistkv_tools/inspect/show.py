@@ -24,7 +24,7 @@ from persistkv_tools.catalogue import keys_of
 from persistkv_tools.options import InNamespace, Json, Request, Url, opened
 from persistkv_tools.selection import FoundRequest, NotFoundError, RequestView, find_request
 
-_PACK_COLUMNS = ("pack", "blocks", "of", "raw", "stored", "codecs", "shared with")
+_PACK_COLUMNS = ("pack", "blocks", "of", "raw", "stored", "codec", "shared with")
 _KEY_COLUMNS = ("key", "depth", "pack", "frame at")
 _SHOWN_PACKS = 40
 _SHARERS = 5
@@ -72,7 +72,7 @@ class PackView(msgspec.Struct, frozen=True):
     raw_bytes: int
     """Of the whole pack."""
     stored_bytes: int
-    codecs: str
+    codec: str
     shared_with: int
     """Other requests that name blocks of this request in it."""
     sharers: list[str]
@@ -175,7 +175,7 @@ def _print(context: ContextView) -> None:
     console.print(render.pairs(rows))
     columns = ("group", "blocks", "missing", "raw", "stored", "ratio")
     console.print(render.table(columns, map(_group_cells, context.groups)))
-    console.print(render.table(_PACK_COLUMNS, map(_pack_cells, context.packs[:_SHOWN_PACKS]), left="codecs"))
+    console.print(render.table(_PACK_COLUMNS, map(_pack_cells, context.packs[:_SHOWN_PACKS]), left="codec"))
     if len(context.packs) > _SHOWN_PACKS:
         render.say(f"and {len(context.packs) - _SHOWN_PACKS:,} more packs; --json lists all")
     for group in context.groups:
@@ -211,7 +211,7 @@ def _pack_cells(pack: PackView) -> list[str]:
         f"{pack.pack_blocks:,}",
         render.format_size(pack.raw_bytes),
         render.format_size(pack.stored_bytes),
-        pack.codecs,
+        pack.codec,
         render.count(pack.shared_with, "request") if pack.shared_with else "-",
     ]
 
@@ -353,7 +353,7 @@ def _pack_view(table: PackTable, blocks: int, sharers: list[str]) -> PackView:
         len(table.keys),
         table.raw_length,
         table.payload_length,
-        table.codecs,
+        table.codec,
         len(sharers),
         sharers[:_SHARERS],
     )

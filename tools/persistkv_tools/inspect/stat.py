@@ -10,7 +10,7 @@ import msgspec
 from rich.table import Table
 
 from persistkv.storage.backend import Backend, FreeSpace, Namespace
-from persistkv.storage.codec import split_codecs
+from persistkv.storage.codec import RawCodec
 from persistkv.storage.pack import PackTable
 from persistkv_tools import render
 from persistkv_tools.options import Json, Url, opened
@@ -283,13 +283,12 @@ def _group_totals(tables: Iterable[PackTable]) -> list[GroupTotals]:
     groups: dict[int, GroupTotals] = {}
     codecs: dict[int, set[str]] = {}
     for table in tables:
-        names = ["raw", *split_codecs(table.codecs)]
         for frame in table.frames:
             group = groups.setdefault(frame.group, GroupTotals(frame.group))
             group.blocks += frame.block_count
             group.raw_bytes += frame.block_count * frame.block_bytes
             group.stored_bytes += frame.stored_length
-            codecs.setdefault(frame.group, set()).add(names[frame.codec])
+            codecs.setdefault(frame.group, set()).add(table.codec if frame.encoded else RawCodec.name)
     for number, group in groups.items():
         group.codec_ratio = _ratio(group.raw_bytes, group.stored_bytes)
         group.codecs = sorted(codecs[number])

@@ -264,7 +264,7 @@ class Scanner:
 
 def _look_at(piece: Piece, found: memoryview) -> Look:
     table, block = piece.table, piece.first_block
-    if not block and pack_id(table.namespace, table.keys, table.codecs) != table.pack_id:
+    if not block and pack_id(table.namespace, table.keys, table.codec) != table.pack_id:
         return Look.WRONG
     try:
         for frame in piece.frames:
@@ -286,7 +286,7 @@ def _is_right(table: PackTable, frame: Frame, keys: bytes, found: memoryview) ->
         return False
     if frame.encoded:
         try:
-            decode_frame(table.codecs, frame, stored, memoryview(bytearray(frame.raw_length)))
+            decode_frame(table.codec, frame, stored, memoryview(bytearray(frame.raw_length)))
         except CorruptPackError as error:
             if error.field == "codec":
                 raise OtherReleaseError(error.problem) from None

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -24,8 +25,9 @@ from persistkv.errors import StoreError
 from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.ending import ManifestMaker
 from persistkv.storage.index import Index
+from persistkv.storage.manifest import RequestManifest
 from persistkv.storage.pack import PackTable
-from persistkv.storage.shortening import NamedRequest, removal, requests_naming
+from persistkv.storage.shortening import SHORTENED_AT_ONCE, NamedRequest, read_requests, shortened
 from persistkv.storage.status import read_statuses
 from persistkv_tools import render
 from persistkv_tools.catalogue import LivePacks
@@ -349,9 +351,10 @@ def plan_repair(backend: Backend, spaces: Iterable[LivePacks], findings: Iterabl
 
 
 def _planned_requests(backend: Backend, space: LivePacks, doomed: Sequence[bytes]) -> Iterator[PlannedRequest]:
-    kept = {write.manifest.id: write.manifest.blocks for write in _removal(backend, space, doomed).manifests}
-    for head in backend.manifests_naming(space.namespace, doomed):
-        yield PlannedRequest(space.namespace.hex(), head.id, head.blocks, kept.get(head.id, 0))
+    for heads, batch in _shortenings(backend, space, doomed):
+        kept = {write.manifest.id: write.manifest.blocks for write in batch.manifests}
+        for head in heads:
+            yield PlannedRequest(space.namespace.hex(), head.id, head.blocks, kept.get(head.id, 0))
 
 
 def repair_packs(
@@ -378,22 +381,33 @@ def _delete(backend: Backend, space: LivePacks, pack_id: bytes, done: Repaired, 
         table = space.tables.get(pack_id)
         if table is None or not check_pack(backend, table, took):
             return
-        named = {(name, head.id) for head in backend.manifests_naming(name, [pack_id])}
-        batch = _removal(backend, space, [pack_id])
-        if not backend.commit(name, batch).stale:
-            shorter = {(name, write.manifest.id) for write in batch.manifests}
-            done.packs.append(pack_id)
-            done.shortened = (done.shortened - named) | shorter
-            done.deleted |= named - shorter
-            return
+        seen, named, shorter = space.cursor, set[tuple[bytes, str]](), set[tuple[bytes, str]]()
+        for heads, batch in _shortenings(backend, space, [pack_id]):
+            result = backend.commit(name, replace(batch, seen=seen))
+            if result.stale:
+                break
+            seen = result.cursor
+            named |= {(name, head.id) for head in heads}
+            shorter |= {(name, write.manifest.id) for write in batch.manifests}
+        else:
+            if not backend.commit(name, CommitBatch(bad=[pack_id], seen=seen)).stale:
+                done.packs.append(pack_id)
+                done.shortened = (done.shortened - named) | shorter
+                done.deleted |= named - shorter
+                return
     raise StoreError(f"pack {pack_id.hex()} could not be deleted: others wrote between each look and the commit")
 
 
-def _removal(backend: Backend, space: LivePacks, bad: Sequence[bytes]) -> CommitBatch:
-    """The commit that takes packs out of the store, as of the last look."""
-    requests = requests_naming(backend, space.namespace, bad)
-    tables = _tables_of(requests, [table for table in space.tables.values() if table.pack_id not in bad])
-    return removal(bad, requests, _maker(requests, tables), space.cursor)
+def _shortenings(
+    backend: Backend, space: LivePacks, bad: Sequence[bytes]
+) -> Iterator[tuple[Sequence[RequestManifest], CommitBatch]]:
+    """The commits that shorten the requests of bad packs, as of the last look, each with the requests it is about."""
+    heads = backend.manifests_naming(space.namespace, bad)
+    good = [table for table in space.tables.values() if table.pack_id not in bad]
+    for start in range(0, len(heads), SHORTENED_AT_ONCE):
+        some = heads[start : start + SHORTENED_AT_ONCE]
+        requests = read_requests(backend, space.namespace, some)
+        yield some, shortened(requests, _maker(requests, _tables_of(requests, good)), None)
 
 
 def _tables_of(requests: Iterable[NamedRequest], tables: list[PackTable]) -> list[PackTable]:

@@ -13,11 +13,11 @@ from persistkv.config import parse_size
 from persistkv.errors import ConfigurationError
 from persistkv.storage.backend import Backend, Namespace
 from persistkv.storage.manifest import ManifestKeys, RequestManifest
-from persistkv.storage.stored_pack import StoredPack
+from persistkv.storage.pack_writer import PackCopy
 from persistkv_tools import render
 from persistkv_tools.catalogue import Catalogue, all_keys
 from persistkv_tools.options import InNamespace, Json, Labels, Rate, Url, opened
-from persistkv_tools.pack_check import OtherReleaseError, read_pack
+from persistkv_tools.pack_check import OtherReleaseError, check_pack
 from persistkv_tools.progress import Throttle, byte_progress, counted
 from persistkv_tools.selection import FoundRequest, Selection, chosen_requests
 from persistkv_tools.transfer.archive import ArchiveWriter
@@ -91,12 +91,14 @@ class Source:
         """One for each key, those nearest to the begin of the context first."""
         return self.catalogue.packs_in_order([group.unpack() for group in keys])
 
-    def read(self, pack_id: bytes, took: Took) -> StoredPack | None:
+    def read(self, pack_id: bytes, took: Took) -> PackCopy | None:
         """A checked pack; None where it is damaged, gone, or of another release."""
+        table, payload = self.catalogue.tables[pack_id], bytearray()
         try:
-            return read_pack(self._backend, self.catalogue.tables[pack_id], took)[0]
+            findings = check_pack(self._backend, table, took, payload)
         except OtherReleaseError:
             return None
+        return None if findings else PackCopy(table, payload)
 
 
 def export_requests(backend: Backend, found: Iterable[FoundRequest], writer: ArchiveWriter, took: Took) -> Sent:
@@ -137,7 +139,7 @@ def _export_pack(
         if pack is not None:
             writer.pack(source.catalogue.tables[pack_id], pack.payload)
             sent.packs += 1
-            sent.stored_bytes += pack.payload_length
+            sent.stored_bytes += pack.table.payload_length
     return written[pack_id]
 
 

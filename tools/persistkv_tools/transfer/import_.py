@@ -15,8 +15,8 @@ from persistkv.errors import FieldDifference, IdentityMismatchError
 from persistkv.storage.backend import Backend
 from persistkv.storage.identity import Identity
 from persistkv.storage.pack import PackTable
+from persistkv.storage.pack_writer import PackCopy
 from persistkv.storage.registry import open_backend
-from persistkv.storage.stored_pack import StoredPack
 from persistkv_tools import render
 from persistkv_tools.catalogue import all_keys
 from persistkv_tools.options import Json, Url, opened_if_there
@@ -204,7 +204,7 @@ class Import(Transfer):
                 raise CorruptArchiveError(f"{self._path}: it names no namespace")
             elif isinstance(record, PackRecord):
                 if receiver.wants(record.table) and (namespace, record.table.pack_id) in choice.packs:
-                    receiver.pack(StoredPack(record.table, record.payload))
+                    receiver.pack(PackCopy(record.table, record.payload))
             elif not receiver.holds(record.manifest.id) and (namespace, record.manifest.id) in choice.requests:
                 receiver.request(record.manifest, record.keys)
         return finish(receivers.values(), received)

@@ -24,8 +24,8 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.index import Index
 from persistkv.storage.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.pack import MAX_PACK_BYTES, PackTable
+from persistkv.storage.pack_writer import PackCopy
 from persistkv.storage.registry import BACKENDS
-from persistkv.storage.stored_pack import StoredPack
 from persistkv_tools import render
 from persistkv_tools.catalogue import Catalogue
 
@@ -312,7 +312,7 @@ class Receiver:
         self._received = received
         self._index = Index()
         self._cursor: bytes | None = None
-        self._waiting: dict[bytes, StoredPack] = {}
+        self._waiting: dict[bytes, PackCopy] = {}
         self._waiting_keys: dict[bytes, bytes] = {}
         self._asked: set[bytes] = set()
         self._requests = {manifest.id for manifest in backend.manifests(self._namespace)}
@@ -330,7 +330,7 @@ class Receiver:
         self._received.packs_held += not missing
         return missing
 
-    def pack(self, pack: StoredPack) -> None:
+    def pack(self, pack: PackCopy) -> None:
         """Accept a pack, to be written now or in a later commit.
 
         :raises StoreError: a commit failed; those before it were done.
@@ -397,7 +397,7 @@ class Receiver:
         self._waiting.clear()
         self._waiting_keys.clear()
         self._received.packs += len(packs)
-        self._received.stored_bytes += sum(pack.payload_length for pack in packs)
+        self._received.stored_bytes += sum(pack.table.payload_length for pack in packs)
         self._received.evicted_packs += len(result.evicted)
         self._refresh()
 

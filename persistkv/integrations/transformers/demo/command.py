@@ -40,7 +40,7 @@ def demo(
         Path, typer.Option(metavar="DIR", help="A checkpoint with byte-level tokens; made where there is none.")
     ] = _DIRECTORY / "model",
     tokens: Annotated[int, typer.Option(help="Tokens that all prompts share.")] = 4000,
-    codec: Annotated[str, typer.Option(help="raw, zstd, planes or auto; zstd:LEVEL, planes:WIDTH.")] = "raw",
+    codec: Annotated[str, typer.Option(help="raw, zstd or planes; zstd:LEVEL, planes:WIDTH.")] = "raw",
     json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, and nothing else.")] = False,
 ) -> None:
     """Answer cold, be killed, and answer warm in a new process.

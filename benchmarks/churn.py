@@ -16,11 +16,12 @@ import numpy as np
 
 from benchmarks.rig import show
 from persistkv.config import parse_size
-from persistkv.storage.backend import Backend, CommitBatch
+from persistkv.storage.backend import CommitBatch
 from persistkv.storage.codec import RawCodec
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.identity import Identity
 from persistkv.storage.pack_writer import PackWriter, Segment
-from persistkv.storage.registry import open_backend
+from persistkv.storage.registry import open_inspectable
 from persistkv.testing.samples import ArraySource
 
 TARGET = 0.8
@@ -31,7 +32,7 @@ MAX_BLOCKS = 512  # 32 MiB
 class Churn:
     """A store that packs of drawn sizes are written to."""
 
-    def __init__(self, backend: Backend, seed: int) -> None:
+    def __init__(self, backend: InspectableBackend, seed: int) -> None:
         self._backend = backend
         self._draw = random.Random(seed)
         self._namespace = backend.open_namespace(Identity.of({"benchmark": "churn"})).id
@@ -72,7 +73,7 @@ def run(placement: str, arguments: argparse.Namespace) -> None:
     """Fill a store and replace its content; print the table and the verdict."""
     capacity = parse_size(arguments.capacity, name="--capacity")
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-        backend = open_backend(f"lmdb://{directory}/store?capacity={capacity}&placement={placement}")
+        backend = open_inspectable(f"lmdb://{directory}/store?capacity={capacity}&placement={placement}")
         churn = Churn(backend, arguments.seed)
         speeds, rows = [], []
         for number in range(arguments.rounds + 1):

@@ -16,9 +16,10 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from benchmarks.rig import show
-from persistkv.storage.backend import Backend, CommitBatch
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.extensions import InspectableBackend, SupportsCompaction
 from persistkv.storage.identity import Identity
-from persistkv.storage.registry import open_backend
+from persistkv.storage.registry import open_inspectable
 from persistkv.testing.samples import sample_manifest, sample_pack
 
 IDENTITY = Identity.of({"benchmark": "maintenance"})
@@ -26,9 +27,9 @@ AT_ONCE = 100
 OTHER = """
 import sys, threading, time
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.registry import open_backend
+from persistkv.storage.registry import open_inspectable
 from benchmarks.maintenance import IDENTITY
-backend = open_backend(sys.argv[1])
+backend = open_inspectable(sys.argv[1])
 name = backend.open_namespace(IDENTITY).id
 print("ready", flush=True)
 longest, end = 0.0, float("inf")
@@ -61,10 +62,13 @@ def main() -> None:
 
 
 def measure(
-    url: str, size: int, prepare: Callable[[Backend, bytes, int], None], run: Callable[[Backend, bytes], None]
+    url: str,
+    size: int,
+    prepare: Callable[[InspectableBackend, bytes, int], None],
+    run: Callable[[InspectableBackend, bytes], None],
 ) -> tuple[float, float]:
     """Seconds that the change takes, and the longest commit of another process meanwhile."""
-    with closing(open_backend(url)) as backend:
+    with closing(open_inspectable(url)) as backend:
         namespace = backend.open_namespace(IDENTITY).id
         prepare(backend, namespace, size)
         with other_process(url) as waited:
@@ -87,7 +91,7 @@ def other_process(url: str) -> Iterator[list[float]]:
         longest.append(float(process.stdout.readline()))
 
 
-def share_pack(backend: Backend, namespace: bytes, size: int) -> None:
+def share_pack(backend: InspectableBackend, namespace: bytes, size: int) -> None:
     """Store requests of four packs each, of which three are those of all."""
     shared = [sample_pack(namespace, seed, blocks=1, block_bytes=4096, depth=seed) for seed in range(3)]
     backend.commit(namespace, CommitBatch(shared))
@@ -100,14 +104,14 @@ def share_pack(backend: Backend, namespace: bytes, size: int) -> None:
         backend.commit(namespace, CommitBatch(packs, manifests))
 
 
-def delete_shared(backend: Backend, namespace: bytes) -> None:
+def delete_shared(backend: InspectableBackend, namespace: bytes) -> None:
     """Delete the first pack of all requests, and so all of them."""
     first = sample_pack(namespace, 0, blocks=1, block_bytes=4096).pack_id
     backend.commit(namespace, CommitBatch(deletions=[first]))
     assert backend.stats().packs == 0
 
 
-def scatter(backend: Backend, namespace: bytes, size: int) -> None:
+def scatter(backend: InspectableBackend, namespace: bytes, size: int) -> None:
     """Store packs, and delete every other."""
     for start in range(0, size, AT_ONCE):
         packs = [sample_pack(namespace, seed, blocks=1, block_bytes=16384) for seed in range(start, start + AT_ONCE)]
@@ -115,8 +119,9 @@ def scatter(backend: Backend, namespace: bytes, size: int) -> None:
         backend.commit(namespace, CommitBatch(deletions=[pack.pack_id for pack in packs[::2]]))
 
 
-def compact(backend: Backend, namespace: bytes) -> None:
+def compact(backend: InspectableBackend, namespace: bytes) -> None:
     """Compact it."""
+    assert isinstance(backend, SupportsCompaction)
     for _ in backend.compact():
         pass
 

@@ -32,7 +32,7 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.manifest import RequestManifest
 from persistkv.storage.pack_writer import PackWriter, Segment
-from persistkv.storage.registry import open_backend
+from persistkv.storage.registry import open_inspectable
 from persistkv.testing.samples import ArraySource
 from persistkv_tools.inspect.bench import drop_page_cache
 
@@ -88,7 +88,7 @@ def fill(url: str, requests: int, blocks: int, block_bytes: int) -> str:
     draw = random.Random(0)
     own = blocks // requests
     source = ArraySource(np.random.default_rng(0).integers(0, 256, (own, block_bytes), dtype=np.uint8))
-    with closing(open_backend(url)) as backend:
+    with closing(open_inspectable(url)) as backend:
         namespace = backend.open_namespace(Identity.of({"benchmark": "tools scale"})).id
         chains: list[list[bytes]] = []
         packs_of: list[list[bytes]] = []

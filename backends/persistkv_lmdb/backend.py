@@ -23,20 +23,11 @@ from persistkv.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
-from persistkv.storage.backend import (
-    BackendStats,
-    Capabilities,
-    CommitBatch,
-    CommitResult,
-    CompactProgress,
-    FreeSpace,
-    Namespace,
-    Policy,
-    ReadSpan,
-)
+from persistkv.storage.backend import Capabilities, CommitBatch, CommitResult, Namespace, ReadSpan
 from persistkv.storage.catalog import CatalogBackend, Rows
 from persistkv.storage.catalog.backend import check_batch
 from persistkv.storage.catalog.pieces import read_pieces
+from persistkv.storage.extensions import BackendStats, CompactProgress, FreeSpace, Policy
 from persistkv.storage.identity import Identity
 from persistkv_lmdb.commit import BatchCommit
 from persistkv_lmdb.compaction import Compactor
@@ -62,8 +53,8 @@ _PLACES_AT_ONCE = 4096
 class LmdbBackend(CatalogBackend):
     """One handle on a store, used from one thread. Handles of one process on one store share its environment."""
 
-    capabilities = Capabilities(placements=tuple(placement.value for placement in Placement), shows_status=True)
-    status_interval_s = 2.0
+    capabilities = Capabilities(placements=tuple(placement.value for placement in Placement))
+    status_interval_s: float | None = 2.0
 
     def __init__(self, shared: Environment, *, read_only: bool, reads: Reads = Reads.DIRECT) -> None:
         self._shared: Environment | None = shared
@@ -100,8 +91,8 @@ class LmdbBackend(CatalogBackend):
         return backend
 
     @classmethod
-    def new_capacity(cls, url: StoreUrl) -> int | None:
-        return convert_options(LmdbOptions, url.options, where="lmdb").policy.capacity
+    def new_policy(cls, url: StoreUrl) -> Policy:
+        return convert_options(LmdbOptions, url.options, where="lmdb").policy
 
     def open_namespace(self, identity: Identity) -> Namespace:
         namespace = super().open_namespace(identity)

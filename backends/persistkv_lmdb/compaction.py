@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 
 from persistkv.errors import StoreFullError
-from persistkv.storage.backend import CompactProgress
 from persistkv.storage.catalog.records import pack_table
+from persistkv.storage.extensions import CompactProgress
 from persistkv_lmdb.capacity import Amount, Room
 from persistkv_lmdb.commit import TURN_S
 from persistkv_lmdb.environment.environment import Environment

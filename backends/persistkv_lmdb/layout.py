@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import lmdb
 
 from persistkv.errors import CorruptStoreError
-from persistkv.storage.backend import Policy
 from persistkv.storage.catalog.rows import TABLES, Rows
 from persistkv.storage.codec import Buffer
+from persistkv.storage.extensions import Policy
 from persistkv_lmdb.files import write_durably
 from persistkv_lmdb.options import DEFAULT_CAPACITY, MAX_CAPACITY, MIN_CAPACITY, Placement
 

@@ -8,7 +8,7 @@ import msgspec
 
 from persistkv.config import parse_duration, parse_size
 from persistkv.errors import ConfigurationError
-from persistkv.storage.backend import Policy
+from persistkv.storage.extensions import Policy
 
 DEFAULT_CAPACITY = 10 << 30  # 10 GiB
 MIN_CAPACITY = 1 << 20  # 1 MiB

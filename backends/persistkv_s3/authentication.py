@@ -1,10 +1,10 @@
-"""Authentication of what lies in a bucket, with a key that a store's engines share: HMAC-SHA256.
+"""Authentication of a bucket's content with a key that the engines of a store share: HMAC-SHA256.
 
 1. Bytes of a frame are served only with their tag. It covers them, their place in the pack, and the pack's whole table:
    the identity (as namespace), the keys, the codec, the checksums.
-2. A pack that somebody else put there is taken only with the tag of its table and of its frames' tags.
-3. Index objects, snapshots and keys of manifests count only with their tag. It covers what they are and their name, so
-   that none can stand for another.
+2. An existing pack is reused only with the tag of its table and of its frames' tags.
+3. Index objects, snapshots and keys of manifests count only with their tag. It covers their kind and name, so
+   that none can replace another.
 
 Without a key nothing is authenticated: there are no tags.
 """
@@ -19,6 +19,8 @@ from hashlib import sha256
 from persistkv.errors import CorruptPackError
 from persistkv.storage.codec import Buffer
 from persistkv.storage.pack import Frame, PackTable
+from persistkv_s3.client.bucket import Bucket
+from persistkv_s3.log.names import Names
 
 TAG_BYTES = 32
 _DERIVED_FOR = b"persistkv s3 authentication 1"
@@ -28,34 +30,34 @@ _NUMBER = struct.Struct("<I")
 class Authenticator:
     """See the top of this file. For any thread.
 
-    :param secret: what the engines share; empty: no key.
+    :param secret: shared by the engines; empty: no key.
     """
 
     def __init__(self, secret: bytes = b"") -> None:
         self._key = hmac.digest(_DERIVED_FOR, secret, "sha256") if secret else b""
         self.key_id = self._tag(b"key id", ()).hex()[:16] if secret else ""
-        """Tells keys apart, and nothing of the key. Empty without one."""
+        """Identifies the key without revealing it. Empty without a key."""
 
     # Objects that are read as a whole
 
     def signed(self, namespace: bytes, name: str, pieces: Sequence[Buffer]) -> list[Buffer]:
-        """The pieces of an object, and its tag behind them.
+        """Return the pieces of an object, followed by its tag.
 
-        :param name: below the namespace's place.
+        :param name: relative to the namespace's prefix.
         """
         return [*pieces, self._object_tag(namespace, name, pieces)] if self._key else [*pieces]
 
     def opened(self, namespace: bytes, name: str, data: Buffer) -> memoryview:
-        """An object without its tag.
+        """Return an object without its tag.
 
-        :raises CorruptPackError: somebody without the key put it there, or it lay in another place.
+        :raises CorruptPackError: it was written without the key, or under another name.
         """
         view = memoryview(data)
         if not self._key:
             return view
         body, tag = view[: max(0, len(view) - TAG_BYTES)], view[max(0, len(view) - TAG_BYTES) :]
         if not hmac.compare_digest(tag, self._object_tag(namespace, name, [body])):
-            raise CorruptPackError("authentication", "not of anybody who has the key")
+            raise CorruptPackError("authentication", "not written with the key")
         return body
 
     def _object_tag(self, namespace: bytes, name: str, pieces: Iterable[Buffer]) -> bytes:
@@ -65,7 +67,7 @@ class Authenticator:
     # Packs
 
     def pack_tags(self, table: PackTable, payload: Sequence[Buffer]) -> bytes:
-        """What stands between a pack's payload and its table: a tag for each frame, then one of the table and those."""
+        """Return the tags between payload and table of a pack: one for each frame, then one of the table and those."""
         if not self._key:
             return b""
         digest = _digest(table)
@@ -73,11 +75,11 @@ class Authenticator:
         return tags + self._tag(b"table", [digest, tags])
 
     def tags_length(self, table: PackTable) -> int:
-        """Bytes of ``pack_tags``."""
+        """Return the length of ``pack_tags``."""
         return TAG_BYTES * (table.frame_count + 1) if self._key else 0
 
     def is_ours(self, table: PackTable, tags: Buffer) -> bool:
-        """Whether table and tags are of somebody who has the key; yes without one."""
+        """Return whether table and tags were made with the key; True without a key."""
         if not self._key:
             return True
         view = memoryview(tags)
@@ -89,10 +91,10 @@ class Authenticator:
     def bad_frames(
         self, table: PackTable, tags: bytes, numbers: Sequence[int], start: int, buffers: Sequence[Buffer]
     ) -> list[Frame]:
-        """Those of a pack's frames whose bytes are not of somebody who has the key; none without one.
+        """Return the frames whose bytes were not written with the key; none without a key.
 
-        :param numbers: consecutive frames, all of which lie in the buffers.
-        :param start: where in the payload the buffers begin.
+        :param numbers: of consecutive frames, all within the buffers.
+        :param start: offset of the buffers in the payload.
         """
         if not self._key:
             return []
@@ -105,9 +107,7 @@ class Authenticator:
         ]
 
     def frame_check(self, table: PackTable, tags: bytes) -> Callable[[int, Iterable[Buffer]], bool]:
-        """What tells whether the bytes of a pack's frame, by its number, are of somebody who has the key; without one
-        all are.
-        """
+        """Return a check whether the bytes of a frame, by its number, were written with the key; True without a key."""
         if not self._key:
             return lambda number, stored: True
         digest = _digest(table)
@@ -122,11 +122,40 @@ class Authenticator:
         return self._tag(b"frame", [digest, _NUMBER.pack(number), *stored])
 
     def _tag(self, kind: bytes, parts: Iterable[Buffer]) -> bytes:
-        """All but the last part of a kind have a length of their own, or a known one."""
+        """All but the last part of a kind have a fixed or encoded length."""
         mac = hmac.new(self._key, kind + b"\0", "sha256")
         for part in parts:
             mac.update(part)
         return mac.digest()
+
+
+class SignedObjects:
+    """Objects of one namespace that are read as a whole, each followed by its tag. Used from any thread.
+
+    :param names: makes the keys.
+    """
+
+    def __init__(self, bucket: Bucket, names: Names, namespace: bytes, authenticator: Authenticator) -> None:
+        self.bucket = bucket
+        self.names = names
+        self.namespace = namespace
+        self.authenticator = authenticator
+
+    def put(self, key: str, pieces: Sequence[Buffer], *, only_if_absent: bool = True) -> None:
+        """As ``Bucket.put``."""
+        signed = self.authenticator.signed(self.namespace, key.removeprefix(self.names.base), pieces)
+        self.bucket.put(key, signed, only_if_absent=only_if_absent)
+
+    def get(self, key: str) -> memoryview:
+        """As ``Bucket.get``, of a small object.
+
+        :raises CorruptPackError: it is too large, or not written with the key.
+        """
+        return self.opened(key, self.bucket.get(key))
+
+    def opened(self, key: str, data: Buffer) -> memoryview:
+        """Return the content of an object without its tag; errors as in ``get``."""
+        return self.authenticator.opened(self.namespace, key.removeprefix(self.names.base), data)
 
 
 def _digest(table: PackTable) -> bytes:
@@ -138,7 +167,7 @@ def _stored(table: PackTable, payload: Sequence[Buffer]) -> Iterator[list[memory
 
 
 def _slices(buffers: Iterable[Buffer], ranges: Iterable[tuple[int, int]]) -> Iterator[list[memoryview]]:
-    """The bytes of ascending ranges, (offset, length), of buffers that lie one behind the other."""
+    """Yield the bytes of ascending ranges, (offset, length), of consecutive buffers."""
     parts = (memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes)
     part, begin = memoryview(b""), 0
     for offset, length in ranges:

@@ -15,48 +15,35 @@ from dataclasses import replace
 
 from persistkv.config import StoreUrl
 from persistkv.errors import CorruptPackError, CorruptStoreError, StoreError, StoreUnavailableError
-from persistkv.storage.backend import (
-    Backend,
-    BackendStats,
-    Capabilities,
-    Changes,
-    CommitBatch,
-    CommitResult,
-    Namespace,
-    Policy,
-    ReadSpan,
-    RequestUse,
-)
+from persistkv.storage.backend import Capabilities, Changes, CommitBatch, CommitResult, Namespace, ReadSpan
+from persistkv.storage.extensions import BackendStats, InspectableBackend, Policy, RequestUse
 from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import ManifestKeys, RequestManifest, decode_manifest
 from persistkv.storage.pack import Frame, PackTable
-from persistkv_s3 import names
-from persistkv_s3.authentication import Authenticator
-from persistkv_s3.breaker import Breaker
-from persistkv_s3.bucket import Bucket
-from persistkv_s3.cache import IndexCache
-from persistkv_s3.client import BotoClient
-from persistkv_s3.errors import PASSING, ObjectExistsError, ObjectMissingError
-from persistkv_s3.follower import log_failure
-from persistkv_s3.layout import decode_format, encode_format, encode_namespace, parse_namespace
-from persistkv_s3.names import Names
+from persistkv_s3.authentication import Authenticator, SignedObjects
+from persistkv_s3.client.boto import BotoClient, PlainBucket
+from persistkv_s3.client.breaker import Breaker
+from persistkv_s3.client.bucket import Bucket
+from persistkv_s3.client.errors import PASSING, ObjectExistsError, ObjectMissingError
+from persistkv_s3.client.retries import RetryingTransport
+from persistkv_s3.client.transport import Transport
+from persistkv_s3.log import names
+from persistkv_s3.log.cache import IndexCache
+from persistkv_s3.log.layout import decode_format, encode_format, encode_namespace, parse_namespace
+from persistkv_s3.log.names import Names
 from persistkv_s3.options import Place, S3Options, parse_url
-from persistkv_s3.plain import PlainBucket
-from persistkv_s3.reliable import Reliable
 from persistkv_s3.retention import Retention, Round
-from persistkv_s3.signed import SignedObjects
-from persistkv_s3.space import Space
-from persistkv_s3.transport import Transport
+from persistkv_s3.session import NamespaceSession
 
 logger = logging.getLogger(__name__)
 
 _STATUS_KEPT_S = 86_400.0  # a day
 
 
-class S3Backend(Backend):
+class S3Backend(InspectableBackend):
     """``read`` may be called from many threads, beside one other call."""
 
-    capabilities = Capabilities(remote=True, shows_status=True)
+    capabilities = Capabilities(remote=True)
 
     def __init__(self, place: Place, options: S3Options, transport: Transport, *, read_only: bool = False) -> None:
         """Nothing is asked of the bucket yet; ``connect`` does.
@@ -72,11 +59,13 @@ class S3Backend(Backend):
         self.status_interval_s = None if self._read_only else options.status_s
         self._authenticator = Authenticator(options.secret())
         self._cache_directory = options.cache_directory()
-        self._bucket = Bucket(place, Reliable(transport, self.breaker), options.deadline_s, options.connections)
+        self._bucket = Bucket(
+            place, RetryingTransport(transport, self.breaker), options.deadline_s, options.connections
+        )
         self._policy = options.policy
         self._retention = Retention(self._bucket, place.prefix, options.retention_s, options.grace_s)
         self._namespaces: dict[bytes, Namespace] = {}
-        self._spaces: dict[bytes, Space] = {}
+        self._sessions: dict[bytes, NamespaceSession] = {}
         self._status_shown = False
         self._dark = False
         self._closed = False
@@ -87,8 +76,8 @@ class S3Backend(Backend):
         return cls.connect(place, options, BotoClient(place, options), read_only=read_only)
 
     @classmethod
-    def new_capacity(cls, url: StoreUrl) -> int | None:
-        return parse_url(url)[1].capacity_bytes
+    def new_policy(cls, url: StoreUrl) -> Policy:
+        return parse_url(url)[1].policy
 
     @classmethod
     def plain_medium(cls, url: StoreUrl) -> PlainBucket:
@@ -209,20 +198,20 @@ class S3Backend(Backend):
             self._namespaces[name] = found
         return self._namespaces[name]
 
-    def _space(self, namespace: bytes) -> Space:
+    def _session(self, namespace: bytes) -> NamespaceSession:
         self._check_open()
-        if namespace not in self._spaces:
+        if namespace not in self._sessions:
             if self._namespace(namespace) is None:
                 raise StoreError(f"{self._place} holds no namespace {namespace.hex()}")
-            self._spaces.setdefault(namespace, self._make_space(namespace))
-        return self._spaces[namespace]
+            self._sessions.setdefault(namespace, self._make_session(namespace))
+        return self._sessions[namespace]
 
-    def _make_space(self, namespace: bytes) -> Space:
+    def _make_session(self, namespace: bytes) -> NamespaceSession:
         place = Names(self._place.prefix, namespace, self._authenticator.key_id)
         objects = SignedObjects(self._bucket, place, namespace, self._authenticator)
         where = f"{self._options.endpoint_url or ''} {self._place.bucket} {place.base}"
         cache = IndexCache(self._cache_directory, where, namespace, self._authenticator)
-        return Space(objects, self._options, cache)
+        return NamespaceSession(objects, self._options, cache)
 
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
         if self._read_only:
@@ -230,24 +219,24 @@ class S3Backend(Backend):
             raise StoreError(f"{self._place} is open read-only")
         if any(pack.namespace != namespace for pack in batch.packs):
             raise StoreError(f"a pack of another namespace than {namespace.hex()}")
-        space = self._space(namespace)
+        session = self._session(namespace)
         if self._is_dark():
             raise StoreUnavailableError(f"{self._place} has not answered yet")
-        if space.follower.emptied:
-            self._say_again(space)
-        result = space.commit(batch, 1 + max(other.catalogue.moment for other in self._spaces.values()))
+        if session.follower.emptied:
+            self._restart(session)
+        result = session.commit(batch, 1 + max(other.state.moment for other in self._sessions.values()))
         if self._retention.is_due():
             try:
                 self.retain()
             except StoreError as error:
-                log_failure(f"retention in {self._place}", error)
+                logger.warning("%s: retention failed (%s); the next period retries it", self._place, error)
         return result
 
-    def _say_again(self, space: Space) -> None:
-        """What lies here, after somebody emptied the bucket."""
+    def _restart(self, session: NamespaceSession) -> None:
+        """Write format and identity again after the bucket was emptied."""
         self._check_format()
-        self._put_identity(self._namespaces[space.namespace])
-        space.begin_anew()
+        self._put_identity(self._namespaces[session.namespace])
+        session.restart()
 
     def retain(self) -> Round | None:
         """Evict what the ttl and the capacity ask for and remove orphans, unless an engine has done so in this period.
@@ -259,21 +248,21 @@ class S3Backend(Backend):
         if self._read_only:
             raise StoreError(f"{self._place} is open read-only")
         names = [namespace.id for namespace in self.namespaces()]
-        spaces = {name: self._spaces.get(name) or self._make_space(name) for name in names}
-        return self._retention.run_if_first(spaces, self.policy)
+        sessions = {name: self._sessions.get(name) or self._make_session(name) for name in names}
+        return self._retention.run_if_first(sessions, self.policy)
 
     def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
-        space = self._space(namespace)
+        session = self._session(namespace)
         if self._is_dark():
-            return space.catalogue.changes(cursor)
+            return session.state.changes(cursor)
         if cursor is None:
-            space.follower.load()
+            session.follower.load()
         else:
-            space.follower.look()
-        return space.catalogue.changes(cursor)
+            session.follower.look()
+        return session.state.changes(cursor)
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        return self._space(namespace).read(spans)
+        return self._session(namespace).packs.read(spans)
 
     def read_frames(
         self,
@@ -283,44 +272,50 @@ class S3Backend(Backend):
         buffer: memoryview,
         take: Callable[[int, memoryview], None],
     ) -> None:
-        self._space(namespace).read_frames(pack_id, frames, buffer, take)
+        self._session(namespace).packs.read_frames(pack_id, frames, buffer, take)
 
     def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
-        space = self._space(namespace)
-        space.follower.look()
-        for manifest in list(space.catalogue.manifests.values()):
+        session = self._session(namespace)
+        session.follower.look()
+        for manifest in list(session.state.manifests.values()):
             try:
                 yield decode_manifest(manifest.head)
             except CorruptPackError:
                 continue
 
     def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
-        naming = self._space(namespace).catalogue.naming
+        naming = self._session(namespace).state.naming
         names = {name for pack in packs for name in naming.get(pack, ())}
         return [head for head in self.manifests(namespace) if head.id in names] if names else []
 
-    def named_packs(self, namespace: bytes, manifest_id: str) -> list[PackTable] | None:
-        return self._space(namespace).catalogue.named_packs(manifest_id)
+    def chain(self, namespace: bytes, manifest_id: str) -> list[bytes] | None:
+        held = self._session(namespace).state.manifests.get(manifest_id)
+        return None if held is None else list(held.packs)
 
-    def manifest_keys(self, namespace: bytes, manifest_id: str) -> ManifestKeys | None:
-        return self._space(namespace).manifest_keys(manifest_id)
+    def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
+        packs = self._session(namespace).state.packs
+        return [held.table for held in map(packs.get, pack_ids) if held is not None]
+
+    def manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
+        session = self._session(namespace)
+        return [session.manifest_keys(manifest_id) for manifest_id in manifest_ids]
 
     def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
-        space = self._space(namespace)
-        return [space.catalogue.request_use(manifest_id) for manifest_id in manifest_ids]
+        session = self._session(namespace)
+        return [session.state.request_use(manifest_id) for manifest_id in manifest_ids]
 
     def stats(self) -> BackendStats:
-        spaces = [self._space(namespace.id) for namespace in self.namespaces()]
-        for space in spaces:
-            space.follower.look()
-        packs = [pack for space in spaces for pack in space.catalogue.packs.values()]
+        sessions = [self._session(namespace.id) for namespace in self.namespaces()]
+        for session in sessions:
+            session.follower.look()
+        packs = [pack for session in sessions for pack in session.state.packs.values()]
         return BackendStats(
             packs=len(packs),
             blocks=sum(len(pack.table.keys) for pack in packs),
-            requests=sum(len(space.catalogue.manifests) for space in spaces),
+            requests=sum(len(session.state.manifests) for session in sessions),
             raw_bytes=sum(pack.table.raw_length for pack in packs),
             stored_bytes=sum(pack.table.payload_length for pack in packs),
-            disk_bytes=sum(space.catalogue.stored_bytes for space in spaces),
+            disk_bytes=sum(session.state.stored_bytes for session in sessions),
             capacity=self._policy.capacity,
         )
 
@@ -370,8 +365,8 @@ class S3Backend(Backend):
             return
         self._closed = True
         try:
-            for space in () if self._read_only else self._spaces.values():
-                space.close()
+            for session in () if self._read_only else self._sessions.values():
+                session.close()
         finally:
             self._bucket.close()
 

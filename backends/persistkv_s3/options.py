@@ -12,8 +12,7 @@ import msgspec
 
 from persistkv.config import StoreUrl, convert_options, parse_duration, parse_size
 from persistkv.errors import ConfigurationError
-from persistkv.storage.backend import Policy
-from persistkv_s3.cache import default_directory
+from persistkv.storage.extensions import Policy
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[A-Za-z0-9!_.*'()\-/]*")
@@ -166,13 +165,13 @@ class S3Options(msgspec.Struct, frozen=True):
         return found
 
     def cache_directory(self) -> Path | None:
-        """Where to keep what is known of the index; None: nowhere."""
+        """Directory of the index cache; None: no cache, also if the user has no home directory."""
         if self.cache is False:
             return None
         if isinstance(self.cache, str):
             return Path(self.cache)
         try:
-            return default_directory()
+            return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "persistkv" / "s3"
         except RuntimeError:
             return None
 

@@ -1,42 +1,51 @@
-"""Pack objects: one conditional PUT, which the first writer wins.
+"""Pack objects: uploads and reads.
 
-A pack's object is what ``docs/format.md`` calls a pack: payload, table, trailer; with a key its tags stand between the
-first two. Its name is the pack's id and a
-generation: a pack that was deleted is written again under a higher one, so that bytes never change under a reader,
-and an object that is damaged is never taken for a good one.
+1. A pack is one conditional PUT, which the first writer wins. Its object is what ``docs/format.md`` calls a pack:
+   payload, table, trailer; with a key, tags between the first two.
+2. The name is the pack's id and a generation. A pack that was deleted is written again under a higher generation, so
+   that bytes never change under a reader, and a damaged object is never taken for a good one.
+3. Adjacent ranges of a pack are read with one request, and requests run in parallel.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from persistkv.errors import CorruptPackError
+from persistkv.storage.backend import ReadSpan
 from persistkv.storage.codec import Buffer
-from persistkv.storage.pack import PackTable
+from persistkv.storage.pack import Frame, PackTable
 from persistkv.storage.pack_writer import NewPack
-from persistkv_s3.authentication import Authenticator
-from persistkv_s3.bucket import Bucket
-from persistkv_s3.errors import ObjectExistsError, ObjectMissingError, S3Error
-from persistkv_s3.names import Names
+from persistkv_s3.authentication import Authenticator, SignedObjects
+from persistkv_s3.client.errors import ObjectExistsError, ObjectMissingError, S3Error
+from persistkv_s3.client.transport import FrameSink
+from persistkv_s3.log.follower import Follower
+from persistkv_s3.log.state import PackState
 
+logger = logging.getLogger(__name__)
+
+_GAP_BYTES = 128 << 10  # 128 KiB: less than what a request's latency would have carried
 _TAIL_BYTES = 64 << 10  # 64 KiB: another writer may have cut the same keys into more frames, which makes a longer table
 _GENERATIONS = 4
 """Names that are tried for one pack: each that is taken by something unreadable costs one."""
 
 
-class Room:
-    """Memory that encoded packs share on their way up; one is always let in. What is raw is sent from where it lies."""
+class UploadBudget:
+    """Bound on the memory of encoded packs during uploads; one pack is always admitted. Raw packs need no memory."""
 
     def __init__(self, num_bytes: int) -> None:
         self._free = self._all = num_bytes
         self._changed = threading.Condition()
 
     @contextmanager
-    def taken(self, writer: NewPack) -> Iterator[None]:
-        """Wait until there is enough for a pack, and keep it for the length of the block."""
+    def reserved(self, writer: NewPack) -> Iterator[None]:
+        """Reserve memory for a pack during the block; wait until it is free."""
         length = min(writer.raw_length, self._all) if writer.encodes else 0
         with self._changed:
             self._changed.wait_for(lambda: length <= self._free)
@@ -50,30 +59,31 @@ class Room:
 
 
 class Uploaded(NamedTuple):
-    """A pack that lies in the bucket."""
+    """A pack whose object exists."""
 
     writer: NewPack
     table: PackTable
-    """Of what lies there, which may be another writer's."""
+    """Table of the object, which another writer may have uploaded."""
     tags: bytes
-    """Likewise."""
+    """Tags of the object, see ``authentication``."""
     generation: int
     reused: bool
-    """Another writer, or an earlier attempt, had put it there."""
+    """Another writer, or an earlier attempt, uploaded it before."""
 
 
 class PackObjects:
-    """The packs of one namespace."""
+    """The packs of one namespace. Used from any thread."""
 
-    def __init__(self, bucket: Bucket, names: Names, authenticator: Authenticator) -> None:
-        self._bucket = bucket
-        self._names = names
-        self._authenticator = authenticator
+    def __init__(self, objects: SignedObjects, follower: Follower) -> None:
+        self._bucket = objects.bucket
+        self._names = objects.names
+        self._authenticator = objects.authenticator
+        self._follower = follower
 
     def upload(self, writer: NewPack, first_generation: int) -> Uploaded:
-        """Put a pack where it belongs, or find that it lies there. What its stream raises comes through.
+        """Upload a pack unless its object exists already. Errors of its stream are raised unchanged.
 
-        :raises S3Error: it may lie there or not; nothing names it.
+        :raises S3Error: the object may exist or not; no index object names it.
         """
         pieces, tags = self._pieces(writer)
         for generation in range(first_generation, first_generation + _GENERATIONS):
@@ -85,27 +95,37 @@ class PackObjects:
                     return Uploaded(writer, *held, generation, reused=True)
             else:
                 return Uploaded(writer, writer.table, tags, generation, reused=False)
-        raise S3Error(f"{self._names.pack(writer.pack_id, generation)}: what lies there does not read as the pack")
+        raise S3Error(f"{self._names.pack(writer.pack_id, generation)}: the object is not this pack, or damaged")
 
-    def upload_again(self, pack: Uploaded) -> None:
-        """Put a pack that went away where it was; nothing where somebody was faster."""
-        with suppress(ObjectExistsError):
-            self._bucket.put(self._names.pack(pack.writer.pack_id, pack.generation), self._pieces(pack.writer)[0])
+    def restore(self, pack: Uploaded) -> None:
+        """Upload a reused pack again if its object has been removed since."""
+        pack_id, key = pack.table.pack_id, self._names.pack(pack.table.pack_id, pack.generation)
+        try:
+            self._bucket.head(key)
+            return
+        except ObjectMissingError:
+            logger.warning("%s was removed while a commit reused it: uploading it again", key)
+        held = self._follower.state.packs.get(pack_id)
+        if pack.table == pack.writer.table:
+            with suppress(ObjectExistsError):
+                self._bucket.put(key, self._pieces(pack.writer)[0])
+        elif held is not None:  # the index names another writer's bytes, which no longer exist
+            self._follower.miss(pack_id, held)
 
     def _pieces(self, writer: NewPack) -> tuple[list[Buffer], bytes]:
-        """The whole object, where its bytes lie, and its tags (see ``authentication``)."""
+        """Return the buffers of the whole object, and its tags."""
         payload: list[Buffer] = list(writer.stream())
         tags = self._authenticator.pack_tags(writer.table, payload)
         return [*payload, tags, writer.table.encode()], tags
 
     def _held(self, ours: PackTable, generation: int) -> tuple[PackTable, bytes] | None:
-        """Table and tags of the object that lies there; None where it is not this pack, damaged, or of a stranger."""
+        """Return table and tags of an existing object; None if it is another pack, damaged, or not authentic."""
         key, tags_length = self._names.pack(ours.pack_id, generation), self._authenticator.tags_length
         try:
             tail = self._bucket.tail(key, max(tags_length(ours) + len(ours.encode()), _TAIL_BYTES))
             table = PackTable.parse(tail)
             size = self._bucket.head(key).size
-        except (CorruptPackError, ObjectMissingError):  # it may have been pruned in this moment
+        except (CorruptPackError, ObjectMissingError):  # retention may delete it at any time
             return None
         end = len(tail) - len(table.encode())
         tags = bytes(tail[max(0, end - tags_length(table)) : end])
@@ -113,10 +133,142 @@ class PackObjects:
         same = (table.namespace, table.pack_id, table.keys) == (ours.namespace, ours.pack_id, ours.keys)
         return (table, tags) if same and size == whole and self._authenticator.is_ours(table, tags) else None
 
-    def exists(self, pack_id: bytes, generation: int) -> bool:
-        """Whether the object is there."""
-        try:
-            self._bucket.head(self._names.pack(pack_id, generation))
-        except ObjectMissingError:
-            return False
-        return True
+    def read(self, spans: Sequence[ReadSpan]) -> list[bool]:
+        """See ``Backend.read``."""
+        self._follower.ensure()
+        filled = [False] * len(spans)
+        runs = list(self._runs(spans))
+
+        def fetch(run: _RangedGet) -> None:
+            numbers = run.widen() if self._authenticator.key_id else range(0)
+            try:
+                self._bucket.fill(run.key, run.start, run.buffers)
+            except ObjectMissingError:
+                self._follower.miss(run.pack_id, run.held)
+                return
+            for number in run.authentic(self._authenticator, numbers):
+                filled[number] = True
+
+        if runs:
+            self._bucket.all(fetch, runs)
+        return [done or self._is_empty(span) for done, span in zip(filled, spans, strict=True)]
+
+    def read_frames(
+        self, pack_id: bytes, frames: Sequence[Frame], buffer: memoryview, take: Callable[[int, memoryview], None]
+    ) -> None:
+        """See ``Backend.read_frames``."""
+        self._follower.ensure()
+        held = self._follower.state.packs.get(pack_id)
+        if held is None:
+            return
+        offsets = [frame.offset for frame in held.table.frames]
+        is_ours = self._authenticator.frame_check(held.table, held.tags)
+        for run in _adjacent(frames, held.table.payload_length):
+
+            def check(number: int, stored: memoryview, run: Sequence[int] = run) -> None:
+                frame = frames[run[number]]
+                if is_ours(bisect_left(offsets, frame.offset), [stored]):
+                    take(run[number], stored)
+
+            ranges = [(frames[number].offset, frames[number].stored_length) for number in run]
+            try:
+                self._bucket.pour(self._names.pack(pack_id, held.generation), FrameSink(ranges, buffer, check))
+            except ObjectMissingError:
+                self._follower.miss(pack_id, held)
+                return
+
+    def _is_empty(self, span: ReadSpan) -> bool:
+        held = self._follower.state.packs.get(span.pack_id)
+        return _span_bytes(span) == 0 and held is not None and span.offset <= held.table.payload_length
+
+    def _runs(self, spans: Sequence[ReadSpan]) -> Iterator[_RangedGet]:
+        run: _RangedGet | None = None
+        for number in sorted(range(len(spans)), key=lambda n: (spans[n].pack_id, spans[n].offset)):
+            span, length = spans[number], _span_bytes(spans[number])
+            held = self._follower.state.packs.get(span.pack_id)
+            if held is None or not length or span.offset + length > held.table.payload_length:
+                continue
+            if run is None or not run.accepts(span, held):
+                if run is not None:
+                    yield run
+                run = _RangedGet(self._names.pack(span.pack_id, held.generation), span.pack_id, held, span.offset)
+            run.add(number, span, length)
+        if run is not None:
+            yield run
+
+
+def _span_bytes(span: ReadSpan) -> int:
+    """Return the length of a span."""
+    return sum(buffer.nbytes for buffer in span.buffers)
+
+
+def _adjacent(frames: Sequence[Frame], payload_length: int) -> Iterator[list[int]]:
+    """Group the numbers of frames by request; frames beyond the payload are left out."""
+    run: list[int] = []
+    end = 0
+    for number, frame in enumerate(frames):
+        if not frame.stored_length or frame.offset + frame.stored_length > payload_length:
+            continue
+        if run and frame.offset - end > _GAP_BYTES:
+            yield run
+            run = []
+        run.append(number)
+        end = frame.offset + frame.stored_length
+    if run:
+        yield run
+
+
+@dataclass
+class _RangedGet:
+    """One ranged GET."""
+
+    key: str
+    pack_id: bytes
+    held: PackState
+    """State of the pack when the request was planned."""
+    start: int
+    buffers: list[memoryview] = field(default_factory=list)
+    spans: list[tuple[int, int, int]] = field(default_factory=list)
+    """(index among the requested spans, start in the payload, end)."""
+    _end: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._end = self.start
+
+    def accepts(self, span: ReadSpan, held: PackState) -> bool:
+        """Return whether the span follows closely enough to share the request."""
+        return span.pack_id == self.pack_id and held is self.held and 0 <= span.offset - self._end <= _GAP_BYTES
+
+    def add(self, number: int, span: ReadSpan, length: int) -> None:
+        """Append a span, and a buffer that discards the gap before it."""
+        self._skip(span.offset - self._end)
+        self.buffers += span.buffers
+        self._end = span.offset + length
+        self.spans.append((number, span.offset, self._end))
+
+    def _skip(self, length: int) -> None:
+        if length:
+            self.buffers.append(memoryview(bytearray(length)))
+        self._end += length
+
+    def widen(self) -> range:
+        """Extend the range to whole frames, so that their tags can be verified; return the numbers of the frames."""
+        frames = self.held.table.frames
+        offsets = [frame.offset for frame in frames]
+        numbers = range(bisect_right(offsets, self.start) - 1, bisect_left(offsets, self._end))
+        if before := self.start - offsets[numbers[0]]:
+            self.buffers.insert(0, memoryview(bytearray(before)))
+            self.start -= before
+        last = frames[numbers[-1]]
+        self._skip(max(0, last.offset + last.stored_length - self._end))
+        return numbers
+
+    def authentic(self, authenticator: Authenticator, numbers: Sequence[int]) -> list[int]:
+        """Return the spans whose frames are all authentic."""
+        table, tags = self.held.table, self.held.tags
+        bad = authenticator.bad_frames(table, tags, numbers, self.start, self.buffers)
+        return [number for number, start, end in self.spans if not any(_overlaps(frame, start, end) for frame in bad)]
+
+
+def _overlaps(frame: Frame, start: int, end: int) -> bool:
+    return frame.offset < end and start < frame.offset + frame.stored_length

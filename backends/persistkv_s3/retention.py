@@ -15,14 +15,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from persistkv.storage.backend import CommitBatch, Policy
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.extensions import Policy
 from persistkv.storage.pack import UNKNOWN_DEPTH
-from persistkv_s3.bucket import Bucket
-from persistkv_s3.catalogue import Catalogue
-from persistkv_s3.errors import ObjectExistsError
-from persistkv_s3.names import parse_pack
-from persistkv_s3.space import Space
-from persistkv_s3.transport import ObjectInfo
+from persistkv_s3.client.bucket import Bucket
+from persistkv_s3.client.errors import ObjectExistsError
+from persistkv_s3.client.transport import ObjectInfo
+from persistkv_s3.log.names import parse_pack
+from persistkv_s3.log.state import LogState
+from persistkv_s3.session import NamespaceSession
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class Retention:
         """Whether a period began that this handle has not tried for."""
         return int(time.time() / self._period_s) > self._period
 
-    def run_if_first(self, spaces: Mapping[bytes, Space], policy: Callable[[], Policy]) -> Round | None:
+    def run_if_first(self, sessions: Mapping[bytes, NamespaceSession], policy: Callable[[], Policy]) -> Round | None:
         """Do this period's round; None where another engine does it.
 
         :param policy: reads the store's recorded policy.
@@ -78,25 +79,25 @@ class Retention:
         now = self._bucket.head(lease).modified
         if ended := [info.key for info in self._bucket.list(self._leases) if info.key < lease]:
             self._bucket.delete(ended)
-        return self.run(spaces, policy(), now)
+        return self.run(sessions, policy(), now)
 
-    def run(self, spaces: Mapping[bytes, Space], policy: Policy, now: float) -> Round:
+    def run(self, sessions: Mapping[bytes, NamespaceSession], policy: Policy, now: float) -> Round:
         """Evict, then remove orphans.
 
         :param now: the server's time.
         """
-        for space in spaces.values():
-            space.follower.refresh()
-        evicted = self._evict(spaces, policy, now)
-        orphans = sum(self._remove_orphans(space, now) for space in spaces.values())
+        for session in sessions.values():
+            session.follower.refresh()
+        evicted = self._evict(sessions, policy, now)
+        orphans = sum(self._remove_orphans(session, now) for session in sessions.values())
         if evicted or orphans:
             logger.info("%d packs were evicted, %d orphans removed", evicted, orphans)
         return Round(evicted, orphans)
 
-    def _evict(self, spaces: Mapping[bytes, Space], policy: Policy, now: float) -> int:
+    def _evict(self, sessions: Mapping[bytes, NamespaceSession], policy: Policy, now: float) -> int:
         packs: dict[bytes, list[bytes]] = {}
         manifests: dict[bytes, list[str]] = {}
-        for victim in _victims({name: space.catalogue for name, space in spaces.items()}, policy, now):
+        for victim in _victims({name: session.state for name, session in sessions.items()}, policy, now):
             if victim.is_manifest:
                 manifests.setdefault(victim.namespace, []).append(victim.name.decode())
             else:
@@ -104,30 +105,30 @@ class Retention:
         evicted = 0
         for name in packs.keys() | manifests.keys():
             batch = CommitBatch(deletions=packs.get(name, ()))
-            evicted += len(spaces[name].commit(batch, 0, dropped=manifests.get(name, ())).evicted)
+            evicted += len(sessions[name].commit(batch, 0, dropped=manifests.get(name, ())).evicted)
         return evicted
 
-    def _remove_orphans(self, space: Space, now: float) -> int:
+    def _remove_orphans(self, session: NamespaceSession, now: float) -> int:
         """How many objects of one namespace were deleted."""
-        names = space.names
+        names = session.names
         prefixes = (names.packs_prefix, names.keys_prefix, names.segments_prefix)
         lying = (info for prefix in prefixes for info in self._bucket.pages(prefix))
         old = (info for info in lying if info.modified <= now - self._grace_s)
-        found = list(_unnamed(old, space))  # of a million objects these are few
-        space.follower.refresh_from_bucket()
-        if space.catalogue.damaged:
+        found = list(_unnamed(old, session))  # of a million objects these are few
+        session.follower.refresh_from_bucket()
+        if session.state.damaged:
             logger.warning("%s: a part of the index does not read, so no orphans are removed", names.base)
             return 0
-        orphans = [info.key for info in _unnamed(found, space)]
+        orphans = [info.key for info in _unnamed(found, session)]
         if orphans:
             self._bucket.delete(orphans)
         return len(orphans)
 
 
-def _victims(catalogues: Mapping[bytes, Catalogue], policy: Policy, now: float) -> Iterator[_Candidate]:
+def _victims(states: Mapping[bytes, LogState], policy: Policy, now: float) -> Iterator[_Candidate]:
     expired = -1.0 if policy.ttl_s is None else now - policy.ttl_s
-    total = sum(catalogue.stored_bytes for catalogue in catalogues.values())
-    for candidate in sorted(c for name, catalogue in catalogues.items() for c in _candidates(name, catalogue)):
+    total = sum(state.stored_bytes for state in states.values())
+    for candidate in sorted(c for name, state in states.items() for c in _candidates(name, state)):
         over = policy.capacity is not None and total > policy.capacity
         if not over and candidate.time >= expired:
             return
@@ -135,30 +136,30 @@ def _victims(catalogues: Mapping[bytes, Catalogue], policy: Policy, now: float) 
         yield candidate
 
 
-def _candidates(namespace: bytes, catalogue: Catalogue) -> Iterator[_Candidate]:
-    pinned = catalogue.pinned_packs
-    for pack_id, pack in catalogue.packs.items():
+def _candidates(namespace: bytes, state: LogState) -> Iterator[_Candidate]:
+    pinned = state.pinned_packs
+    for pack_id, pack in state.packs.items():
         if pack_id not in pinned:
             used, depth = pack.used, UNKNOWN_DEPTH - pack.depth
             yield _Candidate(used.time, used.moment, depth, False, namespace, pack_id, pack.stored_bytes)
-    for name, manifest in catalogue.manifests.items():
-        if not catalogue.pinned(name):
+    for name, manifest in state.manifests.items():
+        if not state.pinned(name):
             used = manifest.used
             yield _Candidate(
                 used.time, used.moment, UNKNOWN_DEPTH, True, namespace, name.encode(), manifest.stored_bytes
             )
 
 
-def _unnamed(found: Iterable[ObjectInfo], space: Space) -> Iterator[ObjectInfo]:
-    root, names = space.follower.root, space.names
+def _unnamed(found: Iterable[ObjectInfo], session: NamespaceSession) -> Iterator[ObjectInfo]:
+    root, names = session.follower.root, session.names
     named = {names.segment(name) for name in (() if root is None else root.segments)}
-    named |= {names.manifest_keys(manifest.keys) for manifest in space.catalogue.manifests.values()}
+    named |= {names.manifest_keys(manifest.keys) for manifest in session.state.manifests.values()}
     for info in found:
         pack = parse_pack(info.key)
         if pack is None:
             if info.key not in named:
                 yield info
             continue
-        held = space.catalogue.packs.get(pack[0])
+        held = session.state.packs.get(pack[0])
         if held is None or held.generation != pack[1]:
             yield info

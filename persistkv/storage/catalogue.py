@@ -16,6 +16,7 @@ from persistkv.errors import StoreError, StoreFullError
 from persistkv.storage.backend import Backend, Changes, CommitBatch, CommitResult
 from persistkv.storage.ending import ManifestMaker
 from persistkv.storage.executor import Executor
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.index import HeldPack, Index
 from persistkv.storage.memory import give_back, no_collections
 from persistkv.storage.pack_writer import NewPack
@@ -178,14 +179,8 @@ class Catalogue:
         """Delete packs as our last look saw them; False: others have committed since, and may have replaced them."""
         try:
             maker = ManifestMaker(self.index, self._block_bytes, ())  # the index does not know them any more
-            heads = await self.call(partial(self.backend.manifests_naming, self.namespace, bad))
-            for start in range(0, len(heads), SHORTENED_AT_ONCE):
-                some = heads[start : start + SHORTENED_AT_ONCE]
-                requests = await self.call(partial(read_requests, self.backend, self.namespace, some))
-                result = await self.commit(shortened(requests, maker, self.cursor))
-                if result.stale:
-                    return False
-                await self.committed([], result, followed=True)
+            if isinstance(self.backend, InspectableBackend) and not await self._shorten(self.backend, bad, maker):
+                return False
             result = await self.commit(CommitBatch(bad=bad, seen=self.cursor))
         except StoreError as error:
             self.complain(error)
@@ -197,6 +192,18 @@ class Catalogue:
             names = ", ".join(pack_id.hex() for pack_id in bad)
             logger.warning("deleted packs whose bytes do not verify: %s; their blocks will be computed again", names)
         await self.refresh_or_complain()  # what could only be reached through them went too
+        return True
+
+    async def _shorten(self, backend: InspectableBackend, bad: Sequence[bytes], maker: ManifestMaker) -> bool:
+        """Shorten the requests that name packs; False: others have committed since our last look."""
+        heads = await self.call(partial(backend.manifests_naming, self.namespace, bad))
+        for start in range(0, len(heads), SHORTENED_AT_ONCE):
+            some = heads[start : start + SHORTENED_AT_ONCE]
+            requests = await self.call(partial(read_requests, backend, self.namespace, some))
+            result = await self.commit(shortened(requests, maker, self.cursor))
+            if result.stale:
+                return False
+            await self.committed([], result, followed=True)
         return True
 
     def _forget(self, pack_ids: Sequence[bytes]) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 
 from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.backend import Backend, ReadSpan
+from persistkv.storage.extensions import read_frames
 from persistkv.storage.index import HeldPack, Index
 from persistkv.storage.pack import FRAME_BYTES, Frame, align, decode_frame, frame_checksum, frame_seed, verify_frame
 from persistkv.storage.rows import Rows, runs
@@ -290,7 +291,7 @@ def _read_streamed(
         del left[number]
 
     try:
-        backend.read_frames(namespace, part[0].pack.pack_id, frames, buffer, take)
+        read_frames(backend, namespace, part[0].pack.pack_id, frames, buffer, take)
     except Exception as error:
         outcome.add(_give_up(left.values(), error))
     else:

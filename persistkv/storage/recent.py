@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from persistkv.errors import StoreError
-from persistkv.storage.backend import Backend
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.manifest import RequestManifest
 from persistkv.storage.warming import WarmRequest, acknowledge_warm, pending_warm
 
@@ -19,7 +19,7 @@ _AT_ONCE = 64  # manifests whose keys are read together
 
 
 def recent_contexts(
-    backend: Backend,
+    backend: InspectableBackend,
     namespace: bytes,
     holds: Callable[[bytes], bool],
     max_blocks: int,
@@ -36,13 +36,13 @@ def recent_contexts(
     :param only_asked: those used last are left out.
     :raises StoreError: the medium failed.
     """
-    asked = pending_warm(backend, namespace, engine) if backend.capabilities.shows_status else []
+    asked = pending_warm(backend, namespace, engine)
     found: list[list[bytes]] = []
     named: set[bytes] = set()
     used = [] if only_asked else _by_last_use(backend, namespace)
     names = iter(dict.fromkeys([*(row.request for row in asked), *used]))
     while len(named) < max_blocks and (some := list(islice(names, _AT_ONCE))):
-        for groups in backend.many_manifest_keys(namespace, some):
+        for groups in backend.manifest_keys(namespace, some):
             keys = [key for group in groups or () for key in group.unpack() if key not in named and holds(key)]
             keys = keys[: max_blocks - len(named)]
             if keys:
@@ -53,8 +53,8 @@ def recent_contexts(
     return found
 
 
-def _answer(backend: Backend, asked: WarmRequest, named: set[bytes], engine: str) -> None:
-    groups = backend.manifest_keys(bytes.fromhex(asked.namespace), asked.request) or ()
+def _answer(backend: InspectableBackend, asked: WarmRequest, named: set[bytes], engine: str) -> None:
+    groups = backend.manifest_keys(bytes.fromhex(asked.namespace), [asked.request])[0] or ()
     given = [key in named for group in groups for key in group.unpack()]
     try:
         acknowledge_warm(backend, asked, engine, blocks=sum(given), missing=len(given) - sum(given))
@@ -62,7 +62,7 @@ def _answer(backend: Backend, asked: WarmRequest, named: set[bytes], engine: str
         logger.info("that %s was asked for is not answered: %s", asked.request, error)
 
 
-def _by_last_use(backend: Backend, namespace: bytes) -> list[str]:
+def _by_last_use(backend: InspectableBackend, namespace: bytes) -> list[str]:
     heads: list[RequestManifest] = list(backend.manifests(namespace))
     uses = backend.uses(namespace, [head.id for head in heads])
     moments = [max(head.created, use.last_used) if use else head.created for head, use in zip(heads, uses, strict=True)]

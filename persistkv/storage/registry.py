@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from persistkv.config import StoreUrl
+from persistkv.errors import ConfigurationError
 from persistkv.registry import Registry
 from persistkv.storage.backend import Backend
+from persistkv.storage.extensions import InspectableBackend
 
 BACKENDS = Registry[Backend]("persistkv.backends", "url scheme", Backend)
 
@@ -13,3 +15,15 @@ def open_backend(url: str, *, read_only: bool = False) -> Backend:
     """Open the store that a URL names; errors as in ``Registry.get`` and ``Backend.open``."""
     parsed = StoreUrl.parse(url)
     return BACKENDS.get(parsed.scheme).open(parsed, read_only=read_only)
+
+
+def open_inspectable(url: str, *, read_only: bool = False) -> InspectableBackend:
+    """The same for tools, which list what a store holds.
+
+    :raises ConfigurationError: the driver of this scheme cannot tell.
+    """
+    backend = open_backend(url, read_only=read_only)
+    if not isinstance(backend, InspectableBackend):
+        backend.close()
+        raise ConfigurationError("url", url, "a store whose driver lists its requests")
+    return backend

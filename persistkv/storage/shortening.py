@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
+from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.ending import ManifestMaker
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.manifest import ManifestKeys, RequestManifest
 
 SHORTENED_AT_ONCE = 64
@@ -24,13 +25,15 @@ class NamedRequest(NamedTuple):
     pinned: bool
 
 
-def read_requests(backend: Backend, namespace: bytes, heads: Sequence[RequestManifest]) -> list[NamedRequest]:
+def read_requests(
+    backend: InspectableBackend, namespace: bytes, heads: Sequence[RequestManifest]
+) -> list[NamedRequest]:
     """Read the keys of requests; those that do not read are left out.
 
     :raises StoreError: the medium failed.
     """
     names = [head.id for head in heads]
-    rows = zip(heads, backend.many_manifest_keys(namespace, names), backend.uses(namespace, names), strict=True)
+    rows = zip(heads, backend.manifest_keys(namespace, names), backend.uses(namespace, names), strict=True)
     return [NamedRequest(head, keys, use is not None and use.pinned) for head, keys, use in rows if keys is not None]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from persistkv.storage.backend import Backend
+from persistkv.storage.extensions import statuses
 from persistkv.storage.records import StoreCounters
 
 _MISSED = 5  # rows in a row that an engine may be late with before it counts as gone
@@ -61,7 +62,7 @@ def read_statuses(backend: Backend) -> list[EngineStatus]:
     :raises StoreError: the medium failed.
     """
     found: list[EngineStatus] = []
-    for row in backend.statuses().values():
+    for row in statuses(backend).values():
         try:
             found.append(msgspec.json.decode(row, type=EngineStatus))
         except (msgspec.DecodeError, UnicodeDecodeError):

@@ -24,11 +24,12 @@ from functools import partial
 from itertools import islice
 
 from persistkv.base import get_offload_group_indices
-from persistkv.errors import IdentityMismatchError
-from persistkv.storage.backend import Backend, BackendStats
+from persistkv.errors import IdentityMismatchError, StoreError
+from persistkv.storage.backend import Backend
 from persistkv.storage.catalogue import Catalogue
 from persistkv.storage.codec import parse_codec
 from persistkv.storage.executor import Executor, InPlaceExecutor
+from persistkv.storage.extensions import BackendStats, InspectableBackend
 from persistkv.storage.identity import Identity
 from persistkv.storage.index import Index
 from persistkv.storage.memory import MemoryShares
@@ -349,13 +350,18 @@ class Store:
 
     async def stats(self) -> BackendStats:
         """Totals of the whole store, once what is being written has ended; as ``Backend.stats``."""
-        return await self.catalogue.call(self.catalogue.backend.stats)
+        backend = self.catalogue.backend
+        if not isinstance(backend, InspectableBackend):
+            raise StoreError(f"{type(backend).__name__} counts nothing")
+        return await self.catalogue.call(backend.stats)
 
     async def recent(self, max_blocks: int, engine: str = "", *, only_asked: bool = False) -> list[list[bytes]]:
         """The contexts that were asked for, and those used last; see ``recent_contexts``."""
-        where = self.catalogue.backend, self.namespace
-        call = partial(recent_contexts, *where, self.contains, max_blocks, engine, only_asked=only_asked)
-        return await self.catalogue.call(call)
+        backend = self.catalogue.backend
+        if not isinstance(backend, InspectableBackend):
+            return []
+        where = backend, self.namespace, self.contains
+        return await self.catalogue.call(partial(recent_contexts, *where, max_blocks, engine, only_asked=only_asked))
 
     @property
     def news(self) -> News:

@@ -23,6 +23,7 @@ import msgspec
 
 from persistkv.errors import StoreUnavailableError
 from persistkv.storage.backend import Backend
+from persistkv.storage.extensions import SupportsStatus, statuses
 
 DEFAULT_TTL_S = 3600.0
 _ASK, _ANSWER, _BY = "ask", "warmed", "by"
@@ -72,14 +73,12 @@ def request_warm(backend: Backend, namespace: bytes, request: str, ttl_s: float 
     :raises StoreUnavailableError: nobody could see it: the medium shows no rows to others.
     :raises StoreError: it was not written.
     """
-    if not backend.capabilities.shows_status:
-        raise StoreUnavailableError("this store cannot be used to ask engines: it shows no rows to other processes")
     now = time.time()
     for name, row in _rows(backend, _ASK, WarmRequest):
         if not row.counts(now):
             _withdraw(backend, name)
     asked = WarmRequest(namespace=namespace.hex(), request=request, asked=now, ttl_s=ttl_s)
-    backend.publish_status(_ASK + _name(asked.namespace, request), msgspec.json.encode(asked))
+    _publish(backend, _ASK + _name(asked.namespace, request), msgspec.json.encode(asked))
     return asked
 
 
@@ -98,7 +97,7 @@ def pending_warm(backend: Backend, namespace: bytes, engine: str) -> list[WarmRe
     :raises StoreError: the medium failed.
     """
     now, space = time.time(), namespace.hex()
-    rows = backend.statuses()
+    rows = statuses(backend)
     answered = {
         (answer.request, answer.asked)
         for _, answer in _decoded(rows, _ANSWER, WarmAnswer)
@@ -125,7 +124,7 @@ def acknowledge_warm(backend: Backend, asked: WarmRequest, engine: str, *, block
         missing=missing,
     )
     name = f"{_ANSWER}{_name(asked.namespace, asked.request)}{_BY}{engine}"
-    backend.publish_status(name, msgspec.json.encode(answer))
+    _publish(backend, name, msgspec.json.encode(answer))
 
 
 def warm_answers(backend: Backend, asked: WarmRequest) -> list[WarmAnswer]:
@@ -141,16 +140,22 @@ def warm_answers(backend: Backend, asked: WarmRequest) -> list[WarmAnswer]:
     return sorted(found, key=lambda answer: (answer.time, answer.engine))
 
 
+def _publish(backend: Backend, name: str, row: bytes | None) -> None:
+    if not isinstance(backend, SupportsStatus):
+        raise StoreUnavailableError("this store cannot be used to ask engines: it shows no rows to other processes")
+    backend.publish_status(name, row)
+
+
 def _withdraw(backend: Backend, name: str) -> None:
     """The row of an asking, and the answers to it."""
-    backend.publish_status(name, None)
+    _publish(backend, name, None)
     prefix = f"{_ANSWER}{name.removeprefix(_ASK)}{_BY}"
-    for answer in [other for other in backend.statuses() if other.startswith(prefix)]:
-        backend.publish_status(answer, None)
+    for answer in [other for other in statuses(backend) if other.startswith(prefix)]:
+        _publish(backend, answer, None)
 
 
 def _rows(backend: Backend, prefix: str, kind: type[T]) -> Iterator[tuple[str, T]]:
-    return _decoded(backend.statuses(), prefix, kind)
+    return _decoded(statuses(backend), prefix, kind)
 
 
 def _decoded(rows: dict[str, bytes], prefix: str, kind: type[T]) -> Iterator[tuple[str, T]]:

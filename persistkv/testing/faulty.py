@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from persistkv.storage.backend import Backend
+from persistkv.storage.extensions import InspectableBackend
 
 B = TypeVar("B", bound=Backend)
 
@@ -26,8 +26,7 @@ class FaultyBackend(Backend, Generic[B]):
         backend.after("read", lambda filled, namespace, spans: [False for _ in filled])  # and find nothing
         backend.heal()
 
-    Calls that the wrapped backend makes to itself have no faults. Methods that it inherits from ``Backend`` call the
-    wrapper: if the driver has no ``scan`` of its own, faults of ``read`` apply to ``scan``, too.
+    Calls that the wrapped backend makes to itself have no faults.
     """
 
     inner: B
@@ -42,6 +41,8 @@ class FaultyBackend(Backend, Generic[B]):
         names = [name for name in dir(kind) if not name.startswith("_") and name not in vars(FaultyBackend)]
         members = {name: _member(kind, name) for name in names}
         wrapper: type[FaultyBackend[B]] = type(f"Faulty{kind.__name__}", (cls,), members)
+        if isinstance(inner, InspectableBackend):
+            InspectableBackend.register(wrapper)
         return wrapper(inner)
 
     def __init__(self, inner: B) -> None:
@@ -106,15 +107,13 @@ def _member(kind: type[Backend], name: str) -> Callable[..., Any] | property:
     function = getattr(kind, name)
     if not callable(function):
         return property(attrgetter(f"inner.{name}"))
-    is_inherited = function is getattr(Backend, name, None)
 
     def call(self: FaultyBackend[Any], *arguments: Any, **named: Any) -> Any:
         self.calls.append(name)
         before, after = list(self._before[name]), list(self._after[name])
         for fault in before:
             fault(*arguments, **named)
-        method = partial(function, self) if is_inherited else getattr(self.inner, name)
-        result = method(*arguments, **named)
+        result = getattr(self.inner, name)(*arguments, **named)
         for change in after:
             result = change(result, *arguments, **named)
         return result

@@ -75,12 +75,14 @@ class MemoryBackend(RowBackend):
     """The driver."""
 
     capabilities = Capabilities(persistent=False, shared=False)
+    status_interval_s: float | None = None
 
     def __init__(self, capacity: int | None = None, ttl_s: float | None = None) -> None:
         self.capacity = capacity
         self.ttl_s = ttl_s
         self._rows = MemoryRows()
         self._writing = threading.Lock()
+        self._statuses: dict[str, bytes] = {}
         self._closed = False
 
     @classmethod
@@ -110,6 +112,15 @@ class MemoryBackend(RowBackend):
 
     def disk_bytes(self) -> int:
         return self._rows.num_bytes
+
+    def publish_status(self, engine: str, row: bytes | None) -> None:
+        if row is None:
+            self._statuses.pop(engine, None)
+        else:
+            self._statuses[engine] = row
+
+    def statuses(self) -> dict[str, bytes]:
+        return dict(self._statuses)
 
     def close(self) -> None:
         self._closed = True

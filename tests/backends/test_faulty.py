@@ -6,7 +6,8 @@ import pytest
 
 from persistkv.config import StoreUrl
 from persistkv.errors import CorruptPackError, StoreError, StoreFullError
-from persistkv.storage.backend import Backend, CommitBatch, Policy, ReadSpan, SupportsPolicy
+from persistkv.storage.backend import Backend, CommitBatch, ReadSpan
+from persistkv.storage.extensions import Policy, SupportsPolicy
 from persistkv.storage.identity import Identity
 from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv.testing.samples import payload_of, sample_pack
@@ -113,15 +114,6 @@ def test_after_is_not_called_for_a_method_that_raised(backend: FaultyBackend[Mem
     assert called == []
 
 
-def test_methods_that_a_driver_inherits_have_the_faults_of_what_they_call(
-    backend: FaultyBackend[MemoryBackend], namespace: bytes
-) -> None:
-    span, _ = store_one(backend, namespace)
-    backend.fail("read", StoreError("the disk does not answer"))
-    with pytest.raises(StoreError, match="does not answer"):
-        backend.scan(namespace, [span])
-
-
 def test_unknown_methods_are_refused(backend: FaultyBackend[MemoryBackend]) -> None:
     for add in (backend.before, backend.after):
         with pytest.raises(ValueError, match="MemoryBackend has no method 'comit'"):
@@ -134,6 +126,10 @@ def test_wrapper_has_the_attributes_and_optional_protocols_of_its_backend(
     backend: FaultyBackend[MemoryBackend],
 ) -> None:
     class WithPolicy(MemoryBackend):
+        @classmethod
+        def new_policy(cls, url: StoreUrl) -> Policy:
+            return Policy(None, None)
+
         def policy(self) -> Policy:
             return Policy(self.capacity, None)
 

@@ -332,7 +332,7 @@ def look(url: str, store: Path, known: Known) -> Outcome:
     manifests = {manifest.id for manifest in backend.manifests(opened.namespace)}
     assert known.persisted != LAST or str(LAST) in manifests, "the request that was persisted last is gone"
     for name in manifests:
-        (chain,) = backend.manifest_keys(opened.namespace, name) or ()
+        (chain,) = backend.manifest_keys(opened.namespace, [name])[0] or ()
         assert {*chain.unpack()} <= {*held}, f"request {name} names blocks that are gone"
     check_totals(backend)
     faults = backend.find_faults()

@@ -123,7 +123,7 @@ def check(backend: LmdbBackend, expected: Expected) -> None:
 
     keys = {key for table in held.values() for key in table.keys.unpack()}
     for manifest_id in manifests:
-        (chain,) = backend.manifest_keys(namespace, manifest_id) or ()
+        (chain,) = backend.manifest_keys(namespace, [manifest_id])[0] or ()
         assert keys.issuperset(chain.unpack()), f"{manifest_id} names blocks that are gone"
     assert PINNED in manifests or not expected.pinned, "the pinned request went"
     check_totals(backend)

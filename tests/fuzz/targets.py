@@ -36,8 +36,7 @@ from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.testing.memory import MemoryBackend
 from persistkv.testing.samples import ArraySource
-from persistkv_s3.catalogue import Catalogue
-from persistkv_s3.layout import (
+from persistkv_s3.log.layout import (
     Entry,
     GoneRow,
     Head,
@@ -49,6 +48,7 @@ from persistkv_s3.layout import (
     parse_entries,
     parse_root_object,
 )
+from persistkv_s3.log.state import LogState
 from tests.memory_rows import set_payload, set_table_row
 
 BLOCK = 1024
@@ -335,21 +335,21 @@ class S3Index(Target):
     )
 
     def check(self, number: int, data: bytes, sealed: bool) -> bool:
-        catalogue, merged = Catalogue(), 0
+        state, merged = LogState(), 0
         if sealed:
             data = _seal_heads(data)
         try:
             for entry in parse_entries(data, IDENTITY.digest):
-                catalogue.merge(entry)
+                state.merge(entry)
                 merged += 1
         except CorruptPackError:
             pass
-        for pack_id, held in catalogue.packs.items():
+        for pack_id, held in state.packs.items():
             require(held.table.pack_id == pack_id, "a table under another name")
             require(any(held.table == pack.table for pack in PACKS), "a table that nobody wrote")
-        changes = catalogue.changes(None)
-        require(len(changes.added) == len(catalogue.packs) and catalogue.stored_bytes >= 0, "totals")
-        require(catalogue.changes(changes.cursor).added == [], "news of nothing")
+        changes = state.changes(None)
+        require(len(changes.added) == len(state.packs) and state.stored_bytes >= 0, "totals")
+        require(state.changes(changes.cursor).added == [], "news of nothing")
         return merged > 0
 
 

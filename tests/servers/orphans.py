@@ -69,14 +69,14 @@ class Orphans:
 def _keep_pruning(url: str, identity: Identity, jobs: Sequence[list[bytes]], to_parent: Connection) -> None:
     backend = S3Backend.open(StoreUrl.parse(url))
     namespace = backend.open_namespace(identity).id
-    space, contents = backend._space(namespace), Contents()
+    session, contents = backend._session(namespace), Contents()
     for keys in jobs:
         blocks = np.stack([contents.of(key) for key in keys])
         pack = PackWriter(namespace, RawCodec(), [Segment(0, BLOCK, keys, ArraySource(blocks), 0)])
-        space._packs.upload(pack, 0)
+        session.packs.upload(pack, 0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         to_parent.send(listener.getsockname()[1])
         while True:
             asking, _ = listener.accept()
             with asking, suppress(ConnectionError):
-                to_parent.send(backend._retention.run({namespace: space}, backend.policy(), time.time()).orphans)
+                to_parent.send(backend._retention.run({namespace: session}, backend.policy(), time.time()).orphans)

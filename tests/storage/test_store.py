@@ -130,7 +130,7 @@ def test_a_manifest_tells_of_the_whole_context(store_url: str, open_store: OpenS
     (manifest,) = manifests(store)
     assert (manifest.id, manifest.tokens, manifest.blocks, manifest.labels) == ("manifest-b", 70, 4, {"user": "x"})
     assert manifest.raw_bytes == 4 * (64 << 10)
-    (chain,) = store.catalogue.backend.manifest_keys(store.namespace, "manifest-b") or ()
+    (chain,) = store.catalogue.backend.manifest_keys(store.namespace, ["manifest-b"])[0] or ()
     assert chain.unpack() == names
     assert all(map(store.contains, names)), "what another request staged is written with it"
 

@@ -117,7 +117,7 @@ def ask_for(backend: Backend, chain: list[OffloadKey]) -> WarmRequest:
     """As ``persistkv warm`` does, for the context that begins with this chain."""
     (space,) = backend.namespaces()
     for head in backend.manifests(space.id):
-        groups = backend.manifest_keys(space.id, head.id)
+        groups = backend.manifest_keys(space.id, [head.id])[0]
         if groups and chain[0] in groups[0].unpack():
             return request_warm(backend, space.id, head.id)
     raise AssertionError("no request names the chain")

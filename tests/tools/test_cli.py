@@ -93,14 +93,14 @@ import os
 from persistkv.storage.registry import BACKENDS
 from persistkv_tools import cli, options
 BACKENDS.get("lmdb")
-open_backend = options.open_backend
+open_backend = options.open_inspectable
 def open_as_ordinary_user(url, **how):
     if os.geteuid() == 0:
         os.setgroups([])
         os.setgid({NOBODY})
         os.setuid({NOBODY})
     return open_backend(url, **how)
-options.open_backend = open_as_ordinary_user
+options.open_inspectable = open_as_ordinary_user
 cli.main()
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 
-from persistkv.storage.backend import Backend
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.manifest import ManifestKeys
 from persistkv.storage.pack import PackTable
 
@@ -25,7 +25,7 @@ class Catalogue:
                     self._also.setdefault(key, []).append(table.pack_id)
 
     @classmethod
-    def of(cls, backend: Backend, namespace: bytes) -> Catalogue:
+    def of(cls, backend: InspectableBackend, namespace: bytes) -> Catalogue:
         """The catalogue as it is now."""
         return cls(backend.changes(namespace, None).added)
 
@@ -53,7 +53,7 @@ class Catalogue:
 class LivePacks:
     """The tables as of the last look; ``refresh`` looks again."""
 
-    def __init__(self, backend: Backend, namespace: bytes) -> None:
+    def __init__(self, backend: InspectableBackend, namespace: bytes) -> None:
         self.namespace = namespace
         self._backend = backend
         found = backend.changes(namespace, None)
@@ -73,11 +73,13 @@ class LivePacks:
         return moved
 
 
-def keys_of(backend: Backend, namespace: bytes, requests: Iterable[str]) -> Iterator[tuple[str, ManifestKeys | None]]:
+def keys_of(
+    backend: InspectableBackend, namespace: bytes, requests: Iterable[str]
+) -> Iterator[tuple[str, ManifestKeys | None]]:
     """Ids of requests with their keys, some at a time; None where these are gone or do not read."""
     waiting = iter(requests)
     while some := list(islice(waiting, _AT_ONCE)):
-        yield from zip(some, backend.many_manifest_keys(namespace, some), strict=True)
+        yield from zip(some, backend.manifest_keys(namespace, some), strict=True)
 
 
 def all_keys(keys: ManifestKeys) -> list[bytes]:

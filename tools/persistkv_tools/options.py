@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from persistkv.errors import ConfigurationError, StoreUnavailableError
-from persistkv.storage.backend import Backend
-from persistkv.storage.registry import open_backend
+from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.registry import open_inspectable
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="The store, e.g. lmdb:///var/cache/kv", show_default=False)]
 Request = Annotated[
@@ -56,12 +56,12 @@ def ensure_consent(what: str, url: str, ways: str, *, yes: bool, json: bool) -> 
 
 
 @contextmanager
-def opened_if_there(url: str) -> Iterator[Backend | None]:
+def opened_if_there(url: str) -> Iterator[InspectableBackend | None]:
     """Open a store read-only for the length of the block; None if that is impossible, because the store is absent or
     for a reason that its creation will report.
     """
     try:
-        backend = open_backend(url, read_only=True)
+        backend = open_inspectable(url, read_only=True)
     except StoreUnavailableError:
         yield None
         return
@@ -70,11 +70,11 @@ def opened_if_there(url: str) -> Iterator[Backend | None]:
 
 
 @contextmanager
-def opened(url: str, *, writable: bool = False) -> Iterator[Backend]:
+def opened(url: str, *, writable: bool = False) -> Iterator[InspectableBackend]:
     """A store that exists, open for as long as the block runs. No command but ``import`` and ``push`` makes one."""
-    with closing(open_backend(url, read_only=True)) as backend:
+    with closing(open_inspectable(url, read_only=True)) as backend:
         if not writable:
             yield backend
             return
-    with closing(open_backend(url)) as backend:
+    with closing(open_inspectable(url)) as backend:
         yield backend

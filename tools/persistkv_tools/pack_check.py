@@ -15,7 +15,8 @@ from itertools import accumulate
 import msgspec
 
 from persistkv.errors import CorruptPackError
-from persistkv.storage.backend import Backend, ReadSpan
+from persistkv.storage.backend import ReadSpan
+from persistkv.storage.extensions import InspectableBackend, scan
 from persistkv.storage.pack import Frame, PackTable, align, decode_frame, frame_seed, pack_id, verify_frame
 
 _READ_BYTES = 8 << 20  # 8 MiB: past it, larger reads gain nothing
@@ -64,7 +65,7 @@ class OtherReleaseError(Exception):
 
 
 def check_pack(
-    backend: Backend, table: PackTable, took: Callable[[int], None], keep: bytearray | None = None
+    backend: InspectableBackend, table: PackTable, took: Callable[[int], None], keep: bytearray | None = None
 ) -> list[Finding]:
     """Return the defects of a pack.
 
@@ -77,7 +78,7 @@ def check_pack(
     for frames in frame_runs(table.frames, _READ_BYTES):
         start, end = frames[0].offset, align(frames[-1].offset + frames[-1].stored_length)
         buffer = memoryview(mmap.mmap(-1, end - start))
-        if not all(backend.scan(table.namespace, [ReadSpan(table.pack_id, start, [buffer])])):
+        if not all(scan(backend, table.namespace, [ReadSpan(table.pack_id, start, [buffer])])):
             check.note(Problem.SHORT, f"bytes {start:,} to {end:,} are not there", offset=start)
         else:
             for frame in frames:

@@ -11,7 +11,8 @@ import msgspec
 
 from persistkv.config import parse_duration, parse_size
 from persistkv.errors import ConfigurationError, PersistKVError
-from persistkv.storage.backend import Backend, Namespace, RequestUse
+from persistkv.storage.backend import Namespace
+from persistkv.storage.extensions import InspectableBackend, RequestUse
 from persistkv.storage.manifest import RequestManifest
 
 _NAMED_AT_MOST = 5
@@ -142,7 +143,7 @@ class Selection(msgspec.Struct, frozen=True):
         )
 
 
-def chosen_namespaces(backend: Backend, wanted: str | None) -> list[Namespace]:
+def chosen_namespaces(backend: InspectableBackend, wanted: str | None) -> list[Namespace]:
     """All namespaces, oldest first; or the one whose id begins like ``wanted``.
 
     :raises NotFoundError: there is none, or more than one.
@@ -158,7 +159,7 @@ def chosen_namespaces(backend: Backend, wanted: str | None) -> list[Namespace]:
 
 
 def find_request(
-    backend: Backend, wanted: str, namespace: str | None = None, names: dict[bytes, list[str]] | None = None
+    backend: InspectableBackend, wanted: str, namespace: str | None = None, names: dict[bytes, list[str]] | None = None
 ) -> FoundRequest:
     """The request of this id, or the only one whose id begins so.
 
@@ -185,7 +186,7 @@ def find_request(
 
 
 def chosen_requests(
-    backend: Backend, names: Iterable[str], selection: Selection, namespace: str | None
+    backend: InspectableBackend, names: Iterable[str], selection: Selection, namespace: str | None
 ) -> list[FoundRequest]:
     """The requests of these names, each once; without names, all that are selected.
 
@@ -220,7 +221,7 @@ def _has_label(manifest: RequestManifest, name: str, value: str | None) -> bool:
 
 
 def with_uses(
-    backend: Backend, namespace: bytes, manifests: Iterable[RequestManifest]
+    backend: InspectableBackend, namespace: bytes, manifests: Iterable[RequestManifest]
 ) -> Iterator[tuple[RequestManifest, RequestUse | None]]:
     """Requests with what the store knows of their use."""
     waiting = iter(manifests)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import lmdb
 
 from persistkv.errors import CorruptStoreError, ProcessIdInUseError
-from persistkv.storage.backend import Policy
+from persistkv.storage.extensions import Policy
 from persistkv_lmdb.environment.errors import translated_at_open
 from persistkv_lmdb.files import sync_directory
 from persistkv_lmdb.layout import DATA_FILE, Databases, is_cut_short, open_databases

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from persistkv.errors import StoreBusyError
-from persistkv.storage.backend import Policy
+from persistkv.storage.extensions import Policy
 from persistkv_lmdb.environment.environment import Environment
 from persistkv_lmdb.environment.errors import translated_at_open
 from persistkv_lmdb.environment.opening import file_id

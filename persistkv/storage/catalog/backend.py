@@ -10,16 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from persistkv.errors import StoreError, StoreFullError, StoreUnavailableError
-from persistkv.storage.backend import (
-    Backend,
-    BackendStats,
-    Changes,
-    CommitBatch,
-    CommitResult,
-    Namespace,
-    ReadSpan,
-    RequestUse,
-)
+from persistkv.storage.backend import Changes, CommitBatch, CommitResult, Namespace, ReadSpan
 from persistkv.storage.catalog.pieces import RowPayloads, read_pieces
 from persistkv.storage.catalog.queries import (
     UseQueries,
@@ -29,6 +20,7 @@ from persistkv.storage.catalog.queries import (
     find_manifests,
     find_manifests_naming,
     find_namespace,
+    find_tables,
 )
 from persistkv.storage.catalog.records import NamespaceState, decode_namespace, encode_namespace
 from persistkv.storage.catalog.rows import NAMESPACES, STATES, Rows
@@ -38,15 +30,16 @@ from persistkv.storage.catalog.transaction import (
     kept_names,
     rows_bound,
 )
+from persistkv.storage.extensions import BackendStats, InspectableBackend, RequestUse
 from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.pack import PackTable
 
-_AT_ONCE = 256  # manifests that one transaction reads
+_AT_ONCE = 256  # manifests or tables that one transaction reads
 _EXPIRED_AT_ONCE = 128  # packs and manifests that one commit expires: under a millisecond each
 
 
-class CatalogBackend(Backend):
+class CatalogBackend(InspectableBackend):
     """What drivers over ordered rows share: all but ``commit``, ``read`` and ``close``."""
 
     @abstractmethod
@@ -95,11 +88,7 @@ class CatalogBackend(Backend):
                 start, heads = find_manifests(rows, namespace, start, _AT_ONCE)
             yield from heads
 
-    def manifest_keys(self, namespace: bytes, manifest_id: str) -> ManifestKeys | None:
-        with self.rows() as rows:
-            return find_manifest_keys(rows, namespace, manifest_id)
-
-    def many_manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
+    def manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
         found: list[ManifestKeys | None] = []
         for start in range(0, len(manifest_ids), _AT_ONCE):
             with self.rows() as rows:
@@ -111,9 +100,16 @@ class CatalogBackend(Backend):
         with self.rows() as rows:
             return find_manifests_naming(rows, namespace, packs)
 
-    def named_packs(self, namespace: bytes, manifest_id: str) -> list[PackTable] | None:
+    def chain(self, namespace: bytes, manifest_id: str) -> list[bytes] | None:
         with self.rows() as rows:
             return find_chain(rows, namespace, manifest_id)
+
+    def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
+        found: list[PackTable] = []
+        for start in range(0, len(pack_ids), _AT_ONCE):
+            with self.rows() as rows:
+                found += find_tables(rows, namespace, pack_ids[start : start + _AT_ONCE])
+        return found
 
     def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
         queries = UseQueries(namespace)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from persistkv.errors import CorruptPackError, StoreError
-from persistkv.storage.backend import Changes, Namespace, RequestUse
+from persistkv.storage.backend import Changes, Namespace
 from persistkv.storage.catalog.records import (
     ADDED,
     LOG_KEY,
@@ -33,6 +33,7 @@ from persistkv.storage.catalog.rows import (
     USES,
     Rows,
 )
+from persistkv.storage.extensions import RequestUse
 from persistkv.storage.manifest import ManifestKeys, RequestManifest, decode_manifest, decode_manifest_keys
 from persistkv.storage.pack import ID_BYTES, PackTable, table_lengths
 
@@ -104,10 +105,10 @@ def find_manifests_naming(rows: Rows, namespace: bytes, pack_ids: Sequence[bytes
     return heads
 
 
-def find_chain(rows: Rows, namespace: bytes, manifest_id: str) -> list[PackTable] | None:
-    """Return the tables of the packs that a manifest names, in order; None if it is not held."""
+def find_chain(rows: Rows, namespace: bytes, manifest_id: str) -> list[bytes] | None:
+    """Return the ids of the packs that a manifest names, in order; None if it is not held."""
     chain = Chain.decode(rows.get(CHAINS, manifest_row(namespace, manifest_id)))
-    return None if chain is None else find_tables(rows, namespace, chain.packs)
+    return None if chain is None else list(chain.packs)
 
 
 class UseQueries:

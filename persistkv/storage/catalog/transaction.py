@@ -102,7 +102,7 @@ class CatalogTransaction:
 
     def remove(self, batch: CommitBatch) -> None:
         """Do the deletions of a batch, and its touches: what it uses is then the last to be evicted."""
-        if batch.uses_anything:
+        if batch.packs or batch.manifests or batch.touches:
             self._order.count()
         for pack_id in batch.deletions:
             self._delete(self._namespace + pack_id)

@@ -11,6 +11,7 @@ from functools import partial
 
 from persistkv.errors import StoreError
 from persistkv.storage.executor import Executor
+from persistkv.storage.extensions import SupportsCounters, SupportsStatus
 from persistkv.storage.status import EngineStatus
 from persistkv.storage.store import Store
 
@@ -23,8 +24,9 @@ class StatusPublisher:
     def __init__(self, store: Store, executor: Executor) -> None:
         self._store = store
         self._executor = executor
-        self._backend = store.catalogue.backend
-        self._interval_s = self._backend.status_interval_s
+        backend = store.catalogue.backend
+        self._backend = backend if isinstance(backend, SupportsStatus) else None
+        self._interval_s = None if self._backend is None else self._backend.status_interval_s
         self.engine = uuid.uuid4().hex
         """The name of its rows."""
         self._started = time.time()
@@ -34,7 +36,7 @@ class StatusPublisher:
     def tick(self, *, waiting_jobs: int, writing_jobs: int, loading_jobs: int) -> None:
         """Begin to publish, where it is time and nothing is being written."""
         now = time.monotonic()
-        if self._interval_s is None or now < self._due or self._executor.writing:
+        if self._backend is None or self._interval_s is None or now < self._due or self._executor.writing:
             return
         self._due = now + self._interval_s
         status = EngineStatus(
@@ -51,13 +53,13 @@ class StatusPublisher:
             waiting_jobs=waiting_jobs,
             writing_jobs=writing_jobs,
             loading_jobs=loading_jobs,
-            breaker=self._backend.breaker_state,
+            breaker=self._backend.breaker_state if isinstance(self._backend, SupportsCounters) else None,
         )
-        self._executor.begin_write(self._publish(status.encode()))
+        self._executor.begin_write(self._publish(self._backend, status.encode()))
 
-    async def _publish(self, row: bytes) -> None:
+    async def _publish(self, backend: SupportsStatus, row: bytes) -> None:
         try:
-            await self._executor.write(partial(self._backend.publish_status, self.engine, row))
+            await self._executor.write(partial(backend.publish_status, self.engine, row))
         except StoreError as error:
             if not self._failed:
                 logger.info("what this engine does is not shown to others: %s", error)
@@ -67,7 +69,7 @@ class StatusPublisher:
 
     def withdraw(self) -> None:
         """Take the row away. Nothing may be written meanwhile."""
-        if self._interval_s is None:
+        if self._backend is None or self._interval_s is None:
             return
         try:
             self._backend.publish_status(self.engine, None)

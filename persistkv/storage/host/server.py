@@ -26,6 +26,7 @@ from typing import Any
 
 from persistkv.errors import ConfigurationError, HostError, IdentityMismatchError, PersistKVError, StoreError
 from persistkv.storage.executor import Executor, InPlaceExecutor
+from persistkv.storage.extensions import SupportsCounters
 from persistkv.storage.host import protocol
 from persistkv.storage.host.news import NewsTeller
 from persistkv.storage.host.publishing import StatusPublisher
@@ -165,6 +166,7 @@ class StoreServer:
             logger.warning("totals cannot be read: %s", str(error))  # the error holds rows
             disk_bytes, capacity = 0, None
         usage = resource.getrusage(resource.RUSAGE_SELF)
+        backend = store.catalogue.backend
         self._send(
             protocol.HostStats(
                 ask.token,
@@ -175,8 +177,8 @@ class StoreServer:
                 capacity,
                 usage.ru_utime + usage.ru_stime,
                 usage.ru_maxrss << 10,
-                dict(store.catalogue.backend.requests),
-                store.catalogue.backend.breaker_state,
+                dict(backend.requests) if isinstance(backend, SupportsCounters) else {},
+                backend.breaker_state if isinstance(backend, SupportsCounters) else None,
             )
         )
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from persistkv.storage.backend import Backend, CommitBatch
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.testing.conformance.suite import (
     BackendSuite,
     RawKind,
@@ -20,7 +21,7 @@ from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 class ChangesTests(BackendSuite):
     """``changes``."""
 
-    def test_first_call_is_the_whole_catalogue(self, backend: Backend, namespace: bytes) -> None:
+    def test_first_call_is_the_whole_catalogue(self, backend: InspectableBackend, namespace: bytes) -> None:
         empty = backend.changes(namespace, None)
         assert empty.reset
         assert not empty.added
@@ -32,7 +33,7 @@ class ChangesTests(BackendSuite):
         assert changes.reset
         assert {table.pack_id for table in changes.added} == {pack.pack_id for pack in packs}
 
-    def test_cursor_goes_on_where_it_was(self, backend: Backend, namespace: bytes) -> None:
+    def test_cursor_goes_on_where_it_was(self, backend: InspectableBackend, namespace: bytes) -> None:
         first, second, third = (sample_pack(namespace, seed) for seed in range(3))
         backend.commit(namespace, CommitBatch([first]))
         cursor = backend.changes(namespace, None).cursor
@@ -50,7 +51,7 @@ class ChangesTests(BackendSuite):
         assert list(changes.removed) == [first.pack_id]
         assert not backend.changes(namespace, changes.cursor).added
 
-    def test_what_came_and_went_is_not_added(self, backend: Backend, namespace: bytes) -> None:
+    def test_what_came_and_went_is_not_added(self, backend: InspectableBackend, namespace: bytes) -> None:
         cursor = backend.changes(namespace, None).cursor
         pack = sample_pack(namespace, 1)
         backend.commit(namespace, CommitBatch([pack]))
@@ -59,7 +60,7 @@ class ChangesTests(BackendSuite):
         assert not changes.added
         assert set(changes.removed) <= {pack.pack_id}
 
-    def test_commits_to_others_move_no_cursor(self, backend: Backend, namespace: bytes) -> None:
+    def test_commits_to_others_move_no_cursor(self, backend: InspectableBackend, namespace: bytes) -> None:
         cursor = backend.changes(namespace, None).cursor
         other = backend.open_namespace(sample_identity(1)).id
         backend.commit(other, CommitBatch([sample_pack(other, 1)]))
@@ -68,7 +69,7 @@ class ChangesTests(BackendSuite):
         assert not backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)], seen=cursor)).stale
 
     @pytest.mark.parametrize("cursor", [b"", b"x", b"\xff" * 8, b"\xff" * 16, bytes(16), b"\xff" * 64])
-    def test_strange_cursor_starts_over(self, backend: Backend, namespace: bytes, cursor: bytes) -> None:
+    def test_strange_cursor_starts_over(self, backend: InspectableBackend, namespace: bytes, cursor: bytes) -> None:
         pack = sample_pack(namespace, 1)
         backend.commit(namespace, CommitBatch([pack]))
         changes = backend.changes(namespace, cursor)
@@ -76,7 +77,7 @@ class ChangesTests(BackendSuite):
         assert list(changes.added) == [pack.table]
         assert backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)], seen=cursor)).stale
 
-    def test_cursor_that_is_too_old_starts_over(self, backend: Backend, namespace: bytes) -> None:
+    def test_cursor_that_is_too_old_starts_over(self, backend: InspectableBackend, namespace: bytes) -> None:
         if self.changes_kept is None:
             pytest.skip("the driver keeps all changes")
         old = backend.changes(namespace, None).cursor
@@ -89,7 +90,9 @@ class ChangesTests(BackendSuite):
         assert len(backend.changes(namespace, recent).added) >= len(rest)
         check_totals(backend)
 
-    def test_damaged_row_is_left_out_and_heals(self, backend: Backend, namespace: bytes, raw: RawStore) -> None:
+    def test_damaged_row_is_left_out_and_heals(
+        self, backend: InspectableBackend, namespace: bytes, raw: RawStore
+    ) -> None:
         bad, good = sample_pack(namespace, 1), sample_pack(namespace, 2)
         cursor = backend.changes(namespace, None).cursor
         backend.commit(namespace, CommitBatch([bad, good]))
@@ -103,7 +106,7 @@ class ChangesTests(BackendSuite):
         assert read_pack(backend, namespace, again.table) == payload_of(again)
         check_totals(backend)
 
-    def test_damaged_row_can_be_deleted(self, backend: Backend, namespace: bytes, raw: RawStore) -> None:
+    def test_damaged_row_can_be_deleted(self, backend: InspectableBackend, namespace: bytes, raw: RawStore) -> None:
         bad, good = sample_pack(namespace, 1), sample_pack(namespace, 2)
         backend.commit(namespace, CommitBatch([bad, good]))
         raw.flip(RawKind.TABLE, namespace, bad.pack_id, -30)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from persistkv.errors import StoreFullError
-from persistkv.storage.backend import Backend, CommitBatch
+from persistkv.storage.backend import CommitBatch
 from persistkv.storage.codec import RawCodec, ZstdCodec
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.pack_writer import PackWriter, Segment
 from persistkv.testing.conformance.suite import BackendSuite, check_totals, read_pack, sample_identity, tables
 from persistkv.testing.samples import (
@@ -28,7 +29,9 @@ class CommitTests(BackendSuite):
     """``commit`` and ``stats``."""
 
     @pytest.mark.parametrize("codec", [RawCodec(), ZstdCodec(1)], ids=str)
-    def test_pack_of_two_groups(self, backend: Backend, namespace: bytes, codec: RawCodec | ZstdCodec) -> None:
+    def test_pack_of_two_groups(
+        self, backend: InspectableBackend, namespace: bytes, codec: RawCodec | ZstdCodec
+    ) -> None:
         segments = [
             sample_segment(1, group=0, blocks=20, block_bytes=100_000),
             sample_segment(2, group=1, blocks=7, block_bytes=4097, hash_bytes=8),
@@ -42,14 +45,14 @@ class CommitTests(BackendSuite):
         assert check_totals(backend).blocks == 27
 
     @pytest.mark.parametrize("block_bytes", [1, 4095, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 3 * (1 << 20) + 5])
-    def test_blocks_of_any_size(self, backend: Backend, namespace: bytes, block_bytes: int) -> None:
+    def test_blocks_of_any_size(self, backend: InspectableBackend, namespace: bytes, block_bytes: int) -> None:
         pack = sample_pack(namespace, 1, blocks=3, block_bytes=block_bytes)
         backend.commit(namespace, CommitBatch([pack]))
         assert tables(backend, namespace) == {pack.pack_id: pack.table}
         assert read_pack(backend, namespace, pack.table) == payload_of(pack)
         check_totals(backend)
 
-    def test_several_packs_and_manifests(self, backend: Backend, namespace: bytes) -> None:
+    def test_several_packs_and_manifests(self, backend: InspectableBackend, namespace: bytes) -> None:
         packs = [sample_pack(namespace, seed) for seed in range(5)]
         manifests = [sample_manifest(f"r{seed}", seed) for seed in range(3)]
         result = backend.commit(namespace, CommitBatch(packs, manifests))
@@ -59,7 +62,7 @@ class CommitTests(BackendSuite):
         assert {manifest.id for manifest in backend.manifests(namespace)} == {"r0", "r1", "r2"}
         check_totals(backend)
 
-    def test_stream_that_raises_undoes_all(self, backend: Backend, namespace: bytes) -> None:
+    def test_stream_that_raises_undoes_all(self, backend: InspectableBackend, namespace: bytes) -> None:
         held, good = sample_pack(namespace, 1), sample_pack(namespace, 2)
         cursor = backend.commit(namespace, CommitBatch([held])).cursor
         stats = backend.stats()
@@ -114,7 +117,7 @@ class CommitTests(BackendSuite):
             assert check_totals(backend).packs == 0
         backend.close()
 
-    def test_first_writer_wins(self, backend: Backend, namespace: bytes) -> None:
+    def test_first_writer_wins(self, backend: InspectableBackend, namespace: bytes) -> None:
         first, second = sample_pack(namespace, 1, content=10), sample_pack(namespace, 1, content=20)
         assert first.pack_id == second.pack_id
         cursor = backend.commit(namespace, CommitBatch([first])).cursor
@@ -124,13 +127,13 @@ class CommitTests(BackendSuite):
         assert backend.changes(namespace, cursor).added == []
         check_totals(backend)
 
-    def test_first_wins_within_a_batch(self, backend: Backend, namespace: bytes) -> None:
+    def test_first_wins_within_a_batch(self, backend: InspectableBackend, namespace: bytes) -> None:
         first, second = sample_pack(namespace, 1, content=10), sample_pack(namespace, 1, content=20)
         backend.commit(namespace, CommitBatch([first, second]))
         assert read_pack(backend, namespace, first.table) == payload_of(first)
         assert check_totals(backend).packs == 1
 
-    def test_deletion(self, backend: Backend, namespace: bytes) -> None:
+    def test_deletion(self, backend: InspectableBackend, namespace: bytes) -> None:
         kept, gone = sample_pack(namespace, 1), sample_pack(namespace, 2, blocks=30, block_bytes=70_000)
         cursor = backend.commit(namespace, CommitBatch([kept, gone])).cursor
         result = backend.commit(namespace, CommitBatch(deletions=[gone.pack_id, bytes(16), gone.pack_id]))
@@ -146,7 +149,7 @@ class CommitTests(BackendSuite):
         backend.commit(namespace, CommitBatch([back]))
         assert read_pack(backend, namespace, back.table) == payload_of(back)
 
-    def test_pack_replaced_in_one_batch(self, backend: Backend, namespace: bytes) -> None:
+    def test_pack_replaced_in_one_batch(self, backend: InspectableBackend, namespace: bytes) -> None:
         bad, good = sample_pack(namespace, 1, content=10), sample_pack(namespace, 1, content=20)
         cursor = backend.commit(namespace, CommitBatch([bad])).cursor
         result = backend.commit(namespace, CommitBatch([good], deletions=[bad.pack_id]))
@@ -157,11 +160,11 @@ class CommitTests(BackendSuite):
         assert list(changes.added) == [good.table]
         check_totals(backend)
 
-    def test_empty_batch_changes_nothing(self, backend: Backend, namespace: bytes) -> None:
+    def test_empty_batch_changes_nothing(self, backend: InspectableBackend, namespace: bytes) -> None:
         cursor = backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)])).cursor
         assert backend.commit(namespace, CommitBatch()).cursor == cursor
 
-    def test_stale_commit_does_nothing(self, backend: Backend, namespace: bytes) -> None:
+    def test_stale_commit_does_nothing(self, backend: InspectableBackend, namespace: bytes) -> None:
         seen = backend.changes(namespace, None).cursor
         first, second = sample_pack(namespace, 1), sample_pack(namespace, 2)
         cursor = backend.commit(namespace, CommitBatch([first], seen=seen)).cursor
@@ -175,12 +178,12 @@ class CommitTests(BackendSuite):
         assert not backend.commit(namespace, CommitBatch(deletions=[first.pack_id])).stale
         assert tables(backend, namespace) == {second.pack_id: second.table}
 
-    def test_manifests_make_no_one_stale(self, backend: Backend, namespace: bytes) -> None:
+    def test_manifests_make_no_one_stale(self, backend: InspectableBackend, namespace: bytes) -> None:
         cursor = backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)])).cursor
         backend.commit(namespace, CommitBatch(manifests=[sample_manifest("r1")]))
         assert not backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)], seen=cursor)).stale
 
-    def test_totals_after_many_commits(self, backend: Backend) -> None:
+    def test_totals_after_many_commits(self, backend: InspectableBackend) -> None:
         names = [backend.open_namespace(sample_identity(number)).id for number in range(2)]
         rng = np.random.default_rng(7)
         for step in range(40):

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
+from persistkv.storage.backend import CommitBatch, ManifestWrite
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.manifest import RequestManifest
 from persistkv.storage.pack_writer import PackWriter
@@ -18,7 +19,7 @@ class ManifestTests(BackendSuite):
     """``manifests`` and ``manifest_keys``."""
 
     @pytest.mark.parametrize("manifest_id", ["engine-1/0", "größe ✓", "x" * 5000, " "])
-    def test_round_trip(self, backend: Backend, namespace: bytes, manifest_id: str) -> None:
+    def test_round_trip(self, backend: InspectableBackend, namespace: bytes, manifest_id: str) -> None:
         keys = (PackedKeys.of(sample_keys(1, 300)), PackedKeys.of([b"short", b"of another length", b"x"]), PackedKeys())
         manifest = RequestManifest(
             id=manifest_id,
@@ -31,10 +32,10 @@ class ManifestTests(BackendSuite):
         )
         backend.commit(namespace, CommitBatch(manifests=[ManifestWrite(manifest, keys)]))
         assert list(backend.manifests(namespace)) == [manifest]
-        assert backend.manifest_keys(namespace, manifest_id) == keys
+        assert backend.manifest_keys(namespace, [manifest_id])[0] == keys
         assert check_totals(backend).requests == 1
 
-    def test_same_id_is_replaced(self, backend: Backend, namespace: bytes) -> None:
+    def test_same_id_is_replaced(self, backend: InspectableBackend, namespace: bytes) -> None:
         backend.commit(namespace, CommitBatch(manifests=[sample_manifest("r1", 1), sample_manifest("r2", 2)]))
         newer = sample_manifest("r1", 3, blocks=5)
         backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)], [newer]))
@@ -42,28 +43,28 @@ class ManifestTests(BackendSuite):
             "r1": newer.manifest,
             "r2": sample_manifest("r2", 2).manifest,
         }
-        assert backend.manifest_keys(namespace, "r1") == newer.keys
+        assert backend.manifest_keys(namespace, ["r1"])[0] == newer.keys
         assert check_totals(backend).requests == 2
 
-    def test_unknown_manifest_has_no_keys(self, backend: Backend, namespace: bytes) -> None:
-        assert backend.manifest_keys(namespace, "nobody") is None
+    def test_unknown_manifest_has_no_keys(self, backend: InspectableBackend, namespace: bytes) -> None:
+        assert backend.manifest_keys(namespace, ["nobody"])[0] is None
 
-    def test_damaged_ones_are_left_out(self, backend: Backend, namespace: bytes, raw: RawStore) -> None:
+    def test_damaged_ones_are_left_out(self, backend: InspectableBackend, namespace: bytes, raw: RawStore) -> None:
         writes = [sample_manifest(f"r{number}", number) for number in range(3)]
         backend.commit(namespace, CommitBatch(manifests=writes))
         raw.flip(RawKind.MANIFEST, namespace, b"r0", -1)
         raw.flip(RawKind.MANIFEST_KEYS, namespace, b"r1", -1)
         assert {manifest.id for manifest in backend.manifests(namespace)} == {"r1", "r2"}
-        assert backend.manifest_keys(namespace, "r0") == writes[0].keys
-        assert backend.manifest_keys(namespace, "r1") is None
-        assert backend.manifest_keys(namespace, "r2") == writes[2].keys
+        assert backend.manifest_keys(namespace, ["r0"])[0] == writes[0].keys
+        assert backend.manifest_keys(namespace, ["r1"])[0] is None
+        assert backend.manifest_keys(namespace, ["r2"])[0] == writes[2].keys
 
         backend.commit(namespace, CommitBatch(manifests=writes[:2]))
         assert {manifest.id for manifest in backend.manifests(namespace)} == {"r0", "r1", "r2"}
-        assert backend.manifest_keys(namespace, "r1") == writes[1].keys
+        assert backend.manifest_keys(namespace, ["r1"])[0] == writes[1].keys
         check_totals(backend)
 
-    def test_many_while_others_commit(self, backend: Backend, namespace: bytes) -> None:
+    def test_many_while_others_commit(self, backend: InspectableBackend, namespace: bytes) -> None:
         writes = [sample_manifest(f"r{number}", number) for number in range(700)]
         backend.commit(namespace, CommitBatch(manifests=writes))
         seen = []
@@ -73,7 +74,7 @@ class ManifestTests(BackendSuite):
                 backend.commit(namespace, CommitBatch([sample_pack(namespace, count)]))
         assert sorted(seen) == sorted(write.manifest.id for write in writes)
 
-    def test_uses_tell_who_uses_a_request_again(self, backend: Backend, namespace: bytes) -> None:
+    def test_uses_tell_who_uses_a_request_again(self, backend: InspectableBackend, namespace: bytes) -> None:
         first, second = sample_pack(namespace, 1), sample_pack(namespace, 2, depth=4)
         before = time.time()
         short, long, bare = (
@@ -106,7 +107,7 @@ class ManifestTests(BackendSuite):
         backend.commit(namespace, CommitBatch(deletions=[first.pack_id]))
         assert backend.uses(namespace, ["short", "long"]) == [None, None]
 
-    def test_abandoned_iteration_holds_nothing(self, backend: Backend, namespace: bytes) -> None:
+    def test_abandoned_iteration_holds_nothing(self, backend: InspectableBackend, namespace: bytes) -> None:
         backend.commit(namespace, CommitBatch(manifests=[sample_manifest(f"r{number}") for number in range(3)]))
         iterator = iter(backend.manifests(namespace))
         next(iterator)

@@ -7,7 +7,8 @@ import time
 import pytest
 
 from persistkv.errors import ConfigurationError, StoreError, StoreUnavailableError
-from persistkv.storage.backend import Backend, CommitBatch, ReadSpan
+from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.testing.conformance.suite import BackendSuite, check_totals, read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 
@@ -30,7 +31,7 @@ class OpeningTests(BackendSuite):
         assert tables(again, opened.id) == {pack.pack_id: pack.table}
         assert read_pack(again, opened.id, pack.table) == payload_of(pack)
         assert list(again.manifests(opened.id)) == [manifest.manifest]
-        assert again.manifest_keys(opened.id, "r1") == manifest.keys
+        assert again.manifest_keys(opened.id, ["r1"])[0] == manifest.keys
         assert again.changes(opened.id, cursor).added == []
         assert check_totals(again) == stats
         again.close()
@@ -69,12 +70,12 @@ class OpeningTests(BackendSuite):
         with pytest.raises(StoreUnavailableError):
             self.open(url, read_only=True)
 
-    def test_fresh_store_is_empty(self, backend: Backend) -> None:
+    def test_fresh_store_is_empty(self, backend: InspectableBackend) -> None:
         assert list(backend.namespaces()) == []
         stats = check_totals(backend)
         assert (stats.packs, stats.blocks, stats.requests) == (0, 0, 0)
 
-    def test_namespace_is_created_once(self, backend: Backend) -> None:
+    def test_namespace_is_created_once(self, backend: InspectableBackend) -> None:
         before = time.time()
         opened = backend.open_namespace(sample_identity())
         assert opened.identity == sample_identity()
@@ -83,7 +84,7 @@ class OpeningTests(BackendSuite):
         assert backend.open_namespace(sample_identity()) == opened
         assert list(backend.namespaces()) == [opened]
 
-    def test_namespaces_do_not_see_each_other(self, backend: Backend) -> None:
+    def test_namespaces_do_not_see_each_other(self, backend: InspectableBackend) -> None:
         ours, theirs = (backend.open_namespace(sample_identity(number)).id for number in (1, 2))
         mine, other = sample_pack(ours, 1, content=10), sample_pack(theirs, 1, content=20)
         backend.commit(ours, CommitBatch([mine], [sample_manifest("same", 1)]))
@@ -96,25 +97,25 @@ class OpeningTests(BackendSuite):
         assert read_pack(backend, theirs, other.table) == payload_of(other)
         assert read_pack(backend, ours, other.table) is None
         assert [manifest.id for manifest in backend.manifests(ours)] == ["same"]
-        assert backend.manifest_keys(ours, "same") == sample_manifest("same", 1).keys
-        assert backend.manifest_keys(ours, "more") is None
+        assert backend.manifest_keys(ours, ["same"])[0] == sample_manifest("same", 1).keys
+        assert backend.manifest_keys(ours, ["more"])[0] is None
 
         backend.commit(ours, CommitBatch(deletions=[mine.pack_id, other.pack_id]))
         assert tables(backend, ours) == {}
         assert read_pack(backend, theirs, other.table) == payload_of(other)
         check_totals(backend)
 
-    def test_unknown_namespace_cannot_be_committed_to(self, backend: Backend) -> None:
+    def test_unknown_namespace_cannot_be_committed_to(self, backend: InspectableBackend) -> None:
         stranger = sample_identity(9).digest
         with pytest.raises(StoreError):
             backend.commit(stranger, CommitBatch([sample_pack(stranger, 1)]))
 
-    def test_pack_of_another_namespace_is_refused(self, backend: Backend, namespace: bytes) -> None:
+    def test_pack_of_another_namespace_is_refused(self, backend: InspectableBackend, namespace: bytes) -> None:
         with pytest.raises(StoreError):
             backend.commit(namespace, CommitBatch([sample_pack(sample_identity(9).digest, 1)]))
         assert tables(backend, namespace) == {}
 
-    def test_close_is_idempotent_and_final(self, backend: Backend, namespace: bytes) -> None:
+    def test_close_is_idempotent_and_final(self, backend: InspectableBackend, namespace: bytes) -> None:
         backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
         backend.close()
         backend.close()

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 from persistkv.config import StoreUrl
-from persistkv.storage.backend import Backend, CommitBatch
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.testing.conformance.suite import BackendSuite, check_totals, read_pack, sample_identity
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 
@@ -86,11 +87,11 @@ def _batch(namespace: bytes, number: int) -> CommitBatch:
     return CommitBatch(packs, [sample_manifest(f"r{number}", number)])
 
 
-def _held(backend: Backend, namespace: bytes, batch: CommitBatch) -> list[bool]:
+def _held(backend: InspectableBackend, namespace: bytes, batch: CommitBatch) -> list[bool]:
     """For each pack and manifest of a batch, whether it is there and right."""
     payloads = [payload_of(pack) for pack in batch.packs]  # the tables exist once the streams have run
     packs = [read_pack(backend, namespace, pack.table) for pack in batch.packs]
-    keys = [backend.manifest_keys(namespace, write.manifest.id) for write in batch.manifests]
+    keys = [backend.manifest_keys(namespace, [write.manifest.id])[0] for write in batch.manifests]
     return [
         *(found == payload for found, payload in zip(packs, payloads, strict=True)),
         *(found == write.keys for found, write in zip(keys, batch.manifests, strict=True)),
@@ -98,7 +99,7 @@ def _held(backend: Backend, namespace: bytes, batch: CommitBatch) -> list[bool]:
 
 
 @contextmanager
-def _other_process(driver: type[Backend], url: str, numbers: range) -> Iterator[Iterator[int]]:
+def _other_process(driver: type[InspectableBackend], url: str, numbers: range) -> Iterator[Iterator[int]]:
     """A process that commits a batch per number; yields the numbers whose commits returned. It is killed at the end."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -121,7 +122,7 @@ def _received(connection: Connection) -> Iterator[int]:
             return
 
 
-def _commit_all(driver: type[Backend], url: str, numbers: range, returned: Connection) -> None:
+def _commit_all(driver: type[InspectableBackend], url: str, numbers: range, returned: Connection) -> None:
     backend = driver.open(StoreUrl.parse(url))
     namespace = backend.open_namespace(sample_identity()).id
     for number in numbers:

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
-from persistkv.storage.backend import Backend, CommitBatch, ReadSpan
+from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.codec import ZstdCodec
+from persistkv.storage.extensions import InspectableBackend, read_frames, scan, scan_order
 from persistkv.testing.conformance.suite import BackendSuite, RawKind, RawStore, read_pack
 from persistkv.testing.samples import payload_of, sample_pack
 
 _MIB = 1 << 20
+
+
+Reader = Callable[[InspectableBackend, bytes, Sequence[ReadSpan]], list[bool]]
+
+
+def read_spans(backend: InspectableBackend, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+    """``Backend.read``, called as ``scan`` is."""
+    return backend.read(namespace, spans)
 
 
 class ReadTests(BackendSuite):
@@ -33,7 +42,7 @@ class ReadTests(BackendSuite):
             (7, []),
         ],
     )
-    def test_span(self, backend: Backend, namespace: bytes, offset: int, lengths: list[int]) -> None:
+    def test_span(self, backend: InspectableBackend, namespace: bytes, offset: int, lengths: list[int]) -> None:
         pack = sample_pack(namespace, 1, blocks=9, block_bytes=500_000)
         backend.commit(namespace, CommitBatch([pack]))
         buffers = [bytearray(length) for length in lengths]
@@ -42,7 +51,7 @@ class ReadTests(BackendSuite):
         ) == [True]
         assert b"".join(buffers) == payload_of(pack)[offset : offset + sum(lengths)]
 
-    def test_rows_of_an_array(self, backend: Backend, namespace: bytes) -> None:
+    def test_rows_of_an_array(self, backend: InspectableBackend, namespace: bytes) -> None:
         pack = sample_pack(namespace, 1, blocks=40, block_bytes=65_536)
         backend.commit(namespace, CommitBatch([pack]))
         rows = np.zeros((40, 2, 50_000), np.int8)
@@ -53,8 +62,8 @@ class ReadTests(BackendSuite):
         assert np.array_equal(rows[:, 0], stored[:, :50_000])
         assert not rows[:, 1].any()
 
-    @pytest.mark.parametrize("how", ["read", "scan"])
-    def test_random_spans_over_several_packs(self, backend: Backend, namespace: bytes, how: str) -> None:
+    @pytest.mark.parametrize("read", [read_spans, scan], ids=["read", "scan"])
+    def test_random_spans_over_several_packs(self, backend: InspectableBackend, namespace: bytes, read: Reader) -> None:
         packs = [sample_pack(namespace, seed, blocks=5, block_bytes=300_001) for seed in range(4)]
         backend.commit(namespace, CommitBatch(packs))
         payloads = [payload_of(pack) for pack in packs]
@@ -68,36 +77,43 @@ class ReadTests(BackendSuite):
             buffers = [memoryview(bytearray(cut)), memoryview(bytearray(length - cut))]
             spans.append(ReadSpan(packs[which].pack_id, offset, buffers))
             expected.append(payloads[which][offset : offset + length])
-        assert getattr(backend, how)(namespace, spans) == [True] * 60
+        assert read(backend, namespace, spans) == [True] * 60
         assert [b"".join(span.buffers) for span in spans] == expected
 
     @pytest.mark.parametrize("numbers", [range(6), [1, 2, 5], [4], []])
-    def test_frames_come_through_one_buffer(self, backend: Backend, namespace: bytes, numbers: Sequence[int]) -> None:
+    def test_frames_come_through_one_buffer(
+        self, backend: InspectableBackend, namespace: bytes, numbers: Sequence[int]
+    ) -> None:
         pack = sample_pack(namespace, 1, blocks=6, block_bytes=900_000, codec=ZstdCodec())
         backend.commit(namespace, CommitBatch([pack]))
         payload, frames = payload_of(pack), [pack.table.frames[number] for number in numbers]
         buffer = memoryview(bytearray(max((frame.stored_length for frame in frames), default=1)))
         came: list[tuple[int, bytes]] = []
-        backend.read_frames(
-            namespace, pack.pack_id, frames, buffer, lambda number, stored: came.append((number, bytes(stored)))
+        read_frames(
+            backend,
+            namespace,
+            pack.pack_id,
+            frames,
+            buffer,
+            lambda number, stored: came.append((number, bytes(stored))),
         )
         stored = [payload[frame.offset : frame.offset + frame.stored_length] for frame in frames]
         assert came == list(enumerate(stored))
 
-    def test_frames_of_a_pack_that_is_gone_do_not_come(self, backend: Backend, namespace: bytes) -> None:
+    def test_frames_of_a_pack_that_is_gone_do_not_come(self, backend: InspectableBackend, namespace: bytes) -> None:
         pack = sample_pack(namespace, 1)
         backend.commit(namespace, CommitBatch([pack]))
         backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))
         came: list[int] = []
         buffer = memoryview(bytearray(pack.table.payload_length))
         for pack_id in (pack.pack_id, bytes(16)):
-            backend.read_frames(
-                namespace, pack_id, pack.table.frames, buffer, lambda number, stored: came.append(number)
+            read_frames(
+                backend, namespace, pack_id, pack.table.frames, buffer, lambda number, stored: came.append(number)
             )
         assert came == []
 
-    @pytest.mark.parametrize("how", ["read", "scan"])
-    def test_misses_stand_beside_hits(self, backend: Backend, namespace: bytes, how: str) -> None:
+    @pytest.mark.parametrize("read", [read_spans, scan], ids=["read", "scan"])
+    def test_misses_stand_beside_hits(self, backend: InspectableBackend, namespace: bytes, read: Reader) -> None:
         pack, gone = sample_pack(namespace, 1), sample_pack(namespace, 2)
         backend.commit(namespace, CommitBatch([pack, gone]))
         backend.commit(namespace, CommitBatch(deletions=[gone.pack_id]))
@@ -112,16 +128,16 @@ class ReadTests(BackendSuite):
             ReadSpan(pack.pack_id, 1 << 40, [memoryview(bytearray(1))]),
             ReadSpan(pack.pack_id, len(payload) - 4, [memoryview(bytearray(2)), memoryview(bytearray(3))]),
         ]
-        assert getattr(backend, how)(namespace, spans) == [False, False, True, False, False, False, False]
+        assert read(backend, namespace, spans) == [False, False, True, False, False, False, False]
         assert hit == payload
 
-    def test_a_scan_of_all_packs_in_its_order(self, backend: Backend, namespace: bytes) -> None:
+    def test_a_scan_of_all_packs_in_its_order(self, backend: InspectableBackend, namespace: bytes) -> None:
         """Whole payloads into memory that begins and ends with pages, as ``verify`` reads them; one pack went."""
         packs = [sample_pack(namespace, seed, blocks=3, block_bytes=5000 + seed) for seed in range(12)]
         backend.commit(namespace, CommitBatch(packs))
         backend.commit(namespace, CommitBatch(deletions=[packs[4].pack_id]))
         payloads = {pack.pack_id: payload_of(pack) for pack in packs}
-        order = backend.scan_order(namespace, [*payloads, bytes(16)])
+        order = scan_order(backend, namespace, [*payloads, bytes(16)])
         assert sorted(order) == sorted([*payloads, bytes(16)])
         wanted = [pack_id for pack_id in order if pack_id in payloads]
         memory = memoryview(mmap.mmap(-1, sum(map(len, payloads.values()))))
@@ -130,11 +146,11 @@ class ReadTests(BackendSuite):
             begin, end = end, end + len(payloads[pack_id])
             spans.append(ReadSpan(pack_id, 0, [memory[begin:end]]))
         there = [pack_id != packs[4].pack_id for pack_id in wanted]
-        assert backend.scan(namespace, spans) == there
+        assert scan(backend, namespace, spans) == there
         found = [bytes(span.buffers[0]) for span, filled in zip(spans, there, strict=True) if filled]
         assert found == [payloads[pack_id] for pack_id in wanted if pack_id != packs[4].pack_id]
 
-    def test_bytes_come_as_they_lie_there(self, backend: Backend, namespace: bytes, raw: RawStore) -> None:
+    def test_bytes_come_as_they_lie_there(self, backend: InspectableBackend, namespace: bytes, raw: RawStore) -> None:
         pack = sample_pack(namespace, 1, blocks=30, block_bytes=70_000)
         backend.commit(namespace, CommitBatch([pack]))
         expected = bytearray(payload_of(pack))
@@ -144,7 +160,7 @@ class ReadTests(BackendSuite):
             expected[offset] ^= 0xFF
         assert read_pack(backend, namespace, pack.table) == bytes(expected)
 
-    def test_what_was_read_outlives_the_pack(self, backend: Backend, namespace: bytes) -> None:
+    def test_what_was_read_outlives_the_pack(self, backend: InspectableBackend, namespace: bytes) -> None:
         pack = sample_pack(namespace, 1, blocks=8, block_bytes=100_000)
         backend.commit(namespace, CommitBatch([pack]))
         held = backend.changes(namespace, None).added

@@ -10,7 +10,8 @@ from typing import ClassVar
 import pytest
 
 from persistkv.config import StoreUrl
-from persistkv.storage.backend import Backend, BackendStats, ReadSpan
+from persistkv.storage.backend import ReadSpan
+from persistkv.storage.extensions import BackendStats, InspectableBackend
 from persistkv.storage.identity import Identity
 from persistkv.storage.pack import PackTable
 
@@ -49,7 +50,7 @@ class RawStore(ABC):
 class BackendSuite:
     """Fixtures. A driver's tests override ``driver``, ``url``, ``raw``, and what follows from its options."""
 
-    driver: ClassVar[type[Backend]]
+    driver: ClassVar[type[InspectableBackend]]
     """What is tested."""
     changes_kept: ClassVar[int | None] = None
     """Changes after which a cursor is too old at the latest; None: never."""
@@ -70,25 +71,27 @@ class BackendSuite:
         return None
 
     @pytest.fixture
-    def raw(self, url: str, backend: Backend) -> RawStore:
+    def raw(self, url: str, backend: InspectableBackend) -> RawStore:
         """The medium of ``url``."""
         raise NotImplementedError
 
     @pytest.fixture
-    def backend(self, url: str) -> Iterator[Backend]:
+    def backend(self, url: str) -> Iterator[InspectableBackend]:
         """The store of ``url``, open for writing."""
         backend = self.open(url)
         yield backend
         backend.close()
 
     @pytest.fixture
-    def namespace(self, backend: Backend) -> bytes:
+    def namespace(self, backend: InspectableBackend) -> bytes:
         """The id of a namespace in it."""
         return backend.open_namespace(sample_identity()).id
 
-    def open(self, url: str, *, read_only: bool = False) -> Backend:
+    def open(self, url: str, *, read_only: bool = False) -> InspectableBackend:
         """Open with the driver under test."""
-        return self.driver.open(StoreUrl.parse(url), read_only=read_only)
+        backend = self.driver.open(StoreUrl.parse(url), read_only=read_only)
+        assert isinstance(backend, InspectableBackend)
+        return backend
 
     def need_persistence(self) -> None:
         """Skip where a store ends with its handle."""
@@ -106,19 +109,19 @@ def sample_identity(number: int = 0) -> Identity:
     return Identity.of({"weights": f"sha256:{number:064x}", "config": {"rope_theta": 1e4, "größe": [1, None, True]}})
 
 
-def read_pack(backend: Backend, namespace: bytes, table: PackTable) -> bytes | None:
+def read_pack(backend: InspectableBackend, namespace: bytes, table: PackTable) -> bytes | None:
     """A whole payload; None: a miss."""
     buffer = bytearray(table.payload_length)
     span = ReadSpan(table.pack_id, 0, [memoryview(buffer)])
     return bytes(buffer) if backend.read(namespace, [span]) == [True] else None
 
 
-def tables(backend: Backend, namespace: bytes) -> dict[bytes, PackTable]:
+def tables(backend: InspectableBackend, namespace: bytes) -> dict[bytes, PackTable]:
     """The whole catalogue, by pack id."""
     return {table.pack_id: table for table in backend.changes(namespace, None).added}
 
 
-def check_totals(backend: Backend) -> BackendStats:
+def check_totals(backend: InspectableBackend) -> BackendStats:
     """Compare the totals with a recount."""
     names = [namespace.id for namespace in backend.namespaces()]
     found = [table for name in names for table in tables(backend, name).values()]

@@ -115,7 +115,8 @@ def test_store_made_anew_under_an_open_handle(open_store, path, identity):
 GROW = """
 import sys
 from persistkv.config import StoreUrl
-from persistkv.storage.backend import CommitBatch, Policy
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.extensions import Policy
 from persistkv.testing.samples import sample_pack
 from persistkv_lmdb import LmdbBackend
 

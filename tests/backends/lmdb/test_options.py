@@ -8,7 +8,8 @@ import pytest
 
 from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError, StoreError, StoreFullError
-from persistkv.storage.backend import CommitBatch, Policy
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.extensions import Policy
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_lmdb import LmdbBackend
 
@@ -30,10 +31,10 @@ def test_path_with_nul(open_store):
 
 
 @pytest.mark.parametrize("query", ["", "?capacity=3GiB"])
-def test_new_capacity_is_that_of_the_store_that_is_created(open_store, path, query):
-    expected = LmdbBackend.new_capacity(StoreUrl.parse(f"lmdb://{path}{query}"))
+def test_new_policy_is_that_of_the_store_that_is_created(open_store, path, query):
+    expected = LmdbBackend.new_policy(StoreUrl.parse(f"lmdb://{path}{query}"))
     assert not path.exists()
-    assert open_store(query).stats().capacity == expected
+    assert open_store(query).policy() == expected
 
 
 def notices(caplog):

@@ -16,7 +16,7 @@ import pytest
 
 from persistkv.config import StoreUrl
 from persistkv_s3 import S3Backend
-from persistkv_s3.client import BotoClient
+from persistkv_s3.client.boto import BotoClient
 from persistkv_s3.options import Place, S3Options, parse_url
 from tests.storage.host.conftest import hosted  # noqa: F401
 

@@ -20,10 +20,10 @@ from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_s3 import snapshots
 from persistkv_s3.authentication import TAG_BYTES, Authenticator
-from persistkv_s3.layout import Entry, Head, PackRow, encode_entries
-from persistkv_s3.names import LogName, Names
+from persistkv_s3.log import snapshots
+from persistkv_s3.log.layout import Entry, Head, PackRow, encode_entries
+from persistkv_s3.log.names import LogName, Names
 from persistkv_s3.options import parse_url
 from tests.backends.s3.conftest import Handle, Opener
 
@@ -69,7 +69,7 @@ def test_round_trip_and_who_else_sees_it(open_store: Opener, raw_client: Any, bu
     for backend in (ours, theirs):
         for pack in packs:
             assert read_pack(backend, NAMESPACE, pack.table) == payload_of(pack)
-        assert backend.manifest_keys(NAMESPACE, "r") == sample_manifest("r").keys
+        assert backend.manifest_keys(NAMESPACE, ["r"])[0] == sample_manifest("r").keys
     theirs.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 1, blocks=5, block_bytes=400_000)]))
     (keyless, _), (stranger, _) = open_store(), open_store("refresh=0s&key_env=PERSISTKV_OTHER_KEY")
     for backend in (keyless, stranger):
@@ -165,7 +165,7 @@ def test_index_object_counts_in_its_own_place_only(open_store: Opener, raw_clien
     raw_client.copy_object(Bucket=bucket, Key=second, CopySource={"Bucket": bucket, "Key": first})
     (fresh, _) = open_store(WITH_KEY)
     assert set(tables(fresh, NAMESPACE)) == {pack.pack_id}, "the copy says nothing"
-    assert fresh._space(NAMESPACE).catalogue.damaged, "and is known to be none"
+    assert fresh._session(NAMESPACE).state.damaged, "and is known to be none"
 
 
 def test_keys_of_a_manifest_and_snapshots_are_authenticated_too(
@@ -178,15 +178,15 @@ def test_keys_of_a_manifest_and_snapshots_are_authenticated_too(
         backend.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, seed)], [sample_manifest(f"r{seed}")]))
     (fresh, _) = open_store(WITH_KEY)
     assert len(tables(fresh, NAMESPACE)) == 8
-    root = fresh._space(NAMESPACE).follower.root
+    root = fresh._session(NAMESPACE).follower.root
     assert root is not None
     names = names_of(backend)
     for key in [names.segment(root.segments[0])]:
         replace(raw_client, bucket, key, lambda data: data[:-TAG_BYTES] + bytes(TAG_BYTES))
-    held = fresh._space(NAMESPACE).catalogue.manifests["r7"]
-    assert fresh.manifest_keys(NAMESPACE, "r7") == sample_manifest("r7").keys
+    held = fresh._session(NAMESPACE).state.manifests["r7"]
+    assert fresh.manifest_keys(NAMESPACE, ["r7"])[0] == sample_manifest("r7").keys
     replace(raw_client, bucket, names.manifest_keys(held.keys), lambda data: data[:-1] + bytes([data[-1] ^ 1]))
-    assert fresh.manifest_keys(NAMESPACE, "r7") is None
+    assert fresh.manifest_keys(NAMESPACE, ["r7"])[0] is None
     (later, _) = open_store(f"{WITH_KEY}&cache=no")
     assert 0 < len(tables(later, NAMESPACE)) < 8, "what the segment said is missed"
 

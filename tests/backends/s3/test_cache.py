@@ -10,7 +10,8 @@ import pytest
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import check_totals, read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_s3 import S3Backend, snapshots
+from persistkv_s3 import S3Backend
+from persistkv_s3.log import snapshots
 from tests.backends.s3.conftest import Opener
 from tests.backends.s3.test_retention import run
 
@@ -58,7 +59,7 @@ def fetched(open_store: Opener, options: str = "refresh=1h") -> tuple[S3Backend,
 
 def assert_same(ours: S3Backend, theirs: S3Backend) -> None:
     assert tables(ours, NAMESPACE) == tables(theirs, NAMESPACE)
-    one, other = (backend._space(NAMESPACE).catalogue for backend in (ours, theirs))
+    one, other = (backend._session(NAMESPACE).state for backend in (ours, theirs))
     assert one.manifests == other.manifests
     assert (one.packs, one.gone) == (other.packs, other.gone)
     assert one.pinned_packs == other.pinned_packs
@@ -140,10 +141,10 @@ def test_nothing_is_deleted_on_the_word_of_a_file(open_store: Opener) -> None:
     fill(open_store, range(8))
     backend, at_once = fetched(open_store)
     assert not at_once
-    follower = backend._space(NAMESPACE).follower
+    follower = backend._session(NAMESPACE).follower
     held = set(tables(backend, NAMESPACE))
     forgotten = sorted(held)[0]
-    follower.catalogue.packs.pop(forgotten)  # as if the file had left it out
+    follower.state.packs.pop(forgotten)  # as if the file had left it out
     follower._from_cache = True
     assert run(backend, hours=2).orphans == 2, "the pack that was deleted, and the keys of its request"
     assert set(tables(backend, NAMESPACE)) == held

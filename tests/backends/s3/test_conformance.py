@@ -11,7 +11,7 @@ from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_s3 import S3Backend
 from persistkv_s3.authentication import TAG_BYTES
-from persistkv_s3.names import LogName, Names
+from persistkv_s3.log.names import LogName, Names
 
 
 class RawS3(RawStore):
@@ -37,7 +37,7 @@ class RawS3(RawStore):
             assert before in whole
             body = self._signed_again(namespace, key, whole.replace(before, data))
             self.client.put_object(Bucket=self.bucket, Key=key, Body=body)
-        self.backend._space(namespace).follower.load()
+        self.backend._session(namespace).follower.load()
 
     def _signed_again(self, namespace: bytes, key: str, body: bytes) -> bytes:
         """Index objects are damaged by somebody who has the key: a stranger's are passed over as a whole."""
@@ -50,13 +50,13 @@ class RawS3(RawStore):
         return bytes(self.client.get_object(Bucket=self.bucket, Key=key)["Body"].read())
 
     def _place(self, kind: RawKind, namespace: bytes, name: bytes) -> tuple[str, int, int]:
-        names, catalogue = self._names(namespace), self.backend._space(namespace).catalogue
+        names, state = self._names(namespace), self.backend._session(namespace).state
         if kind in (RawKind.PAYLOAD, RawKind.TABLE):
-            held = catalogue.packs[name]
+            held = state.packs[name]
             end = held.table.payload_length
             key = names.pack(name, held.generation)
             return (key, 0, end) if kind is RawKind.PAYLOAD else (key, end, end + held.table_bytes)
-        manifest = catalogue.manifests[name.decode()]
+        manifest = state.manifests[name.decode()]
         if kind is RawKind.MANIFEST_KEYS:
             return names.manifest_keys(manifest.keys), manifest.keys_offset, manifest.keys_offset + manifest.keys_length
         (key,) = self._index_objects(namespace, manifest.stamp.writer)
@@ -67,7 +67,7 @@ class RawS3(RawStore):
         key, _, _ = self._place(kind, namespace, name)
         if kind is not RawKind.TABLE:
             return [key]
-        writer = self.backend._space(namespace).catalogue.packs[name].stamp.writer
+        writer = self.backend._session(namespace).state.packs[name].stamp.writer
         return [key, *self._index_objects(namespace, writer)]
 
     def _index_objects(self, namespace: bytes, writer: bytes) -> list[str]:

@@ -21,7 +21,7 @@ from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import check_totals, read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_s3.breaker import BreakerState
+from persistkv_s3.client.breaker import BreakerState
 from tests.backends.s3.conftest import Opener
 from tests.backends.s3.faults import FaultProxy
 
@@ -43,7 +43,7 @@ def proxy(endpoint: str) -> Iterator[FaultProxy]:
 
 @pytest.fixture(autouse=True)
 def impatient_breaker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("persistkv_s3.breaker._LONGEST_PAUSE_S", 1.0)
+    monkeypatch.setattr("persistkv_s3.client.breaker._LONGEST_PAUSE_S", 1.0)
 
 
 def recovered(backend: Any) -> None:

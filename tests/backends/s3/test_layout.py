@@ -9,11 +9,11 @@ import pytest
 import xxhash
 
 from persistkv.errors import CorruptPackError, CorruptStoreError
-from persistkv.storage.backend import Namespace, Policy
+from persistkv.storage.backend import Namespace
+from persistkv.storage.extensions import Policy
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.samples import payload_of, sample_pack
-from persistkv_s3.catalogue import Catalogue
-from persistkv_s3.layout import (
+from persistkv_s3.log.layout import (
     Entry,
     GoneRow,
     Head,
@@ -29,7 +29,8 @@ from persistkv_s3.layout import (
     parse_namespace,
     parse_root_object,
 )
-from persistkv_s3.names import Names, parse_log, parse_root
+from persistkv_s3.log.names import Names, parse_log, parse_root
+from persistkv_s3.log.state import LogState
 
 NAMESPACE, WRITER = sample_identity().digest, bytes(range(16))
 
@@ -123,16 +124,16 @@ def test_row_that_names_another_table_is_not_held() -> None:
     swapped = msgspec.structs.replace(
         first.head, packs=tuple(msgspec.structs.replace(row, pack_id=bytes(16)) for row in first.head.packs), gone=()
     )
-    catalogue = Catalogue()
-    catalogue.merge(Entry(swapped, first.bodies))
-    assert not catalogue.packs
+    state = LogState()
+    state.merge(Entry(swapped, first.bodies))
+    assert not state.packs
 
 
 def test_table_of_another_namespace_is_not_held() -> None:
     first, _ = make_entries()
-    catalogue = Catalogue()
-    catalogue.merge(Entry(msgspec.structs.replace(first.head, namespace=bytes(16)), first.bodies))
-    assert not catalogue.packs
+    state = LogState()
+    state.merge(Entry(msgspec.structs.replace(first.head, namespace=bytes(16)), first.bodies))
+    assert not state.packs
 
 
 def test_root_round_trip_and_damage() -> None:

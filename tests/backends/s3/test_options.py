@@ -12,11 +12,12 @@ import pytest
 
 from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError, StoreError, StoreUnavailableError
-from persistkv.storage.backend import CommitBatch, Policy
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.extensions import Policy
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.samples import sample_pack
 from persistkv_s3 import S3Backend
-from persistkv_s3.client import BotoClient
+from persistkv_s3.client.boto import BotoClient
 from persistkv_s3.options import parse_url
 from persistkv_tools.cli import main
 from tests.backends.s3.conftest import Opener

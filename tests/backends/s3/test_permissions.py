@@ -24,7 +24,7 @@ from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import check_totals, read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_blocks, sample_keys, sample_manifest, sample_pack
 from persistkv_s3 import S3Backend
-from persistkv_s3.breaker import BreakerState
+from persistkv_s3.client.breaker import BreakerState
 from persistkv_tools.cli import main
 from tests.backends.s3.conftest import Opener
 from tests.backends.s3.faults import FaultProxy
@@ -60,7 +60,7 @@ def look_at_everything(reader: S3Backend) -> None:
     assert set(tables(reader, NAMESPACE)) == {pack.pack_id}
     assert read_pack(reader, NAMESPACE, pack.table) == payload
     assert [manifest.id for manifest in reader.manifests(NAMESPACE)] == ["r"]
-    assert reader.manifest_keys(NAMESPACE, "r") == sample_manifest("r").keys
+    assert reader.manifest_keys(NAMESPACE, ["r"])[0] == sample_manifest("r").keys
     assert reader.uses(NAMESPACE, ["r"])[0] is not None
     assert reader.statuses() == {}
     check_totals(reader)
@@ -191,8 +191,8 @@ def test_policies_of_the_docs_are_enough_and_no_more(
     assert run(writer, hours=2).orphans == 1
     assert read_pack(writer, NAMESPACE, gone.table) is None, "what is not there is a miss and no refusal"
     large = sample_pack(NAMESPACE, 4, blocks=10, block_bytes=1 << 20)
-    monkeypatch.setattr("persistkv_s3.client._PUT_BYTES", 1 << 20)
-    monkeypatch.setattr("persistkv_s3.client._PART_BYTES", 5 << 20)
+    monkeypatch.setattr("persistkv_s3.client.boto._PUT_BYTES", 1 << 20)
+    monkeypatch.setattr("persistkv_s3.client.boto._PART_BYTES", 5 << 20)
     writer.commit(NAMESPACE, CommitBatch([large]))
     writer.commit(NAMESPACE, CommitBatch(deletions=[large.pack_id]))
     assert writer.retain() is not None

@@ -12,8 +12,8 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import check_totals, read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_s3 import S3Backend
-from persistkv_s3.errors import BrokenError
-from persistkv_s3.names import Names
+from persistkv_s3.client.errors import BrokenError
+from persistkv_s3.log.names import Names
 from persistkv_s3.retention import Round
 from tests.backends.s3.conftest import Opener
 
@@ -23,8 +23,8 @@ HOUR_S = 3600.0
 
 def run(backend: S3Backend, *, hours: float = 0.0) -> Round:
     """One round, so many hours from now."""
-    spaces = {namespace.id: backend._space(namespace.id) for namespace in backend.namespaces()}
-    return backend._retention.run(spaces, backend.policy(), time.time() + hours * HOUR_S)
+    sessions = {namespace.id: backend._session(namespace.id) for namespace in backend.namespaces()}
+    return backend._retention.run(sessions, backend.policy(), time.time() + hours * HOUR_S)
 
 
 def objects(raw_client: Any, bucket: str, prefix: str) -> set[str]:
@@ -35,7 +35,7 @@ def objects(raw_client: Any, bucket: str, prefix: str) -> set[str]:
 def test_orphans_go_when_they_are_old(
     open_store: Opener, raw_client: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("persistkv_s3.reliable._ATTEMPTS", 1)
+    monkeypatch.setattr("persistkv_s3.client.retries._ATTEMPTS", 1)
     backend, client = open_store()
     backend.open_namespace(sample_identity())
     held, deleted, lost = (sample_pack(NAMESPACE, seed) for seed in range(3))
@@ -58,7 +58,7 @@ def test_orphans_go_when_they_are_old(
     assert objects(raw_client, bucket, names.packs_prefix) == {names.pack(held.pack_id, 0)}
     assert len(objects(raw_client, bucket, names.keys_prefix)) == 1
     assert read_pack(backend, NAMESPACE, held.table) == payload_of(held)
-    assert backend.manifest_keys(NAMESPACE, "r") == sample_manifest("r").keys
+    assert backend.manifest_keys(NAMESPACE, ["r"])[0] == sample_manifest("r").keys
     backend.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 1), sample_pack(NAMESPACE, 2)]))
     for pack in (deleted, lost):
         assert read_pack(backend, NAMESPACE, pack.table) == payload_of(pack)

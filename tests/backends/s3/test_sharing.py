@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import Any
 
 import numpy as np
 import pytest
 
-from persistkv.config import GroupLayout, RowLayout
+from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.identity import Identity
@@ -16,12 +17,18 @@ from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import check_totals, read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_s3 import S3Backend, snapshots
-from persistkv_s3.errors import BrokenError
-from persistkv_s3.names import Names
+from persistkv_s3 import S3Backend
+from persistkv_s3.client.errors import BrokenError
+from persistkv_s3.log import snapshots
+from persistkv_s3.log.names import Names
 from tests.backends.s3.conftest import Opener
+from tests.backends.s3.test_retention import run as run_retention
 
 NAMESPACE = sample_identity().digest
+WRITERS = 4
+COMMITS = 20
+SHARED = 12
+"""Packs that all of them write."""
 
 
 def keys_under(client: Any, bucket: str, prefix: str) -> list[str]:
@@ -65,7 +72,7 @@ def test_reused_pack_that_was_pruned_meanwhile_is_written_again(
 
 @pytest.mark.parametrize("where", ["/packs/", "/keys/", "/log/"])
 def test_commit_that_fails_half_way_is_not_there(open_store: Opener, where: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr("persistkv_s3.reliable._ATTEMPTS", 2)
+    monkeypatch.setattr("persistkv_s3.client.retries._ATTEMPTS", 2)
     backend, client = open_store()
     backend.open_namespace(sample_identity())
     held = sample_pack(NAMESPACE, 1)
@@ -182,8 +189,8 @@ def test_snapshots_bound_what_a_fresh_reader_fetches(
     assert set(tables(fresh, NAMESPACE)) == expected
     assert sum(client.take().values()) <= 16
     assert {manifest.id for manifest in fresh.manifests(NAMESPACE)} == {f"r{seed}" for seed in range(60)}
-    assert fresh._space(NAMESPACE).catalogue.pinned("r5")
-    assert fresh.manifest_keys(NAMESPACE, "r7") == sample_manifest("r7").keys
+    assert fresh._session(NAMESPACE).state.pinned("r5")
+    assert fresh.manifest_keys(NAMESPACE, ["r7"])[0] == sample_manifest("r7").keys
     assert check_totals(fresh) == backend.stats()
 
     news = sleeper.changes(NAMESPACE, cursor)
@@ -228,12 +235,12 @@ def test_uses_wait_for_a_commit_and_outlive_the_handle(open_store: Opener) -> No
     backend.commit(NAMESPACE, CommitBatch(touches=[packs[1].pack_id]))
     backend.commit(NAMESPACE, CommitBatch(touches=[packs[0].pack_id]))
     assert client.take() == {}
-    order = [backend._space(NAMESPACE).catalogue.packs[pack.pack_id].used for pack in packs]
+    order = [backend._session(NAMESPACE).state.packs[pack.pack_id].used for pack in packs]
     assert order[0] > order[1]
     backend.close()
     (fresh, _) = open_store()
     tables(fresh, NAMESPACE)
-    assert [fresh._space(NAMESPACE).catalogue.packs[pack.pack_id].used for pack in packs] == order
+    assert [fresh._session(NAMESPACE).state.packs[pack.pack_id].used for pack in packs] == order
 
 
 def test_neighbouring_spans_are_one_request(open_store: Opener) -> None:
@@ -255,8 +262,8 @@ def test_neighbouring_spans_are_one_request(open_store: Opener) -> None:
 
 
 def test_large_pack_goes_up_in_parts(open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("persistkv_s3.client._PUT_BYTES", 1 << 20)
-    monkeypatch.setattr("persistkv_s3.client._PART_BYTES", 5 << 20)
+    monkeypatch.setattr("persistkv_s3.client.boto._PUT_BYTES", 1 << 20)
+    monkeypatch.setattr("persistkv_s3.client.boto._PART_BYTES", 5 << 20)
     (ours, client), (theirs, _) = open_store("refresh=1h"), open_store("refresh=1h")
     for backend in (ours, theirs):
         backend.open_namespace(sample_identity())
@@ -283,7 +290,7 @@ def test_lost_pack_that_another_wrote_again_is_not_told_to_be_gone(
     for backend in (one, two):
         assert read_pack(backend, NAMESPACE, pack.table) is None
     one.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 1)]))
-    two._space(NAMESPACE).follower.refresh()
+    two._session(NAMESPACE).follower.refresh()
     two.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 2)]))
     (fresh, _) = open_store()
     for backend in (two, fresh):
@@ -313,3 +320,63 @@ def test_bucket_that_was_emptied_is_begun_anew(
     commit_many(backend, range(commits))
     assert len(tables(fresh, NAMESPACE)) == commits + 2
     check_totals(fresh)
+
+
+def seeds_of(writer: int, number: int) -> list[int]:
+    """What one commit stores: a pack that others store too, and one of its own."""
+    return [(writer * 5 + number) % SHARED, 1000 * (writer + 1) + number]
+
+
+def write_requests(url: str, writer: int, done: Any) -> None:
+    backend = S3Backend.open(StoreUrl.parse(url))
+    namespace = backend.open_namespace(sample_identity()).id
+    for number in range(COMMITS):
+        packs = [sample_pack(namespace, seed, content=seed + 10_000 * writer) for seed in seeds_of(writer, number)]
+        manifest = sample_manifest(f"{writer}-{number}", packs=[pack.pack_id for pack in packs])
+        backend.commit(namespace, CommitBatch(packs, [manifest]))
+    backend.close()
+    done.send(True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_overlapping_requests_are_stored_once(open_store: Opener, endpoint: str, raw_client: Any, bucket: str) -> None:
+    reader, _ = open_store()
+    reader.open_namespace(sample_identity())
+    url = f"s3://{bucket}/store?endpoint_url={endpoint}&refresh=1s"
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    processes = [
+        context.Process(target=write_requests, args=(url, writer, theirs), daemon=True) for writer in range(WRITERS)
+    ]
+    for process in processes:
+        process.start()
+    cursor, known = reader.changes(NAMESPACE, None).cursor, {}
+    while any(process.is_alive() for process in processes):
+        news = reader.changes(NAMESPACE, cursor)
+        cursor = news.cursor
+        for pack_id in news.removed:
+            known.pop(pack_id, None)
+        for table in news.added:
+            known[table.pack_id] = table
+            assert read_pack(reader, NAMESPACE, table) is not None
+    for process in processes:
+        process.join()
+    assert sum(ours.recv() for _ in range(WRITERS)) == WRITERS
+
+    (fresh, _) = open_store()
+    held = tables(fresh, NAMESPACE)
+    seeds = {seed for writer in range(WRITERS) for number in range(COMMITS) for seed in seeds_of(writer, number)}
+    assert set(held) == {sample_pack(NAMESPACE, seed).pack_id for seed in seeds}
+    for seed in seeds:
+        table = held[sample_pack(NAMESPACE, seed).pack_id]
+        served = read_pack(fresh, NAMESPACE, table)
+        written = [sample_pack(NAMESPACE, seed, content=seed + 10_000 * writer) for writer in range(WRITERS)]
+        assert served in [payload_of(pack) for pack in written]
+        assert table in [pack.table for pack in written if payload_of(pack) == served]
+    reader.changes(NAMESPACE, cursor)
+    assert set(tables(reader, NAMESPACE)) == set(held)
+    assert check_totals(fresh).requests == WRITERS * COMMITS
+    assert len(keys_under(raw_client, bucket, Names("store/", NAMESPACE).packs_prefix)) == len(seeds), "each once"
+    assert run_retention(fresh, hours=2).evicted == 0
+    assert len(keys_under(raw_client, bucket, Names("store/", NAMESPACE).packs_prefix)) == len(seeds), "no orphan"

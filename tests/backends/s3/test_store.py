@@ -26,9 +26,9 @@ from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.samples import sample_pack
 from persistkv_s3 import S3Backend
-from persistkv_s3.errors import LateError
-from persistkv_s3.names import LogName, Names
-from persistkv_s3.packs import Room
+from persistkv_s3.client.errors import LateError
+from persistkv_s3.log.names import LogName, Names
+from persistkv_s3.packs import UploadBudget
 from tests.backends.s3.conftest import Opener
 from tests.storage.host.conftest import STRIDE, Hosted
 
@@ -167,7 +167,7 @@ def test_what_came_before_a_read_failed_is_kept(open_store: Opener, monkeypatch:
         raise LateError("the deadline passed")
 
     with monkeypatch.context() as patch:
-        patch.setattr("persistkv_s3.client._receive", break_off)
+        patch.setattr("persistkv_s3.client.boto._receive", break_off)
         failed = store.read(keys, range(32))
     came = 32 - len(failed)
     assert 0 < came < 32
@@ -187,14 +187,14 @@ def executor() -> Iterator[ThreadExecutor]:
 
 
 def test_encoded_packs_share_the_memory_that_a_commit_may_take() -> None:
-    room = Room(3 * 4 * 4096)
+    budget = UploadBudget(3 * 4 * 4096)
     pack, raw = sample_pack(bytes(16), 1, codec=ZstdCodec()), sample_pack(bytes(16), 2)
     inside: list[int] = []
     most: list[int] = []
     lock = threading.Lock()
 
     def upload(_: int) -> None:
-        with room.taken(pack):
+        with budget.reserved(pack):
             with lock:
                 inside.append(1)
                 most.append(len(inside))
@@ -204,12 +204,12 @@ def test_encoded_packs_share_the_memory_that_a_commit_may_take() -> None:
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(upload, range(40)))
-        with room.taken(pack), room.taken(pack), room.taken(pack), room.taken(raw):
+        with budget.reserved(pack), budget.reserved(pack), budget.reserved(pack), budget.reserved(raw):
             waits = threads.submit(upload, 0)
             assert not wait([waits], timeout=0.05).done
         assert waits.result() is None
     assert max(most) <= 3
-    with Room(1).taken(pack):
+    with UploadBudget(1).reserved(pack):
         pass  # one that is larger is let in by itself
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from persistkv.errors import CorruptPackError
-from persistkv_s3.breaker import Breaker, BreakerState
-from persistkv_s3.bucket import Bucket
-from persistkv_s3.errors import (
+from persistkv_s3.client.breaker import Breaker, BreakerState
+from persistkv_s3.client.bucket import Bucket
+from persistkv_s3.client.errors import (
     BreakerOpenError,
     BrokenError,
     LateError,
@@ -20,10 +20,20 @@ from persistkv_s3.errors import (
     S3Error,
     ThrottledError,
 )
+from persistkv_s3.client.retries import RetryingTransport
+from persistkv_s3.client.transport import (
+    MOST_DELETED,
+    Body,
+    Deadline,
+    FrameSink,
+    ListPage,
+    ObjectInfo,
+    RowSink,
+    Sink,
+    Transport,
+    WholeSink,
+)
 from persistkv_s3.options import Place
-from persistkv_s3.reliable import Reliable
-from persistkv_s3.sinks import FrameSink, RowSink, WholeSink
-from persistkv_s3.transport import MOST_DELETED, Body, Deadline, ObjectInfo, Page, Sink, Transport
 from tests.tools.signals import run_interrupted
 
 DATA = bytes(range(256)) * 4
@@ -62,10 +72,10 @@ class Scripted(Transport):
         self._step("head", key)
         return ObjectInfo(key, 1, 0.0)
 
-    def list(self, prefix: str, page: str | None, deadline: Deadline) -> Page:
+    def list(self, prefix: str, page: str | None, deadline: Deadline) -> ListPage:
         self._step("list", prefix, page)
         number = int(page or 0)
-        return Page([ObjectInfo(f"{prefix}{number}", 1, 0.0)], str(number + 1) if number < 2 else None)
+        return ListPage([ObjectInfo(f"{prefix}{number}", 1, 0.0)], str(number + 1) if number < 2 else None)
 
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
         self._step("delete", *keys)
@@ -78,12 +88,12 @@ class Scripted(Transport):
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What was slept, instead of sleeping."""
     slept: list[float] = []
-    monkeypatch.setattr("persistkv_s3.reliable.time.sleep", slept.append)
+    monkeypatch.setattr("persistkv_s3.client.retries.time.sleep", slept.append)
     return slept
 
 
-def reliable(client: Transport, slow_s: float = 10.0) -> Reliable:
-    return Reliable(client, Breaker("test", slow_s))
+def reliable(client: Transport, slow_s: float = 10.0) -> RetryingTransport:
+    return RetryingTransport(client, Breaker("test", slow_s))
 
 
 def test_body_hands_out_what_lies_there() -> None:
@@ -297,9 +307,9 @@ def test_breaker_is_for_many_threads() -> None:
 
 
 INTERRUPTED_CALLS = """
-from persistkv_s3.bucket import Bucket
+from persistkv_s3.client.bucket import Bucket
 from persistkv_s3.options import Place
-from persistkv_s3.transport import Transport
+from persistkv_s3.client.transport import Transport
 
 class Idle(Transport):
     put = get = head = list = delete = close = lambda *arguments, **options: None

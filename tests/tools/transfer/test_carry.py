@@ -55,7 +55,7 @@ def contents(backend):
     for namespace in backend.namespaces():
         packs = {name: (table, payload(backend, table)) for name, table in catalogue(backend, namespace.id).items()}
         heads = {manifest.id: manifest for manifest in backend.manifests(namespace.id)}
-        keys = {name: backend.manifest_keys(namespace.id, name) for name in heads}
+        keys = {name: backend.manifest_keys(namespace.id, [name])[0] for name in heads}
         found[namespace.id] = (packs, heads, keys)
     return found
 
@@ -371,7 +371,7 @@ class TestSmallTargets:
         assert run("push", source, small).returncode == 0, "nothing is left to copy into a store that is full"
 
     def packs_of(self, backend, namespace, name):
-        return [table.pack_id for table in backend.named_packs(namespace, name)]
+        return backend.chain(namespace, name)
 
     @pytest.mark.parametrize(("capacity", "expected"), [("12GiB", 12 << 30), ("64MiB", 10 << 30)])
     def test_push_new_target_gets_the_capacity_of_the_source(self, run, tmp_path, capacity, expected):

@@ -33,7 +33,8 @@ from persistkv.config import GroupLayout, RowLayout, StoreUrl, parse_size
 from persistkv.errors import ConfigurationError, StoreError
 from persistkv.huge_pages import use_huge_pages
 from persistkv.libc import address_of
-from persistkv.storage.backend import Backend, CommitBatch, PlainMedium
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.extensions import InspectableBackend, PlainMedium, SupportsPlainMedium
 from persistkv.storage.host.answers import JobOutcome
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.launch import Host, ProcessHost
@@ -41,7 +42,7 @@ from persistkv.storage.host.protocol import Hello
 from persistkv.storage.identity import Identity
 from persistkv.storage.planning import DIRECT_BYTES
 from persistkv.storage.records import StoreOptions
-from persistkv.storage.registry import BACKENDS, open_backend
+from persistkv.storage.registry import BACKENDS, open_inspectable
 from persistkv_tools import render
 from persistkv_tools.inspect.codec_choice import CODECS, Advice, CodecFigure, recommend, sample_store
 from persistkv_tools.options import Json, Url
@@ -196,7 +197,7 @@ def _bench(url: str, job_bytes: int, rounds: int, took: Callable[[int], None]) -
 def _sample(url: str, most_bytes: int, notes: list[str]) -> bytes:
     """Bytes of what the store holds; none if it is absent or holds too little."""
     try:
-        with closing(open_backend(url, read_only=True)) as backend:
+        with closing(open_inspectable(url, read_only=True)) as backend:
             sample = sample_store(backend, most_bytes)
     except StoreError as error:
         notes.append(f"{_NO_ADVICE}: {error}")
@@ -310,7 +311,7 @@ def _scratch(url: str, notes: list[str]) -> Iterator[tuple[str, Path | None]]:
     location = f"{parsed.location.rstrip('/')}.bench-{secrets.token_hex(4)}"
     query = urlencode(parsed.options)
     scratch = f"{parsed.scheme}://{location}" + f"?{query}" * bool(query)
-    open_backend(scratch).close()
+    open_inspectable(scratch).close()
     directory = Path(location) if Path(location).is_dir() else None
     try:
         yield scratch, directory
@@ -318,12 +319,12 @@ def _scratch(url: str, notes: list[str]) -> Iterator[tuple[str, Path | None]]:
         if directory is not None:
             shutil.rmtree(directory)
         else:
-            with closing(open_backend(scratch)) as backend:
+            with closing(open_inspectable(scratch)) as backend:
                 _empty(backend)
             notes.append(f"{scratch} is empty; a few small objects of it stay, to be removed by the bucket's own tools")
 
 
-def _empty(backend: Backend) -> None:
+def _empty(backend: InspectableBackend) -> None:
     for namespace in list(backend.namespaces()):
         packs = [table.pack_id for table in backend.changes(namespace.id, None).added]
         for start in range(0, len(packs), _DELETED_AT_ONCE):
@@ -438,10 +439,11 @@ def _plain_medium(scratch: str, directory: Path | None, notes: list[str]) -> Pla
             notes.append(f"the disk cannot be measured past the page cache ({error.strerror}): there are no ratios")
             return None
     parsed = StoreUrl.parse(scratch)
-    plain = BACKENDS.get(parsed.scheme).plain_medium(parsed)
-    if plain is None:
-        notes.append("what the medium could give at most is not known here: there are figures, and no ratios")
-    return plain
+    driver = BACKENDS.get(parsed.scheme)
+    if issubclass(driver, SupportsPlainMedium):
+        return driver.plain_medium(parsed)
+    notes.append("what the medium could give at most is not known here: there are figures, and no ratios")
+    return None
 
 
 class _PlainDisk(PlainMedium):

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from persistkv.config import PAGE_BYTES, StoreUrl
 from persistkv.errors import PersistKVError
-from persistkv.storage.registry import open_backend
+from persistkv.storage.registry import open_inspectable
 from persistkv_tools import render
 from persistkv_tools.inspect.codec_choice import LEAST_GAIN, sample_store, smallest
 from persistkv_tools.options import Json
@@ -204,7 +204,7 @@ def _clock() -> Finding:
 def _store(url: str) -> Iterator[Finding]:
     try:
         location = Path(StoreUrl.parse(url).location)
-        with closing(open_backend(url, read_only=True)) as backend:
+        with closing(open_inspectable(url, read_only=True)) as backend:
             stats = backend.stats()
             created = [head.created for space in backend.namespaces() for head in backend.manifests(space.id)]
             sample = sample_store(backend, _SAMPLE_BYTES)

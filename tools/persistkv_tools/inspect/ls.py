@@ -14,7 +14,8 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from persistkv.storage.backend import Backend, Namespace
+from persistkv.storage.backend import Namespace
+from persistkv.storage.extensions import InspectableBackend
 from persistkv_tools import render
 from persistkv_tools.options import (
     InNamespace,
@@ -177,7 +178,7 @@ def _hits(request: RequestView) -> str:
 
 def list_requests(
     url: str,
-    backend: Backend,
+    backend: InspectableBackend,
     selection: Selection,
     *,
     namespace: str | None = None,
@@ -206,7 +207,7 @@ def list_requests(
     return Page(url, seen.total, seen.matched, offset, shown, list(map(NamespaceView.of, namespaces)))
 
 
-def _with_uses(backend: Backend, views: list[RequestView]) -> list[RequestView]:
+def _with_uses(backend: InspectableBackend, views: list[RequestView]) -> list[RequestView]:
     """The same requests with their use, as it is now."""
     wanted: dict[str, list[str]] = {}
     for view in views:
@@ -224,7 +225,7 @@ class _Counts:
         self.total = self.matched = 0
 
     def matching(
-        self, backend: Backend, namespaces: list[Namespace], selection: Selection, *, by_use: bool
+        self, backend: InspectableBackend, namespaces: list[Namespace], selection: Selection, *, by_use: bool
     ) -> Iterator[RequestView]:
         for namespace in namespaces:
             found = backend.manifests(namespace.id)

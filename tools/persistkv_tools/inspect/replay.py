@@ -34,7 +34,7 @@ from persistkv.errors import ConfigurationError, StoreError
 from persistkv.storage.host.launch import InlineHost
 from persistkv.storage.host.protocol import EndRequest, HostStats
 from persistkv.storage.keys import PackedKeys
-from persistkv.storage.registry import open_backend
+from persistkv.storage.registry import open_inspectable
 from persistkv_tools import render
 from persistkv_tools.inspect.bench import finish, store_client
 from persistkv_tools.options import Json
@@ -128,7 +128,7 @@ def replay_(
 
 
 def _run(url: str, chains: list[Request], distinct: int, block_bytes: int, pack_blocks: int, progress: Progress) -> Run:
-    with closing(open_backend(url)) as backend:
+    with closing(open_inspectable(url)) as backend:
         if any(True for _ in backend.namespaces()):
             raise ConfigurationError("URL", url, "a store that holds nothing yet: a replay fills it")
         capacity = backend.stats().capacity

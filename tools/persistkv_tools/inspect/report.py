@@ -19,7 +19,7 @@ import typer
 from persistkv import __version__
 from persistkv.errors import ConfigurationError
 from persistkv.printable import printable
-from persistkv.storage.backend import Backend
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.manifest import RequestManifest
 from persistkv_tools import render
 from persistkv_tools.catalogue import all_keys
@@ -132,7 +132,7 @@ def report(
         render.say(f"{output}: {render.format_size(len(made))}")
 
 
-def report_data(url: str, backend: Backend) -> ReportData:
+def report_data(url: str, backend: InspectableBackend) -> ReportData:
     """Read it. The keys of all requests are read once: some 150 bytes of memory for each block.
 
     :raises StoreError: the medium failed.
@@ -149,7 +149,7 @@ def report_data(url: str, backend: Backend) -> ReportData:
     return ReportData(url, time.time(), totals, _periods(backend, found), largest, contexts, engines)
 
 
-def _contexts(backend: Backend, found: FoundRequest) -> LargestContexts:
+def _contexts(backend: InspectableBackend, found: FoundRequest) -> LargestContexts:
     namespace, manifest = found.namespace.id, found.manifest
     group = max(range(len(manifest.group_blocks)), key=manifest.group_blocks.__getitem__, default=0)
     names = (head.id for head in backend.manifests(namespace))
@@ -157,12 +157,12 @@ def _contexts(backend: Backend, found: FoundRequest) -> LargestContexts:
     return LargestContexts(_viewed(backend, found), group, tree)
 
 
-def _viewed(backend: Backend, found: FoundRequest) -> RequestView:
+def _viewed(backend: InspectableBackend, found: FoundRequest) -> RequestView:
     namespace, manifest = found.namespace.id, found.manifest
     return RequestView.of(namespace, manifest, backend.uses(namespace, [manifest.id])[0])
 
 
-def _periods(backend: Backend, found: list[FoundRequest]) -> list[Period]:
+def _periods(backend: InspectableBackend, found: list[FoundRequest]) -> list[Period]:
     """:param found: in the order of their creation."""
     if not found:
         return []
@@ -182,11 +182,11 @@ def _periods(backend: Backend, found: list[FoundRequest]) -> list[Period]:
     return periods
 
 
-def _with_known(backend: Backend, found: Iterable[FoundRequest]) -> Iterator[tuple[RequestManifest, int]]:
+def _with_known(backend: InspectableBackend, found: Iterable[FoundRequest]) -> Iterator[tuple[RequestManifest, int]]:
     """Each request that reads, and how many of its blocks an earlier one of its namespace had named."""
     named: dict[bytes, set[bytes]] = {}
     for namespace, manifest in found:
-        keys = backend.manifest_keys(namespace.id, manifest.id)
+        keys = backend.manifest_keys(namespace.id, [manifest.id])[0]
         if keys is None:
             continue
         seen = named.setdefault(namespace.id, set())

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from persistkv.errors import ConfigurationError, MissingExtraError, StoreError
-from persistkv.storage.backend import Backend, BackendStats
-from persistkv.storage.registry import open_backend
+from persistkv.storage.extensions import BackendStats, InspectableBackend
+from persistkv.storage.registry import open_inspectable
 from persistkv.storage.status import EngineStatus, read_statuses
 from persistkv_tools import render
 from persistkv_tools.options import Json, Url, opened
@@ -118,7 +118,7 @@ class StoreCollector:
         self._url = url
         self._store = url.partition("?")[0]
         self._lock = threading.Lock()
-        self._backend: Backend | None = None
+        self._backend: InspectableBackend | None = None
 
     def collect(self) -> list[Metric]:
         """The metrics; only ``persistkv_up`` where the store cannot be read."""
@@ -140,7 +140,7 @@ class StoreCollector:
 
     def _look(self) -> tuple[BackendStats, list[EngineStatus]]:
         if self._backend is None:
-            self._backend = open_backend(self._url, read_only=True)
+            self._backend = open_inspectable(self._url, read_only=True)
         return self._backend.stats(), read_statuses(self._backend)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ import typer
 from rich.text import Text
 from rich.tree import Tree
 
-from persistkv.storage.backend import Backend
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.memory import no_collections
 from persistkv.storage.pack import Frame, PackTable
 from persistkv_tools import render
@@ -238,7 +238,7 @@ def _node_text(node: TreeNode) -> Text:
 
 
 def show_context(
-    url: str, backend: Backend, found: FoundRequest, names: Iterable[str], *, key_limit: int
+    url: str, backend: InspectableBackend, found: FoundRequest, names: Iterable[str], *, key_limit: int
 ) -> ContextView:
     """The view of one request.
 
@@ -247,14 +247,13 @@ def show_context(
     :raises NotFoundError: the request went meanwhile, or its keys do not read.
     """
     namespace, manifest = found.namespace.id, found.manifest
-    keys = backend.manifest_keys(namespace, manifest.id)
+    keys = backend.manifest_keys(namespace, [manifest.id])[0]
     if keys is None:
         raise NotFoundError(f"the keys of {manifest.id} are gone or do not read; persistkv verify tells which")
     chains = [group.unpack() for group in keys]
-    named = backend.named_packs(namespace, manifest.id)
-    if named is not None:  # otherwise the driver does not know, and all requests are read
-        names = [head.id for head in backend.manifests_naming(namespace, [table.pack_id for table in named])]
-    places = _places(backend, namespace, named or [], chains)
+    named = backend.chain(namespace, manifest.id) or []
+    names = [head.id for head in backend.manifests_naming(namespace, named)]
+    places = _places(backend, namespace, backend.tables(namespace, named), chains)
     sharers = _sharers(backend, namespace, (name for name in names if name != manifest.id), chains)
     shared = [key for keys_of_group in chains for key in keys_of_group if key in sharers]
     return ContextView(
@@ -267,7 +266,7 @@ def show_context(
 
 
 def _places(
-    backend: Backend, namespace: bytes, named: Iterable[PackTable], chains: Sequence[list[bytes]]
+    backend: InspectableBackend, namespace: bytes, named: Iterable[PackTable], chains: Sequence[list[bytes]]
 ) -> dict[bytes, _Place]:
     """Locations of the blocks of a request. All tables are searched for blocks that are in none of its packs."""
     wanted = {key for chain in chains for key in chain}
@@ -294,7 +293,7 @@ def _note_places(table: PackTable, wanted: set[bytes], places: dict[bytes, _Plac
 
 
 def _sharers(
-    backend: Backend, namespace: bytes, others: Iterable[str], chains: Sequence[list[bytes]]
+    backend: InspectableBackend, namespace: bytes, others: Iterable[str], chains: Sequence[list[bytes]]
 ) -> dict[bytes, list[str]]:
     """For each key of the request that others name too, their ids."""
     wanted = [frozenset(chain) for chain in chains]
@@ -360,7 +359,7 @@ def _pack_view(table: PackTable, blocks: int, sharers: list[str]) -> PackView:
 
 
 def prefix_tree(
-    backend: Backend, namespace: bytes, names: Iterable[str], chosen: str, *, group: int, node_limit: int
+    backend: InspectableBackend, namespace: bytes, names: Iterable[str], chosen: str, *, group: int, node_limit: int
 ) -> TreeNode:
     """A node of no blocks above the roots. Children: first what the chosen request goes through, then the most used.
 

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from rich.table import Table
 
-from persistkv.storage.backend import Backend, FreeSpace, Namespace
+from persistkv.storage.backend import Namespace
 from persistkv.storage.codec import RawCodec
+from persistkv.storage.extensions import FreeSpace, InspectableBackend, SupportsCompaction
 from persistkv.storage.pack import PackTable
 from persistkv_tools import render
 from persistkv_tools.options import Json, Url, opened
@@ -223,7 +224,7 @@ def _number(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}"
 
 
-def store_totals(url: str, backend: Backend) -> StoreTotals:
+def store_totals(url: str, backend: InspectableBackend) -> StoreTotals:
     """The totals of a store. Reads its tables and heads, no payload and no keys of requests."""
     ages, sizes = _Histogram(_AGES), _Histogram(_SIZES)
     namespaces = sorted(backend.namespaces(), key=lambda namespace: (namespace.created, namespace.id))
@@ -244,7 +245,7 @@ def store_totals(url: str, backend: Backend) -> StoreTotals:
         _ratio(stats.disk_bytes, stats.stored_bytes),
         stats.capacity,
         _ratio(stats.disk_bytes, stats.capacity or 0),
-        FreeTotals.of(backend.free_space()),
+        FreeTotals.of(backend.free_space() if isinstance(backend, SupportsCompaction) else None),
         totals,
         ages.bins,
         sizes.bins,
@@ -253,7 +254,9 @@ def store_totals(url: str, backend: Backend) -> StoreTotals:
     )
 
 
-def _namespace_totals(backend: Backend, namespace: Namespace, ages: _Histogram, sizes: _Histogram) -> NamespaceTotals:
+def _namespace_totals(
+    backend: InspectableBackend, namespace: Namespace, ages: _Histogram, sizes: _Histogram
+) -> NamespaceTotals:
     now = time.time()
     requests = referenced = 0
     for manifest in backend.manifests(namespace.id):

@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.live import Live
 
 from persistkv.config import parse_duration
-from persistkv.storage.backend import Backend
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.records import StoreCounters
 from persistkv.storage.status import EngineStatus, read_statuses
 from persistkv_tools import render
@@ -170,7 +170,7 @@ def _name(view: EngineView) -> str:
 class Watch:
     """Repeated snapshots of a store."""
 
-    def __init__(self, url: str, backend: Backend) -> None:
+    def __init__(self, url: str, backend: InspectableBackend) -> None:
         self._url = url
         self._backend = backend
         self._before: dict[str, EngineStatus] = {}

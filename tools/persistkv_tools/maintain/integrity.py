@@ -31,8 +31,9 @@ import xxhash
 from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError, CorruptPackError
 from persistkv.huge_pages import huge_memory
-from persistkv.storage.backend import Backend, BackendStats, ReadSpan
+from persistkv.storage.backend import ReadSpan
 from persistkv.storage.executor import thread_pool
+from persistkv.storage.extensions import BackendStats, InspectableBackend, scan, scan_order
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.manifest import ManifestKeys
 from persistkv.storage.memory import no_collections
@@ -204,7 +205,7 @@ class Scanner:
     :param threads: 0: in the caller's thread, when it asks.
     """
 
-    def __init__(self, backend: Backend, waiting: Iterator[Batch], threads: int) -> None:
+    def __init__(self, backend: InspectableBackend, waiting: Iterator[Batch], threads: int) -> None:
         self._backend = backend
         self._waiting = waiting
         self._local = threading.local()
@@ -248,7 +249,7 @@ class Scanner:
             begin, end = end, end + piece.length
             found.append(memory[begin:end])
             spans.append(ReadSpan(piece.table.pack_id, piece.start, [found[-1]]))
-        filled = self._backend.scan(batch[0].table.namespace, spans)
+        filled = scan(self._backend, batch[0].table.namespace, spans)
         return [
             _look_at(piece, bytes_) if there else Look.WRONG
             for piece, bytes_, there in zip(batch, found, filled, strict=True)
@@ -299,13 +300,13 @@ def _store(url: str) -> str:
     return f"{parsed.scheme}://{parsed.location}"
 
 
-def read_catalogues(backend: Backend) -> list[LivePacks]:
+def read_catalogues(backend: InspectableBackend) -> list[LivePacks]:
     """Readable namespaces of a store, by id."""
     with no_collections():  # of many objects that are made to stay
         return [LivePacks(backend, name) for name in sorted(space.id for space in backend.namespaces())]
 
 
-def count_rows(backend: Backend, spaces: list[LivePacks]) -> Rows:
+def count_rows(backend: InspectableBackend, spaces: list[LivePacks]) -> Rows:
     """Count heads and tables against the store's totals."""
     for _ in range(_ATTEMPTS):
         before = backend.stats()
@@ -361,7 +362,7 @@ class Verifier:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: InspectableBackend,
         spaces: list[LivePacks],
         state: VerifyState,
         took: Callable[[int], None],
@@ -389,7 +390,7 @@ class Verifier:
     def begin(self) -> None:
         """Start to read in the background; ``packs`` returns the results."""
         if self._scanning is None and (portion := next(self._portions, None)) is not None:
-            order = self._backend.scan_order(portion.space.namespace, portion.packs)
+            order = scan_order(self._backend, portion.space.namespace, portion.packs)
             tables = (table for pack_id in order if (table := portion.space.tables.get(pack_id)) is not None)
             self._scanning = portion, Scanner(self._backend, batches(tables, self._batch_bytes), self._threads)
 
@@ -457,7 +458,7 @@ class Verifier:
 
 
 def check_manifests(
-    backend: Backend, spaces: list[LivePacks], took: Callable[[int], None]
+    backend: InspectableBackend, spaces: list[LivePacks], took: Callable[[int], None]
 ) -> tuple[int, list[Finding]]:
     """How many requests there are, and those whose keys do not read or that name blocks that no pack holds.
 
@@ -479,7 +480,9 @@ def check_manifests(
     return checked, findings
 
 
-def _suspects(backend: Backend, space: LivePacks, names: list[str], took: Callable[[int], None]) -> dict[str, Finding]:
+def _suspects(
+    backend: InspectableBackend, space: LivePacks, names: list[str], took: Callable[[int], None]
+) -> dict[str, Finding]:
     held = HeldKeys(table.keys for table in space.tables.values()) if names else HeldKeys(())
     found: dict[str, Finding] = {}
 

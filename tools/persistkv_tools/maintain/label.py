@@ -9,7 +9,8 @@ import msgspec
 import typer
 
 from persistkv.errors import ConfigurationError, StoreError
-from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
+from persistkv.storage.backend import CommitBatch, ManifestWrite
+from persistkv.storage.extensions import InspectableBackend
 from persistkv_tools import render
 from persistkv_tools.catalogue import Catalogue, LivePacks
 from persistkv_tools.options import InNamespace, Json, Request, Url, opened
@@ -65,7 +66,9 @@ def parse_labels(texts: Iterable[str]) -> dict[str, str]:
     return labels
 
 
-def relabel(backend: Backend, found: FoundRequest, given: Mapping[str, str], removed: Iterable[str]) -> dict[str, str]:
+def relabel(
+    backend: InspectableBackend, found: FoundRequest, given: Mapping[str, str], removed: Iterable[str]
+) -> dict[str, str]:
     """Give a request labels and take some away; all that it has afterwards. It counts as used.
 
     :raises NotFoundError: the request went meanwhile, or its keys do not read.
@@ -75,7 +78,7 @@ def relabel(backend: Backend, found: FoundRequest, given: Mapping[str, str], rem
     for _ in range(_ATTEMPTS):
         packs = LivePacks(backend, namespace)
         manifest = find_request(backend, name, namespace.hex()).manifest
-        keys = backend.manifest_keys(namespace, name)
+        keys = backend.manifest_keys(namespace, [name])[0]
         if keys is None:
             raise NotFoundError(f"the keys of {name} are gone or do not read; persistkv verify tells which")
         labels = {**manifest.labels, **given}

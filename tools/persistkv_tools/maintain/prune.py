@@ -23,7 +23,8 @@ import typer
 
 from persistkv.config import parse_size
 from persistkv.errors import ConfigurationError, StoreFullError
-from persistkv.storage.backend import Backend, CommitBatch, Namespace, RequestUse, SupportsQuarantine
+from persistkv.storage.backend import CommitBatch, Namespace
+from persistkv.storage.extensions import InspectableBackend, RequestUse, SupportsCompaction, SupportsQuarantine
 from persistkv.storage.manifest import RequestManifest
 from persistkv.storage.pack import PackTable
 from persistkv_tools import render
@@ -85,12 +86,12 @@ class Disk(msgspec.Struct, frozen=True):
     """Of these, the part that ``--compact`` can return to the disk."""
 
     @classmethod
-    def of(cls, backend: Backend) -> Disk:
+    def of(cls, backend: InspectableBackend) -> Disk:
         """As it is now."""
-        free = backend.free_space()
         disk_bytes = backend.stats().disk_bytes
-        if free is None:
+        if not isinstance(backend, SupportsCompaction):
             return cls(disk_bytes, 0, 0)
+        free = backend.free_space()
         return cls(disk_bytes, free.payload_bytes + free.catalogue_bytes, free.payload_bytes)
 
 
@@ -104,7 +105,7 @@ class Quarantine(msgspec.Struct):
     """Bytes on disk that were deleted."""
 
     @classmethod
-    def of(cls, backend: Backend) -> Quarantine:
+    def of(cls, backend: InspectableBackend) -> Quarantine:
         """As it is now."""
         stats = backend.stats()
         return cls(stats.quarantined, stats.quarantined_bytes)
@@ -248,12 +249,12 @@ def _compact(url: str) -> int:
     with opened(url, writable=True) as backend, byte_progress() as progress:
         before = backend.stats().disk_bytes
         task = progress.add_task("compact", total=None)
-        for step in backend.compact():
+        for step in backend.compact() if isinstance(backend, SupportsCompaction) else ():
             progress.update(task, completed=step.moved_bytes, total=step.total_bytes)
         return max(0, before - backend.stats().disk_bytes)
 
 
-def _chosen(backend: Backend, wanted: Wanted) -> Pruning:
+def _chosen(backend: InspectableBackend, wanted: Wanted) -> Pruning:
     namespaces = chosen_namespaces(backend, wanted.namespace)
     found = [find_request(backend, name, wanted.namespace) for name in wanted.requests]
     if found:
@@ -323,7 +324,7 @@ def _cells(request: RequestView, *, pinned: bool) -> list[str]:
 class Usage:
     """Requests and packs of one namespace, and which request uses which packs."""
 
-    def __init__(self, backend: Backend, namespace: Namespace) -> None:
+    def __init__(self, backend: InspectableBackend, namespace: Namespace) -> None:
         self.namespace = namespace
         self.manifests = {manifest.id: manifest for manifest in backend.manifests(namespace.id)}
         self.doomed: set[str] = set()
@@ -365,7 +366,7 @@ class Usage:
 class Pruning:
     """A plan over some namespaces of a store."""
 
-    def __init__(self, backend: Backend, namespaces: Iterable[Namespace]) -> None:
+    def __init__(self, backend: InspectableBackend, namespaces: Iterable[Namespace]) -> None:
         self._backend = backend
         self._usages = [Usage(backend, namespace) for namespace in namespaces]
         self._packs: dict[bytes, set[bytes]] = {}
@@ -432,7 +433,7 @@ class Pruning:
             view = RequestView.of(usage.namespace.id, manifest, use)
             (plan.requests if manifest.id in usage.going else plan.staying).append(view)
 
-    def run(self, backend: Backend) -> Done:
+    def run(self, backend: InspectableBackend) -> Done:
         """Delete what the plan names.
 
         :param backend: the same store, open for writing where there is something to delete.
@@ -451,7 +452,7 @@ class Pruning:
             done.staying += sorted(usage.doomed & there)
         return done
 
-    def _delete(self, backend: Backend, usage: Usage, packs: list[bytes]) -> Iterator[PackTable]:
+    def _delete(self, backend: InspectableBackend, usage: Usage, packs: list[bytes]) -> Iterator[PackTable]:
         wanted = [pack for pack in packs if pack not in self._used_since(usage, packs)]
         begin = time.monotonic()
         try:
@@ -472,11 +473,11 @@ class Pruning:
         if not fresh:
             return set()
         catalogue = Catalogue(usage.tables[pack] for pack in packs)
-        keys = (self._backend.manifest_keys(namespace, name) for name in fresh)
+        keys = (self._backend.manifest_keys(namespace, [name])[0] for name in fresh)
         return set().union(*(catalogue.packs_holding(all_keys(found)) for found in keys if found is not None))
 
 
-def _private_blocks(backend: Backend, usage: Usage, shared: set[bytes]) -> dict[bytes, int]:
+def _private_blocks(backend: InspectableBackend, usage: Usage, shared: set[bytes]) -> dict[bytes, int]:
     """For each of these packs that has some, how many blocks in it only doomed requests name."""
     where = {key: pack for pack in shared for key in usage.tables[pack].keys.unpack()}
     doomed: set[bytes] = set()
@@ -489,6 +490,6 @@ def _private_blocks(backend: Backend, usage: Usage, shared: set[bytes]) -> dict[
     return dict(Counter(where[key] for key in doomed))
 
 
-def _keys_in(backend: Backend, usage: Usage, name: str, where: dict[bytes, bytes]) -> set[bytes]:
-    keys = backend.manifest_keys(usage.namespace.id, name)
+def _keys_in(backend: InspectableBackend, usage: Usage, name: str, where: dict[bytes, bytes]) -> set[bytes]:
+    keys = backend.manifest_keys(usage.namespace.id, [name])[0]
     return set() if keys is None else where.keys() & all_keys(keys)

@@ -13,7 +13,7 @@ import typer
 
 from persistkv.config import StoreUrl, parse_duration, parse_size
 from persistkv.errors import ConfigurationError
-from persistkv.storage.backend import Backend, Policy, SupportsPolicy
+from persistkv.storage.extensions import InspectableBackend, Policy, SupportsPolicy
 from persistkv_tools import render
 from persistkv_tools.options import Json, Url, Yes, ensure_consent, opened
 
@@ -93,13 +93,13 @@ def set_(
         render.say("changed; engines follow with their next commit")
 
 
-def _supported(backend: Backend, url: str) -> SupportsPolicy:
+def _supported(backend: InspectableBackend, url: str) -> SupportsPolicy:
     if not isinstance(backend, SupportsPolicy):
         raise ConfigurationError("url", url, "a store that records its policy, such as lmdb://")
     return backend
 
 
-def _policy(backend: Backend, url: str) -> Policy:
+def _policy(backend: InspectableBackend, url: str) -> Policy:
     return _supported(backend, url).policy()
 
 
@@ -125,7 +125,7 @@ def _changed(policy: Policy, values: list[str]) -> Policy:
     return policy
 
 
-def _consequences(backend: Backend, url: str, before: Policy, after: Policy) -> Consequences:
+def _consequences(backend: InspectableBackend, url: str, before: Policy, after: Policy) -> Consequences:
     stats = backend.stats()
     over = 0 if after.capacity is None else max(0, stats.disk_bytes - after.capacity)
     grows = 0 if after.capacity is None else max(0, after.capacity - stats.disk_bytes)
@@ -138,7 +138,7 @@ def _consequences(backend: Backend, url: str, before: Policy, after: Policy) -> 
     return Consequences(stats.disk_bytes, over, expiring, stats.requests, missing)
 
 
-def _expiring(backend: Backend, ttl_s: float | None) -> int:
+def _expiring(backend: InspectableBackend, ttl_s: float | None) -> int:
     """Requests that were last used longer ago than the ttl and are not pinned."""
     if ttl_s is None:
         return 0

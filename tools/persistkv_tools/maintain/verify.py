@@ -22,8 +22,9 @@ import typer
 
 from persistkv.config import parse_size
 from persistkv.errors import StoreError
-from persistkv.storage.backend import Backend, CommitBatch
+from persistkv.storage.backend import CommitBatch
 from persistkv.storage.ending import ManifestMaker
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.index import Index
 from persistkv.storage.manifest import RequestManifest
 from persistkv.storage.pack import PackTable
@@ -227,7 +228,7 @@ def _run(
     )
 
 
-def _engines(backend: Backend) -> int:
+def _engines(backend: InspectableBackend) -> int:
     """Number of engines that use the store."""
     now = time.time()
     return sum(status.is_live(now) for status in read_statuses(backend))
@@ -330,7 +331,7 @@ def _print(summary: Summary, bytes_per_s: int | None) -> None:
     render.say("nothing is wrong" if not summary.problems else f"found {render.count(summary.problems, 'problem')}")
 
 
-def plan_repair(backend: Backend, spaces: Iterable[LivePacks], findings: Iterable[Finding]) -> RepairPlan:
+def plan_repair(backend: InspectableBackend, spaces: Iterable[LivePacks], findings: Iterable[Finding]) -> RepairPlan:
     """Return what deleting the packs that were found bad takes with it, by what the store holds now.
 
     :raises StoreError: the medium failed.
@@ -350,7 +351,9 @@ def plan_repair(backend: Backend, spaces: Iterable[LivePacks], findings: Iterabl
     return RepairPlan(packs, requests, sum(pack.blocks for pack in packs), sum(pack.stored_bytes for pack in packs))
 
 
-def _planned_requests(backend: Backend, space: LivePacks, doomed: Sequence[bytes]) -> Iterator[PlannedRequest]:
+def _planned_requests(
+    backend: InspectableBackend, space: LivePacks, doomed: Sequence[bytes]
+) -> Iterator[PlannedRequest]:
     for heads, batch in _shortenings(backend, space, doomed):
         kept = {write.manifest.id: write.manifest.blocks for write in batch.manifests}
         for head in heads:
@@ -358,7 +361,7 @@ def _planned_requests(backend: Backend, space: LivePacks, doomed: Sequence[bytes
 
 
 def repair_packs(
-    backend: Backend, spaces: Iterable[LivePacks], findings: Iterable[Finding], took: Callable[[int], None]
+    backend: InspectableBackend, spaces: Iterable[LivePacks], findings: Iterable[Finding], took: Callable[[int], None]
 ) -> Repaired:
     """Delete the packs that were found bad, and still are.
 
@@ -374,7 +377,9 @@ def repair_packs(
     return done
 
 
-def _delete(backend: Backend, space: LivePacks, pack_id: bytes, done: Repaired, took: Callable[[int], None]) -> None:
+def _delete(
+    backend: InspectableBackend, space: LivePacks, pack_id: bytes, done: Repaired, took: Callable[[int], None]
+) -> None:
     name = space.namespace
     for _ in range(_ATTEMPTS):
         space.refresh()
@@ -399,7 +404,7 @@ def _delete(backend: Backend, space: LivePacks, pack_id: bytes, done: Repaired, 
 
 
 def _shortenings(
-    backend: Backend, space: LivePacks, bad: Sequence[bytes]
+    backend: InspectableBackend, space: LivePacks, bad: Sequence[bytes]
 ) -> Iterator[tuple[Sequence[RequestManifest], CommitBatch]]:
     """The commits that shorten the requests of bad packs, as of the last look, each with the requests it is about."""
     heads = backend.manifests_naming(space.namespace, bad)

@@ -10,7 +10,7 @@ import typer
 
 from persistkv.config import parse_duration
 from persistkv.errors import ConfigurationError
-from persistkv.storage.backend import Backend
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.status import read_statuses
 from persistkv.storage.warming import WarmAnswer, WarmRequest, request_warm, warm_answers, withdraw_warm
 from persistkv_tools import render
@@ -82,19 +82,19 @@ def warm(
         raise typer.Exit(1)
 
 
-def _live(backend: Backend, namespace: str) -> set[str]:
+def _live(backend: InspectableBackend, namespace: str) -> set[str]:
     now = time.time()
     return {row.engine for row in read_statuses(backend) if row.namespace == namespace and row.is_live(now)}
 
 
-def _wait(backend: Backend, asked: list[WarmRequest], wait_s: float) -> None:
+def _wait(backend: InspectableBackend, asked: list[WarmRequest], wait_s: float) -> None:
     """Until each was taken up, or the time is over."""
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline and not all(warm_answers(backend, row) for row in asked):
         time.sleep(_LOOK_S)
 
 
-def _warmed(backend: Backend, found: FoundRequest, asked: WarmRequest) -> Warmed:
+def _warmed(backend: InspectableBackend, found: FoundRequest, asked: WarmRequest) -> Warmed:
     manifest = found.manifest
     live = _live(backend, asked.namespace)
     return Warmed(

@@ -11,7 +11,8 @@ import typer
 
 from persistkv.config import parse_size
 from persistkv.errors import ConfigurationError
-from persistkv.storage.backend import Backend, Namespace
+from persistkv.storage.backend import Namespace
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.pack_writer import PackCopy
 from persistkv_tools import render
@@ -74,14 +75,14 @@ def export(
 class Source:
     """One namespace of a store that is read from."""
 
-    def __init__(self, backend: Backend, namespace: Namespace) -> None:
+    def __init__(self, backend: InspectableBackend, namespace: Namespace) -> None:
         self._backend = backend
         self.namespace = namespace
         self.catalogue = Catalogue.of(backend, namespace.id)
 
     def keys(self, request: str) -> ManifestKeys | None:
         """The keys of a request; None where they are gone or do not read."""
-        return self._backend.manifest_keys(self.namespace.id, request)
+        return self._backend.manifest_keys(self.namespace.id, [request])[0]
 
     def holds(self, keys: ManifestKeys) -> bool:
         """Whether each key is in a pack."""
@@ -101,7 +102,9 @@ class Source:
         return None if findings else PackCopy(table, payload)
 
 
-def export_requests(backend: Backend, found: Iterable[FoundRequest], writer: ArchiveWriter, took: Took) -> Sent:
+def export_requests(
+    backend: InspectableBackend, found: Iterable[FoundRequest], writer: ArchiveWriter, took: Took
+) -> Sent:
     """Write requests with their packs, each pack once. A pack is written whole, including blocks of other requests.
 
     :raises StoreError: the medium failed.

@@ -12,11 +12,11 @@ import typer
 
 from persistkv.config import StoreUrl
 from persistkv.errors import FieldDifference, IdentityMismatchError
-from persistkv.storage.backend import Backend
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.identity import Identity
 from persistkv.storage.pack import PackTable
 from persistkv.storage.pack_writer import PackCopy
-from persistkv.storage.registry import open_backend
+from persistkv.storage.registry import open_inspectable
 from persistkv_tools import render
 from persistkv_tools.catalogue import all_keys
 from persistkv_tools.options import Json, Url, opened_if_there
@@ -80,7 +80,7 @@ def import_(
         with opened_if_there(url) as there:
             transfer = Import(file, contents, there, url)
             place = place_for(transfer, there, url, None, newest=newest)
-        with closing(open_backend(place)) as backend:
+        with closing(open_inspectable(place)) as backend:
             differences = new_identities(backend, url, contents, strict=strict)
             took = counted(progress, "import", size)
             received = transfer.run(backend, took, newest=newest)
@@ -147,7 +147,9 @@ def _checked_packs(path: Path, record: RequestRecord, held: Mapping[bytes, bytes
     return [pack for pack in packs if pack is not None]
 
 
-def new_identities(backend: Backend, url: str, contents: Contents, *, strict: bool) -> list[list[FieldDifference]]:
+def new_identities(
+    backend: InspectableBackend, url: str, contents: Contents, *, strict: bool
+) -> list[list[FieldDifference]]:
     """For each namespace of a file that a store has no part of yet, how it differs from the nearest one there.
 
     :raises IdentityMismatchError: there is one, and ``strict``.
@@ -166,7 +168,7 @@ class Import(Transfer):
     :param url: of the store.
     """
 
-    def __init__(self, path: Path, contents: Contents, target: Backend | None, url: str) -> None:
+    def __init__(self, path: Path, contents: Contents, target: InspectableBackend | None, url: str) -> None:
         super().__init__(url)
         self._path = path
         for namespace, tables in contents.tables.items():
@@ -180,7 +182,7 @@ class Import(Transfer):
                     orphans.pop(pack, None)
             self.add_orphans(namespace, orphans.values())
 
-    def run(self, target: Backend, took: Took, *, newest: bool = False) -> Received:
+    def run(self, target: InspectableBackend, took: Took, *, newest: bool = False) -> Received:
         """Write all of it, or the newest requests that fit.
 
         :raises StoreTooSmallError: it does not fit, and not ``newest``; nothing was written.

@@ -10,9 +10,10 @@ import typer
 
 from persistkv.config import StoreUrl, parse_size
 from persistkv.errors import ConfigurationError
-from persistkv.storage.backend import Backend, Namespace
+from persistkv.storage.backend import Namespace
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.manifest import RequestManifest
-from persistkv.storage.registry import open_backend
+from persistkv.storage.registry import open_inspectable
 from persistkv_tools import render
 from persistkv_tools.catalogue import all_keys
 from persistkv_tools.options import InNamespace, Json, Labels, NewerThan, OlderThan, Rate, opened, opened_if_there
@@ -91,7 +92,7 @@ def _copy(
         with opened_if_there(target) as there:
             transfer = Push(reading, namespaces, selection, there, target)
             place = place_for(transfer, there, target, reading.stats().capacity, newest=newest)
-        with closing(open_backend(place)) as writing, byte_progress() as progress:
+        with closing(open_inspectable(place)) as writing, byte_progress() as progress:
             took = counted(progress, "copy", transfer.content.payload_bytes, throttle)
             received = transfer.run(writing, took, newest=newest)
             capacity = writing.stats().capacity
@@ -113,7 +114,12 @@ class Push(Transfer):
     """
 
     def __init__(
-        self, source: Backend, namespaces: Iterable[Namespace], selection: Selection, target: Backend | None, url: str
+        self,
+        source: InspectableBackend,
+        namespaces: Iterable[Namespace],
+        selection: Selection,
+        target: InspectableBackend | None,
+        url: str,
     ) -> None:
         super().__init__(url)
         self._sources: list[tuple[Source, list[RequestManifest]]] = []
@@ -143,7 +149,7 @@ class Push(Transfer):
                 self.add(Candidate(namespace, manifest, packs), tables)
         self.add_orphans(namespace, [tables[pack] for pack in sorted(orphans)])
 
-    def run(self, target: Backend, took: Took, *, newest: bool = False) -> Received:
+    def run(self, target: InspectableBackend, took: Took, *, newest: bool = False) -> Received:
         """Copy all of it, or the newest requests that fit. Requests follow packs of no request, the oldest first.
 
         :raises StoreTooSmallError: it does not fit, and not ``newest``; nothing was written.

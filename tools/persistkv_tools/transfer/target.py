@@ -19,7 +19,8 @@ import typer
 
 from persistkv.config import StoreUrl
 from persistkv.errors import PersistKVError
-from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
+from persistkv.storage.backend import CommitBatch, ManifestWrite
+from persistkv.storage.extensions import InspectableBackend, SupportsCompaction, SupportsPolicy
 from persistkv.storage.identity import Identity
 from persistkv.storage.index import Index
 from persistkv.storage.manifest import ManifestKeys, RequestManifest
@@ -86,7 +87,7 @@ class Room(NamedTuple):
     """Size of its content, catalogue rows included."""
 
     @classmethod
-    def of(cls, backend: Backend) -> Room | None:
+    def of(cls, backend: InspectableBackend) -> Room | None:
         """The room of an open store; None without a capacity.
 
         :raises StoreError: the totals do not read.
@@ -98,8 +99,10 @@ class Room(NamedTuple):
         for namespace in backend.namespaces():
             for manifest in backend.manifests(namespace.id):
                 content.add_request(manifest)
-        free = backend.free_space()
-        on_disk = stats.disk_bytes - (0 if free is None else free.catalogue_bytes + free.payload_bytes)
+        on_disk = stats.disk_bytes
+        if isinstance(backend, SupportsCompaction):
+            free = backend.free_space()
+            on_disk -= free.catalogue_bytes + free.payload_bytes
         # A killed writer leaves files longer than their content, until the next commit.
         return cls(stats.capacity, min(on_disk, content.store_bytes + _EMPTY_BYTES))
 
@@ -267,7 +270,7 @@ def _age(candidate: Candidate) -> tuple[float, str]:
 class HeldContent:
     """Content of one namespace of a target; empty if the target does not exist."""
 
-    def __init__(self, target: Backend | None, namespace: bytes) -> None:
+    def __init__(self, target: InspectableBackend | None, namespace: bytes) -> None:
         self.requests: set[str] = set()
         self._keys = Catalogue(())
         if target is not None and any(space.id == namespace for space in target.namespaces()):
@@ -279,7 +282,9 @@ class HeldContent:
         return any(key not in self._keys for key in table.keys.unpack())
 
 
-def place_for(transfer: Transfer, there: Backend | None, url: str, least: int | None, *, newest: bool) -> str:
+def place_for(
+    transfer: Transfer, there: InspectableBackend | None, url: str, least: int | None, *, newest: bool
+) -> str:
     """The URL to open for writing: a store that is to be created gets a capacity that holds all of it.
 
     :param least: its capacity, unless the URL names one.
@@ -290,7 +295,7 @@ def place_for(transfer: Transfer, there: Backend | None, url: str, least: int | 
         return url
     parsed = StoreUrl.parse(url)
     driver = BACKENDS.get(parsed.scheme)
-    capacity = driver.new_capacity(parsed)
+    capacity = driver.new_policy(parsed).capacity if issubclass(driver, SupportsPolicy) else None
     wanted = max(least or 0, capacity_for(transfer.content.store_bytes))
     if capacity is not None and capacity < wanted and "capacity" not in parsed.options:
         url += f"{'&' if '?' in url else '?'}capacity={wanted}"
@@ -302,7 +307,7 @@ def place_for(transfer: Transfer, there: Backend | None, url: str, least: int | 
 class Receiver:
     """One namespace of a store that is written to. Others may write to it meanwhile."""
 
-    def __init__(self, backend: Backend, identity: Identity, received: Received) -> None:
+    def __init__(self, backend: InspectableBackend, identity: Identity, received: Received) -> None:
         """:param received: is counted up.
 
         :raises StoreError: the namespace cannot be made.

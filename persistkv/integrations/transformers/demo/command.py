@@ -21,7 +21,7 @@ from persistkv.integrations.transformers.demo.processes import run_process
 from persistkv.integrations.transformers.demo.prompts import build_prompts
 from persistkv.integrations.transformers.demo.report import DemoReport, build_report, print_report, write_chart
 from persistkv.storage.codec import parse_codec
-from persistkv.storage.registry import open_backend
+from persistkv.storage.registry import open_inspectable
 
 Tell = Callable[[str], None]
 
@@ -51,7 +51,7 @@ def demo(
     parse_codec(codec)
     build_prompts(tokens)
     url = _new_store() if store is None else store
-    with closing(open_backend(url)):  # a wrong URL is told before minutes of work
+    with closing(open_inspectable(url)):  # a wrong URL is told before minutes of work
         pass
     with _progress() as tell:
         report = _run(url, model, tokens, codec, tell)
@@ -105,7 +105,7 @@ def _run(url: str, model: Path, tokens: int, codec: str, tell: Tell) -> DemoRepo
     warm = run_process(
         WarmReport, url, str(model), tokens, codec, lambda text: tell(f"new process: {text}"), kill=False
     )
-    with closing(open_backend(url, read_only=True)) as backend:
+    with closing(open_inspectable(url, read_only=True)) as backend:
         stats = backend.stats()
     return build_report(cold, warm, stats, url=url, model=str(model), codec=codec, shared_tokens=tokens)
 

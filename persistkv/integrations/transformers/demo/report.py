@@ -12,7 +12,7 @@ from rich.text import Text
 
 from persistkv.integrations.transformers.demo.messages import Answer, ColdReport, WarmReport
 from persistkv.printable import printable
-from persistkv.storage.backend import BackendStats
+from persistkv.storage.extensions import BackendStats
 
 
 class RequestReport(msgspec.Struct, frozen=True):

@@ -1,12 +1,11 @@
-"""Snapshots: what index objects said, gathered, so that a fresh reader fetches little and a listing stays short.
+"""Snapshots merge index objects, so that a new reader fetches few objects and listings stay short.
 
-1. Roots are numbered and written with a condition: number n + 1 was made by somebody who had merged number n and all
-   that the listing showed, so it covers at least as much. Of several who try, one wins; nothing else decides who that
-   is.
-2. An index object is deleted only where the root before the newest covers it, and it is older than ``_TRIM_S`` by the
-   server's clock: who is just fetching by an older listing finds it, or lists again and finds a root that covers it.
-3. Segments are never changed. A snapshot adds one with the newest entries; when there are ``_SEGMENTS`` of these, all
-   are written anew without what was replaced.
+1. Roots are numbered and written conditionally. The writer of root n + 1 has merged root n and all listed index
+   objects, so the root covers at least as much. Of several concurrent writers one wins.
+2. An index object is deleted only if the root before the newest covers it, and it is older than ``_TRIM_S`` by the
+   server's clock. A reader with an older listing still finds it, or lists again and finds a root that covers it.
+3. Segments are never changed. A snapshot adds one with the newest entries. When there are ``_SEGMENTS`` of these, all
+   are rewritten without superseded entries.
 """
 
 from __future__ import annotations
@@ -14,21 +13,20 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
-from persistkv_s3.dump import dump
-from persistkv_s3.errors import ObjectExistsError
-from persistkv_s3.follower import Follower
-from persistkv_s3.layout import Entry, Root, encode_entries, encode_root
-from persistkv_s3.names import LogName
-from persistkv_s3.signed import SignedObjects
+from persistkv_s3.authentication import SignedObjects
+from persistkv_s3.client.errors import ObjectExistsError
+from persistkv_s3.log.follower import Follower
+from persistkv_s3.log.layout import Entry, Root, encode_entries, encode_root
+from persistkv_s3.log.names import LogName
 
-_AFTER = (20, 28)  # index objects that no root covers; drawn anew each time, so that not all writers start at once
+_AFTER = (20, 28)  # uncovered index objects; drawn at random each time, so that not all writers start at once
 _SEGMENTS = 8
 _SEGMENT_BYTES = 64 << 20  # 64 MiB: of a segment, unless one entry is larger
 _TRIM_S = 60.0
 
 
-class Snapshots:
-    """Those of one namespace, made by one handle; used from the thread that commits."""
+class SnapshotWriter:
+    """Takes the snapshots of one namespace; used from the thread that commits."""
 
     def __init__(self, objects: SignedObjects, follower: Follower) -> None:
         self._objects = objects
@@ -36,9 +34,9 @@ class Snapshots:
         self._due = random.randint(*_AFTER)
 
     def take_if_due(self, writer: bytes) -> None:
-        """Where many index objects lie there that no root covers, write one, and delete what is covered twice.
+        """Take a snapshot if many index objects are uncovered, and delete those that two roots cover.
 
-        :raises StoreError: it was not done, or not to the end; the log is as good as before.
+        :raises StoreError: it failed; the log is still valid.
         """
         if len(self._follower.recent) < self._due:
             return
@@ -46,24 +44,24 @@ class Snapshots:
         self._follower.refresh()
         if self._rewrites:
             self._follower.refresh_from_bucket()
-        if len(self._follower.recent) >= _AFTER[0] and not self._follower.catalogue.damaged:
+        if len(self._follower.recent) >= _AFTER[0] and not self._follower.state.damaged:
             self.take(writer)
 
     @property
     def _rewrites(self) -> bool:
-        """Whether the next one writes all segments anew."""
+        """Whether the next snapshot rewrites all segments."""
         root = self._follower.root
         return root is not None and len(root.segments) - root.whole_segments >= _SEGMENTS
 
     def take(self, writer: bytes) -> bool:
-        """Write a snapshot now; whether nobody was faster. What is known is to be fresh and undamaged."""
+        """Take a snapshot of the state, which must be fresh and undamaged; return False if another writer was first."""
         follower = self._follower
         before = follower.root
         number = 1 if before is None else before.number + 1
         held, whole = ((), 0) if before is None else (before.segments, before.whole_segments)
         parts = [[entry for entries in follower.recent.values() for entry in entries]]
         if self._rewrites:
-            held, parts = (), _cut(dump(follower.namespace, follower.catalogue))
+            held, parts = (), _cut(follower.state.entries(follower.namespace))
             whole = len(parts)
         names = [f"{writer.hex()}-{number:012x}-{part:04x}" for part in range(len(parts))]
         for name, part in zip(names, parts, strict=True):
@@ -78,7 +76,7 @@ class Snapshots:
         try:
             self._objects.put(follower.names.root(number), [encode_root(root)])
         except ObjectExistsError as error:
-            if not error.uncertain:  # else it may be ours: the next listing tells
+            if not error.uncertain:  # otherwise it may be this one: the next listing shows it
                 self._objects.bucket.delete([follower.names.segment(name) for name in names])
             return False
         follower.cover(root)
@@ -102,7 +100,7 @@ class Snapshots:
 
 
 def _covered(objects: Iterable[LogName]) -> Iterable[tuple[bytes, int]]:
-    """For each writer with an index object in the bucket, the number of the last one that was merged."""
+    """Return the last merged number of each writer with an index object in the bucket."""
     last: dict[bytes, int] = {}
     for name in objects:
         last[name.writer] = max(name.number, last.get(name.writer, 0))

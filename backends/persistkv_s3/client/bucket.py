@@ -8,9 +8,17 @@ from typing import TypeVar
 
 from persistkv.storage.codec import Buffer
 from persistkv.storage.executor import thread_pool
+from persistkv_s3.client.transport import (
+    MOST_DELETED,
+    Body,
+    Deadline,
+    FrameSink,
+    ObjectInfo,
+    RowSink,
+    Transport,
+    WholeSink,
+)
 from persistkv_s3.options import Place
-from persistkv_s3.sinks import FrameSink, RowSink, WholeSink
-from persistkv_s3.transport import MOST_DELETED, Body, Deadline, ObjectInfo, Transport
 
 A = TypeVar("A")
 R = TypeVar("R")

@@ -1,12 +1,12 @@
-"""What one handle knows of a namespace: the entries of all writers, merged.
+"""State of a namespace: the entries of all writers, merged.
 
-1. Merging is idempotent and knows no order: of two entries that speak of one thing the one with the greater stamp wins,
-   so all handles that heard of the same entries know the same.
-2. A pack is held where the last that was heard of it is that it came, and its table reads.
-3. Changes are numbered as this handle learns of them; a cursor is such a number, beside a digest of what is held, by
-   which a cursor of another handle is told to be up to date, or not.
+1. Merging is idempotent and commutative: of two entries about one thing the one with the greater stamp wins, so handles
+   that merged the same entries have the same state.
+2. A pack is held if the newest entry about it adds it, and its table is valid.
+3. Changes are numbered in the order of merging. A cursor is such a number and a digest of the packs, which shows
+   whether a cursor of another handle is current.
 
-``lock`` is held for the length of one call and never over I/O: reads come from many threads, beside a commit.
+``lock`` is held during one call and never during I/O: many threads read while one merges.
 """
 
 from __future__ import annotations
@@ -19,33 +19,35 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from persistkv.errors import CorruptPackError
-from persistkv.storage.backend import Changes, RequestUse
+from persistkv.storage.backend import Changes
+from persistkv.storage.extensions import RequestUse
 from persistkv.storage.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
-from persistkv_s3.layout import Entry, PackRow, Stamp, split_ids, tags_before
-from persistkv_s3.names import LogName
+from persistkv_s3.log.layout import Entry, EntryBuilder, GoneRow, PackRow, Stamp, split_ids, tags_before
+from persistkv_s3.log.names import LogName
 
 CHANGES_KEPT = 4096
+_REMEMBER_S = 7 * 86_400.0  # a week: a handle that slept for longer may list a removed pack again, as a miss
 _CURSOR = struct.Struct("<8sQ16s")
 _NEVER = Stamp(-1, b"")
 
 
-class Use(NamedTuple):
-    """When something was used last."""
+class LastUse(NamedTuple):
+    """Time of the last use."""
 
     moment: int
     time: float
     """Seconds since the epoch."""
 
 
-class StoredPack(NamedTuple):
+class PackState(NamedTuple):
     """A pack that is held."""
 
     table: PackTable
     generation: int
     stamp: Stamp
     time: float
-    """When it came."""
-    used: Use
+    """Time of the commit that added it."""
+    used: LastUse
     table_bytes: int
     """Of its tags and its table."""
     tags: bytes
@@ -53,58 +55,58 @@ class StoredPack(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """The least of its frames."""
+        """Least depth of its frames."""
         return min((frame.depth for frame in self.table.frames), default=UNKNOWN_DEPTH)
 
     @property
     def stored_bytes(self) -> int:
-        """Of its object, and of its table in the index."""
+        """Bytes of its object, and of its table in the index."""
         return self.table.payload_length + 2 * self.table_bytes
 
 
-class StoredManifest(NamedTuple):
+class ManifestState(NamedTuple):
     """A manifest that is held."""
 
     head: bytes
-    """Sealed; it may not read."""
+    """Sealed; may be damaged."""
     ordered: bool
     packs: tuple[bytes, ...]
     keys: LogName
     keys_offset: int
     keys_length: int
     stamp: Stamp
-    used: Use
+    used: LastUse
 
     @property
     def stored_bytes(self) -> int:
-        """Of its head and keys."""
+        """Bytes of its head and keys."""
         return len(self.head) + self.keys_length + ID_BYTES * len(self.packs)
 
 
-class Gone(NamedTuple):
-    """That something went."""
+class Removal(NamedTuple):
+    """Removal of a pack or manifest."""
 
     stamp: Stamp
     time: float
     generation: int = 0
-    """Of a pack: the one that went."""
+    """Of a pack: the removed generation."""
 
 
-class Catalogue:
-    """See the top of this file. Its parts are read by those who hold ``lock``, or in the one thread that merges."""
+class LogState:
+    """See the top of this file. Attributes are read while holding ``lock``, or in the one thread that merges."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.packs: dict[bytes, StoredPack] = {}
-        self.gone: dict[bytes, Gone] = {}
-        self.manifests: dict[str, StoredManifest] = {}
-        self.manifests_gone: dict[str, Gone] = {}
+        self.packs: dict[bytes, PackState] = {}
+        self.gone: dict[bytes, Removal] = {}
+        self.manifests: dict[str, ManifestState] = {}
+        self.manifests_gone: dict[str, Removal] = {}
         self.naming: dict[bytes, set[str]] = {}
         """For each pack, the manifests that name it."""
         self.moment = 0
         self.time = 0.0
         self.damaged = False
-        """An entry or a root did not read: there is more than this handle knows, and could carry into a snapshot."""
+        """An entry or a root was unreadable: the state is incomplete, and no snapshot may be taken of it."""
         self._pins: dict[str, tuple[Stamp, bool]] = {}
         self._handle = os.urandom(8)
         self._log: list[tuple[bytes, bool]] = []
@@ -121,18 +123,12 @@ class Catalogue:
 
     @property
     def pinned_packs(self) -> set[bytes]:
-        """Those that a pinned manifest names."""
+        """Packs that a pinned manifest names."""
         names = [name for name in self._pins if name in self.manifests and self.pinned(name)]
         return {pack_id for name in names for pack_id in self.manifests[name].packs}
 
-    def named_packs(self, manifest_id: str) -> list[PackTable] | None:
-        """See ``Backend.named_packs``."""
-        with self.lock:
-            held = self.manifests.get(manifest_id)
-            return None if held is None else [self.packs[name].table for name in held.packs if name in self.packs]
-
     def request_use(self, manifest_id: str) -> RequestUse | None:
-        """What is known of a request's use; None where it is not held, or its last pack is not."""
+        """Return the last use of a request; None if it or its last pack is not held."""
         with self.lock:
             held = self.manifests.get(manifest_id)
             if held is None:
@@ -160,44 +156,44 @@ class Catalogue:
 
     @property
     def stored_bytes(self) -> int:
-        """Of all packs and manifests."""
+        """Bytes of all packs and manifests."""
         packs = sum(pack.stored_bytes for pack in self.packs.values())
         return packs + sum(manifest.stored_bytes for manifest in self.manifests.values())
 
     def next_generation(self, pack_id: bytes) -> int:
-        """The generation that a pack which is not held is written under."""
+        """Return the generation for the upload of a pack that is not held."""
         gone = self.gone.get(pack_id)
         return 0 if gone is None else gone.generation + 1
 
     # Merging
 
     def merge(self, entry: Entry) -> None:
-        """Take in what a commit did."""
+        """Apply the entry of a commit."""
         head = entry.head
         with self.lock:
             self.moment = max(self.moment, head.moment)
             self.time = max(self.time, head.time)
-            use = Use(head.moment, head.time)
+            use = LastUse(head.moment, head.time)
             for gone in head.gone:
-                self._lose(gone.pack_id, Gone(head.stamp, head.time, gone.generation))
+                self._lose(gone.pack_id, Removal(head.stamp, head.time, gone.generation))
             for row in head.packs:
                 self._gain(row, entry)
             for pack_id in split_ids(head.uses):
                 self.use(pack_id, use)
             for name in head.manifests_gone:
-                self._drop(name, Gone(head.stamp, head.time))
+                self._drop(name, Removal(head.stamp, head.time))
             for manifest in head.manifests:
                 sealed = entry.bodies[manifest.offset : manifest.offset + manifest.length]
                 keys = LogName(manifest.keys_writer, manifest.keys_number)
                 place = (keys, manifest.keys_offset, manifest.keys_length)
                 packs = split_ids(manifest.packs)
-                self._keep(manifest.id, StoredManifest(sealed, manifest.ordered, packs, *place, head.stamp, use))
+                self._keep(manifest.id, ManifestState(sealed, manifest.ordered, packs, *place, head.stamp, use))
             for name, pinned in head.pins:
                 if self._pins.get(name, (_NEVER, False))[0] < head.stamp:
                     self._pins[name] = (head.stamp, pinned)
 
-    def use(self, pack_id: bytes, use: Use) -> None:
-        """A pack was used; one that is not held is passed over."""
+    def use(self, pack_id: bytes, use: LastUse) -> None:
+        """Record the use of a pack; ignored if it is not held."""
         with self.lock:
             held = self.packs.get(pack_id)
             if held is not None and held.used < use:
@@ -216,15 +212,15 @@ class Catalogue:
         except CorruptPackError:
             return
         self.gone.pop(pack_id, None)
-        use = Use(head.moment, head.time) if held is None else max(Use(head.moment, head.time), held.used)
+        use = LastUse(head.moment, head.time) if held is None else max(LastUse(head.moment, head.time), held.used)
         tags = tags_before(body)
-        stored = StoredPack(table, generation, stamp, head.time, use, row.length, tags)
+        stored = PackState(table, generation, stamp, head.time, use, row.length, tags)
         if held is None or (held.generation, held.table) != (generation, table):
             self._forget(pack_id)
             self._note(pack_id, True, generation)
         self.packs[pack_id] = stored
 
-    def _lose(self, pack_id: bytes, gone: Gone) -> None:
+    def _lose(self, pack_id: bytes, gone: Removal) -> None:
         held, before = self.packs.get(pack_id), self.gone.get(pack_id)
         if (held is not None and gone.stamp <= held.stamp) or (before is not None and gone.stamp <= before.stamp):
             return
@@ -244,7 +240,7 @@ class Catalogue:
             del self._log[:CHANGES_KEPT]
         self._digest ^= _digest(pack_id, generation)
 
-    def _keep(self, name: str, manifest: StoredManifest) -> None:
+    def _keep(self, name: str, manifest: ManifestState) -> None:
         held, gone = self.manifests.get(name), self.manifests_gone.get(name)
         if (held is not None and manifest.stamp <= held.stamp) or (gone is not None and manifest.stamp < gone.stamp):
             return
@@ -253,7 +249,7 @@ class Catalogue:
         for pack_id in manifest.packs:
             self.naming.setdefault(pack_id, set()).add(name)
 
-    def _drop(self, name: str, gone: Gone) -> None:
+    def _drop(self, name: str, gone: Removal) -> None:
         held, before = self.manifests.get(name), self.manifests_gone.get(name)
         if (held is not None and gone.stamp <= held.stamp) or (before is not None and gone.stamp <= before.stamp):
             return
@@ -268,28 +264,28 @@ class Catalogue:
             if not names:
                 self.naming.pop(pack_id, None)
 
-    # What others are told
+    # Changes
 
-    def lose(self, pack_id: bytes, held: StoredPack) -> bool:
-        """A pack's object was not there; whether this is still what is known of the pack, and was forgotten now."""
+    def lose(self, pack_id: bytes, held: PackState) -> bool:
+        """Remove a pack whose object is missing; return False if the state has another generation of it by now."""
         with self.lock:
             current = self.packs.get(pack_id)
             if current is None or current.generation != held.generation:
                 return False
             self._forget(pack_id)
-            self.gone[pack_id] = Gone(held.stamp, held.time, held.generation)
+            self.gone[pack_id] = Removal(held.stamp, held.time, held.generation)
             return True
 
     def relearn(self, pack_ids: Iterable[bytes]) -> None:
-        """Tell once more of packs whose tables are others than those that who follows may have taken them for."""
+        """Re-announce packs whose tables changed."""
         with self.lock:
             for pack_id in pack_ids:
                 if (held := self.packs.get(pack_id)) is not None:
                     self._note(pack_id, False, held.generation)
                     self._note(pack_id, True, held.generation)
 
-    def replace(self, fresh: Catalogue) -> None:
-        """Know what ``fresh`` knows; the changes come into this one's log."""
+    def replace(self, fresh: LogState) -> None:
+        """Replace the content by that of ``fresh``, and log the differences as changes."""
         with self.lock, fresh.lock:
             before, after = self.packs, fresh.packs
             for pack_id, held in before.items():
@@ -307,7 +303,7 @@ class Catalogue:
 
     @property
     def cursor(self) -> bytes:
-        """Where the catalogue stands."""
+        """Cursor after all that was merged."""
         with self.lock:
             return _CURSOR.pack(self._handle, self._position, self._digest.to_bytes(16, "little"))
 
@@ -317,7 +313,7 @@ class Catalogue:
             return self._behind(cursor) == 0
 
     def _behind(self, cursor: bytes) -> int | None:
-        """Changes since; None where nobody can tell."""
+        """Return the number of changes since; None if it is unknown."""
         if len(cursor) != _CURSOR.size:
             return None
         handle, position, digest = _CURSOR.unpack(cursor)
@@ -327,7 +323,7 @@ class Catalogue:
         return int(behind) if 0 <= behind <= len(self._log) else None
 
     def changes(self, cursor: bytes | None) -> Changes:
-        """See ``Backend.changes``; of what this handle knows."""
+        """See ``Backend.changes``."""
         with self.lock:
             behind = None if cursor is None else self._behind(cursor)
             if behind is None:
@@ -337,12 +333,35 @@ class Catalogue:
             added = [self.packs[pack_id].table for pack_id in came if pack_id in self.packs]
             return Changes(self.cursor, added, [pack_id for pack_id, came in moved if not came])
 
-    def pins(self) -> dict[str, tuple[Stamp, bool]]:
-        """What was said of pins, for a snapshot."""
-        return {name: pin for name, pin in self._pins.items() if name in self.manifests}
+    def entries(self, namespace: bytes) -> list[Entry]:
+        """Return all that is held, as one entry for each stamp and time. Called by the thread that merges."""
+        newest = self.time
+        builders: dict[tuple[Stamp, float], EntryBuilder] = {}
+
+        def part(stamp: Stamp, time: float) -> EntryBuilder:
+            return builders.setdefault((stamp, time), EntryBuilder())
+
+        for pack_id, pack in list(self.packs.items()):  # readers may remove some meanwhile
+            part(pack.stamp, pack.time).add_pack(pack_id, pack.generation, pack.tags + pack.table.encode())
+            if pack.used.moment != pack.stamp.moment:
+                part(Stamp(pack.used.moment, pack.stamp.writer), pack.used.time).uses.append(pack_id)
+        for name, manifest in self.manifests.items():
+            packs = b"".join(manifest.packs)
+            keys = (*manifest.keys, manifest.keys_offset, manifest.keys_length)
+            part(manifest.stamp, manifest.used.time).add_manifest(name, manifest.ordered, packs, manifest.head, keys)
+        for pack_id, gone in list(self.gone.items()):
+            if gone.time > newest - _REMEMBER_S:
+                part(gone.stamp, gone.time).gone.append(GoneRow(pack_id, gone.generation))
+        for name, gone in self.manifests_gone.items():
+            if gone.time > newest - _REMEMBER_S and name not in self.manifests:
+                part(gone.stamp, gone.time).manifests_gone.append(name)
+        for name, (stamp, pinned) in self._pins.items():
+            if name in self.manifests:
+                part(stamp, newest).pins.append((name, pinned))
+        return [builders[key].entry(namespace, *key) for key in sorted(builders)]
 
 
-def _face(pack: StoredPack) -> tuple[int, PackTable]:
+def _face(pack: PackState) -> tuple[int, PackTable]:
     return pack.generation, pack.table
 
 

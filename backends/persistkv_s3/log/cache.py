@@ -1,14 +1,13 @@
-"""What a handle knew of a namespace, in a file on this machine: a restarted engine fetches only what came since.
+"""Local cache of a namespace's state: a restarted engine fetches only what was added since.
 
-1. It is safe to lose, and counts only where it is whole, of this very place, and of somebody who has the store's key.
-2. It is replaced as a whole: whoever reads meets the one before or this one.
-3. It stands for the segments of a snapshot, which never change: all that they say is in it.
+1. It may be lost at any time, and counts only if it is complete, of this very namespace and store, and authentic.
+2. It is replaced atomically.
+3. It holds all entries of the segments that its root names; segments never change.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Sequence
 from hashlib import sha256
@@ -22,9 +21,8 @@ from persistkv.errors import CorruptPackError
 from persistkv.storage.codec import Buffer
 from persistkv.storage.files import replace_file
 from persistkv_s3.authentication import Authenticator
-from persistkv_s3.catalogue import Catalogue
-from persistkv_s3.dump import dump
-from persistkv_s3.layout import Root, encode_entries, encode_root, parse_entries, parse_root_object
+from persistkv_s3.log.layout import Root, encode_entries, encode_root, parse_entries, parse_root_object
+from persistkv_s3.log.state import LogState
 
 logger = logging.getLogger(__name__)
 
@@ -32,31 +30,22 @@ _MAGIC = b"PKVS3CA1"
 _HEAD = Struct("<8sQI")
 _SIGNED_AS = "cache"
 _PAUSE_S = 60.0
-_SHARE = 100  # times as long as writing it took, it is not written again
-
-
-def default_directory() -> Path:
-    """``persistkv/s3`` under ``$XDG_CACHE_HOME``, or under ``~/.cache`` where that is not set.
-
-    :raises RuntimeError: the user has no home directory.
-    """
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "persistkv" / "s3"
+_SHARE = 100  # pause between writes, as a multiple of the duration of the last one
 
 
 class Cached(NamedTuple):
-    """What a file held."""
+    """Content of a cache file."""
 
     root: Root
-    catalogue: Catalogue
-    """All that the root's segments say, and perhaps more."""
+    state: LogState
+    """All entries of the root's segments, and maybe later ones."""
 
 
 class IndexCache:
-    """The file of one namespace of one store. Used from one thread at a time. A file that cannot be read or written is
-    none.
+    """Cache file of one namespace of one store. Used from one thread at a time. An unusable file is ignored.
 
-    :param directory: None: nothing is kept.
-    :param place: what tells the namespace from all others that this user may open.
+    :param directory: None: no cache.
+    :param place: identifies the namespace among all that this user may open.
     """
 
     def __init__(self, directory: Path | None, place: str, namespace: bytes, authenticator: Authenticator) -> None:
@@ -67,7 +56,7 @@ class IndexCache:
         self._not_before = 0.0
 
     def load(self) -> Cached | None:
-        """What was kept; None where nothing was, or it does not read."""
+        """Return the cached state; None if there is none, or it is unusable."""
         if self._path is None:
             return None
         try:
@@ -75,7 +64,7 @@ class IndexCache:
         except OSError:
             return None
         except CorruptPackError as error:
-            logger.info("%s is of no use (%s): the index is fetched", self._path, error)
+            logger.info("%s is unusable (%s): fetching the index", self._path, error)
             return None
         self._segments = found.root.segments
         return found
@@ -89,24 +78,24 @@ class IndexCache:
         if magic != _MAGIC or xxhash.xxh3_64_intdigest(rest) != checksum:
             raise CorruptPackError("cache", "it is not what was written")
         root = parse_root_object(rest[:root_length], self._namespace, None)
-        catalogue = Catalogue()
+        state = LogState()
         for entry in parse_entries(rest[root_length:], self._namespace):
-            catalogue.merge(entry)
-        return Cached(root, catalogue)
+            state.merge(entry)
+        return Cached(root, state)
 
-    def save_if_due(self, root: Root | None, catalogue: Catalogue) -> None:
-        """Keep what is known, where a snapshot came since and the last time is long ago."""
+    def save_if_due(self, root: Root | None, state: LogState) -> None:
+        """Write the state as in ``save``, unless the last write is too recent."""
         if time.monotonic() >= self._not_before:
-            self.save(root, catalogue)
+            self.save(root, state)
 
-    def save(self, root: Root | None, catalogue: Catalogue) -> None:
-        """Keep what is known, where a snapshot came since."""
-        if self._path is None or root is None or root.segments == self._segments or catalogue.damaged:
+    def save(self, root: Root | None, state: LogState) -> None:
+        """Write the state if the root names other segments than the file."""
+        if self._path is None or root is None or root.segments == self._segments or state.damaged:
             return
         begin = time.monotonic()
         self._segments = root.segments
         sealed = encode_root(root)
-        pieces: list[Buffer] = [sealed, *encode_entries(dump(self._namespace, catalogue))]
+        pieces: list[Buffer] = [sealed, *encode_entries(state.entries(self._namespace))]
         digest = xxhash.xxh3_64()
         for piece in pieces:
             digest.update(piece)

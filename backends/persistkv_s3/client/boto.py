@@ -4,7 +4,7 @@ else.
 1. A body is uploaded from where it lies and downloaded to where it belongs; nothing here holds a copy of one.
 2. No attempt outlives its deadline by more than one time-out of a socket: an upload looks at it between pieces, and a
    watchdog cuts a download off.
-3. botocore makes no retries of its own: what is retried, and until when, is decided in one place (``reliable``).
+3. botocore makes no retries of its own: what is retried, and until when, is decided in one place (``retries``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 from persistkv.errors import ConfigurationError, StoreError
-from persistkv_s3.errors import (
+from persistkv.storage.extensions import PlainMedium
+from persistkv_s3.client.errors import (
     BrokenError,
     LateError,
     ObjectExistsError,
@@ -25,8 +26,8 @@ from persistkv_s3.errors import (
     S3Error,
     ThrottledError,
 )
+from persistkv_s3.client.transport import Body, Deadline, ListPage, ObjectInfo, Sink, Transport
 from persistkv_s3.options import Place, S3Options
-from persistkv_s3.transport import Body, Deadline, ObjectInfo, Page, Sink, Transport
 
 _PUT_BYTES = 72 << 20  # 72 MiB: the largest pack of many blocks with padding and table. Larger bodies go up in parts
 _PART_BYTES = 32 << 20  # 32 MiB
@@ -118,7 +119,7 @@ class BotoClient(Transport):
             found = self._client.head_object(Bucket=self._place.bucket, Key=key)
         return ObjectInfo(key, found["ContentLength"], found["LastModified"].timestamp())
 
-    def list(self, prefix: str, page: str | None, deadline: Deadline) -> Page:
+    def list(self, prefix: str, page: str | None, deadline: Deadline) -> ListPage:
         more = {} if page is None else {"ContinuationToken": page}
         with self._translated("LIST", prefix, deadline):
             answer = self._client.list_objects_v2(Bucket=self._place.bucket, Prefix=prefix, **more)
@@ -126,7 +127,7 @@ class BotoClient(Transport):
             ObjectInfo(entry["Key"], entry["Size"], entry["LastModified"].timestamp())
             for entry in answer.get("Contents", ())
         ]
-        return Page(found, answer["NextContinuationToken"] if answer.get("IsTruncated") else None)
+        return ListPage(found, answer["NextContinuationToken"] if answer.get("IsTruncated") else None)
 
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
         try:
@@ -155,6 +156,37 @@ class BotoClient(Transport):
             raise
         except Exception as error:
             raise _ours(error, f"{self._place}: {verb} {key}", deadline) from None
+
+
+class PlainBucket(BotoClient, PlainMedium):
+    """A bucket as a plain boto3 client uses it, to compare with: one object for each ``write``, one request at a time,
+    bytes joined before and copied after, nothing checked."""
+
+    def __init__(self, place: Place, options: S3Options) -> None:
+        super().__init__(place, options)
+        self._deadline_s = options.deadline_s
+        self._written: list[str] = []
+
+    def write(self, buffers: Sequence[memoryview]) -> None:
+        key = f"{self._place.prefix}plain-{len(self._written)}"
+        with self._translated("PUT", key, Deadline(self._deadline_s)):
+            self._client.put_object(Bucket=self._place.bucket, Key=key, Body=b"".join(buffers), **self._extra)
+        self._written.append(key)
+
+    def read(self, buffers: Sequence[memoryview]) -> None:
+        key = self._written[-1]
+        with self._translated("GET", key, Deadline(self._deadline_s)):
+            found = memoryview(self._client.get_object(Bucket=self._place.bucket, Key=key)["Body"].read())
+        for buffer in buffers:
+            buffer[:], found = found[: len(buffer)], found[len(buffer) :]
+
+    def close(self) -> None:
+        try:
+            if self._written:
+                self.delete(self._written, Deadline(self._deadline_s))
+                self._written.clear()
+        finally:
+            super().close()
 
 
 def _last(start: int | None, stop: int) -> int:

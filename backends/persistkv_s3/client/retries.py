@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from persistkv.errors import StoreError
-from persistkv_s3.breaker import Breaker
-from persistkv_s3.errors import BreakerOpenError, ObjectExistsError, S3Error
-from persistkv_s3.transport import Body, Deadline, ObjectInfo, Page, Sink, Transport
+from persistkv_s3.client.breaker import Breaker
+from persistkv_s3.client.errors import BreakerOpenError, ObjectExistsError, S3Error
+from persistkv_s3.client.transport import Body, Deadline, ListPage, ObjectInfo, Sink, Transport
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ _LAST_BOUND_S = 5.0
 _ATTEMPTS = 8  # a server that fails fast is not asked for the whole of the deadline
 
 
-class Reliable(Transport):
+class RetryingTransport(Transport):
     """See the top of this file."""
 
     def __init__(self, client: Transport, breaker: Breaker) -> None:
@@ -70,7 +70,7 @@ class Reliable(Transport):
     def head(self, key: str, deadline: Deadline) -> ObjectInfo:
         return self._run(lambda: self._client.head(key, deadline), deadline)
 
-    def list(self, prefix: str, page: str | None, deadline: Deadline) -> Page:
+    def list(self, prefix: str, page: str | None, deadline: Deadline) -> ListPage:
         return self._run(lambda: self._client.list(prefix, page, deadline), deadline)
 
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:

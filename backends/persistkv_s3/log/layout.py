@@ -17,8 +17,9 @@ import msgspec
 import xxhash
 
 from persistkv.errors import CorruptPackError, CorruptStoreError
-from persistkv.storage.backend import Namespace, Policy
+from persistkv.storage.backend import Namespace
 from persistkv.storage.codec import Buffer
+from persistkv.storage.extensions import Policy
 from persistkv.storage.identity import Identity
 from persistkv.storage.pack import ID_BYTES
 
@@ -107,6 +108,47 @@ class Entry(NamedTuple):
 
     head: Head
     bodies: bytes
+
+
+class EntryBuilder:
+    """Collects the rows and bodies of one entry."""
+
+    def __init__(self) -> None:
+        self.packs: list[PackRow] = []
+        self.gone: list[GoneRow] = []
+        self.uses: list[bytes] = []
+        self.manifests: list[ManifestRow] = []
+        self.manifests_gone: list[str] = []
+        self.pins: list[tuple[str, bool]] = []
+        self._bodies = bytearray()
+
+    def add_pack(self, pack_id: bytes, generation: int, body: bytes) -> None:
+        """:param body: tags and table."""
+        self.packs.append(PackRow(pack_id, generation, len(self._bodies), len(body)))
+        self._bodies += body
+
+    def add_manifest(
+        self, name: str, ordered: bool, packs: bytes, head: bytes, keys: tuple[bytes, int, int, int]
+    ) -> None:
+        """:param keys: location of the keys, the last fields of ``ManifestRow``."""
+        self.manifests.append(ManifestRow(name, ordered, packs, len(self._bodies), len(head), *keys))
+        self._bodies += head
+
+    def entry(self, namespace: bytes, stamp: Stamp, time: float) -> Entry:
+        """Return the entry."""
+        head = Head(
+            namespace=namespace,
+            writer=stamp.writer,
+            moment=stamp.moment,
+            time=time,
+            packs=tuple(self.packs),
+            gone=tuple(self.gone),
+            uses=b"".join(self.uses),
+            manifests=tuple(self.manifests),
+            manifests_gone=tuple(self.manifests_gone),
+            pins=tuple(self.pins),
+        )
+        return Entry(head, bytes(self._bodies))
 
 
 class Root(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

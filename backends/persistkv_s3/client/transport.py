@@ -1,18 +1,19 @@
-"""What the driver asks of an object store, and nothing else: five verbs, each with a deadline.
+"""The five operations that the driver needs of an object store, each with a deadline, and their uploads and downloads.
 
-``client.BotoClient`` makes single attempts; ``reliable.Reliable`` puts retries, a breaker and the resumption of bodies
-on top, behind the same interface. Both may be used from several threads at once.
+``boto.BotoClient`` makes single attempts; ``retries.RetryingTransport`` adds retries, a breaker and the resumption of
+bodies behind the same interface. Both may be used from several threads at once.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+from persistkv.errors import CorruptPackError
 from persistkv.storage.codec import Buffer
-from persistkv_s3.errors import LateError
+from persistkv_s3.client.errors import BrokenError, LateError
 
 _PIECE_BYTES = 1 << 20  # 1 MiB: what one write to a socket takes at most, so that a stalled one is noticed
 
@@ -102,7 +103,7 @@ class Body:
 
 
 class Sink(Protocol):
-    """Where a download goes."""
+    """Destination of a download."""
 
     @property
     def position(self) -> int:
@@ -125,6 +126,92 @@ class Sink(Protocol):
         ...
 
 
+class RowSink:
+    """Fills the caller's buffers, one after the other."""
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        self._parts = [part for buffer in buffers if len(part := buffer.cast("B"))]
+        self._total = sum(map(len, self._parts))
+        self._part = 0
+        self._filled = 0
+        self.position = 0
+
+    def expect(self, length: int) -> None:
+        if length != self._total - self.position:
+            raise BrokenError(f"the server sends {length} bytes instead of {self._total - self.position}")
+
+    def room(self) -> memoryview:
+        return self._parts[self._part][self._filled :] if self._part < len(self._parts) else memoryview(b"")
+
+    def advance(self, count: int) -> None:
+        self.position += count
+        self._filled += count
+        if self._filled == len(self._parts[self._part]):
+            self._part += 1
+            self._filled = 0
+
+
+class FrameSink:
+    """Passes ranges of an object through one buffer, each as soon as it is complete; drops the bytes between them.
+
+    :param ranges: (offset, length), ascending; the lengths are not 0.
+    :param take: called with the number of a range, and its bytes, which are valid until it returns.
+    """
+
+    def __init__(
+        self, ranges: Sequence[tuple[int, int]], buffer: memoryview, take: Callable[[int, memoryview], None]
+    ) -> None:
+        self.start = ranges[0][0]
+        self.stop = sum(ranges[-1])
+        self.position = 0
+        self._ranges = ranges
+        self._buffer = buffer
+        self._take = take
+        self._number = 0
+
+    def expect(self, length: int) -> None:
+        left = self.stop - self.start - self.position
+        if length != left:
+            raise BrokenError(f"the server sends {length} bytes instead of {left}")
+
+    def room(self) -> memoryview:
+        if self._number == len(self._ranges):
+            return memoryview(b"")
+        offset, length = self._ranges[self._number]
+        inside = self.start + self.position - offset
+        return self._buffer[inside:length] if inside >= 0 else self._buffer[:-inside]
+
+    def advance(self, count: int) -> None:
+        self.position += count
+        offset, length = self._ranges[self._number]
+        if self.start + self.position == offset + length:
+            self._number += 1
+            self._take(self._number - 1, self._buffer[:length])
+
+
+class WholeSink:
+    """Collects an object of unknown length, up to a bound, because the content of a bucket is untrusted."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.data = bytearray()
+        self.position = 0
+
+    def expect(self, length: int) -> None:
+        if self.position + length > self._limit:
+            raise CorruptPackError("object", f"{length} bytes where {self._limit} are the most that belong there")
+        if self.position and self.position + length != len(self.data):
+            raise BrokenError(f"the server sends {length} bytes more instead of {len(self.data) - self.position}")
+        if not self.position:
+            self.data = bytearray(length)
+
+    def room(self) -> memoryview:
+        return memoryview(self.data)[self.position :]
+
+    def advance(self, count: int) -> None:
+        self.position += count
+
+
 class ObjectInfo(NamedTuple):
     """An object as a listing shows it."""
 
@@ -134,7 +221,7 @@ class ObjectInfo(NamedTuple):
     """Seconds since the epoch, by the server's clock."""
 
 
-class Page(NamedTuple):
+class ListPage(NamedTuple):
     """A part of a listing."""
 
     objects: Sequence[ObjectInfo]
@@ -171,7 +258,7 @@ class Transport(ABC):
         """:raises ObjectMissingError: there is no such object."""
 
     @abstractmethod
-    def list(self, prefix: str, page: str | None, deadline: Deadline) -> Page:
+    def list(self, prefix: str, page: str | None, deadline: Deadline) -> ListPage:
         """Some objects whose keys begin so, by key.
 
         :param page: which, as the one before names it; None: the first.

@@ -1,14 +1,15 @@
-"""Following a namespace's log: one listing tells what is new, and only that is fetched.
+"""Follower of a namespace's log: one listing shows what is new, and only that is fetched.
 
-1. An index object is merged once; its number tells that those of its writer before it were there too.
-2. A snapshot's root covers index objects, which are deleted only after a later root covers them as well. So whoever
-   lists sees each entry: as an index object, or in the segments of the newest root.
-3. Where a root covers something that this handle never merged (it slept while that was deleted), all is fetched anew.
-4. Looks are spaced by ``refresh_s``, with jitter; in between the answer is what is known already.
-5. Where something that this handle merged lies there no more and no newer root covers it, somebody emptied the log, or
-   made the bucket anew: what lies there now is all that is known (``emptied``).
-6. What a file on this machine says of the index (``cache``) spares a start what that file stands for. Nothing is
-   written or deleted on its word alone: ``refresh_from_bucket``.
+1. An index object is merged once; its number implies those of its writer before it.
+2. A snapshot's root covers index objects, which are deleted only after a later root covers them as well. So a listing
+   shows each entry: in an index object, or in the segments of the newest root.
+3. If a root covers something that this follower never merged, because it was deleted between two listings, everything
+   is loaded again.
+4. Listings are spaced by ``refresh_s``, with jitter; in between, calls answer from the state.
+5. If an index object that was merged is missing and no newer root covers it, the log was deleted, or the bucket was
+   created again: the state is loaded from what exists now (``emptied``).
+6. The local cache (``cache``) saves fetching the segments that it holds. Nothing is written or deleted because of the
+   cache alone: ``refresh_from_bucket``.
 """
 
 from __future__ import annotations
@@ -20,46 +21,46 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from persistkv.errors import CorruptPackError, StoreError
-from persistkv_s3.cache import Cached, IndexCache
-from persistkv_s3.catalogue import Catalogue, StoredPack, Use
-from persistkv_s3.errors import ObjectMissingError
-from persistkv_s3.layout import MAX_LOG_BYTES, Entry, Root, parse_entries, parse_root_object
-from persistkv_s3.names import LogName, parse_log, parse_root
-from persistkv_s3.signed import SignedObjects
+from persistkv.errors import CorruptPackError
+from persistkv_s3.authentication import SignedObjects
+from persistkv_s3.client.errors import ObjectMissingError
+from persistkv_s3.log.cache import Cached, IndexCache
+from persistkv_s3.log.layout import MAX_LOG_BYTES, Entry, Root, parse_entries, parse_root_object
+from persistkv_s3.log.names import LogName, parse_log, parse_root
+from persistkv_s3.log.state import LastUse, LogState, PackState
 
 logger = logging.getLogger(__name__)
 
 _TRIES = 5
-"""Listings that one load takes at most: an object that a listing names may be deleted before it is fetched."""
+"""Listings per load at most: a listed object may be deleted before it is fetched."""
 
 
-class Listing(NamedTuple):
-    """What lies in a namespace's log."""
+class LogListing(NamedTuple):
+    """Objects in a namespace's log."""
 
     objects: dict[LogName, float]
-    """Index objects, and when they were written by the server's clock."""
+    """Index objects, and their times of upload by the server's clock."""
     roots: list[int]
     """Numbers of snapshots, ascending."""
 
 
 class Follower:
-    """One namespace of one handle. ``catalogue`` may be read from any thread; the methods are for one at a time."""
+    """See the top of this file. ``state`` may be read from any thread; methods are called by one thread at a time."""
 
     def __init__(self, objects: SignedObjects, refresh_s: float, cache: IndexCache) -> None:
         self.names = objects.names
         self.namespace = objects.namespace
-        self.catalogue = Catalogue()
+        self.state = LogState()
         self.root: Root | None = None
         self.recent: dict[LogName, list[Entry]] = {}
-        """Entries that no snapshot covers yet."""
-        self.listing = Listing({}, [])
-        self.lost: dict[bytes, StoredPack] = {}
-        """Packs whose objects were not there, until a commit says so to all."""
-        self.touched: dict[bytes, Use] = {}
-        """Uses that wait for a commit."""
+        """Entries that no snapshot covers."""
+        self.listing = LogListing({}, [])
+        self.lost: dict[bytes, PackState] = {}
+        """Packs whose objects are missing, until a commit removes them for all handles."""
+        self.touched: dict[bytes, LastUse] = {}
+        """Uses that no commit has written."""
         self.emptied = False
-        """Somebody took the log away: format and identity may be gone too."""
+        """The log was deleted; format and identity may be missing, too."""
         self._objects = objects
         self._cache = cache
         self._from_cache = False
@@ -72,53 +73,52 @@ class Follower:
     # Looking
 
     def ensure(self) -> None:
-        """Know at least what lay there once. From any thread."""
+        """Load the log if it was never loaded. Called from any thread."""
         if not self._loaded:
             with self._first:
                 if not self._loaded:
                     self.load()
 
     def look(self) -> None:
-        """Learn what is new, where it is time to look."""
+        """Refresh if the last listing is old enough."""
         if not self._loaded:
             self.ensure()
         elif time.monotonic() >= self._next_look:
             self.refresh()
 
     def look_before_commit(self) -> None:
-        """``look``, but only where looks are not spaced: a commit costs no listing, for its owner looks anyway."""
+        """``look`` only if ``refresh_s`` is 0: otherwise a commit costs no listing."""
         if not self._loaded or not self._refresh_s:
             self.look()
 
     def refresh(self) -> None:
-        """Learn what is new, now: one listing, and what it names that is not known."""
+        """List the log now, and fetch what is new."""
         if not self._loaded:
             self.ensure()
             return
         listing = self._list()
         if self._is_emptied(listing):
-            logger.warning("%s was emptied: what lies there now is all that is known", self.names.log_prefix)
+            logger.warning("%s was emptied: loading what exists now", self.names.log_prefix)
             self.emptied = True
             self.lost.clear()
             self.load()
             return
         try:
             gap = self._follow(listing)
-        except ObjectMissingError:  # trimmed between listing and fetching
+        except ObjectMissingError:  # deleted after the listing
             gap = True
         if gap:
             self.load()
-        self._cache.save_if_due(self.root, self.catalogue)
+        self._cache.save_if_due(self.root, self.state)
 
     def refresh_from_bucket(self) -> None:
-        """The same; and what only a file on this machine said does not count any more."""
+        """Refresh, and replace all that only the local cache said."""
         self.refresh()
         if self._from_cache:
             self.load()
 
     def load(self) -> None:
-        """Learn everything anew; the first time, beside what a file on this machine says. On failure what is known
-        stays as it was."""
+        """Load everything; the first time, with the local cache. After a failure the state is unchanged."""
         cached = None if self._loaded else self._cache.load()
         for tries_left in reversed(range(_TRIES)):
             try:
@@ -128,22 +128,22 @@ class Follower:
                 if not tries_left:
                     raise
 
-    def _list(self) -> Listing:
+    def _list(self) -> LogListing:
         found = self._objects.bucket.list(self.names.log_prefix)
         self._next_look = time.monotonic() + self._refresh_s * random.uniform(0.75, 1.25)
         objects = {name: info.modified for info in found if (name := parse_log(info.key)) is not None}
         roots = [number for info in found if (number := parse_root(info.key)) is not None]
-        return Listing(objects, sorted(roots))
+        return LogListing(objects, sorted(roots))
 
-    def _load(self, listing: Listing, cached: Cached | None) -> None:
-        fresh = Catalogue()
+    def _load(self, listing: LogListing, cached: Cached | None) -> None:
+        fresh = LogState()
         root = self._newest_root(listing, fresh)
         covered, segments = ({}, ()) if root is None else (dict(root.covered), root.segments)
         if cached is not None and not set(cached.root.segments) <= set(segments):
             cached = None
         if cached is not None:
-            cached.catalogue.damaged = fresh.damaged
-            fresh = cached.catalogue
+            cached.state.damaged = fresh.damaged
+            fresh = cached.state
             segments = tuple(name for name in segments if name not in cached.root.segments)
         new = [name for name in listing.objects if name.number > covered.get(name.writer, 0)]
         keys = [self.names.segment(name) for name in segments]
@@ -159,39 +159,39 @@ class Follower:
         self._seen = covered
         for name in new:
             self._seen[name.writer] = max(name.number, self._seen.get(name.writer, 0))
-        self.catalogue.replace(fresh)
+        self.state.replace(fresh)
         self._from_cache = cached is not None
         self._loaded = True
 
-    def _newest_root(self, listing: Listing, catalogue: Catalogue) -> Root | None:
-        """The newest one that reads: with an older one there are index objects missing, which is known to be damage."""
+    def _newest_root(self, listing: LogListing, state: LogState) -> Root | None:
+        """Return the newest readable root. An older one implies missing index objects: the state is marked damaged."""
         for number in reversed(listing.roots):
             try:
                 found = self._objects.get(self.names.root(number))
                 return parse_root_object(found, self.namespace, number)
             except CorruptPackError as error:
-                catalogue.damaged = True
+                state.damaged = True
                 logger.warning("%s does not read (%s)", self.names.root(number), error)
         return None
 
-    def _is_emptied(self, listing: Listing) -> bool:
+    def _is_emptied(self, listing: LogListing) -> bool:
         held = 0 if self.root is None else self.root.number
         newest = listing.roots[-1] if listing.roots else 0
         if newest > held:
-            return False  # it may cover what is not listed any more
+            return False  # it may cover the missing objects
         return newest < held or any(name not in listing.objects for name in self.recent)
 
-    def _follow(self, listing: Listing) -> bool:
-        """Merge what is new; whether something is missing that cannot be had this way."""
+    def _follow(self, listing: LogListing) -> bool:
+        """Merge what is new; return True if objects are missing, so that everything must be loaded."""
         root = self.root
         if listing.roots and (root is None or listing.roots[-1] > root.number):
-            root = self._newest_root(listing, self.catalogue)
+            root = self._newest_root(listing, self.state)
         new = [name for name in listing.objects if name.number > self._seen.get(name.writer, 0)]
         if root is not None and root is not self.root and self._misses(root, new):
             return True
-        fetched = self._fetch([self.names.log(name) for name in new], self.catalogue)
+        fetched = self._fetch([self.names.log(name) for name in new], self.state)
         for entry in sorted((entry for entries in fetched for entry in entries), key=_moment):
-            self.catalogue.merge(entry)
+            self.state.merge(entry)
         self.recent.update(zip(new, fetched, strict=True))
         for name in new:
             self._seen[name.writer] = max(name.number, self._seen.get(name.writer, 0))
@@ -209,50 +209,45 @@ class Follower:
                 return True
         return False
 
-    def _fetch(self, keys: Sequence[str], catalogue: Catalogue) -> list[list[Entry]]:
+    def _fetch(self, keys: Sequence[str], state: LogState) -> list[list[Entry]]:
         bucket = self._objects.bucket
         objects = bucket.all(lambda key: bucket.get(key, MAX_LOG_BYTES), keys) if keys else []
-        return [self._parse(key, data, catalogue) for key, data in zip(keys, objects, strict=True)]
+        return [self._parse(key, data, state) for key, data in zip(keys, objects, strict=True)]
 
-    def _parse(self, key: str, data: bytearray, catalogue: Catalogue) -> list[Entry]:
+    def _parse(self, key: str, data: bytearray, state: LogState) -> list[Entry]:
         entries: list[Entry] = []
         try:
             for entry in parse_entries(self._objects.opened(key, data), self.namespace):
                 entries.append(entry)
         except CorruptPackError as error:
-            catalogue.damaged = True
+            state.damaged = True
             logger.warning("%s does not read in full (%s): what it named is missed", key, error)
         return entries
 
-    # What this handle does itself
+    # Changes by this handle
 
     def save(self) -> None:
-        """Keep what is known on this machine, for the next start."""
-        self._cache.save(self.root, self.catalogue)
+        """Write the local cache."""
+        self._cache.save(self.root, self.state)
 
     def published(self, name: LogName, entries: list[Entry]) -> None:
-        """This handle wrote an index object."""
+        """Merge an index object that this handle wrote."""
         for entry in entries:
-            self.catalogue.merge(entry)
+            self.state.merge(entry)
         self._seen[name.writer] = name.number
         self.recent[name] = entries
 
     def cover(self, root: Root | None) -> None:
-        """A snapshot is there; what this handle merged is at least as much."""
+        """Adopt a root that covers no more than this follower has merged."""
         self.root = root
         covered = {} if root is None else dict(root.covered)
         self.recent = {name: held for name, held in self.recent.items() if name.number > covered.get(name.writer, 0)}
 
-    def miss(self, pack_id: bytes, held: StoredPack) -> None:
-        """A pack's object was not there. From any thread."""
-        if self.catalogue.lose(pack_id, held):
+    def miss(self, pack_id: bytes, held: PackState) -> None:
+        """Remove a pack whose object is missing from the state. Called from any thread."""
+        if self.state.lose(pack_id, held):
             self.lost[pack_id] = held
 
 
 def _moment(entry: Entry) -> int:
     return entry.head.moment
-
-
-def log_failure(what: str, error: StoreError) -> None:
-    """Something beside a commit failed; the next one tries again."""
-    logger.warning("%s failed (%s); it is tried again later", what, error)

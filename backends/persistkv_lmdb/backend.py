@@ -26,24 +26,24 @@ from persistkv.errors import (
 from persistkv.storage.backend import Capabilities, CommitBatch, CommitResult, Namespace, ReadSpan
 from persistkv.storage.catalog import CatalogBackend, Rows
 from persistkv.storage.catalog.backend import check_batch
+from persistkv.storage.catalog.pieces import read_pieces
 from persistkv.storage.extensions import BackendStats, CompactProgress, FreeSpace, Policy
 from persistkv.storage.identity import Identity
-from persistkv_lmdb import sharing
-from persistkv_lmdb.committing import Committing
-from persistkv_lmdb.compacting import Compactor
-from persistkv_lmdb.environment import STORE_DIRECTORIES, STORE_FILES, Environment
-from persistkv_lmdb.errors import met_the_maps_end, translated_at_open
+from persistkv_lmdb.commit import BatchCommit
+from persistkv_lmdb.compaction import Compactor
+from persistkv_lmdb.environment.environment import STORE_DIRECTORIES, STORE_FILES, Environment
+from persistkv_lmdb.environment.errors import met_the_maps_end, translated_at_open
+from persistkv_lmdb.environment.registry import ENVIRONMENTS
+from persistkv_lmdb.files import check_store, sync_directory
 from persistkv_lmdb.layout import (
     read_policy,
     used_bytes,
 )
 from persistkv_lmdb.options import LmdbOptions, Placement, Reads, check_policy
-from persistkv_lmdb.payload import read_payload, scan_payloads
-from persistkv_lmdb.quarantine import delete_quarantined, quarantined
-from persistkv_lmdb.regular_files import check_store
-from persistkv_lmdb.space import Space, first_place
+from persistkv_lmdb.recovery.fsck import find_faults
+from persistkv_lmdb.recovery.quarantine import delete_quarantined, quarantined
+from persistkv_lmdb.segments.allocator import Allocator, first_place, read_extents
 from persistkv_lmdb.status_files import read_statuses, remove_status, write_status
-from persistkv_lmdb.syncs import sync_directory
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +63,23 @@ class LmdbBackend(CatalogBackend):
         self.capabilities = replace(type(self).capabilities, writable=not read_only)
         self._cached = reads is Reads.CACHED
 
+    @property
+    def environment(self) -> Environment:
+        """The store's environment, shared by all handles of the process.
+
+        :raises StoreError: the handle is closed.
+        """
+        if self._shared is None:
+            raise StoreError(f"{self._path} is closed")
+        return self._shared
+
     @classmethod
     def open(cls, url: StoreUrl, *, read_only: bool = False) -> LmdbBackend:
         options = convert_options(LmdbOptions, url.options, where="lmdb")
         path = _store_path(url.location)
         _prepare_directory(path, read_only)
         backend = cls(
-            sharing.acquire(path, options.policy, read_only=read_only), read_only=read_only, reads=options.reads
+            ENVIRONMENTS.acquire(path, options.policy, read_only=read_only), read_only=read_only, reads=options.reads
         )
         if not read_only and (differences := backend.policy().contradictions(options.given)):
             logger.warning(
@@ -86,45 +96,56 @@ class LmdbBackend(CatalogBackend):
 
     def open_namespace(self, identity: Identity) -> Namespace:
         namespace = super().open_namespace(identity)
-        self._environment.files.prepare()  # for an engine: commands open no namespace
+        self.environment.files.prepare()  # for an engine: commands open no namespace
         return namespace
 
     @contextmanager
     def rows(self, *, write: bool = False) -> Iterator[Rows]:
         if write:
             self._check_writable()
-        with self._environment.transaction(write=write) as transaction:
+        with self.environment.transaction(write=write) as transaction:
             yield transaction.rows
 
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
         self._check_writable()
         check_batch(namespace, batch)
         try:
-            return Committing(self._environment, namespace, batch).run()
+            return BatchCommit(self.environment, namespace, batch).run()
         except StoreFullError as error:
             if met_the_maps_end(error):
-                self._environment.suspect()
+                self.environment.suspect()
             raise
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        shared = self._environment
-        with shared.transaction() as transaction:
-            names = [namespace + span.pack_id for span in spans]
-            return [
-                read_payload(transaction, shared.files, name, span, cached=self._cached)
-                for name, span in zip(names, spans, strict=True)
-            ]
+        filled = []
+        environment = self.environment
+        with environment.transaction() as transaction:
+            for span in spans:
+                name = namespace + span.pack_id
+                extents = read_extents(transaction, name)
+                if extents is None:
+                    filled.append(read_pieces(transaction.rows, name, span.offset, span.buffers))
+                else:
+                    read = environment.files.read(extents, span.offset, span.buffers, cached=self._cached)
+                    filled.append(read)
+        return filled
 
     def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        shared = self._environment
-        with shared.transaction() as transaction:
+        environment = self.environment
+        with environment.transaction() as transaction:
             names = [namespace + span.pack_id for span in spans]
-            return scan_payloads(transaction, shared.files, names, spans)
+            places = [read_extents(transaction, name) for name in names]
+            wanted = [(at, span.offset, span.buffers) for at, span in zip(places, spans, strict=True) if at]
+            scanned = iter(environment.files.scan(wanted))
+            return [
+                next(scanned) if at else at is None and read_pieces(transaction.rows, name, span.offset, span.buffers)
+                for at, name, span in zip(places, names, spans, strict=True)
+            ]
 
     def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
         places: list[tuple[int, int]] = []
         for start in range(0, len(pack_ids), _PLACES_AT_ONCE):
-            with self._environment.transaction() as transaction:
+            with self.environment.transaction() as transaction:
                 some = pack_ids[start : start + _PLACES_AT_ONCE]
                 places += [first_place(transaction, namespace + pack_id) for pack_id in some]
         return [pack_ids[number] for number in sorted(range(len(places)), key=places.__getitem__)]
@@ -139,10 +160,10 @@ class LmdbBackend(CatalogBackend):
         )
 
     def disk_bytes(self) -> int:
-        return self._environment.disk_bytes()
+        return self.environment.disk_bytes()
 
     def policy(self) -> Policy:
-        with self._environment.transaction() as transaction:
+        with self.environment.transaction() as transaction:
             return read_policy(transaction)
 
     def set_policy(self, policy: Policy) -> None:
@@ -154,28 +175,34 @@ class LmdbBackend(CatalogBackend):
                 f"{recorded.placement}, fixed when the store was created; `persistkv push` copies it into a new store"
             )
             raise ConfigurationError("placement", policy.placement, expected)
-        self._environment.set_policy(policy)
+        self.environment.set_policy(policy)
 
     def delete_quarantined(self) -> int:
         self._check_writable()
         return sum(entry.num_bytes for entry in delete_quarantined(self._path))
 
     def free_space(self) -> FreeSpace:
-        with self._environment.transaction() as transaction:
-            space = Space(transaction)
+        with self.environment.transaction() as transaction:
+            allocator = Allocator(transaction)
             return FreeSpace(
-                max(0, self._environment.file_bytes() - used_bytes(transaction)),
-                (space.free + space.aging) * PAGE_BYTES,
-                space.pieces(),
-                space.largest() * PAGE_BYTES,
+                max(0, self.environment.file_bytes() - used_bytes(transaction)),
+                (allocator.free + allocator.aging) * PAGE_BYTES,
+                allocator.pieces(),
+                allocator.largest() * PAGE_BYTES,
             )
 
     def compact(self) -> Iterator[CompactProgress]:
         self._check_writable()
-        return Compactor(self._environment).run()
+        return Compactor(self.environment).run()
+
+    def find_faults(self) -> list[str]:
+        """Compare extents with files, rows with each other and totals with a recount; a line for each fault."""
+        environment = self.environment
+        with environment.transaction() as transaction:
+            return find_faults(transaction, environment.files.lengths())
 
     def publish_status(self, engine: str, row: bytes | None) -> None:
-        path = self._environment.path
+        path = self.environment.path
         if self._read_only:
             raise StoreError(f"{path} is open read-only")
         if row is None:
@@ -184,7 +211,7 @@ class LmdbBackend(CatalogBackend):
             write_status(path, engine, row)
 
     def statuses(self) -> dict[str, bytes]:
-        return read_statuses(self._environment.path)
+        return read_statuses(self.environment.path)
 
     def _check_writable(self) -> None:
         if self._read_only:
@@ -193,13 +220,7 @@ class LmdbBackend(CatalogBackend):
     def close(self) -> None:
         if self._shared is not None:
             shared, self._shared = self._shared, None
-            sharing.release(shared)
-
-    @property
-    def _environment(self) -> Environment:
-        if self._shared is None:
-            raise StoreError(f"{self._path} is closed")
-        return self._shared
+            ENVIRONMENTS.release(shared)
 
 
 def _store_path(location: str) -> Path:

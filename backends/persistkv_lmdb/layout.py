@@ -6,8 +6,10 @@ Keys begin with the namespace's id (16 bytes), so that a namespace is one range 
 from __future__ import annotations
 
 import math
+import os
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import lmdb
@@ -16,6 +18,7 @@ from persistkv.errors import CorruptStoreError
 from persistkv.storage.catalog.rows import TABLES, Rows
 from persistkv.storage.codec import Buffer
 from persistkv.storage.extensions import Policy
+from persistkv_lmdb.files import write_durably
 from persistkv_lmdb.options import DEFAULT_CAPACITY, MAX_CAPACITY, MIN_CAPACITY, Placement
 
 if TYPE_CHECKING:
@@ -34,6 +37,12 @@ _FORMAT = struct.Struct("<8sI")
 _MAGIC = b"PKVLMDB1"
 
 _META_PAGES = 2
+_U32, _U64 = struct.Struct("=I"), struct.Struct("=Q")
+_META_MAGIC = 0xBEEFC0DE
+_PAGE_HEADERS = (16, 24)  # bytes, of LMDB 0.9 and 1.0
+_PAGE_BYTES_AT, _LAST_PAGE_AT = 24, 120  # in a meta page, behind its header
+_META_BYTES = 160
+_MOST_PAGE_BYTES = 64 << 10  # 64 KiB
 
 
 class OtherReleaseError(CorruptStoreError):
@@ -225,3 +234,61 @@ def write_placement(transaction: Transaction, placement: Placement, catalogue_by
     """Record both."""
     transaction.txn.put(_PLACEMENT_ROW, placement.value.encode(), db=transaction.db.meta)
     transaction.txn.put(_CATALOGUE_ROW, _CAPACITY.pack(catalogue_bytes), db=transaction.db.meta)
+
+
+def is_cut_short(directory: Path) -> bool:
+    """Whether ``data.mdb`` ends before the last page that LMDB has given out: who reads there is ended by SIGBUS.
+
+    LMDB may have given out pages at the end and never written them: ``inspect`` tells. Others may write meanwhile.
+    """
+    try:
+        with (directory / DATA_FILE).open("rb") as file:
+            found = [_end_of(file.read(_META_BYTES))]
+            if found[0] is not None:
+                file.seek(found[0][1])
+                found.append(_end_of(file.read(_META_BYTES)))
+            size = os.fstat(file.fileno()).st_size
+    except OSError:  # opening it says why
+        return False
+    return any(end is not None and end[0] > size for end in found)
+
+
+def meta_bytes(directory: Path) -> int:
+    """How long LMDB's two meta pages are, with which ``data.mdb`` begins; 0 where it does not begin so.
+
+    :raises OSError: it cannot be read.
+    """
+    with (directory / DATA_FILE).open("rb") as file:
+        found = _end_of(file.read(_META_BYTES))
+    return 0 if found is None else 2 * found[1]
+
+
+def disown(directory: Path, number: int, page_bytes: int) -> None:
+    """Have the meta page of transaction ``number`` tell of what the one before it left, as an older one. The caller
+    holds LMDB's lock for writing.
+
+    :raises OSError: the disk failed; it may tell of either.
+    :raises CorruptStoreError: the pages are not of these two, as where files were replaced under those that have them
+        open; nothing was written.
+    """
+    data = directory / DATA_FILE
+    with data.open("rb") as file:
+        pages = [bytearray(file.read(page_bytes)) for _ in range(2)]
+    page = pages[1 - number % 2]
+    header = next((size for size in _PAGE_HEADERS if page[size : size + _U32.size] == _U32.pack(_META_MAGIC)), None)
+    at = 0 if header is None else header + _LAST_PAGE_AT + _U64.size
+    told = [bytes(page[at : at + _U64.size]) for page in pages]
+    if not at or told != [_U64.pack(number - (number + place) % 2) for place in range(2)]:
+        raise CorruptStoreError(f"{data}: it does not begin with the pages of transactions {number - 1} and {number}")
+    _U64.pack_into(page, at, max(number - 2, 0))
+    write_durably(data, bytes(page[_U64.size :]), number % 2 * page_bytes + _U64.size)  # behind the page's own number
+
+
+def _end_of(page: bytes) -> tuple[int, int] | None:
+    """Where the last page ends by a meta page, and how long a page is; None where it is no meta page."""
+    for header in _PAGE_HEADERS:
+        if len(page) == _META_BYTES and _U32.unpack_from(page, header)[0] == _META_MAGIC:
+            page_bytes = _U32.unpack_from(page, header + _PAGE_BYTES_AT)[0]
+            if 1 <= page_bytes <= _MOST_PAGE_BYTES:
+                return (_U64.unpack_from(page, header + _LAST_PAGE_AT)[0] + 1) * page_bytes, page_bytes
+    return None

@@ -54,8 +54,7 @@ from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import check_totals
 from persistkv.testing.samples import sample_blocks, sample_keys
 from persistkv_lmdb import LmdbBackend
-from persistkv_lmdb.check import find_faults
-from persistkv_lmdb.space import Space
+from persistkv_lmdb.segments.allocator import Allocator
 from tests.crash.disk import ALLOCATE, CREATE, FAILED, MKDIR, PAGE_BYTES, RESIZE, SYNC, UNMODELLED, WRITE, read_log
 from tests.crash.forks import Outcome, run_in_fork
 from tests.crash.loop import PLACEMENTS
@@ -334,7 +333,7 @@ def look(url: str, store: Path, known: Known) -> Outcome:
         (chain,) = backend.manifest_keys(opened.namespace, [name])[0] or ()
         assert {*chain.unpack()} <= {*held}, f"request {name} names blocks that are gone"
     check_totals(backend)
-    faults = find_faults(backend._environment)
+    faults = backend.find_faults()
     assert not faults, faults
     _write_more(opened, backend)
     opened.close()
@@ -349,11 +348,11 @@ def _write_more(opened: Store, backend: LmdbBackend) -> None:
     opened.flush()
     assert all(map(opened.contains, blocks)), "nothing can be written"
     backend.commit(opened.namespace, CommitBatch())
-    faults = find_faults(backend._environment)
+    faults = backend.find_faults()
     assert not faults, faults
-    environment = backend._environment
+    environment = backend.environment
     with environment.transaction() as transaction:
-        recorded = {segment: pages * PAGE_BYTES for segment, pages in Space(transaction).segments().items()}
+        recorded = {segment: pages * PAGE_BYTES for segment, pages in Allocator(transaction).segments().items()}
     assert environment.files.lengths() == recorded, "files are longer than the extents in them"
 
 

@@ -107,7 +107,7 @@ def work(backend: Backend, first: int, seed: int, commits: int | None = None) ->
 
 def _see(backend: LmdbBackend) -> None:
     """From here on it sees what a killed writer left."""
-    with backend._environment.transaction(write=True):
+    with backend.environment.transaction(write=True):
         pass
 
 

@@ -42,6 +42,7 @@ from persistkv.integrations.vllm.options import tier_options
 from persistkv.integrations.vllm.regions import open_region
 from persistkv.integrations.vllm.requests import LiveRequest, options_of
 from persistkv.isolation import Isolation
+from persistkv.storage.registry import BACKENDS
 from persistkv.tiering.base import JobMetadata
 from persistkv.tiering.base import JobResult as TierResult
 from persistkv.tiering.persistent import PersistentTier
@@ -72,7 +73,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.options = tier_options(options)
         scheme = self.options.scheme
-        self.locality = Locality(self.options.locality or ("REMOTE" if scheme == "s3" else "LOCAL"))
+        is_remote = BACKENDS.get(scheme).capabilities.remote
+        self.locality = Locality(self.options.locality or ("REMOTE" if is_remote else "LOCAL"))
         self._region_fd = open_region(primary_kv_view) if self.options.host == "process" else None
         try:
             self._tier = self._open(offloading_spec.config, primary_kv_view)

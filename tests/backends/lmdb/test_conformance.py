@@ -11,7 +11,6 @@ from persistkv.config import StoreUrl
 from persistkv.storage.catalog import LOG_ENTRIES
 from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
 from persistkv_lmdb import LmdbBackend
-from persistkv_lmdb.check import find_faults
 
 RAW_CLIENT = """
 import hashlib, os, struct, sys, lmdb
@@ -85,10 +84,12 @@ class LmdbConformance(BackendConformance):
         """Each store adds up in the end."""
         backend = LmdbBackend.open(StoreUrl.parse(url), read_only=read_only)
         close = backend.close
+        closed: list[bool] = []
 
         def check_and_close() -> None:
-            if backend._shared is not None:
-                assert find_faults(backend._shared) == []
+            if not closed:
+                closed.append(True)
+                assert backend.find_faults() == []
             close()
 
         backend.close = check_and_close  # type: ignore[method-assign]

@@ -16,8 +16,8 @@ from persistkv.errors import CorruptStoreError, StoreBusyError
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_lmdb import guard, inspection
-from persistkv_lmdb.inspection import Finding, Verdict, inspect
+from persistkv_lmdb.recovery import fsck, guard
+from persistkv_lmdb.recovery.fsck import Finding, Verdict, inspect
 
 DIES = """
 import os, signal, sys
@@ -135,7 +135,7 @@ def test_a_look_ends_with_the_process_that_asked():
     """A host that is killed while it opens a large store would leave one walk after the other."""
     looking = """
 import os, time
-from persistkv_lmdb.walk import end_with
+from persistkv_lmdb.recovery.fsck import end_with
 end_with(os.getppid())
 print("looking", flush=True)
 time.sleep(600)
@@ -173,7 +173,7 @@ for read_only in (True, False):
 
 
 def test_a_store_whose_end_was_never_written_is_no_damage(open_store, path, filled, monkeypatch):
-    monkeypatch.setattr("persistkv_lmdb.opening.is_cut_short", lambda _: True)
+    monkeypatch.setattr("persistkv_lmdb.environment.opening.is_cut_short", lambda _: True)
     assert len(list(open_store().namespaces())) == 1
 
 
@@ -256,7 +256,8 @@ def test_open_after_deaths_while_opening_keeps_content(open_store, path, filled)
     dies = """
 import os, signal, sys
 from persistkv.config import StoreUrl
-from persistkv_lmdb import LmdbBackend, opening
+from persistkv_lmdb import LmdbBackend
+from persistkv_lmdb.environment import opening
 opening.open_databases = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
 """
@@ -292,7 +293,7 @@ def test_environment_of_something_else_is_nobodys_to_move(open_store, path, walk
 
 def test_child_that_cannot_run_says_nothing_about_the_store(open_store, path, filled, monkeypatch):
     die(path, filled)
-    monkeypatch.setattr(inspection.sys, "executable", "/nonexistent")
+    monkeypatch.setattr(fsck.sys, "executable", "/nonexistent")
     assert inspect(path).verdict is Verdict.UNKNOWN
     assert len(tables(open_store(), filled)) == 1
 
@@ -309,10 +310,10 @@ def test_child_that_cannot_run_says_nothing_about_the_store(open_store, path, fi
     ],
 )
 def test_how_the_child_ends(path, filled, monkeypatch, program, finding):
-    monkeypatch.setattr(inspection, "_PROGRAM", program)
+    monkeypatch.setattr(fsck, "_PROGRAM", program)
     if "sleep" in program or "while" in program:
-        monkeypatch.setattr(inspection, "_LEAST_CPU_S", 1)
-        monkeypatch.setattr(inspection, "_PATIENCE", 2 if "sleep" in program else 1000)
+        monkeypatch.setattr(fsck, "_LEAST_CPU_S", 1)
+        monkeypatch.setattr(fsck, "_PATIENCE", 2 if "sleep" in program else 1000)
     found: Finding = inspect(path)
     assert found.verdict is finding[0]
     assert finding[1] in found.reason
@@ -321,9 +322,9 @@ def test_how_the_child_ends(path, filled, monkeypatch, program, finding):
 def test_walk_never_imports_torch(path, filled):
     code = f"""
 import atexit, os, sys
-from persistkv_lmdb import walk
+from persistkv_lmdb.recovery import fsck
 os._exit = lambda code: sys.exit("torch" in sys.modules)
-walk.main({str(path)!r}, os.getppid())
+fsck.main({str(path)!r}, os.getppid())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "1 packs in 1 namespaces\n"), done.stderr
@@ -355,7 +356,7 @@ def test_rows_that_do_not_read(open_store, path, filled, identity, database, row
     change_rows(path, database, row)
     assert inspect(path).verdict is verdict
     before = open_store()
-    before._environment._guard.suspect()
+    before.environment._guard.suspect()
     before.close()
     backend = open_store()
     assert len(moved_aside(path)) == (verdict is Verdict.DAMAGED)

@@ -15,8 +15,11 @@ from persistkv.errors import CorruptStoreError, StoreError, StoreFullError, Stor
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
-from persistkv_lmdb import environment, gathering, guard, opening, segments, syncs
-from persistkv_lmdb.inspection import Verdict, inspect
+from persistkv_lmdb import files
+from persistkv_lmdb.environment import environment, opening
+from persistkv_lmdb.recovery import guard
+from persistkv_lmdb.recovery.fsck import Verdict, inspect
+from persistkv_lmdb.segments import segment_files, vectored_io
 
 DIES_IN_ITS_COMMIT = """
 import os, signal, sys
@@ -24,11 +27,13 @@ from persistkv.config import StoreUrl
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.samples import sample_pack
 from persistkv_lmdb import LmdbBackend
+from persistkv_lmdb.recovery.guard import WriterLock
 
 backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
 namespace = bytes.fromhex(sys.argv[2])
 backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
-backend._environment._end_commit = lambda write: os.kill(os.getpid(), signal.SIGKILL)
+mark = WriterLock.mark
+WriterLock.mark = lambda lock, begun: mark(lock, begun=True) if begun else os.kill(os.getpid(), signal.SIGKILL)
 backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
 """
 
@@ -121,8 +126,8 @@ def forgetful(monkeypatch):
             written.extend(range(offset // mmap.PAGESIZE, (offset + done) // mmap.PAGESIZE))
         return done
 
-    monkeypatch.setattr(syncs.os, "fsync", sync)
-    monkeypatch.setattr(gathering.os, "pwritev", write)
+    monkeypatch.setattr(files.os, "fsync", sync)
+    monkeypatch.setattr(vectored_io.os, "pwritev", write)
     return errors, lost
 
 
@@ -161,7 +166,7 @@ def test_store_that_the_disk_does_not_take_is_kept_and_opens_later(open_store, b
 
 
 def test_handle_recovers_from_a_failed_meta_page(backend, namespace):
-    shared = backend._environment
+    shared = backend.environment
     shared._env = PanickingOnce(shared._env)
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert backend.stats().packs == 1
@@ -183,7 +188,7 @@ def forge_a_commit(shared, ahead=1):
 
 def test_commit_that_nobody_knows_of_is_taken_back(backend, namespace, path):
     """Its meta page is in the file, and LMDB's table of who has it open tells of the one before."""
-    shared = backend._environment
+    shared = backend.environment
     held = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([held]))
     number = forge_a_commit(shared)
@@ -199,7 +204,7 @@ def test_commit_that_nobody_knows_of_is_taken_back(backend, namespace, path):
 @pytest.mark.parametrize("times", [1, 3])
 def test_what_is_taken_back_is_durable_before_anything_is_written(backend, namespace, path, forgetful, times):
     """The disk refuses it some times: the kernel then takes it for written, and LMDB would never ask again."""
-    shared = backend._environment
+    shared = backend.environment
     errors, lost = forgetful
     held = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([held]))
@@ -219,7 +224,7 @@ def test_what_is_taken_back_is_durable_before_anything_is_written(backend, names
 
 
 def test_a_full_disk_does_not_evict_for_what_is_taken_back(backend, namespace, monkeypatch):
-    shared = backend._environment
+    shared = backend.environment
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     forge_a_commit(shared)
 
@@ -235,7 +240,7 @@ def test_a_full_disk_does_not_evict_for_what_is_taken_back(backend, namespace, m
 
 
 def test_pages_of_other_transactions_are_not_taken_back(backend, namespace, path):
-    shared = backend._environment
+    shared = backend.environment
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     forge_a_commit(shared, ahead=3)
     before = (path / "data.mdb").read_bytes()[: 2 * mmap.PAGESIZE]
@@ -248,7 +253,7 @@ def test_pages_of_other_transactions_are_not_taken_back(backend, namespace, path
 def test_handle_that_cannot_be_opened_again_is_tried_again(backend, namespace, monkeypatch, times):
     held = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([held]))
-    shared = backend._environment
+    shared = backend.environment
     shared._env = PanickingOnce(shared._env)
     left = [True] * times
 
@@ -273,8 +278,9 @@ def test_handle_reads_while_what_it_failed_to_commit_cannot_be_made_durable(back
     errors, _ = forgetful
     held = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([held]))
-    shared = backend._environment
-    shared._guard.begin_commit()
+    shared = backend.environment
+    with shared._guard.writing() as lock:
+        lock.mark(begun=True)
     shared._env = PanickingOnce(shared._env)
     errors.append(True)
     assert read_pack(backend, namespace, held.table) == payload_of(held)
@@ -292,7 +298,7 @@ def test_payload_whose_sync_failed_is_written_again(backend, namespace, path, pl
         fails()
 
     with monkeypatch.context() as patch:
-        patch.setattr(segments.os, "fdatasync", lost)
+        patch.setattr(segment_files.os, "fdatasync", lost)
         with pytest.raises(StoreError, match="Input/output error"):
             backend.commit(namespace, CommitBatch([pack]))
     assert tables(backend, namespace) == {}
@@ -316,11 +322,11 @@ def test_file_is_published_only_once_its_name_is_durable(backend, namespace, pat
         synced.append(name)
         fsync(fd)
 
-    monkeypatch.setattr(segments.os, "fsync", once)
+    monkeypatch.setattr(segment_files.os, "fsync", once)
     with pytest.raises(StoreError):
         backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert list((path / "segments").iterdir())
-    backend._environment.files._unnamed = False  # as another process sees it
+    backend.environment.files._unnamed = False  # as another process sees it
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert str(path / "segments") in synced
 
@@ -331,7 +337,7 @@ def test_guard_that_cannot_be_written_costs_no_commit(backend, namespace, monkey
     def refuses(*_):
         raise full
 
-    monkeypatch.setattr(backend._environment._guard, "_write", refuses)
+    monkeypatch.setattr(backend.environment._guard, "_write", refuses)
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert len(tables(backend, namespace)) == 1
     backend.close()

@@ -13,7 +13,7 @@ import pytest
 from persistkv.errors import CorruptStoreError, StoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_lmdb import opening
+from persistkv_lmdb.environment import opening
 
 
 def read_all(backend, namespace, pack):
@@ -62,7 +62,7 @@ def test_nobody_reads_while_files_are_opened_for_writing(open_store, backend, na
     """Their descriptors are closed: a reader would find another file behind its own."""
     backend.close()
     reader = open_store(read_only=True)
-    shared = reader._environment
+    shared = reader.environment
     inside = threading.Event()
     make_writable = shared.files.make_writable
     threads = []
@@ -206,7 +206,7 @@ def test_remapping_waits_for_readers(open_store, identity):
 
 
 def test_remapping_gets_its_turn_among_many_readers(backend):
-    shared = backend._environment
+    shared = backend.environment
     stop = threading.Event()
 
     def read():
@@ -357,7 +357,7 @@ os.kill(os.getpid(), 9)
 """
     subprocess.run([sys.executable, "-c", code, str(path)], check=False)
     backend = open_store()
-    assert backend._environment._env.reader_check() == 0  # done at open already
+    assert backend.environment._env.reader_check() == 0  # done at open already
 
 
 def test_numbers_of_another_kind_fill_the_same_bytes(backend, namespace):

@@ -52,7 +52,7 @@ def somebody_who_does_not_end_closing(path, monkeypatch):
     path.mkdir(exist_ok=True)
     with (path / "guard").open("a+") as other, monkeypatch.context() as patch:
         fcntl.flock(other, fcntl.LOCK_EX)
-        patch.setattr("persistkv_lmdb.guard._PATIENCE_S", 0.05)
+        patch.setattr("persistkv_lmdb.recovery.guard._CLOSING_PATIENCE_S", 0.05)
         yield
 
 
@@ -113,7 +113,7 @@ def test_opening_beside_a_reader_can_be_tried_again(open_store, path, closed_pac
         before = opened_files(path)
         caught = fail_to_open(open_store, failure, path, monkeypatch)
         assert opened_files(path) == before
-        assert reader._environment._env.flags()["readonly"]
+        assert reader.environment._env.flags()["readonly"]
         assert read_pack(reader, closed_pack.namespace, closed_pack.table) == payload_of(closed_pack)
         backend = open_store()
         assert caught.value.__traceback__ is not None

@@ -9,8 +9,7 @@ from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.catalog import CatalogTransaction
 from persistkv.testing.samples import sample_pack
-from persistkv_lmdb.check import find_faults
-from persistkv_lmdb.room import Amount, Room
+from persistkv_lmdb.capacity import Amount, Room
 
 SECONDS = 30.0  # of patience
 
@@ -55,7 +54,7 @@ def test_commit_without_room_leaves_no_write_on_its_way(backend, namespace, plac
     assert refused == [1], "asked while the disk is at work"
     assert len(begun) > 1
     assert not any(begun), "a transaction began before the writes of the one before had ended"
-    assert find_faults(backend._environment) == []
+    assert backend.find_faults() == []
 
 
 def test_undone_transaction_leaves_no_write_on_its_way(backend, namespace, placement, monkeypatch):
@@ -85,4 +84,4 @@ def test_undone_transaction_leaves_no_write_on_its_way(backend, namespace, place
         assert writes
         assert not running
     backend.commit(namespace, CommitBatch([pack]))
-    assert find_faults(backend._environment) == []
+    assert backend.find_faults() == []

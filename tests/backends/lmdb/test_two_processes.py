@@ -17,7 +17,7 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_lmdb import guard, writer_lock
+from persistkv_lmdb.recovery import guard
 
 PATIENCE_S = 60
 
@@ -124,7 +124,7 @@ def other(start):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(writer_lock, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(guard, "WRITING_PATIENCE_S", 0.5)
     monkeypatch.setattr(guard, "OPENING_PATIENCE_S", 0.5)
 
 
@@ -343,7 +343,7 @@ from persistkv.config import StoreUrl
 from persistkv.storage.backend import CommitBatch
 from persistkv_lmdb import LmdbBackend
 backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
-with backend._environment.transaction(write=True):
+with backend.environment.transaction(write=True):
     child = os.fork()
     if not child:
         os.write(1, b"forked\\n")
@@ -375,7 +375,7 @@ os._exit(0)
 
 def active_readers(backend):
     """Processes and threads that hold a snapshot."""
-    lines = backend._environment._env.readers().splitlines()[1:]
+    lines = backend.environment._env.readers().splitlines()[1:]
     return [line.split()[0] for line in lines if len(line.split()) == 3 and line.split()[2] != "-"]
 
 

@@ -67,7 +67,7 @@ def first_place(transaction: Transaction, name: bytes) -> tuple[int, int]:
     return (extents[0].segment, extents[0].page) if extents else (-1, 0)
 
 
-class Space:
+class Allocator:
     """The state of the allocator, within one transaction."""
 
     def __init__(self, transaction: Transaction) -> None:

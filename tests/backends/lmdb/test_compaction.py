@@ -15,7 +15,6 @@ from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_lmdb import LmdbBackend
-from persistkv_lmdb.check import find_faults
 
 
 @pytest.fixture
@@ -42,7 +41,7 @@ def fill(backend, namespace, seeds):
 
 
 def check(backend, namespace, packs):
-    assert find_faults(backend._environment) == []
+    assert backend.find_faults() == []
     check_totals(backend)
     assert set(tables(backend, namespace)) == {pack.pack_id for pack in packs}
     for pack in packs:
@@ -110,9 +109,9 @@ def test_a_store_that_is_open_read_only_is_refused(backend, url):
 
 COMPACT = """
 import sys
-import persistkv_lmdb.compacting as compacting
+import persistkv_lmdb.compaction as compaction
 from persistkv.storage.registry import open_backend
-compacting._STEP_BYTES = 1 << 20
+compaction._STEP_BYTES = 1 << 20
 for step in open_backend(sys.argv[1]).compact():
     print(step.moved_bytes, flush=True)
 """

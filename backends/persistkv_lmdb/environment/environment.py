@@ -2,7 +2,7 @@
 
 1. LMDB's locks belong to the process, so a store is opened once in it; all handles on the same files share that.
 2. Remapping (another process grew the map, a new capacity) frees the memory that transactions read: it waits until none
-   runs in this process, and those that have not begun let it go first, for a while.
+   runs in this process, and new ones wait for it, up to a bound.
 3. An environment does not cross a fork: the child is refused.
 4. Opening for writing, and each write transaction, run under persistkv's own lock for writing, whose wait is bounded.
 """
@@ -10,6 +10,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -23,34 +25,34 @@ from persistkv.errors import StoreBusyError, StoreError, StoreFullError
 from persistkv.storage.catalog.records import read_clock, write_clock
 from persistkv.storage.extensions import Policy
 from persistkv.storage.pack import align
-from persistkv_lmdb.errors import free_disk_bytes, translated, translated_at_open
-from persistkv_lmdb.gate import Gate
-from persistkv_lmdb.guard import FILE_NAME as GUARD_FILE
-from persistkv_lmdb.guard import Guard
-from persistkv_lmdb.inspection import disown
+from persistkv_lmdb.capacity import LOCK_FILE_BYTES, Shares, read_shares, wanted_catalogue_bytes
+from persistkv_lmdb.environment.errors import free_disk_bytes, translated, translated_at_open
+from persistkv_lmdb.environment.opening import open_environment
 from persistkv_lmdb.layout import (
     DATA_FILE,
     LOCK_FILE,
     Transaction,
+    disown,
     write_placement,
     write_policy,
 )
-from persistkv_lmdb.opening import open_environment
 from persistkv_lmdb.options import Placement
-from persistkv_lmdb.payload import Payloads
-from persistkv_lmdb.segments import DIRECTORY as SEGMENT_DIRECTORY
-from persistkv_lmdb.segments import SegmentFiles
-from persistkv_lmdb.shares import LOCK_FILE_BYTES, Shares, read_shares, wanted_catalogue_bytes
-from persistkv_lmdb.snapshots import Snapshots
-from persistkv_lmdb.space import recorded_bytes
+from persistkv_lmdb.recovery.guard import GUARD_FILE, WRITER_LOCK_FILE, Guard, WriterLock
+from persistkv_lmdb.segments.allocator import recorded_bytes
+from persistkv_lmdb.segments.payloads import Payloads
+from persistkv_lmdb.segments.segment_files import DIRECTORY as SEGMENT_DIRECTORY
+from persistkv_lmdb.segments.segment_files import SegmentFiles
 from persistkv_lmdb.status_files import DIRECTORY as STATUS_DIRECTORY
-from persistkv_lmdb.writer_lock import FILE_NAME as WRITER_LOCK_FILE
 
 STORE_FILES = (DATA_FILE, LOCK_FILE, GUARD_FILE, WRITER_LOCK_FILE)
 STORE_DIRECTORIES = (SEGMENT_DIRECTORY, STATUS_DIRECTORY)
 _MIN_HEADROOM = 256 << 10  # 256 KiB
 _MAX_HEADROOM = 64 << 20  # 64 MiB
 _BEGIN_ATTEMPTS = 8
+_POLL_S = 0.002
+_COURTESY_S = 0.05
+"""Time that new transactions let a waiting remap go first: otherwise they could follow each other for ever. Bounded,
+because a thread inside may begin another transaction, and the remap waits for that thread."""
 _COMMITS = 16  # that are remembered: of many sizes, one in so many is larger than those before it, and waits for room
 
 
@@ -59,7 +61,7 @@ class Environment:
 
     :param policy: recorded in a store that is created; an existing store keeps its own.
     :raises StoreUnavailableError: it cannot be opened.
-    :raises CorruptStoreError: something else lies there; it was not changed.
+    :raises CorruptStoreError: the directory holds something else, which was not changed.
     """
 
     def __init__(self, path: Path, policy: Policy, *, read_only: bool) -> None:
@@ -69,20 +71,26 @@ class Environment:
         self.process = os.getpid()
         self._freed = (0, 0)
         self._taken: deque[int] = deque(maxlen=_COMMITS)
-        self._gate = Gate()
-        self._snapshots = Snapshots()
+        self._map_lock = _MapLock()
+        self._stuck = 0
+        """Snapshots up to this transaction were waited for in vain."""
+        self._is_open = False
         self._fitted: Shares | None = None
         self._map_bytes = 0
         self._guard = None if read_only else Guard(path)
         self._policy = policy
         with ExitStack() as undone:  # where this fails, however far it came
             undone.callback(self._leave)
-            self._open_first(undone)
+            undone.callback(self._close_lmdb)  # the guard has its say after LMDB, and may fail in that
+            if self._guard is None:
+                self._open()
+            else:
+                self._guard.open(self._open)
             with translated_at_open(path):
                 self.files = SegmentFiles(path, read_only=read_only)
             undone.callback(self.files.close)
             if not read_only:
-                with self._guarded(write=False), translated(path):
+                with self._suspecting(), translated(path):
                     self._remap()
             undone.pop_all()
 
@@ -95,38 +103,29 @@ class Environment:
         :raises StoreError: anything else, also in a fork of the process that opened the store.
         """
         if self.process != os.getpid():
-            raise StoreError(f"{self.path} was opened by process {self.process}; after a fork, open it anew")
-        with self._guarded(write), translated(self.path):
+            raise StoreError(f"{self.path} was opened by process {self.process}; open it again after a fork")
+        guard = self._guard if write else None
+        with self._suspecting(), nullcontext() if guard is None else guard.writing() as lock, translated(self.path):
             for _ in range(_BEGIN_ATTEMPTS):
-                with self._gate.entered():
-                    begun = self._begin(write)
+                with self._map_lock.shared():
+                    begun = self._begin(lock, write)
                     if isinstance(begun, lmdb.Transaction):
-                        with begun, self._settled(write):
-                            yield Transaction(begun, self._db)
-                            self._begin_commit(write)
-                        self._end_commit(write)
+                        with begun:
+                            try:
+                                yield Transaction(begun, self._db)
+                                if lock is not None:
+                                    lock.mark(begun=True)
+                            except BaseException:
+                                if write:  # the next transaction may take the extents that are being written
+                                    with suppress(Exception):
+                                        self.files.settle()
+                                raise
+                        if lock is not None:
+                            with suppress(StoreError):  # the next transaction then syncs once more
+                                lock.mark(begun=False)
                         return
                 begun()
         raise StoreError(f"{self.path}: no transaction could begin in {_BEGIN_ATTEMPTS} attempts")
-
-    @contextmanager
-    def _settled(self, write: bool) -> Iterator[None]:
-        """A transaction that is undone leaves no write to its extents on its way: the next one may take them."""
-        try:
-            yield
-        except BaseException:
-            if write:
-                with suppress(Exception):  # the transaction is undone, and why is known
-                    self.files.settle()
-            raise
-
-    def _begin_commit(self, write: bool) -> None:
-        if write and self._guard is not None:
-            self._guard.begin_commit()
-
-    def _end_commit(self, write: bool) -> None:
-        if write and self._guard is not None:
-            self._guard.end_commit()
 
     @property
     def _shares(self) -> Shares:
@@ -195,28 +194,47 @@ class Environment:
         :raises StoreFullError: a file was lost or cut, and there is no room for it.
         """
         payloads = Payloads(transaction, self.placement, self.files, self._segment_limit_bytes(transaction))
-        self.files.fit(payloads.space.segments())  # a transaction may have been undone, of a process that is gone
-        if payloads.space.aging:
-            payloads.space.ripen(self._snapshots.oldest(self._env, transaction.txn.id() - 1))
+        self.files.fit(payloads.allocator.segments())  # a transaction may have been undone, of a process that is gone
+        if payloads.allocator.aging:
+            payloads.allocator.ripen(self._oldest_snapshot(transaction.txn.id() - 1))
         inline = self.placement is Placement.INLINE
         payloads.shrink(0 if inline else self.capacity - LOCK_FILE_BYTES - self._map_bytes)
         return payloads
 
     def wait_for_readers(self, number: int, timeout_s: float) -> bool:
-        """Wait until no snapshot is older than what transaction ``number`` made; False: some still are."""
-        return self._snapshots.wait(self._env, number, timeout_s)
+        """Wait until all snapshots see transaction ``number``; False: timed out. The same reader is waited for once."""
+        deadline = time.monotonic() + timeout_s
+        while (oldest := self._oldest_snapshot(number)) < number:
+            if oldest <= self._stuck or time.monotonic() > deadline:
+                self._stuck = max(self._stuck, oldest)
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def _oldest_snapshot(self, newest: int) -> int:
+        """The transaction that the oldest snapshot of any process sees last; ``newest`` where there is no reader."""
+        found = self._oldest_listed(newest)
+        if found < newest:
+            self._env.reader_check()  # forgets the readers of processes that died
+            found = self._oldest_listed(newest)
+        return found
+
+    def _oldest_listed(self, newest: int) -> int:
+        """LMDB's lines are process, thread and transaction; ``-`` where a reader is idle."""
+        numbers = [line.split()[-1] for line in self._env.readers().splitlines()[1:]]
+        return min([newest, *(int(number) for number in numbers if number.isdecimal())])
 
     def pending_bytes(self, transaction: Transaction) -> int:
-        """What the transaction before this one freed: LMDB uses it again in the one after this."""
+        """Bytes that the previous transaction freed: LMDB reuses them in the next one."""
         before, freed = self._freed
         return freed if before == transaction.txn.id() - 1 else 0
 
     def note_freed(self, transaction: Transaction, freed: int) -> None:
-        """Remember for ``pending_bytes`` what a transaction freed, in case it commits."""
+        """Record the bytes that a transaction frees if it commits, for ``pending_bytes``."""
         self._freed = transaction.txn.id(), freed
 
     def note_taken(self, payload: int) -> None:
-        """Remember what a commit takes in the segments, for ``taken_lately``."""
+        """Record the bytes that a commit takes in the segments, for ``taken_lately``."""
         self._taken.append(payload)
 
     def taken_lately(self) -> int:
@@ -236,20 +254,20 @@ class Environment:
         """Open again for writing; the handles on it do not notice. Where that fails, it stays open for reading."""
         guard = Guard(self.path)
         try:
-            guard.open(partial(self._reopen_alone, False))
+            guard.open(partial(self._reopen, False))
         except BaseException:
             try:
                 if not self._env.flags()["readonly"]:  # the guard failed after it
-                    self._reopen_alone(self.read_only)
+                    self._reopen(self.read_only)
             finally:
                 guard.close()
             raise
-        with self._gate.alone():
+        with self._map_lock.exclusive():
             self.files.make_writable()
             self._guard, self.read_only = guard, False
 
     def suspect(self) -> None:
-        """It may be damaged: it is looked at once all have closed it."""
+        """Have the store checked when it is opened next while no process has it open."""
         if self._guard is not None:
             self._guard.suspect()
 
@@ -259,9 +277,9 @@ class Environment:
         return catalogue + sum(self.files.lengths().values())
 
     def close(self) -> None:
-        """Release it; nobody may be inside. A fork leaves it to its parent."""
+        """Close it; no transaction may run. In a forked child this does nothing."""
         if self.process == os.getpid():
-            self._env.close()
+            self._close_lmdb()
             self.files.close()
             self._leave()
 
@@ -275,50 +293,36 @@ class Environment:
             self._guard.close()
 
     @contextmanager
-    def _guarded(self, write: bool) -> Iterator[None]:
-        """Hold the lock for writing, where it is for that. What fails is looked at once all have closed it."""
-        if self._guard is None:
-            yield
-            return
+    def _suspecting(self) -> Iterator[None]:
+        """Have the store checked at the next opening if the block fails in a way that may be damage."""
         try:
-            with self._guard.writing() if write else nullcontext():
-                yield
+            yield
         except (StoreBusyError, StoreFullError):
             raise
         except StoreError:  # LMDB has many words for a damaged page
-            self._guard.suspect()
+            self.suspect()
             raise
 
-    def _open_first(self, undone: ExitStack) -> None:
-        """Open it, and let ``undone`` close it: the guard has its say after LMDB, and may fail in that."""
-
-        def opened() -> None:
-            self._open(self.read_only)
-            undone.callback(lambda: self._env.close())  # the one that it has by then
-
-        if self._guard is None:
-            opened()
-        else:
-            self._guard.open(opened)
-
-    def _open(self, read_only: bool) -> None:
+    def _open(self, read_only: bool | None = None) -> None:
+        read_only = self.read_only if read_only is None else read_only
         self._env, self.file_id, self._db = open_environment(self.path, self._policy, read_only=read_only)
         self._is_open = True
 
-    def _reopen_alone(self, read_only: bool) -> None:
-        with self._gate.alone():
-            self._reopen(read_only)
+    def _close_lmdb(self) -> None:
+        if self._is_open:
+            self._env.close()
+            self._is_open = False
 
     def _reopen(self, read_only: bool) -> None:
-        self._env.close()
-        self._is_open = False
-        try:
-            self._open(read_only)
-        except BaseException:
-            self._open(self.read_only)  # where that fails too, the next transaction tries again
+        with self._map_lock.exclusive():
+            self._close_lmdb()
+            try:
+                self._open(read_only)
+            except BaseException:
+                self._open()  # where that fails too, the next transaction tries again
+                self._fit_map()
+                raise
             self._fit_map()
-            raise
-        self._fit_map()
 
     def _fit_map(self) -> None:
         """Map as much as the capacity allows; where others have written more already, that and room to delete it."""
@@ -334,8 +338,8 @@ class Environment:
         """Bytes of ``data.mdb`` that LMDB has used once."""
         return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
 
-    def _begin(self, write: bool) -> lmdb.Transaction[memoryview] | Callable[[], None]:
-        """A transaction, or what is to be done, alone, before one can begin."""
+    def _begin(self, lock: WriterLock | None, write: bool) -> lmdb.Transaction[memoryview] | Callable[[], None]:
+        """Return a transaction, or a function to call without the map lock before one can begin."""
         if not self._is_open:
             return self._revive
         try:
@@ -345,8 +349,8 @@ class Environment:
         except lmdb.PanicError:  # a page of LMDB's own could not be written: the files are right, the handle is not
             return self._revive
         try:
-            if write:
-                self._take_back(begun)
+            if lock is not None:
+                self._take_back(begun, lock)
             fits = not write or read_shares(Transaction(begun, self._db)) == self._fitted
         except BaseException:
             begun.abort()  # not when the error is forgotten: it holds the lock for writing
@@ -356,29 +360,64 @@ class Environment:
         begun.abort()
         return self._remap
 
-    def _take_back(self, begun: lmdb.Transaction[memoryview]) -> None:
-        """Where a commit's last write failed, and LMDB's undoing of it too, the file has a snapshot of which those that
-        have it open know nothing: they go on from the one before, over its pages. Whoever opens it later, or after a
-        power loss, must not find it.
+    def _take_back(self, begun: lmdb.Transaction[memoryview], lock: WriterLock) -> None:
+        """Remove a snapshot that LMDB does not know.
 
-        Until that is durable it counts as a commit that has not ended: whoever writes next makes it so.
+        If a commit's last write failed, and LMDB's attempt to undo it too, the file holds such a snapshot. Open handles
+        go on from the one before and overwrite its pages, so no later opening may find it. Until the removal is durable
+        it counts as an interrupted commit, which the next writer makes durable.
         """
         if self._env.info()["last_txnid"] < begun.id():
             return
-        self._begin_commit(True)
+        lock.mark(begun=True)
         try:
             disown(self.path, begun.id(), int(self._env.stat()["psize"]))
         except OSError as error:  # a full disk, too: to evict would not help
             raise StoreError(f"{self.path}: {error.strerror or error}") from error
-        self._end_commit(True)
+        with suppress(StoreError):
+            lock.mark(begun=False)
 
     def _remap(self) -> None:
-        with self._gate.alone():
+        with self._map_lock.exclusive():
             self._fit_map()
 
     def _revive(self) -> None:
         with nullcontext() if self._guard is None else self._guard.excluding_writers():
-            self._reopen_alone(self.read_only)
+            self._reopen(self.read_only)
+
+
+class _MapLock:
+    """Shared/exclusive lock: transactions share the memory map, and a remap excludes them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._wanted = 0
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Hold it shared for the length of the block."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._wanted, _COURTESY_S)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Hold it alone for the length of the block; not from within a shared one."""
+        with self._changed:
+            self._wanted += 1
+            try:
+                self._changed.wait_for(lambda: not self._inside)
+                yield
+            finally:
+                self._wanted -= 1
+                self._changed.notify_all()
 
 
 def _headroom_bytes(file: int) -> int:
@@ -386,7 +425,7 @@ def _headroom_bytes(file: int) -> int:
 
 
 def _allocated_bytes(path: Path) -> int:
-    """Holes left out, and what a file system reserves behind the end."""
+    """Allocated bytes, without holes and without space reserved behind the end."""
     try:
         status = path.stat()
     except FileNotFoundError:  # no lock file on a read-only file system

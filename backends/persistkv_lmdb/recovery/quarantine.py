@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from persistkv_lmdb.errors import translated_io
+from persistkv_lmdb.environment.errors import translated_io
+from persistkv_lmdb.files import sync_directory
 from persistkv_lmdb.layout import DATA_FILE, LOCK_FILE
-from persistkv_lmdb.syncs import sync_directory
 
 PREFIX = "damaged-"
 _FILES = ("segments", LOCK_FILE, DATA_FILE)

@@ -21,11 +21,11 @@ from persistkv.storage.catalog import CatalogTransaction, Evicted
 from persistkv.storage.catalog.rows import LINKS
 from persistkv.storage.catalog.transaction import kept_names
 from persistkv.storage.pack import PackTable
-from persistkv_lmdb.environment import Environment
-from persistkv_lmdb.errors import met_the_maps_end
+from persistkv_lmdb.capacity import Amount, Goal, Room
+from persistkv_lmdb.environment.environment import Environment
+from persistkv_lmdb.environment.errors import met_the_maps_end
 from persistkv_lmdb.layout import Transaction, read_ttl
-from persistkv_lmdb.payload import Payloads
-from persistkv_lmdb.room import Amount, Goal, Room
+from persistkv_lmdb.segments.payloads import Payloads
 
 _EVICTED_AT_ONCE = 512
 """Packs and manifests that one transaction evicts at most: tens of milliseconds."""
@@ -48,7 +48,7 @@ class _NothingLeftError(StoreFullError):
     """Not even all that may be evicted is enough."""
 
 
-class Committing:
+class BatchCommit:
     """One batch on its way into the store. Used once."""
 
     def __init__(self, environment: Environment, namespace: bytes, batch: CommitBatch) -> None:

@@ -1,10 +1,10 @@
 """The segment files: ``segments/00000000.seg`` and so on in the store's directory, whose pages are payload.
 
 1. A file is as long as LMDB says, or longer where a transaction that made it longer was not committed, or one that made
-   it shorter was and the process ended. Nobody reads what is beyond.
+   it shorter was and the process ended. Bytes beyond are never read.
 2. Space is allocated, never a hole: a full disk is met when a file grows, not when it is written.
 3. A file is never removed, only cut: an open descriptor means the same file in all processes.
-4. Before a file gets its first pages, its name is durable, whoever made it and was killed or failed before it was.
+4. The name of a file is durable before its first pages are allocated, also if its creator was killed or failed.
 5. Writes run beside the transaction that asks for them, and within it: they have ended when it commits or is undone.
    Where the process is killed, the lock for writing is held until they have ended, because the file's descriptor is.
 """
@@ -15,7 +15,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,28 +25,42 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreError
 from persistkv.storage.codec import Buffer
 from persistkv.storage.executor import thread_pool
-from persistkv_lmdb.errors import translated_io
-from persistkv_lmdb.gathering import (
+from persistkv_lmdb.environment.errors import translated_io
+from persistkv_lmdb.files import open_directory, open_regular
+from persistkv_lmdb.segments.allocator import Extent
+from persistkv_lmdb.segments.vectored_io import (
     Bounce,
     behind,
     front,
     is_aligned,
+    is_cached,
     read_all,
-    read_direct,
     write_all,
-    write_direct,
 )
-from persistkv_lmdb.page_cache import is_cached
-from persistkv_lmdb.regular_files import open_directory, open_regular
-from persistkv_lmdb.runs import Piece, Run, neighbours_of, placed_pieces, runs_of
-from persistkv_lmdb.space import Extent
 
 logger = logging.getLogger(__name__)
 
 DIRECTORY = "segments"
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
-_WRITES_AT_ONCE = 3  # the disk is to find the next ones when one has ended: it may tell of all of them at once
-_THREAD_BYTES = 1 << 20  # 1 MiB: what is shorter is written before another thread would have woken up
+_WRITES_AT_ONCE = 3  # so that the next ones are queued when one ends
+_THREAD_BYTES = 1 << 20  # 1 MiB: a shorter write ends before a thread would wake up
+
+
+class Run(NamedTuple):
+    """Consecutive bytes of one file."""
+
+    segment: int
+    offset: int
+    length: int
+
+
+class Piece(NamedTuple):
+    """Contiguous part of a request in one file."""
+
+    number: int
+    """Position of its payload in a scan."""
+    run: Run
+    buffers: Sequence[memoryview]
 
 
 class _Descriptors(NamedTuple):
@@ -61,7 +75,7 @@ class SegmentFiles:
         """:raises OSError: the store's directory cannot be opened."""
         self._path = path
         self._read_only = read_only
-        self._store = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # one that is made anew in its place is another's
+        self._store = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # a new directory in its place is another store's
         self._lock = threading.Lock()
         self._open: dict[int, _Descriptors] = {}
         self._touched: set[int] = set()
@@ -69,7 +83,7 @@ class SegmentFiles:
         """Whether a file may be missing after a power loss: its directory was not synced since it was made."""
         self._pool: ThreadPoolExecutor | None = None
         self._writes: list[Future[None]] = []
-        """Those that were begun since the last ``settle``."""
+        """Writes since the last ``settle``."""
         self._bounce = Bounce(self.settle)
         self._direct = True
 
@@ -113,7 +127,7 @@ class SegmentFiles:
                     os.posix_fallocate(fd, held, expected - held)
 
     def write(self, extents: Sequence[Extent], stream: Iterator[Buffer]) -> int:
-        """Begin to write a payload to where it is to lie; the stream's pieces are read until ``settle`` or ``sync``.
+        """Begin to write a payload to its extents; the stream's buffers stay in use until ``settle`` or ``sync``.
 
         :returns: its length in bytes, a multiple of 4 KiB; what the extents have beyond is not written.
         :raises StoreFullError: the file system wants space for what it had given. ``settle`` and ``sync`` may raise it,
@@ -147,7 +161,7 @@ class SegmentFiles:
             begun.wait()
 
     def settle(self) -> None:
-        """Wait for all writes that were begun: nobody reads what they were given any more.
+        """Wait for all writes; their buffers are no longer in use.
 
         :raises StoreError: one of them failed.
         """
@@ -159,7 +173,7 @@ class SegmentFiles:
             self._writes.clear()
 
     def sync(self) -> None:
-        """Make durable what was written, how long files are, and what they are called.
+        """Make payloads, file lengths and file names durable.
 
         :raises StoreError: some of it is lost, and a second call would not tell: nothing that was written may be
             published.
@@ -170,7 +184,9 @@ class SegmentFiles:
                 os.fdatasync(self._descriptors(segment).buffered)
             self._touched.clear()
             if self._unnamed:
-                self._sync_names()
+                os.fsync(self._store)
+                with self._directory() as directory:
+                    os.fsync(directory)
                 self._unnamed = False
 
     def read(
@@ -181,23 +197,16 @@ class SegmentFiles:
         :param cached: through the page cache, whatever it holds.
         :raises StoreError: the disk failed.
         """
-        rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
-        length = sum(map(len, rest))
+        filled = 0
         with translated_io(self._path):
-            for run in runs_of(extents, offset, length):
-                descriptors = self._found(run.segment)
-                if descriptors is None:
+            for piece in placed_pieces(0, extents, offset, buffers):
+                if not self._read(piece, cached=cached):
                     return False
-                direct = not cached and self._past_the_cache(descriptors, run)
-                if run.length == length:  # the usual case, which need not be cut
-                    return self._read(descriptors, run, rest, direct=direct)
-                if not self._read(descriptors, run, front(rest, run.length), direct=direct):
-                    return False
-                rest = behind(rest, run.length)
-        return not rest
+                filled += piece.run.length
+        return filled == sum(buffer.nbytes for buffer in buffers)
 
     def scan(self, wanted: Sequence[tuple[Sequence[Extent], int, Sequence[memoryview]]]) -> list[bool]:
-        """As ``read`` for many payloads, each with its extents, offset and buffers: what lies side by side is read with
+        """As ``read`` for many payloads, each with its extents, offset and buffers: contiguous parts are read with
         one call, past the page cache where buffers and file system allow that.
 
         :raises StoreError: the disk failed.
@@ -208,26 +217,26 @@ class SegmentFiles:
             for neighbours in neighbours_of(pieces):
                 whole = self._scan(neighbours)
                 for piece in neighbours:
-                    if whole or self._read_alone(piece):
+                    if whole or self._read(piece):
                         filled[piece.number] += piece.run.length
         return [count == sum(map(len, buffers)) for count, (_, _, buffers) in zip(filled, wanted, strict=True)]
 
-    def _read_alone(self, piece: Piece) -> bool:
-        descriptors = self._found(piece.run.segment)
-        if descriptors is None:
-            return False
-        direct = self._past_the_cache(descriptors, piece.run)
-        return self._read(descriptors, piece.run, piece.buffers, direct=direct)
-
     def _scan(self, neighbours: Sequence[Piece]) -> bool:
-        """Past the page cache; False: it is to be tried through it, one after the other."""
+        """Read past the page cache with one call; False: read the pieces one after the other instead."""
         first = neighbours[0].run
         buffers = [buffer for piece in neighbours for buffer in piece.buffers]
         descriptors = self._found(first.segment)
-        return descriptors is not None and self._try_direct(read_direct, descriptors, buffers, first.offset)
+        if descriptors is None or descriptors.direct is None or not self._direct:
+            return False
+        try:
+            return read_all(descriptors.direct, buffers, first.offset, PAGE_BYTES)
+        except OSError as error:
+            if not self._is_refusal(error, buffers):
+                raise
+            return False
 
     def lengths(self) -> dict[int, int]:
-        """Bytes of each file that the file system gives: holes left out, and what it reserves behind the end."""
+        """Allocated bytes of each file, without holes and without space reserved behind the end."""
         with translated_io(self._path):
             found = {segment: os.fstat(self._descriptors(segment).buffered) for segment in self._there()}
         return {segment: min(status.st_size, 512 * status.st_blocks) for segment, status in found.items()}
@@ -259,43 +268,50 @@ class SegmentFiles:
 
     def _write(self, run: Run, buffers: Sequence[memoryview]) -> None:
         descriptors = self._descriptors(run.segment)
-        if not self._try_direct(write_direct, descriptors, buffers, run.offset):
-            write_all(descriptors.buffered, buffers, run.offset)
+        if descriptors.direct is not None and self._direct:
+            try:
+                write_all(descriptors.direct, buffers, run.offset, PAGE_BYTES)
+                return
+            except OSError as error:
+                if not self._is_refusal(error, buffers):
+                    raise
+        write_all(descriptors.buffered, buffers, run.offset)
 
-    def _read(self, descriptors: _Descriptors, run: Run, buffers: Sequence[memoryview], *, direct: bool) -> bool:
-        """Fill buffers; False: the file ends before.
+    def _read(self, piece: Piece, *, cached: bool = False) -> bool:
+        """Fill a piece's buffers, past the page cache where that can be; False: the file was lost, or ends before.
 
-        :param direct: past the page cache, straight into rows, where that can be.
+        A file that ends within them may hold more than an aligned read gave: it is then read through the page cache.
         """
-        if direct and self._try_direct(read_direct, descriptors, buffers, run.offset):
-            return True
-        return read_all(descriptors.buffered, buffers, run.offset)
+        run = piece.run
+        descriptors = self._found(run.segment)
+        if descriptors is None:
+            return False
+        direct = None if cached else self._direct_fd(descriptors, run)
+        if direct is not None:
+            try:
+                if read_all(direct, piece.buffers, run.offset, PAGE_BYTES):
+                    return True
+            except OSError as error:
+                if not self._is_refusal(error, piece.buffers):
+                    raise
+        return read_all(descriptors.buffered, piece.buffers, run.offset)
 
-    def _past_the_cache(self, descriptors: _Descriptors, run: Run) -> bool:
-        """Whether a read is to try that: it may, is of whole pages, and not all of them are in the page cache."""
+    def _direct_fd(self, descriptors: _Descriptors, run: Run) -> int | None:
+        """The descriptor for O_DIRECT; None: it is refused, the run is not of whole pages, or all of it is cached."""
         if descriptors.direct is None or not self._direct or run.length % PAGE_BYTES:
-            return False
-        return not is_cached(descriptors.buffered, run.offset, run.length)
+            return None
+        return None if is_cached(descriptors.buffered, run.offset, run.length) else descriptors.direct
 
-    def _try_direct(
-        self,
-        transfer: Callable[[int, Sequence[memoryview], int], bool],
-        descriptors: _Descriptors,
-        buffers: Sequence[memoryview],
-        offset: int,
-    ) -> bool:
-        """Past the page cache; False: it cannot be, with these buffers or at all, or not to the end."""
-        if descriptors.direct is None or not self._direct:
+    def _is_refusal(self, error: OSError, buffers: Sequence[memoryview]) -> bool:
+        """Whether O_DIRECT was refused. It is given up where aligned buffers were: to check them before each transfer
+        would take longer.
+        """
+        if error.errno not in _NO_DIRECT:
             return False
-        try:
-            return transfer(descriptors.direct, buffers, offset)
-        except OSError as error:
-            if error.errno not in _NO_DIRECT:
-                raise
-            if is_aligned(buffers):  # else it is no wonder; to ask before would take longer
-                self._direct = False
-                logger.info("%s: O_DIRECT is refused (%s); payloads go through the page cache", self._path, error)
-            return False
+        if is_aligned(buffers):
+            self._direct = False
+            logger.info("%s: O_DIRECT is refused (%s); payloads go through the page cache", self._path, error)
+        return True
 
     def _found(self, segment: int) -> _Descriptors | None:
         """Of a file that is to be read; None: it was lost."""
@@ -343,11 +359,6 @@ class SegmentFiles:
         finally:
             os.close(descriptor)
 
-    def _sync_names(self) -> None:
-        os.fsync(self._store)
-        with self._directory() as directory:
-            os.fsync(directory)
-
     def _there(self) -> list[int]:
         """Numbers of the files that are there."""
         try:
@@ -356,3 +367,46 @@ class SegmentFiles:
         except FileNotFoundError:
             return []
         return [int(name[:8]) for name in names if name[8:] == ".seg" and name[:8].isdecimal()]
+
+
+def runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[Run]:
+    """Runs of a part of a payload; shorter than it if the payload ends before."""
+    for extent in extents:
+        size = extent.pages * PAGE_BYTES
+        if length and offset < size:
+            count = min(length, size - offset)
+            yield Run(extent.segment, extent.page * PAGE_BYTES + offset, count)
+            length -= count
+            offset = size
+        offset -= size
+
+
+def placed_pieces(
+    number: int, extents: Sequence[Extent], offset: int, buffers: Sequence[memoryview]
+) -> Iterator[Piece]:
+    """Pieces that fill ``buffers`` from ``offset`` of a payload; fewer if the payload ends before.
+
+    :param number: of the payload.
+    """
+    rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
+    length = sum(map(len, rest))
+    for run in runs_of(extents, offset, length):
+        if run.length == length:  # the usual case, which need not be cut
+            yield Piece(number, run, rest)
+            return
+        yield Piece(number, run, front(rest, run.length))
+        rest = behind(rest, run.length)
+
+
+def neighbours_of(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Group consecutive pieces that are contiguous in one file."""
+    together: list[Piece] = []
+    end = (-1, 0)
+    for piece in pieces:
+        if together and (piece.run.segment, piece.run.offset) != end:
+            yield together
+            together = []
+        together.append(piece)
+        end = (piece.run.segment, piece.run.offset + piece.run.length)
+    if together:
+        yield together

@@ -1,8 +1,8 @@
 """The environments of this process: LMDB refuses to open one twice in it, so all handles on a store share one.
 
 1. Of each directory at most one environment is open, and it is opened, reopened and closed by one thread at a time.
-2. A wait for that has a bound, and is for the same store only: opening may take long, for a look at what was left, or a
-   process that was stopped while it held a lock.
+2. The wait for another thread is bounded and per store: opening may take long, because of an integrity check or of a
+   stopped process that holds a lock.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 
 from persistkv.errors import StoreBusyError
 from persistkv.storage.extensions import Policy
-from persistkv_lmdb import guard
-from persistkv_lmdb.environment import Environment
-from persistkv_lmdb.errors import translated_at_open
-from persistkv_lmdb.opening import file_id
+from persistkv_lmdb.environment.environment import Environment
+from persistkv_lmdb.environment.errors import translated_at_open
+from persistkv_lmdb.environment.opening import file_id
+from persistkv_lmdb.recovery import guard
 
 
 class _Slot:
@@ -32,8 +32,8 @@ class _Slot:
         """Threads that hold the lock or wait for it."""
 
 
-class _Environments:
-    """The environments of this process."""
+class Environments:
+    """The environments of this process. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # never held over I/O
@@ -41,6 +41,10 @@ class _Environments:
         os.register_at_fork(after_in_child=self._forget)
 
     def acquire(self, path: Path, policy: Policy, *, read_only: bool) -> Environment:
+        """Return the process's environment of these files, opened if necessary; errors as in ``Environment``.
+
+        :raises StoreBusyError: another thread of this process has been opening it for too long.
+        """
         with translated_at_open(path):
             status = path.stat()
         with self._visited((status.st_dev, status.st_ino), path, guard.OPENING_PATIENCE_S) as slot:
@@ -55,6 +59,7 @@ class _Environments:
             return found
 
     def release(self, environment: Environment) -> None:
+        """Release one use of an environment; the last release closes it."""
         with self._lock:
             found = [key for key, slot in self._slots.items() if environment in slot.environments]
         for key in found:  # one, or none in a fork
@@ -94,18 +99,5 @@ class _Environments:
         self._slots = {}
 
 
-# State of the process, because what it stands for is: LMDB refuses to open an environment twice in one.
-_ENVIRONMENTS = _Environments()
-
-
-def acquire(path: Path, policy: Policy, *, read_only: bool) -> Environment:
-    """Return the process's environment of these files, opened if necessary; errors as in ``Environment``. Thread-safe.
-
-    :raises StoreBusyError: another thread of this process has been opening it for too long.
-    """
-    return _ENVIRONMENTS.acquire(path, policy, read_only=read_only)
-
-
-def release(environment: Environment) -> None:
-    """Give back what ``acquire`` gave; the last one closes it. Thread-safe."""
-    _ENVIRONMENTS.release(environment)
+# State of the process: LMDB refuses to open an environment twice in one process.
+ENVIRONMENTS = Environments()

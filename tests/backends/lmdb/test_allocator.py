@@ -20,9 +20,8 @@ from persistkv.errors import StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
-from persistkv_lmdb.check import find_faults
 from persistkv_lmdb.layout import Databases, Transaction
-from persistkv_lmdb.space import Space, read_extents
+from persistkv_lmdb.segments.allocator import Allocator, read_extents
 
 FREE = 0
 
@@ -42,7 +41,7 @@ class SpaceMachine(RuleBasedStateMachine):
 
     def change(self, change):
         with self.env.begin(write=True, buffers=True) as txn:
-            space = Space(Transaction(txn, self.db))
+            space = Allocator(Transaction(txn, self.db))
             found = change(space, txn)
             space.finish()
         return found
@@ -126,7 +125,7 @@ class SpaceMachine(RuleBasedStateMachine):
             return
         with self.env.begin(buffers=True) as txn:
             transaction = Transaction(txn, self.db)
-            space = Space(transaction)
+            space = Allocator(transaction)
             owners: dict[tuple[int, int], int] = {}
             found = [(FREE, extent) for extent in space.free_extents()]
             assert sorted(extent for _, extent in found) == sorted(space.free_sizes())
@@ -209,7 +208,7 @@ def test_stopped_reader_does_not_drain_the_store(open_store, identity, reader):
             backend.commit(namespace, CommitBatch([sample_pack(namespace, seed, blocks=4, block_bytes=1 << 16)]))
         except StoreFullError:
             refused += 1
-        assert find_faults(backend._environment) == []
+        assert backend.find_faults() == []
     assert refused > 20
     assert check_totals(backend).packs > 40
     process.kill()
@@ -223,7 +222,7 @@ def test_reader_in_the_middle_of_a_call_keeps_its_extents(backend, namespace):
     """Its extents are freed and the store is written full while it reads: they are not used again before it ends."""
     pack = sample_pack(namespace, 1, blocks=8, block_bytes=1 << 16)
     backend.commit(namespace, CommitBatch([pack]))
-    shared = backend._environment
+    shared = backend.environment
     with shared.transaction() as transaction:
         extents = read_extents(transaction, namespace + pack.pack_id)
 
@@ -243,7 +242,7 @@ def test_reader_in_the_middle_of_a_call_keeps_its_extents(backend, namespace):
         newest = tables(backend, namespace)
         used = [read_extents(transaction, namespace + pack_id) for pack_id in newest]
     assert extents in used
-    assert find_faults(shared) == []
+    assert backend.find_faults() == []
 
 
 def test_lost_segment_is_misses_and_is_made_again(open_store, path, identity):
@@ -261,7 +260,7 @@ def test_lost_segment_is_misses_and_is_made_again(open_store, path, identity):
     again.commit(namespace, CommitBatch([other]))
     assert read_pack(again, namespace, other.table) == payload_of(other)
     assert read_pack(again, namespace, pack.table) != payload_of(pack)
-    assert find_faults(again._environment) == []
+    assert again.find_faults() == []
 
 
 def test_short_segment_is_a_miss(backend, namespace, path):
@@ -270,7 +269,7 @@ def test_short_segment_is_a_miss(backend, namespace, path):
     with open(path / "segments" / "00000000.seg", "r+b") as file:
         file.truncate(4096)
     assert read_pack(backend, namespace, pack.table) is None
-    assert len(find_faults(backend._environment)) == 1
+    assert len(backend.find_faults()) == 1
 
 
 def test_file_of_a_commit_that_never_was_is_cut(open_store, path, identity):
@@ -286,18 +285,18 @@ def test_file_of_a_commit_that_never_was_is_cut(open_store, path, identity):
     assert again.stats().disk_bytes > before + (4 << 20)
     again.commit(namespace, CommitBatch(touches=[bytes(16)]))
     assert again.stats().disk_bytes <= before + (1 << 18)
-    assert find_faults(again._environment) == []
+    assert again.find_faults() == []
 
 
 def test_pack_in_several_extents_and_segments(open_store, identity, monkeypatch):
-    monkeypatch.setattr("persistkv_lmdb.payload._SEGMENT_BYTES", 1 << 20)
+    monkeypatch.setattr("persistkv_lmdb.segments.payloads._SEGMENT_BYTES", 1 << 20)
     backend = open_store("?capacity=16MiB")
     namespace = backend.open_namespace(identity).id
     ids = fill(backend, namespace)
     backend.commit(namespace, CommitBatch(deletions=ids[::2]))
     large = sample_pack(namespace, 5000, blocks=50, block_bytes=70_001)
     backend.commit(namespace, CommitBatch([large]))
-    with backend._environment.transaction() as transaction:
+    with backend.environment.transaction() as transaction:
         extents = read_extents(transaction, namespace + large.pack_id)
         assert extents is not None
         assert len({extent.segment for extent in extents}) > 1
@@ -307,7 +306,7 @@ def test_pack_in_several_extents_and_segments(open_store, identity, monkeypatch)
         buffers = [memoryview(bytearray(length // 3)), memoryview(bytearray(length - length // 3))]
         assert backend.read(namespace, [ReadSpan(large.pack_id, offset, buffers)]) == [True]
         assert b"".join(buffers) == payload[offset : offset + length]
-    assert find_faults(backend._environment) == []
+    assert backend.find_faults() == []
 
 
 def test_damaged_extents_are_a_miss(open_store, path, identity):
@@ -323,7 +322,7 @@ def test_damaged_extents_are_a_miss(open_store, path, identity):
             txn.put(namespace + pack.pack_id, row, db=extents)
     backend = open_store()
     assert [read_pack(backend, namespace, pack.table) for pack in packs] == [None] * 3
-    assert len(find_faults(backend._environment)) > 1
+    assert len(backend.find_faults()) > 1
 
 
 def breaks_off():
@@ -341,8 +340,8 @@ def test_what_an_undone_transaction_grew_is_cut_by_the_next(open_store, path, id
     namespace = backend.open_namespace(identity).id
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     before = segment_bytes(path)
-    with pytest.raises(StoreFullError, match="broke off"), backend._environment.transaction(write=True) as transaction:
-        backend._environment.payloads(transaction).write(bytes(32), breaks_off(), 16 << 20)
+    with pytest.raises(StoreFullError, match="broke off"), backend.environment.transaction(write=True) as transaction:
+        backend.environment.payloads(transaction).write(bytes(32), breaks_off(), 16 << 20)
     assert segment_bytes(path) >= before + (16 << 20)
     backend.commit(namespace, CommitBatch(touches=[sample_pack(namespace, 1).pack_id]))
     assert segment_bytes(path) == before
@@ -353,8 +352,8 @@ import os, signal, sys
 from persistkv.config import StoreUrl
 from persistkv_lmdb import LmdbBackend
 backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
-with backend._environment.transaction(write=True) as transaction:
-    payloads = backend._environment.payloads(transaction)
+with backend.environment.transaction(write=True) as transaction:
+    payloads = backend.environment.payloads(transaction)
     payloads.write(bytes(32), iter([bytes(4096)]), 16 << 20)
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -369,7 +368,7 @@ def test_what_a_killed_process_grew_is_cut_by_one_that_lives(open_store, path, i
     assert segment_bytes(path) >= before + (16 << 20)
     backend.commit(namespace, CommitBatch(touches=[sample_pack(namespace, 1).pack_id]))
     assert segment_bytes(path) == before
-    assert find_faults(backend._environment) == []
+    assert backend.find_faults() == []
 
 
 def test_store_takes_little_more_than_it_holds(open_store, path, identity):
@@ -379,11 +378,11 @@ def test_store_takes_little_more_than_it_holds(open_store, path, identity):
     for seed in range(24):
         backend.commit(namespace, CommitBatch([sample_pack(namespace, seed, blocks=16, block_bytes=1 << 16)]))
         assert segment_bytes(path) < (seed + 1) * (17 << 16) + (2 << 20)
-    assert find_faults(backend._environment) == []
+    assert backend.find_faults() == []
 
 
 def test_segments_that_were_cut_grow_again(open_store, path, identity, monkeypatch):
-    monkeypatch.setattr("persistkv_lmdb.payload._SEGMENT_BYTES", 1 << 20)
+    monkeypatch.setattr("persistkv_lmdb.segments.payloads._SEGMENT_BYTES", 1 << 20)
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
     packs = [sample_pack(namespace, seed, blocks=8, block_bytes=1 << 16) for seed in range(8)]
@@ -395,7 +394,7 @@ def test_segments_that_were_cut_grow_again(open_store, path, identity, monkeypat
         backend.commit(namespace, CommitBatch(deletions=[pack.pack_id for pack in packs]))
         list(backend.compact())
         assert segment_bytes(path) == 0
-        assert find_faults(backend._environment) == []
+        assert backend.find_faults() == []
     assert len(list((path / "segments").iterdir())) == files
 
 
@@ -426,7 +425,7 @@ def test_disk_that_fails_once(backend, namespace, monkeypatch, call, code):
     assert not left
     assert read_pack(backend, namespace, pack.table) == payload_of(pack)
     assert read_pack(backend, namespace, held.table) == payload_of(held)
-    assert find_faults(backend._environment) == []
+    assert backend.find_faults() == []
 
 
 def test_commit_that_comes_too_late_leaves_the_totals_right(backend, namespace):
@@ -434,4 +433,4 @@ def test_commit_that_comes_too_late_leaves_the_totals_right(backend, namespace):
     seen = backend.commit(namespace, CommitBatch([pack])).cursor
     backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))  # its pages are free for the next one
     assert backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)], seen=seen)).stale
-    assert find_faults(backend._environment) == []
+    assert backend.find_faults() == []

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from persistkv_lmdb import gathering
-from persistkv_lmdb.gathering import Bounce, behind, front, read_all, starts_aligned, write_all
+from persistkv_lmdb.segments import vectored_io
+from persistkv_lmdb.segments.vectored_io import Bounce, behind, front, read_all, starts_aligned, write_all
 
 PAGE = 4096
 
@@ -49,12 +49,12 @@ pieces = st.lists(
 def test_any_stream_comes_out_aligned(rows, cut, bounce, batch, first, second, small, most):
     chunks = [rows[at : at + length] if kind == "row" else pattern(length, at) for kind, at, length in cut]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gathering, "_BOUNCE_BYTES", PAGE * bounce)
-        patch.setattr(gathering, "_BATCH_BYTES", PAGE * batch)
-        patch.setattr(gathering, "_FIRST_BYTES", PAGE * first)
-        patch.setattr(gathering, "_SECOND_BYTES", PAGE * second)
-        patch.setattr(gathering, "_SMALL_BYTES", PAGE * small)
-        patch.setattr(gathering, "MOST_BUFFERS", most)
+        patch.setattr(vectored_io, "_BOUNCE_BYTES", PAGE * bounce)
+        patch.setattr(vectored_io, "_BATCH_BYTES", PAGE * batch)
+        patch.setattr(vectored_io, "_FIRST_BYTES", PAGE * first)
+        patch.setattr(vectored_io, "_SECOND_BYTES", PAGE * second)
+        patch.setattr(vectored_io, "_SMALL_BYTES", PAGE * small)
+        patch.setattr(vectored_io, "MOST_BUFFERS", most)
         written = bytearray()
         lent = []  # lists that a write on its way may still read: all that is copied is to be there until ``settle``
 
@@ -76,7 +76,7 @@ def test_any_stream_comes_out_aligned(rows, cut, bounce, batch, first, second, s
 def test_what_takes_long_to_gather_is_cut_twice(monkeypatch, pages, expected):
     """The disk would have written the first list before a long second one of small buffers is there."""
     for name, count in (("_FIRST_BYTES", 4), ("_SECOND_BYTES", 8), ("_SMALL_BYTES", 2), ("_BATCH_BYTES", 32)):
-        monkeypatch.setattr(gathering, name, count * PAGE)
+        monkeypatch.setattr(vectored_io, name, count * PAGE)
     memory = memoryview(mmap.mmap(-1, 32 * PAGE))
     stream = (memory[at : at + pages * PAGE] for at in range(0, 32 * PAGE, pages * PAGE))
     lists = list(Bounce(lambda: None).aligned(stream))

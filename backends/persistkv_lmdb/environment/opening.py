@@ -1,4 +1,6 @@
-"""LMDB's reader table identifies processes by PID, and PIDs repeat across PID namespaces (containers).
+"""LMDB's environment of a store, as it is opened: what cannot be used is refused, and nothing of it stays open.
+
+LMDB's reader table identifies processes by PID, and PIDs repeat across PID namespaces (containers).
 
 LMDB takes a slot with its own PID for its own: it never checks whether the process that left it is dead. So a container
 that was killed during a read, and restarted with the same PID, would keep the snapshot of that read alive for ever, and
@@ -17,14 +19,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import lmdb
 
-from persistkv.errors import ProcessIdInUseError
+from persistkv.errors import CorruptStoreError, ProcessIdInUseError
+from persistkv.storage.extensions import Policy
+from persistkv_lmdb.environment.errors import translated_at_open
+from persistkv_lmdb.files import sync_directory
+from persistkv_lmdb.layout import DATA_FILE, Databases, is_cut_short, open_databases
+from persistkv_lmdb.recovery.fsck import DAMAGE, inspect
 
 logger = logging.getLogger(__name__)
 
-MAX_READERS = 512
+_MAX_READERS = 512
 _PATIENCE_S = 30.0
 _PROGRAM = """
 import sys
@@ -35,7 +43,63 @@ with lmdb.open({store!r}, readonly=True, create=False, max_readers={readers}) as
 """
 
 
-def open_with_reader(store: Path, open_it: Callable[[], lmdb.Environment]) -> lmdb.Environment:
+class Opened(NamedTuple):
+    """An open environment, which the caller must close."""
+
+    env: lmdb.Environment
+    file_id: tuple[int, int] | None
+    """See ``file_id``."""
+    db: Databases
+
+
+def open_environment(path: Path, policy: Policy, *, read_only: bool) -> Opened:
+    """Open it; where there is none, make it and make its name durable.
+
+    Its map has the recorded size; the caller sets another.
+
+    :param policy: recorded in a store that is created.
+    :raises ProcessIdInUseError: a process in another PID namespace uses the store under this process's PID.
+    :raises StoreUnavailableError: it cannot be opened.
+    :raises CorruptStoreError: it is damaged, or something else; it was not changed.
+    """
+    with translated_at_open(path):
+        if is_cut_short(path) and (found := inspect(path)).verdict in DAMAGE:
+            raise CorruptStoreError(f"{path}: {found.reason}")
+        is_there = file_id(path) is not None
+        env = _open_with_reader(
+            path,
+            lambda: lmdb.open(
+                str(path),
+                map_size=0,
+                readonly=read_only,
+                mode=0o600,
+                create=False,
+                max_dbs=len(Databases._fields),
+                max_readers=_MAX_READERS,
+                max_spare_txns=0,  # a spare one keeps its reader's slot, also across a fork
+            ),
+        )
+        try:
+            env.reader_check()
+            opened = Opened(env, file_id(path), open_databases(env, policy))
+            if not is_there:
+                sync_directory(path)
+        except BaseException:
+            env.close()
+            raise
+        return opened
+
+
+def file_id(path: Path) -> tuple[int, int] | None:
+    """Device and inode of ``data.mdb``, the same for every path to a store; None if there is none."""
+    try:
+        status = (path / DATA_FILE).stat()
+    except OSError:  # opening it says why
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _open_with_reader(store: Path, open_it: Callable[[], lmdb.Environment]) -> lmdb.Environment:
     """Open an environment, and leave no stale slot of this process's PID in it.
 
     :param open_it: opens the environment; called a second time after stale slots were found.
@@ -71,7 +135,7 @@ def _has_own_slot(env: lmdb.Environment) -> bool:
 
 
 def _clear_from_child(store: Path) -> None:
-    program = _PROGRAM.format(path=sys.path, store=str(store), readers=MAX_READERS)
+    program = _PROGRAM.format(path=sys.path, store=str(store), readers=_MAX_READERS)
     try:
         subprocess.run(
             [sys.executable, "-I", "-c", program],

@@ -10,7 +10,7 @@ from persistkv.errors import StoreFullError
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import tables
 from persistkv.testing.samples import sample_pack
-from persistkv_lmdb import committing
+from persistkv_lmdb import commit
 
 MIB = 1 << 20
 
@@ -24,13 +24,13 @@ def placement():
 def second_attempts(monkeypatch):
     """Counts the commits that found no room at once."""
     found = []
-    make_room = committing.Committing._make_room
+    make_room = commit.BatchCommit._make_room
 
     def counted(self, more):
         found.append(more)
         return make_room(self, more)
 
-    monkeypatch.setattr(committing.Committing, "_make_room", counted)
+    monkeypatch.setattr(commit.BatchCommit, "_make_room", counted)
     return found
 
 

@@ -1,0 +1,1 @@
+"""Unclean shutdowns and damage: the guard, the integrity check, and the quarantine."""

@@ -149,7 +149,7 @@ def warm_answers(backend: Backend, asked: WarmRequest) -> list[WarmAnswer]:
 
 
 def _publish(backend: Backend, name: str, row: bytes | None) -> None:
-    if not isinstance(backend, SupportsStatus):
+    if not (isinstance(backend, SupportsStatus) and backend.capabilities.shared):
         raise StoreUnavailableError("this store cannot be used to ask engines: it shows no rows to other processes")
     backend.publish_status(name, row)
 

@@ -15,8 +15,10 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from queue import SimpleQueue
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
 from types import coroutine
 from typing import Any, TypeVar
 
@@ -123,7 +125,7 @@ class InPlaceExecutor(Executor):
 
 
 class ThreadExecutor(Executor):
-    """One thread for writes, some for reads. The interpreter's exit waits for calls that run."""
+    """One thread for writes, some for reads."""
 
     def __init__(self, threads: int, wake: Callable[[], None]) -> None:
         """:param wake: called from any thread when ``run_ready`` has something to do."""
@@ -134,8 +136,8 @@ class ThreadExecutor(Executor):
         """Flows whose calls have ended."""
         self._since: dict[int, float] = {}
         """When the call of each busy thread began, by ``time.monotonic``."""
-        self._writer = thread_pool(1, "persistkv-writer")
-        self._readers = thread_pool(threads, "persistkv-reader")
+        self._writer = ThreadPool(1, "persistkv-writer")
+        self._readers = ThreadPool(threads, "persistkv-reader")
 
     async def write(self, call: Callable[[], T]) -> T:
         return (await _results([self._submit(self._writer, call)]))[0]
@@ -146,7 +148,7 @@ class ThreadExecutor(Executor):
     def ahead(self, call: Callable[[], T]) -> Callable[[], T]:
         return self._submit(self._readers, call).result
 
-    def _submit(self, pool: ThreadPoolExecutor, call: Callable[[], T]) -> Future[T]:
+    def _submit(self, pool: ThreadPool, call: Callable[[], T]) -> Future[T]:
         return pool.submit(self._run, call)
 
     def _run(self, call: Callable[[], T]) -> T:
@@ -194,21 +196,73 @@ class ThreadExecutor(Executor):
             self._ready.get().close()
 
 
-def thread_pool(threads: int, name: str) -> ThreadPoolExecutor:
-    """A pool whose threads have started: ``submit`` does not fail for lack of them, its call queued all the same.
+class ThreadPool:
+    """Threads that run calls; results are futures of ``concurrent.futures``.
 
-    :raises RuntimeError: there are not as many threads; none is left running.
+    Unlike those of ``ThreadPoolExecutor``, all threads start at once, so a queued call never waits for a thread that
+    cannot start, and they are daemons: the interpreter's exit does not wait for a call that never returns, and handlers
+    of ``atexit`` can still store and load.
+
+    :raises RuntimeError: so many threads cannot start; none is left running.
     """
-    pool = ThreadPoolExecutor(threads, name)
-    started = threading.Barrier(threads)
-    try:
-        for _ in range(threads):
-            pool.submit(started.wait)
-    except BaseException:
-        started.abort()
-        pool.shutdown()
-        raise
-    return pool
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+        try:
+            for number in range(threads):
+                thread = threading.Thread(target=_run_calls, args=(self._queue,), name=f"{name}_{number}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Queue a call, from any thread.
+
+        :raises RuntimeError: the pool is shut down.
+        """
+        future: Future[T] = Future()
+        self.begin(future, partial(call, *arguments))
+        return future
+
+    def begin(self, future: Future[T], call: Callable[[], T]) -> None:
+        """Queue a call for a future of the caller's, which an interrupt after this line cannot lose."""
+        if self._closed:
+            raise RuntimeError("the thread pool is shut down")
+        self._queue.put((future, call))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the threads after the queued calls, or cancel these. Idempotent.
+
+        :param wait: until the calls that run have ended.
+        """
+        self._closed = True
+        while cancel_futures and not self._queue.empty():
+            with suppress(Empty):
+                if (item := self._queue.get_nowait()) is not None:
+                    item[0].cancel()
+                    item[0].set_running_or_notify_cancel()
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads if wait else ():
+            thread.join()
+
+
+def _run_calls(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while (item := queue.get()) is not None:
+        future, call = item
+        if future.set_running_or_notify_cancel():
+            try:
+                result = call()
+            except BaseException as error:  # raised again where the result is asked for
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+                del result
+        del item, future, call  # they hold rows
 
 
 @coroutine

@@ -185,10 +185,12 @@ class NamespaceView:
     async def _delete(self, bad: Sequence[bytes]) -> bool:
         """Delete packs as our last look saw them; False: others have committed since, and may have replaced them."""
         try:
-            maker = ManifestMaker(self.index, self._block_bytes, ())  # the index does not know them any more
-            if isinstance(self.backend, InspectableBackend) and not await self._shorten(self.backend, bad, maker):
+            batch: CommitBatch | None = CommitBatch()
+            if isinstance(self.backend, InspectableBackend):
+                batch = await self._shorten(self.backend, bad)
+            if batch is None:
                 return False
-            result = await self.commit(CommitBatch(bad=bad, seen=self.cursor))
+            result = await self.commit(replace(batch, bad=bad, seen=self.cursor))
         except StoreError as error:
             self.complain(error)
         else:
@@ -201,17 +203,24 @@ class NamespaceView:
         await self.refresh_or_complain()  # what could only be reached through them went too
         return True
 
-    async def _shorten(self, backend: InspectableBackend, bad: Sequence[bytes], maker: ManifestMaker) -> bool:
-        """Shorten the requests that name packs; False: others have committed since our last look."""
+    async def _shorten(self, backend: InspectableBackend, bad: Sequence[bytes]) -> CommitBatch | None:
+        """Shorten the requests that name packs, in commits of ``SHORTENED_AT_ONCE``.
+
+        :returns: the last commit, which is still to be done; None if others have committed since our last look.
+        """
+        maker = ManifestMaker(self.index, self._block_bytes, ())  # the index does not know the packs any more
         heads = await self.call(partial(backend.manifests_naming, self.namespace, bad))
+        batch = CommitBatch()
         for start in range(0, len(heads), SHORTENED_AT_ONCE):
+            if batch.manifests:
+                result = await self.commit(batch)
+                if result.stale:
+                    return None
+                await self.committed([], result, followed=True)
             some = heads[start : start + SHORTENED_AT_ONCE]
             requests = await self.call(partial(read_requests, backend, self.namespace, some))
-            result = await self.commit(shortened(requests, maker, self.cursor))
-            if result.stale:
-                return False
-            await self.committed([], result, followed=True)
-        return True
+            batch = shortened(requests, maker, self.cursor)
+        return batch
 
     def _forget(self, pack_ids: Sequence[bytes]) -> None:
         self._gone(self.index.remove_all(pack_ids))

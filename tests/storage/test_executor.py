@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 
-from persistkv.storage.executor import Executor, InPlaceExecutor, ThreadExecutor, thread_pool
+from persistkv.storage.executor import Executor, InPlaceExecutor, ThreadExecutor, ThreadPool
 
 PATIENCE_S = 30.0
 
@@ -244,5 +246,27 @@ def test_thread_pool_too_few_threads_leaves_none(monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start_two)
         with pytest.raises(RuntimeError, match="new thread"):
-            thread_pool(3, "test")
+            ThreadPool(3, "test")
     assert (len(started), threading.active_count()) == (2, before)
+
+
+AT_EXIT = """
+import atexit, threading
+from persistkv.storage.executor import ThreadPool
+pool = ThreadPool(1, "test")
+atexit.register(lambda: print(pool.submit(lambda: "stored").result(10), flush=True))
+"""
+HUNG = """
+import threading
+from persistkv.storage.executor import ThreadPool
+begun = threading.Event()
+ThreadPool(1, "test").submit(lambda: (begun.set(), threading.Event().wait()))
+begun.wait()
+print("ended", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("script", "output"), [(AT_EXIT, "stored\n"), (HUNG, "ended\n")], ids=["atexit", "hung"])
+def test_thread_pool_at_the_exit_of_the_interpreter(script: str, output: str) -> None:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == (output, "")

@@ -117,8 +117,7 @@ class Environment:
                                     lock.mark(begun=True)
                             except BaseException:
                                 if write:  # the next transaction may take the extents that are being written
-                                    with suppress(Exception):
-                                        self.files.settle()
+                                    self.files.abandon()
                                 raise
                         if lock is not None:
                             with suppress(StoreError):  # the next transaction then syncs once more

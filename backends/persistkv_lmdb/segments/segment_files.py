@@ -16,15 +16,16 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreError
 from persistkv.storage.codec import Buffer
-from persistkv.storage.executor import thread_pool
+from persistkv.storage.executor import ThreadPool
 from persistkv_lmdb.environment.errors import translated_io
 from persistkv_lmdb.files import open_directory, open_regular
 from persistkv_lmdb.segments.allocator import Extent
@@ -81,7 +82,7 @@ class SegmentFiles:
         self._touched: set[int] = set()
         self._unnamed = False
         """Whether a file may be missing after a power loss: its directory was not synced since it was made."""
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: ThreadPool | None = None
         self._writes: list[Future[None]] = []
         """Writes since the last ``settle``."""
         self._bounce = Bounce(self.settle)
@@ -153,10 +154,11 @@ class SegmentFiles:
         the thread would wait for the GIL, up to 5 ms.
         """
         if self._pool is None:
-            self._pool = thread_pool(_WRITES_AT_ONCE, "persistkv-segments")
-        begun = threading.Event()
-        is_idle = sum(not write.done() for write in self._writes) < _WRITES_AT_ONCE
-        self._writes.append(self._pool.submit(self._write_runs, runs, buffers, begun))
+            self._pool = ThreadPool(_WRITES_AT_ONCE, "persistkv-segments")
+        begun, write = threading.Event(), Future[None]()
+        is_idle = sum(not other.done() for other in self._writes) < _WRITES_AT_ONCE
+        self._writes.append(write)  # known before it is queued: an interrupt may come between
+        self._pool.begin(write, partial(self._write_runs, runs, buffers, begun))
         if is_idle:
             begun.wait()
 
@@ -171,6 +173,15 @@ class SegmentFiles:
                 self._writes.pop(0).result()
         finally:
             self._writes.clear()
+
+    def abandon(self) -> None:
+        """Cancel the writes of a transaction that is rolled back, and wait for those that run, however often Ctrl-C is
+        pressed meanwhile: the next transaction, of any process, may use their extents.
+        """
+        while self._writes:
+            with suppress(BaseException):
+                wait([write for write in self._writes if not write.cancel()])
+                self._writes.clear()
 
     def sync(self) -> None:
         """Make payloads, file lengths and file names durable.

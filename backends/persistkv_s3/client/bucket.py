@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from typing import TypeVar
 
 from persistkv.storage.codec import Buffer
-from persistkv.storage.executor import thread_pool
+from persistkv.storage.executor import ThreadPool
 from persistkv_s3.client.transport import (
     MOST_DELETED,
     Body,
@@ -37,8 +37,8 @@ class Bucket:
         self.place = place
         self._transport = transport
         self._deadline_s = deadline_s
-        self._readers = thread_pool(connections, "persistkv-s3-read")
-        self._writers = thread_pool(connections, "persistkv-s3-write")
+        self._readers = ThreadPool(connections, "persistkv-s3-read")
+        self._writers = ThreadPool(connections, "persistkv-s3-write")
 
     @property
     def requests(self) -> dict[str, int]:
@@ -58,7 +58,7 @@ class Bucket:
         """The same on other threads, so that reads do not wait behind uploads."""
         return self._all(self._writers, what, list(things))
 
-    def _all(self, pool: ThreadPoolExecutor, what: Callable[[A], R], todo: list[A]) -> list[R]:
+    def _all(self, pool: ThreadPool, what: Callable[[A], R], todo: list[A]) -> list[R]:
         if len(todo) <= 1:
             return [what(thing) for thing in todo]
         futures = [pool.submit(what, thing) for thing in todo]

@@ -1,6 +1,8 @@
 """Segment writes in threads: they have ended when their transaction does, however it does."""
 
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -85,3 +87,60 @@ def test_undone_transaction_leaves_no_write_on_its_way(backend, namespace, place
         assert not running
     backend.commit(namespace, CommitBatch([pack]))
     assert backend.find_faults() == []
+
+
+INTERRUPTED = """
+import os, signal, subprocess, sys, threading, time
+from persistkv.config import StoreUrl
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.identity import Identity
+from persistkv.testing.conformance.suite import read_pack
+from persistkv.testing.samples import payload_of, sample_pack
+from persistkv_lmdb import LmdbBackend
+
+def stored(number):
+    return sample_pack(name, number, blocks=3, block_bytes=1 << 20)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
+name = backend.open_namespace(Identity.of({})).id
+if len(sys.argv) > 2:
+    backend.commit(name, CommitBatch([stored(2)]))
+    sys.exit()
+may_write, begun, pwritev = threading.Event(), threading.Event(), os.pwritev
+
+def slow(*arguments):
+    begun.set()
+    may_write.wait(5)
+    return pwritev(*arguments)
+
+def press():
+    begun.wait()
+    for _ in range(2):
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.3)
+    may_write.set()
+
+os.pwritev = slow
+threading.Thread(target=press, daemon=True).start()
+try:
+    backend.commit(name, CommitBatch([stored(1)]))
+except KeyboardInterrupt:
+    subprocess.run([sys.executable, "-c", sys.argv[0], sys.argv[1], "other"], check=True)
+may_write.set()
+backend.close()
+backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]), read_only=True)
+found = {table.pack_id: read_pack(backend, name, table) for table in backend.changes(name, None).added}
+print(found == {stored(2).pack_id: payload_of(stored(2))})
+"""
+
+
+def test_commit_interrupted_twice_spares_what_another_process_commits(path, placement):
+    if placement == "inline":
+        pytest.skip("LMDB writes its own")
+    script = INTERRUPTED.replace('sys.argv[0], sys.argv[1], "other"', 'SCRIPT, sys.argv[1], "other"')
+    script = f"SCRIPT = {script!r}\n{script}"
+    command = [sys.executable, "-c", script, f"lmdb://{path}?capacity=64MiB"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "True\n"

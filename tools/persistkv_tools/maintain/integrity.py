@@ -32,7 +32,7 @@ from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError, CorruptPackError
 from persistkv.huge_pages import huge_memory
 from persistkv.storage.backend import ReadSpan
-from persistkv.storage.executor import thread_pool
+from persistkv.storage.executor import ThreadPool
 from persistkv.storage.extensions import BackendStats, InspectableBackend, scan, scan_order
 from persistkv.storage.keys import PackedKeys
 from persistkv.storage.manifest import ManifestKeys
@@ -209,7 +209,7 @@ class Scanner:
         self._backend = backend
         self._waiting = waiting
         self._local = threading.local()
-        self._pool = thread_pool(threads, "persistkv-verify") if threads else None
+        self._pool = ThreadPool(threads, "persistkv-verify") if threads else None
         self._begun: deque[tuple[Batch, Future[list[Look]]]] = deque()
         self._begin()
 

@@ -393,10 +393,11 @@ def _delete(
             return
         seen, named, shorter = space.cursor, set[tuple[bytes, str]](), set[tuple[bytes, str]]()
         for heads, batch in _shortenings(backend, space, [pack_id]):
-            result = backend.commit(name, replace(batch, seen=seen))
-            if result.stale:
-                break
-            seen = result.cursor
+            if batch.manifests:
+                result = backend.commit(name, replace(batch, seen=seen))
+                if result.stale:
+                    break
+                seen = result.cursor
             named |= {(name, head.id) for head in heads}
             shorter |= {(name, write.manifest.id) for write in batch.manifests}
         else:

@@ -138,6 +138,8 @@ class BatchCommit:
         :raises StoreFullError: there is no room; nothing was done.
         """
         environment = self._environment
+        for pack in self._batch.packs:
+            pack.restart()  # another process may have stored it since an attempt that failed
         with environment.transaction(write=True) as transaction:
             payloads = environment.payloads(transaction)
             commit = self._begin(transaction, payloads)

@@ -192,7 +192,7 @@ class Backend(ABC):
 
     @abstractmethod
     def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
-        """Return the tables of packs, in order, without those that are not held or damaged; errors as ``changes``."""
+        """Return the tables of packs, in order, without those that are not held or damaged."""
 
     @abstractmethod
     def close(self) -> None:

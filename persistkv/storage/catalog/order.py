@@ -62,12 +62,15 @@ class EvictionOrder:
         """List a new pack as used now."""
         self._put(name, Use(self.moment, self.time, depth, pins))
 
-    def touch(self, name: bytes) -> None:
-        """Record that a pack was used now; does nothing if it is not held."""
+    def touch(self, name: bytes) -> bool:
+        """Record that a pack was used now; return False if it is not listed."""
         use = self._use(name)
-        if use is not None and use.moment != self.moment:
+        if use is None:
+            return False
+        if (use.moment, use.time) != (self.moment, self.time):
             self._unlist(use.order_key(name))
             self._put(name, use._replace(moment=self.moment, time=self.time))
+        return True
 
     def pin(self, name: bytes, count: int) -> None:
         """Add to a pack's pins; does nothing if it is not held."""

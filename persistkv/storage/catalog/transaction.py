@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterable, Iterator
+from itertools import islice
 from typing import Protocol
 
 from persistkv.errors import StoreError
@@ -152,6 +153,8 @@ class CatalogTransaction:
         :param at_most: packs and manifests to remove; the next commits remove the rest.
         """
         for candidate in self._order.oldest():
+            if candidate.time > self._order.time:  # damaged: nothing is used later than now
+                continue
             if not at_most or candidate.time >= self._order.time - ttl_s:
                 return
             if candidate.name not in self._keep:
@@ -165,7 +168,8 @@ class CatalogTransaction:
         :returns: whether more manifests name it.
         """
         name = self._namespace + pack_id
-        naming = [manifest for manifest in manifests_of(self._rows, name) if manifest not in self._keep]
+        keys = (self._namespace + bytes(key[2 * ID_BYTES :]) for key, _ in self._rows.starting_with(LINKS, name))
+        naming = list(islice((manifest for manifest in keys if manifest not in self._keep), at_most + 1))
         self._drop_all(naming[:at_most], name, alone=alone)
         return len(naming) > at_most
 
@@ -187,7 +191,8 @@ class CatalogTransaction:
         """Write a pack, or touch it if it is held. One whose row is damaged is not held: it is written anew."""
         name = self._namespace + pack.pack_id
         if self._holds(name):
-            self._order.touch(name)
+            if not self._order.touch(name):  # its use is damaged: without one, it could not be evicted
+                self._order.add_pack(name, UNKNOWN_DEPTH, self._pins_of(name))
             return
         self._delete_pack(name)
         self.grew = True
@@ -195,7 +200,7 @@ class CatalogTransaction:
         self._log(name, ADDED)
         self._rows.put(PACKS, name, SEQUENCE.pack(self._state.sequence) + pack.table.encode())
         depth = min((frame.depth for frame in pack.table.frames), default=UNKNOWN_DEPTH)
-        self._order.add_pack(name, depth, sum(map(self._is_pinned, manifests_of(self._rows, name))))
+        self._order.add_pack(name, depth, self._pins_of(name))
         self._state.count(pack.table, 1)
 
     def _remove(self, candidate: Candidate) -> None:
@@ -227,6 +232,7 @@ class CatalogTransaction:
     def _delete_pack(self, name: bytes) -> None:
         row = self._rows.get(PACKS, name)
         if row is None:
+            self._order.remove_pack(name)  # a damaged store may list what it does not hold
             return
         table = pack_table(name, row)
         self._rows.delete(PACKS, name)
@@ -266,12 +272,11 @@ class CatalogTransaction:
 
         :returns: names of the packs behind the pack ``behind`` in its chain; none if it is not ordered.
         """
-        if not self._rows.delete(MANIFESTS, name):
-            return []
-        self._rows.delete(MANIFEST_KEYS, name)
         namespace, digest = name[:ID_BYTES], name[ID_BYTES:]
-        self._state_of(namespace).requests -= 1
-        chain = self._order.chain(name)
+        if self._rows.delete(MANIFESTS, name):
+            self._state_of(namespace).requests -= 1
+        self._rows.delete(MANIFEST_KEYS, name)
+        chain = self._order.chain(name)  # also without its head, in a damaged store
         if chain is None:
             return []
         self._order.remove_manifest(name, chain)
@@ -282,9 +287,10 @@ class CatalogTransaction:
                 self._order.pin(pack, -1)
         return packs[packs.index(behind) + 1 :] if behind in packs and chain.ordered else []
 
-    def _is_pinned(self, manifest: bytes) -> bool:
-        chain = self._order.chain(manifest)
-        return chain is not None and chain.pinned
+    def _pins_of(self, pack: bytes) -> int:
+        """The pinned manifests that name a pack."""
+        chains = (self._order.chain(manifest) for manifest in manifests_of(self._rows, pack))
+        return sum(chain is not None and chain.pinned for chain in chains)
 
     def _pin(self, manifest_id: str, pinned: bool) -> None:
         name = manifest_row(self._namespace, manifest_id)

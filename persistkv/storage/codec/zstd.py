@@ -34,7 +34,7 @@ class ZstdCodec(Codec):
         """
         if not argument:
             return cls()
-        if not (argument.isascii() and argument.isdecimal()):
+        if not (argument.isascii() and argument.isdecimal() and len(argument) <= 2):
             raise ConfigurationError("codec level", argument, _LEVELS)
         return cls(int(argument))
 

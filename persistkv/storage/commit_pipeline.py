@@ -29,7 +29,7 @@ TARGET_PACK_BYTES = 32 << 20  # 32 MiB: the largest pack that a cut at fixed dep
 DIRECT_BYTES = 4 << 20  # 4 MiB: smaller packs wait in staging, to be written together
 FULL_BYTES = 16 << 20  # 16 MiB: a request's staged blocks become a pack at this size
 _STALE_RETRIES = 2
-_LENT_SHARE = 16  # bounds the duration of a transaction
+_LENT_SHARE = 16  # multiple of the bound for ``lends``; limits the duration of a transaction
 
 
 @dataclass(eq=False)

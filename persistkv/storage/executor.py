@@ -169,7 +169,7 @@ class ThreadExecutor(Executor):
         left = list(range(len(futures)))
 
         def end_one(_: Future[Any]) -> None:
-            if not left.pop():  # ``pop`` is atomic: only the thread that ends the last call gets 0
+            if not left.pop():  # ``pop`` is atomic: only the last thread to call it gets 0
                 self._ready.put(flow)
                 self._wake()
 

@@ -44,7 +44,7 @@ from persistkv.storage.store import Store
 logger = logging.getLogger(__name__)
 
 _KEYS_A_MESSAGE = 4_096  # the engine processes them in about a millisecond
-_MOST_WAITING = 65_536  # keys; a listing of a store of this size costs the same
+_MOST_WAITING = 65_536  # keys with pending changes; a listing of a store with as many keys costs the same
 _CONGESTED_S = 0.1  # seconds between checks whether the engine receives messages again
 
 
@@ -153,9 +153,7 @@ class StoreServer:
         backend = open_backend(hello.url)
         executor: Executor | None = None
         try:
-            threads = (
-                MAX_IO_THREADS if backend.capabilities.remote else hello.options.io_threads
-            )  # remote reads mostly wait
+            threads = MAX_IO_THREADS if backend.capabilities.remote else hello.options.io_threads  # they mostly wait
             executor = self._make_executor(threads)
             return Store(backend, identity, rows, hello.options, url=url, executor=executor)
         except BaseException:

@@ -1,7 +1,7 @@
-"""From the blocks of jobs to transactions: cut into packs, staged, and committed together.
+"""Path from the blocks of jobs to transactions: cut into packs, stage, commit together.
 
-Where the depth of blocks in their chain is known, packs are cut at fixed depths, so that two engines that store one
-prefix cut the same packs, which then have the same names.
+If the depth of blocks in their chain is known, packs are cut at fixed depths. Two engines that store the same prefix
+then cut the same packs, under the same names.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from persistkv.storage.records import RequestEnd
 from persistkv.storage.rows import RowBlocks, Rows, StagedBlocks
 
 TARGET_PACK_BYTES = 32 << 20  # 32 MiB: the largest pack that a cut at fixed depths makes
-DIRECT_BYTES = 4 << 20  # 4 MiB: smaller packs wait in staging for company
-FULL_BYTES = 16 << 20  # 16 MiB: blocks that a request staged one after the other are a pack once they are so many
+DIRECT_BYTES = 4 << 20  # 4 MiB: smaller packs wait in staging, to be written together
+FULL_BYTES = 16 << 20  # 16 MiB: a request's staged blocks become a pack at this size
 _STALE_RETRIES = 2
-_LENT_SHARE = 16  # a transaction is not to take for ever, either
+_LENT_SHARE = 16  # multiple of the bound for ``lends``; limits the duration of a transaction
 
 
 @dataclass(eq=False)
@@ -41,9 +41,9 @@ class StagedPack:
     segments: list[Segment] = field(default_factory=list)
     num_bytes: int = 0
     closed: bool = False
-    """Nothing is added to it any more."""
+    """Complete: blocks are no longer added."""
     claims: dict[bytes, str] = field(default_factory=dict)
-    """Keys that were offered again while it was being written, and by which request."""
+    """Keys that another request offered while the pack was being written, and that request."""
 
     @property
     def num_blocks(self) -> int:
@@ -52,21 +52,21 @@ class StagedPack:
 
 
 class Staging:
-    """Blocks copied out of their rows, until they make packs that are worth writing.
+    """Copies of blocks that wait until they form packs of a useful size.
 
-    1. Staged bytes are counted from ``add`` until ``end``: also while a transaction writes them.
-    2. A key is found for as long as its copy is. A request that offers it again while it is being written has a claim
-       on that copy: if the transaction fails, it is staged again for that request.
+    1. Staged bytes are counted from ``add`` until ``end``, also while a transaction writes them.
+    2. A key is found as long as its copy exists. A request that offers the key again while it is being written has a
+       claim on the copy: if the transaction fails, the block is staged again for that request.
 
-    The owner keeps to the bound on the bytes: see ``fits``.
+    The owner enforces the bound on the bytes; see ``fits``.
     """
 
     def __init__(self, max_bytes: int, max_age_s: float, *, gather_all: bool) -> None:
-        """Nothing is staged yet.
+        """Create an empty staging area.
 
-        :param max_bytes: what ``fits`` says no to.
-        :param max_age_s: after which a pack is due.
-        :param gather_all: nothing is due before the oldest is, but then all is; else each pack by itself.
+        :param max_bytes: bound that ``fits`` checks.
+        :param max_age_s: age in seconds at which a pack is due.
+        :param gather_all: all packs become due together with the oldest; if False, each pack becomes due by itself.
         """
         self.num_bytes = 0
         """Raw bytes of all copies."""
@@ -82,17 +82,17 @@ class Staging:
         return key in self._pack_of
 
     def held(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Those of the keys that are found here, in order."""
+        """Return the keys that are staged, in order."""
         return [key for key in keys if key in self._pack_of] if self._pack_of else []
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether so much more may be added."""
+        """Whether ``num_bytes`` more may be added."""
         return self.num_bytes + num_bytes <= self._max_bytes
 
     def add(self, request: str, segments: Iterable[Segment], *, whole: bool = False) -> None:
         """Copy blocks; their rows are free on return.
 
-        :param whole: they are a pack of their own; else they join what the request staged before.
+        :param whole: the blocks form a pack of their own; if False, they are added to the request's open pack.
         """
         pack = StagedPack(request, time.monotonic(), closed=True) if whole else self._open_pack(request)
         self._waiting[pack] = None
@@ -121,25 +121,27 @@ class Staging:
             del self._open[pack.request]
 
     def claim(self, key: bytes, request: str) -> None:
-        """Another job offered a key that is staged."""
+        """Record that a request offered a staged key; it gets a claim if the key is being written."""
         pack = self._pack_of[key]
         if pack not in self._waiting:
             pack.claims[key] = request
 
     def owners(self, keys: Iterable[bytes]) -> set[StagedPack]:
-        """The packs that hold these keys and wait."""
+        """Return the waiting packs that hold these keys."""
         return {pack for key in keys if (pack := self._pack_of.get(key)) is not None and pack in self._waiting}
 
     def of_request(self, request: str) -> list[StagedPack]:
-        """What a request staged and waits."""
+        """Return the waiting packs of a request."""
         return [pack for pack in self._waiting if pack.request == request]
 
     def waiting(self) -> list[StagedPack]:
-        """All that waits."""
+        """Return all packs that are not being written."""
         return list(self._waiting)
 
     def due(self) -> list[StagedPack]:
-        """What is to be written now: its time is up; or half of the bound waits (the other half fills meanwhile)."""
+        """Return the packs to write now: those that are full or old enough, or all if they use half of the bound (the
+        other half fills while they are written).
+        """
         if 2 * self._waiting_bytes >= self._max_bytes:
             return list(self._waiting)
         old = time.monotonic() - self._max_age_s
@@ -148,13 +150,15 @@ class Staging:
         return [pack for pack in self._waiting if pack.closed or pack.since <= old]
 
     def seconds_to_due(self) -> float | None:
-        """How long until the oldest is aged; None where nothing waits."""
+        """Return the seconds until the oldest waiting pack is due by its age; None if no pack waits."""
         if not self._waiting:
             return None
         return max(0.0, min(pack.since for pack in self._waiting) + self._max_age_s - time.monotonic())
 
     def take(self, pack: StagedPack) -> list[Segment]:
-        """Its blocks, as few segments as their depths allow; they stay here until ``end``."""
+        """Return a pack's blocks for writing, in as few segments as their depths allow. They stay staged until
+        ``end``.
+        """
         del self._waiting[pack]
         self._waiting_bytes -= pack.num_bytes
         self._close(pack)
@@ -162,7 +166,10 @@ class Staging:
         return pack.segments
 
     def end(self, pack: StagedPack, *, written: bool) -> int:
-        """A pack that was taken is durable, or is not; the blocks of it that are lost."""
+        """End a pack that was taken; return the number of its blocks that are lost.
+
+        :param written: whether it is durable. If not, blocks with a claim are staged again.
+        """
         self.num_bytes -= pack.num_bytes
         for segment in pack.segments:
             for key in segment.keys:
@@ -174,7 +181,7 @@ class Staging:
         return pack.num_blocks - len(pack.claims)
 
     def _restage(self, segment: Segment, claims: dict[bytes, str]) -> None:
-        """Copied once more: what nobody claims is let go of."""
+        """Copy the claimed blocks into new packs of the requests that claimed them; the others are dropped."""
         for position, key in enumerate(segment.keys):
             if key in claims:
                 block = np.array(segment.source.gather(position, position + 1), copy=True)
@@ -184,7 +191,7 @@ class Staging:
 
 
 def _joined(segments: Sequence[Segment]) -> list[Segment]:
-    """Decode adds one block at a time: runs that follow one another become one segment, hence one frame."""
+    """Join consecutive runs into one segment, so that they share frames: decoding stages one block at a time."""
     ordered = sorted(segments, key=lambda s: (s.group, s.depth))
     ends: list[int] = []
     for before, segment in zip([None, *ordered], ordered, strict=False):
@@ -207,18 +214,18 @@ def _one(run: list[Segment]) -> Segment:
 
 @dataclass(eq=False)
 class Outgoing:
-    """A pack on its way."""
+    """Pack that is being committed."""
 
     writer: PackWriter
     staged: StagedPack | None = None
-    """The copies that it is written from; None: it is written from rows."""
+    """Staged copies of its blocks; None: it is written from rows."""
 
 
 class _Transaction(NamedTuple):
     packs: Sequence[Outgoing]
     ends: Sequence[RequestEnd] = ()
     alone: bool = False
-    """It was split off from a transaction that failed."""
+    """Part of a transaction that failed."""
 
     @property
     def can_split(self) -> bool:
@@ -234,9 +241,10 @@ class _Transaction(NamedTuple):
 
 
 class CommitPipeline:
-    """Commits packs, ends of requests and uses to a namespace: together where they fit, one by one where they do not.
+    """Commits packs, ends of requests and uses to a namespace: together first, one by one if that fails.
 
-    A pack's blocks are read until ``ended`` of ``commit`` is called with it, exactly once, whatever happens.
+    A pack's blocks are read until the ``ended`` argument of ``commit`` is called with the pack. It is called once per
+    pack, also after a failure.
     """
 
     def __init__(self, namespace: NamespaceView, layout: RowLayout, memory: int) -> None:
@@ -255,10 +263,10 @@ class CommitPipeline:
         """Write each slice in one transaction; the ends of requests are committed with the last one.
 
         A transaction that fails is split into one for each pack and each end, so that one pack too many costs only
-        itself: what fails alone is dropped.
+        itself. A pack or end that fails in a transaction of its own is dropped.
 
-        :param slices: emptied: no copy of a block is kept after its transaction.
-        :param uses: packs that were used, committed with the first transaction that succeeds.
+        :param slices: emptied, so that no copy of a block is kept after its transaction.
+        :param uses: ids of packs that were used, committed with the first transaction that succeeds.
         :param ended: called with each pack, and whether it is durable, as soon as that is known.
         """
         last = slices.pop() if slices else []
@@ -294,7 +302,7 @@ class CommitPipeline:
                 await namespace.refresh()
         except StoreError as error:
             namespace.complain(error)
-            await namespace.refresh_or_complain()  # room may have been made although it was not enough
+            await namespace.refresh_or_complain()  # the failed commit may have evicted packs
             return False
         await namespace.committed(writers, result, followed=seen is not None)
         offered = set(map(id, writers))
@@ -309,10 +317,10 @@ class CommitPipeline:
 
 
 def slices_of(outgoing: Iterable[Outgoing], max_bytes: int, *, lends: bool = False) -> deque[list[Outgoing]]:
-    """Packs that are written in one transaction each, as few as its bound allows.
+    """Divide packs into as few transactions as the bound on their bytes allows.
 
-    :param max_bytes: raw bytes of one transaction: what it writes may be in memory until it ends.
-    :param lends: no more is in memory at once than its driver is allowed (``CommitBatch.memory``): more of it fits.
+    :param max_bytes: raw bytes of one transaction, which may all be in memory until it ends.
+    :param lends: the driver holds at most ``CommitBatch.memory`` bytes at once, so a transaction may be larger.
     """
     slices: deque[list[Outgoing]] = deque()
     most = max_bytes * (_LENT_SHARE if lends else 1)
@@ -327,21 +335,21 @@ def slices_of(outgoing: Iterable[Outgoing], max_bytes: int, *, lends: bool = Fal
 
 
 class Blocks(NamedTuple):
-    """The blocks of a job, as columns: thousands of them cost little until somebody looks at one."""
+    """Blocks of a job, as columns: thousands of blocks need no object each."""
 
     keys: Sequence[bytes]
     groups: Sequence[int]
     rows: Sequence[int]
     depths: Sequence[int]
-    """UNKNOWN_DEPTH where nobody told."""
+    """For each block, the blocks of its group before it in the chain; UNKNOWN_DEPTH if not known."""
 
     def part(self, start: int, stop: int) -> Blocks:
-        """Some that stand side by side."""
+        """Return blocks ``start`` to ``stop``."""
         return Blocks._make(column[start:stop] for column in self)
 
     @property
     def chained(self) -> bool:
-        """Whether they are of one group, and each is known to follow the one before it: so most jobs are."""
+        """Whether all blocks are of one group and have consecutive, known depths. This is the usual case."""
         if not self.keys or UNKNOWN_DEPTH in self.depths:
             return False
         first, count = self.depths[0], len(self.keys)
@@ -360,7 +368,7 @@ class Block(NamedTuple):
 
 @dataclass
 class PlannedPack:
-    """Blocks that lie in rows and go into one pack."""
+    """Blocks in rows that will form one pack."""
 
     segments: list[Segment] = field(default_factory=list)
 
@@ -371,16 +379,18 @@ class PlannedPack:
 
 
 def blocks_per_pack(rows: Rows, max_bytes: int = TARGET_PACK_BYTES) -> int:
-    """Depths between two cuts: the largest power of two of blocks, one of each group, that fits the target."""
+    """Return the depths between two cuts: the largest power of two for which that many blocks of each group fit the
+    target size, and at least 1.
+    """
     one_of_each = sum(group.block_bytes for group in rows.layout.groups)
     return 1 << max(0, (min(TARGET_PACK_BYTES, max_bytes) // one_of_each).bit_length() - 1)
 
 
 def plan_packs(rows: Rows, blocks: Blocks, max_bytes: int = MAX_PACK_BYTES) -> list[PlannedPack]:
-    """Cut blocks into packs: by depth where it is known, else whenever one is full.
+    """Cut blocks into packs: at fixed depths if they are known; blocks of unknown depth fill one pack after another.
 
-    :param max_bytes: raw bytes of a pack, unless one block has more. Stores cut the same packs of a prefix where it is
-        at least the target, or the same in both.
+    :param max_bytes: bound on the raw bytes of a pack, unless one block is larger. Two stores cut the same packs of a
+        prefix if ``max_bytes`` is at least the target size in both, or equal in both.
     """
     cut = blocks_per_pack(rows, max_bytes)
     if blocks.chained:
@@ -399,7 +409,7 @@ def plan_packs(rows: Rows, blocks: Blocks, max_bytes: int = MAX_PACK_BYTES) -> l
 
 
 def _parts(blocks: Blocks, cut: int) -> Iterator[Blocks]:
-    """Of blocks that follow one another, those of each pack."""
+    """Cut consecutive blocks into the parts that form one pack each."""
     start = 0
     while start < len(blocks.keys):
         stop = start + cut - blocks.depths[start] % cut
@@ -422,7 +432,7 @@ def _full_runs(rows: Rows, blocks: Iterable[Block], max_bytes: int) -> Iterable[
 
 
 def _segments(rows: Rows, blocks: Sequence[Block]) -> list[Segment]:
-    """Runs of one group whose depths follow one another, as frames ask for."""
+    """Split blocks into runs of one group with consecutive depths, as frames require."""
     runs: list[list[Block]] = []
     expected = None
     for block in blocks:

@@ -1,11 +1,11 @@
-"""Where a store's blocking calls run, while its state stays on one thread.
+"""Executors of a store's blocking calls. The store's state stays on one thread.
 
-1. Flows (coroutines) run on the owner's thread alone, so the state that they share needs no lock. Between two ``await``
-   of a flow, no other flow runs.
-2. A call that a flow awaits runs elsewhere. It gets all it needs and never looks at state.
-3. Calls of ``write`` run one at a time, in order. Flows begun with ``begin_write`` take turns, each as a whole.
-4. A flow that awaits several calls goes on when all of them have ended, also where one raised: nobody touches the
-   buffers that they were given any more.
+1. Flows (coroutines) run only on the owner's thread, so the state that they share needs no lock. No other flow runs
+   between two ``await`` of a flow.
+2. A call that a flow awaits runs on another thread. It receives all it needs and never accesses shared state.
+3. Calls of ``write`` run one at a time, in order. Flows of ``begin_write`` run one after another, each to its end.
+4. A flow that awaits several calls resumes after all of them have ended, even if one raised. No thread accesses the
+   calls' buffers any more then.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 Flow = Coroutine[Any, None, None]
-"""Awaits nothing but what an executor hands out."""
+"""Coroutine that awaits only calls of an executor."""
 
 
 class Executor(ABC):
-    """See the top of this file. All methods but ``ahead`` belong to the owner's thread."""
+    """See the top of this file. All methods except ``ahead`` must be called on the owner's thread."""
 
     threads: int = 0
-    """Calls of ``read`` that run at once; 0: in the owner's thread, and a flow has ended once it was begun."""
+    """Number of ``read`` calls that run at once; 0: calls run on the owner's thread, and a flow has ended when
+    ``begin`` returns."""
 
     def __init__(self) -> None:
         self._writes: deque[Flow] = deque()
@@ -40,25 +41,28 @@ class Executor(ABC):
 
     @abstractmethod
     async def write(self, call: Callable[[], T]) -> T:
-        """Run a call that no other one of this kind may run beside."""
+        """Run a call; no other ``write`` call runs at the same time."""
 
     @abstractmethod
     async def read(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """Run calls beside each other and beside everything else; their results, in order.
+        """Run calls concurrently with each other and with all others; return their results in order.
 
-        What one raises is raised here, once all have ended.
+        If a call raises, the exception is raised here after all of them have ended.
         """
 
     @abstractmethod
     def ahead(self, call: Callable[[], T]) -> Callable[[], T]:
-        """Begin a call beside the caller's own work, from any thread; what is returned waits for its result."""
+        """Start a call that may run concurrently with the caller; return a function that waits for its result.
+
+        May be called from any thread.
+        """
 
     @abstractmethod
     def begin(self, flow: Flow) -> None:
-        """Run a flow until it first waits. What it raises comes out here, or out of the call that goes on with it."""
+        """Run a flow until it first waits. Its exceptions are raised here, or by the method that resumes it."""
 
     def begin_write(self, flow: Flow) -> None:
-        """Run a flow once those before it have ended."""
+        """Run a flow after all earlier flows of this method have ended."""
         self._writes.append(flow)
         if not self._writing:
             self._writing = True
@@ -73,29 +77,29 @@ class Executor(ABC):
 
     @property
     def writing(self) -> bool:
-        """Whether a flow of ``begin_write`` runs or waits for its turn."""
+        """Whether a flow of ``begin_write`` is running or queued."""
         return self._writing
 
     @abstractmethod
     def run_ready(self) -> bool:
-        """Go on with the flows whose calls have ended; tells whether there were any. Never waits."""
+        """Resume the flows whose calls have ended; return whether there were any. Never waits."""
 
     @abstractmethod
     def run_until(self, ended: Callable[[], bool]) -> None:
-        """Go on with flows, waiting for their calls, until ``ended``."""
+        """Resume flows and wait for their calls until ``ended`` returns True."""
 
     @abstractmethod
     def longest_s(self) -> float:
-        """For how many seconds the oldest call has been running; 0 where none is."""
+        """Return for how many seconds the oldest running call has been running; 0 if there is none."""
 
     def close(self) -> None:
-        """Wait for the calls that run, and end; what waits for its turn never runs. Idempotent."""
+        """Drop queued flows, which never run, wait for running calls, and stop. Idempotent."""
         while self._writes:
             self._writes.popleft().close()
 
 
 class InPlaceExecutor(Executor):
-    """Everything runs at once, in the caller's own stack: for tools, and for hosts without a loop."""
+    """Runs each call immediately on the caller's thread: for tools, and for hosts without an event loop."""
 
     async def write(self, call: Callable[[], T]) -> T:
         return call()
@@ -167,7 +171,7 @@ class ThreadExecutor(Executor):
         left = list(range(len(futures)))
 
         def end_one(_: Future[Any]) -> None:
-            if not left.pop():  # atomic, so one thread gets 0: the last
+            if not left.pop():  # ``pop`` is atomic: only the last thread to call it gets 0
                 self._ready.put(flow)
                 self._wake()
 
@@ -267,9 +271,10 @@ def _run_calls(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None])
 
 @coroutine
 def _results(futures: list[Future[T]]) -> Generator[list[Future[T]], None, list[T]]:
-    """Let the executor wait for calls; their results, in order.
+    """Yield futures to the executor, which waits for them; return their results in order.
 
-    :param futures: emptied, because an error whose traceback leads back to itself would keep the rows of its call.
+    :param futures: emptied. Otherwise an exception would be in a reference cycle with its traceback, which would keep
+        the rows of its call alive.
     """
     try:
         yield futures

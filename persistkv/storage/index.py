@@ -1,8 +1,8 @@
 """The in-memory index of one namespace: which pack holds a key.
 
-Owned by ``Store``. A key may lie in several packs and survives the deletion of one. What a key costs is its bytes, one
-dictionary entry and one reference in its pack's tuple of keys: about 130 bytes for keys of 36. All else is kept once a
-pack, packed, and is unpacked where the pack is read.
+Owned by ``Store``. Several packs may hold a key; the key survives the deletion of one of them. The memory per key is
+its bytes, one dictionary entry and one reference in its pack's tuple of keys: about 130 bytes for keys of 36 bytes.
+Everything else is kept once per pack, in packed form, and is unpacked when the pack is read.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from persistkv.storage.pack import Frame, PackTable, unpack_frames
 
 
 class HeldPack:
-    """What reading a pack takes. Immutable; two of one name are told apart by identity."""
+    """Data that is needed to read a pack. Immutable. Two packs of one id are distinguished by object identity."""
 
     __slots__ = ("_frames", "codec", "keys", "pack_id")
 
     def __init__(self, table: PackTable, keys: list[bytes]) -> None:
-        self.pack_id = bytes(bytearray(table.pack_id))  # copies, away from the short-lived objects that parsing left
+        self.pack_id = bytes(bytearray(table.pack_id))  # a copy, away from the parser's short-lived objects
         self.codec = sys.intern(table.codec)
         """As in the pack's table."""
         self.keys = tuple(keys)
-        """The keys of all blocks, frame after frame."""
+        """Keys of all blocks, frame after frame."""
         self._frames = bytes(bytearray(table.packed_frames))
 
     @property
     def frames(self) -> tuple[Frame, ...]:
-        """Unpacked anew with each call."""
+        """Frames of the pack, unpacked on each access."""
         return unpack_frames(self._frames)
 
 
 class Index:
-    """Not thread-safe, but a membership probe is one dictionary probe and may come from any thread."""
+    """Map from keys to packs. Not thread-safe, except for membership tests: these are one dictionary probe."""
 
     def __init__(self) -> None:
         self._where: dict[bytes, HeldPack] = {}
@@ -51,31 +51,31 @@ class Index:
         return iter(self._where)
 
     def pack_of(self, key: bytes) -> HeldPack | None:
-        """A pack that holds the key; None where none does."""
+        """Return a pack that holds the key, or None."""
         return self._where.get(key)
 
     def packs_of(self, keys: Iterable[bytes]) -> list[HeldPack | None]:
-        """As ``pack_of`` for many, several times as fast."""
+        """Return ``pack_of`` for each key, several times faster than single calls."""
         return list(map(self._where.get, keys))
 
     def absent(self, keys: Iterable[bytes]) -> list[bytes]:
-        """The keys that no pack holds, in order."""
+        """Return the keys that no pack holds, in order."""
         where = self._where
         return [key for key in keys if key not in where]
 
     def holds(self, pack: HeldPack) -> bool:
-        """Whether this pack, and not another that was written under its name since, is known."""
+        """Whether the index has this very pack, and not one that was written under its id since."""
         return self._packs.get(pack.pack_id) is pack
 
     def add(self, table: PackTable) -> list[bytes]:
-        """Take a pack in.
+        """Add a pack.
 
-        :returns: the keys that were not held before; none where the pack is known already.
+        :returns: the keys that were not held before; none if the pack is already known.
         """
         return [] if table.pack_id in self._packs else self.restore(HeldPack(table, table.keys.unpack()))
 
     def restore(self, pack: HeldPack) -> list[bytes]:
-        """Take in a pack that was removed; as ``add``."""
+        """Add a pack that was removed; return the same as ``add``."""
         if pack.pack_id in self._packs:
             return []
         self._packs[pack.pack_id] = pack
@@ -89,9 +89,9 @@ class Index:
         return [key for key, holder in zip(keys, holders, strict=True) if holder is pack]
 
     def remove_all(self, pack_ids: Iterable[bytes]) -> list[bytes]:
-        """Forget packs; those that are not known are passed over.
+        """Remove packs; unknown ids are ignored.
 
-        :returns: the keys that no other pack holds and that are gone now.
+        :returns: keys of these packs that no pack holds any more.
         """
         known = [pack for pack_id in pack_ids if (pack := self._packs.pop(pack_id, None)) is not None]
         return [key for pack in known for key in pack.keys if self._remove_one(key, pack)]

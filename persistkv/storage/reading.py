@@ -1,13 +1,13 @@
-"""Promotion's inner loop: keys to frames, frames to gathered reads, reads to verified rows.
+"""Load path of promotions: keys to frames, frames to gathered reads, reads to verified rows.
 
-A job is cut into parts of some MiB, which are read beside each other. Frames that lie side by side in a pack become one
-span. Nothing is copied where the medium or the codec can write into the rows: blocks of raw frames are read straight
-into them, wanted or not for the whole frame; encoded frames are decoded straight into rows that lie side by side. What
-is not wanted, and what is still encoded, goes to scratch memory. The thread that read a part verifies and decodes it,
-while other threads read on.
+A job is cut into parts of some MiB, which are read concurrently. Adjacent frames of a pack form one span. Bytes are not
+copied if the medium or the codec can write into the rows: raw frames are read straight into them, even if only some of
+a frame's blocks are wanted, and whole encoded frames are decoded straight into consecutive rows. Unwanted blocks and
+encoded bytes are read into scratch memory. The thread that read a part verifies and decodes it, while other threads
+continue to read.
 
-Over a network each call takes long, so encoded frames that lie side by side are one call there: they come through the
-memory of one frame, and are decoded as they arrive.
+Calls over a network take long. There, adjacent encoded frames are read by one call. They share a buffer of the size of
+the largest frame, and are decoded as they arrive.
 """
 
 from __future__ import annotations
@@ -35,34 +35,36 @@ logger = logging.getLogger(__name__)
 
 _UNWANTED = -1
 
-_REMOTE_PART_BYTES = 36 << 20  # 36 MiB: a pack that is cut at fixed depths, padding included, in one request
+_REMOTE_PART_BYTES = 36 << 20  # 36 MiB: one request reads a pack that was cut at fixed depths, with its padding
 _PART_BYTES = (1 << 20, 4 << 20)
-"""1 to 4 MiB, an equal share for each thread: one gathered read. Longer parts leave more to verify when the disk is
-done. Shorter ones wake threads more often, and each waits for a processor if the engine is busy: in reads of 2 MiB,
-jobs of 32 MiB took 16 to 18 ms instead of 11 to 12."""
+"""1 to 4 MiB, an equal share of the job for each thread: one gathered read. With longer parts, more is left to verify
+after the last read. Shorter parts wake threads more often, and each wake-up waits for a CPU if the engine is busy: jobs
+of 32 MiB took 16 to 18 ms with reads of 2 MiB, instead of 11 to 12 ms."""
 
 
 def part_bytes(num_bytes: int, threads: int, *, remote: bool) -> int:
-    """Stored bytes of a part of a job.
+    """Return the stored bytes of one part of a job.
 
-    :param num_bytes: of the whole job, at most.
-    :param threads: that read beside each other.
+    :param num_bytes: upper bound on the bytes of the whole job.
+    :param threads: number of threads that read concurrently.
     """
     least, most = _PART_BYTES
     return _REMOTE_PART_BYTES if remote else min(max(least, -(-num_bytes // max(1, threads))), most)
 
 
 class Scratch:
-    """Buffers of one size: as many as were ever lent at once."""
+    """Pool of buffers of one size: as many as the most that were lent at once."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Nothing is allocated yet."""
+        """:param num_bytes: size of one buffer; buffers are allocated on demand."""
         self._num_bytes = align(max(num_bytes, PAGE_BYTES))
         self._free: list[mmap.mmap] = []
 
     @contextmanager
     def lend(self) -> Iterator[Lease]:
-        """A buffer for the length of the block; what was taken of it may not be used after that. Thread-safe."""
+        """Lend a buffer for the duration of the ``with`` block. Memory taken from it must not be used after the block.
+        Thread-safe.
+        """
         try:
             buffer = self._free.pop()
         except IndexError:
@@ -74,13 +76,15 @@ class Scratch:
 
 
 class Lease:
-    """Hands out one buffer piece by piece, side by side."""
+    """Allocator that divides one lent buffer from front to back."""
 
     def __init__(self, buffer: memoryview) -> None:
         self._rest = buffer
 
     def take(self, num_bytes: int) -> memoryview:
-        """So many bytes, from a page's begin on; allocated for once where they do not fit: a block larger than most."""
+        """Return page-aligned memory of ``num_bytes``. If the rest of the buffer is too small, as for a very large
+        block, map memory for this call only.
+        """
         taken = align(num_bytes)
         if taken > len(self._rest):
             return memoryview(mmap.mmap(-1, max(taken, PAGE_BYTES)))[:num_bytes]
@@ -90,18 +94,18 @@ class Lease:
 
 @dataclass
 class ReadOutcome:
-    """What came of a part, or of a whole job."""
+    """Result of a part, or of a whole job."""
 
     failed: list[bytes] = field(default_factory=list)
-    """Keys that could not be served."""
+    """Keys whose blocks were not read and verified."""
     suspects: dict[bytes, HeldPack] = field(default_factory=dict)
-    """Packs with a frame that did not verify, or that the backend does not have, as the index knew them."""
+    """Packs with a frame that failed verification, and packs that the backend lacks, as the index knew them."""
     bad_frames: int = 0
     raw_bytes: int = 0
     """Bytes that were filled and verified."""
 
     def add(self, other: ReadOutcome) -> None:
-        """Take in what came of another part."""
+        """Merge the result of another part."""
         self.failed += other.failed
         self.suspects.update(other.suspects)
         self.bad_frames += other.bad_frames
@@ -110,25 +114,25 @@ class ReadOutcome:
 
 @dataclass(slots=True)
 class FrameRead:
-    """One frame, and where its blocks are wanted."""
+    """One frame, and the rows into which its blocks are read."""
 
     pack: HeldPack
     frame: Frame
     keys: Sequence[bytes]
-    """Those of its blocks."""
+    """Keys of all blocks of the frame."""
     rows: list[int]
-    """For each block, the row that it is wanted in, or ``_UNWANTED``."""
+    """For each block, its row, or ``_UNWANTED``."""
     copies: list[tuple[int, int]] = field(default_factory=list)
-    """(position in the frame, row): where a block is wanted beside that."""
+    """(position in the frame, row): further rows of blocks that are wanted more than once."""
 
     @property
     def whole(self) -> bool:
-        """Whether all of its blocks are wanted."""
+        """Whether all blocks of the frame are wanted."""
         return _UNWANTED not in self.rows
 
     @property
     def wanted(self) -> list[bytes]:
-        """The keys, as often as they are wanted."""
+        """The wanted keys, each as often as it is wanted."""
         once = [key for key, row in zip(self.keys, self.rows, strict=True) if row != _UNWANTED]
         return once + [self.keys[position] for position, _ in self.copies]
 
@@ -143,12 +147,13 @@ def plan_reads(
     *,
     remote: bool = False,
 ) -> tuple[list[list[FrameRead]], list[bytes]]:
-    """The frames that hold ``keys``, which are wanted in the rows ``block_ids``, in parts; and the missing.
+    """Return the frames that hold ``keys``, divided into parts, and the keys that are missing.
 
-    :param block_ids: one for each key.
-    :param part_bytes: stored bytes of a part. A new one begins with each pack, unless what is there is small.
-    :param scratch_bytes: of those, what cannot be read straight into rows.
-    :param remote: encoded frames that lie side by side are a part of their own, which takes no more than one of them.
+    :param block_ids: for each key, the row into which its block is read.
+    :param part_bytes: bound on the stored bytes of a part. Each pack starts a new part, unless the current one has
+        fewer than ``scratch_bytes``.
+    :param scratch_bytes: bound on the bytes of a part that are not read straight into rows.
+    :param remote: adjacent encoded frames are a part of their own, which needs scratch memory for one frame only.
     """
     fitting: list[FrameRead] = []
     streamed: list[list[FrameRead]] = []
@@ -174,7 +179,7 @@ def plan_reads(
 def _by_pack(
     index: Index, keys: Sequence[bytes], block_ids: Sequence[int]
 ) -> list[tuple[HeldPack | None, Sequence[bytes], Sequence[int]]]:
-    """Packs, and what is wanted of each; None has what no pack holds."""
+    """Return each pack with its keys and rows; the pack is None for keys that no pack holds."""
     holders = index.packs_of(keys)
     if holders and holders.count(holders[0]) == len(holders):  # the usual case: a context that was stored as one
         return [(holders[0], keys, block_ids)]
@@ -187,7 +192,7 @@ def _by_pack(
 
 
 def _neighbours(reads: Iterable[FrameRead]) -> Iterator[list[FrameRead]]:
-    """Frames of one pack, in order, as runs of those that lie side by side."""
+    """Divide frames of one pack, in order, into runs of adjacent frames."""
     run: list[FrameRead] = []
     for read in reads:
         if run and read.frame.offset != align(run[-1].frame.offset + run[-1].frame.stored_length):
@@ -209,7 +214,7 @@ def _cut(run: Sequence[FrameRead], part_bytes: int) -> Iterator[list[FrameRead]]
 
 
 def _frames(pack: HeldPack, keys: Sequence[bytes], block_ids: Sequence[int]) -> list[FrameRead]:
-    """In the order they lie in the pack."""
+    """Return the frames that hold the keys, in the order of the pack."""
     first = pack.keys.index(keys[0])
     if pack.keys[first : first + len(keys)] == tuple(keys):  # the usual case, and several times as fast
         return _run_of_frames(pack, first, block_ids)
@@ -233,9 +238,9 @@ def _frames(pack: HeldPack, keys: Sequence[bytes], block_ids: Sequence[int]) -> 
 
 
 def _run_of_frames(pack: HeldPack, first: int, block_ids: Sequence[int]) -> list[FrameRead]:
-    """The frames of consecutive blocks.
+    """Return the frames of consecutive blocks.
 
-    :param first: position of the first one in the pack.
+    :param first: position of the first block in the pack.
     """
     reads = []
     start, end = 0, first + len(block_ids)
@@ -273,34 +278,34 @@ def _parts(reads: Iterable[FrameRead], part_bytes: int, scratch_bytes: int) -> I
 
 
 def _needs_scratch(read: FrameRead) -> bool:
-    """Whether some of its stored bytes do not go straight into rows."""
+    """Whether some of the frame's stored bytes are not read straight into rows."""
     return read.frame.encoded or not read.whole
 
 
 def make_scratch(part_bytes: int) -> Scratch:
-    """Room for the stored bytes of a part, for one decoded frame, and for padding."""
+    """Return buffers for the stored bytes of a part, one decoded frame, and padding."""
     return Scratch(part_bytes + 2 * FRAME_BYTES)
 
 
 @dataclass
 class _Placed:
-    """A frame, and the memory that its stored bytes go to."""
+    """A frame, and the memory into which its stored bytes are read."""
 
     read: FrameRead
     buffers: list[memoryview]
     direct: bool
-    """The wanted blocks are in their rows once the buffers are filled."""
+    """The buffers include the rows of the wanted blocks: no decoding is needed."""
 
     @property
     def end(self) -> int:
-        """Where its buffers end in the pack."""
+        """Offset in the pack at which its buffers end."""
         return self.read.frame.offset + sum(map(len, self.buffers))
 
 
 def read_part(
     backend: Backend, namespace: bytes, rows: Rows, scratch: Scratch, part: Sequence[FrameRead]
 ) -> ReadOutcome:
-    """Fill rows. May run in any thread, beside others. Raises nothing: a read that fails, by whatever, is a miss."""
+    """Read, verify and decode one part into its rows. Thread-safe. Never raises: blocks of a failed read are misses."""
     try:
         with scratch.lend() as lease:
             if backend.capabilities.remote and _is_streamed(part):
@@ -320,7 +325,7 @@ def read_part(
 
 
 def _give_up(reads: Collection[FrameRead], error: Exception) -> ReadOutcome:
-    why = str(error) if isinstance(error, StoreError) else repr(error)  # the error itself holds the rows
+    why = str(error) if isinstance(error, StoreError) else repr(error)  # the exception keeps references to the rows
     logger.warning("reading %d frames failed (%s): their blocks are misses", len(reads), why)
     return ReadOutcome([key for read in reads for key in read.wanted])
 
@@ -328,7 +333,9 @@ def _give_up(reads: Collection[FrameRead], error: Exception) -> ReadOutcome:
 def _read_streamed(
     backend: Backend, namespace: bytes, rows: Rows, lease: Lease, part: Sequence[FrameRead]
 ) -> ReadOutcome:
-    """Frames of one pack that lie side by side, through the memory of the largest. What came before a failure stays."""
+    """Read adjacent frames of one pack through a buffer of the size of the largest. Frames that were read before a
+    failure are kept.
+    """
     outcome, left = ReadOutcome(), dict(enumerate(part))
     frames = [read.frame for read in part]
     buffer = lease.take(max(frame.stored_length for frame in frames))
@@ -349,9 +356,9 @@ def _read_streamed(
 
 
 def _place(read: FrameRead, rows: Rows, lease: Lease) -> _Placed:
-    """Decide where the frame's stored bytes go."""
+    """Choose the memory into which the frame's stored bytes are read."""
     frame = read.frame
-    if frame.encoded:  # with its padding: whole pages are what is read past the page cache
+    if frame.encoded:  # with its padding: reads that bypass the page cache need whole pages
         return _Placed(read, [lease.take(align(frame.stored_length))], False)
     if read.whole:
         return _Placed(read, rows.pieces(frame.group, read.rows), True)
@@ -367,7 +374,7 @@ def _place(read: FrameRead, rows: Rows, lease: Lease) -> _Placed:
 
 
 def _side_by_side(placed: Iterable[_Placed]) -> Iterator[list[_Placed]]:
-    """Frames of one pack that follow one another, but for padding."""
+    """Divide frames into runs that are consecutive in one pack, apart from padding."""
     frames: list[_Placed] = []
     for one in placed:
         if frames and (frames[0].read.pack is not one.read.pack or one.read.frame.offset != align(frames[-1].end)):
@@ -379,7 +386,7 @@ def _side_by_side(placed: Iterable[_Placed]) -> Iterator[list[_Placed]]:
 
 
 def _span(frames: Sequence[_Placed], padding: memoryview) -> ReadSpan:
-    """Neighbours as one span; the padding between them goes nowhere."""
+    """Return adjacent frames as one span. Padding between them is read into ``padding`` and ignored."""
     buffers: list[memoryview] = []
     for one, following in zip_longest(frames, frames[1:]):
         buffers += one.buffers
@@ -390,7 +397,7 @@ def _span(frames: Sequence[_Placed], padding: memoryview) -> ReadSpan:
 
 
 def _finish(placed: _Placed, namespace: bytes, rows: Rows, raw: memoryview, outcome: ReadOutcome, filled: bool) -> None:
-    """Verify the frame and see to it that its blocks are in their rows, or give them up."""
+    """Verify the frame and put its blocks into their rows, or add its keys to ``outcome.failed``."""
     read = placed.read
     if not filled:
         outcome.suspects[read.pack.pack_id] = read.pack
@@ -407,7 +414,7 @@ def _finish(placed: _Placed, namespace: bytes, rows: Rows, raw: memoryview, outc
             _decode(read, stored, rows, raw)
     except CorruptPackError as error:
         outcome.failed += read.wanted
-        if error.field != "codec":  # a codec of another release's is no damage: its pack is that release's to read
+        if error.field != "codec":  # a codec of another release is not damage: that release can read the pack
             outcome.bad_frames += 1
             outcome.suspects[read.pack.pack_id] = read.pack
     else:
@@ -421,7 +428,7 @@ def _verify_pieces(frame: Frame, pieces: Iterable[memoryview], seed: int) -> Non
 
 
 def _copy_repeated(read: FrameRead, rows: Rows) -> None:
-    """One job may want a block in several rows; it was read into the one in ``rows``."""
+    """Copy blocks from their first row to the further rows in which the job wants them."""
     group = read.frame.group
     for position, row in read.copies:
         rows.scatter(group, [row], rows.gather(group, [read.rows[position]]))

@@ -1,4 +1,4 @@
-"""What a store is opened with, what it counts, and what passes between it and its owner."""
+"""Options and counters of a store, and the values that it exchanges with its owner."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import msgspec
 from persistkv.config import parse_duration
 from persistkv.errors import ConfigurationError
 
-_BYTES_OBJECT = 48  # of a bytes object beside its content, and of its place in a list
+_BYTES_OBJECT = 48  # overhead of a bytes object and of its reference in a list
 
 
 class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a namespace is used; not part of its identity."""
+    """Options of an open namespace; not part of its identity."""
 
     codec: str = "raw"
-    """What new packs are written with; packs of any codec are read."""
+    """Codec of new packs; packs of any codec are read."""
     staging_bytes: int = 256 << 20  # 256 MiB
-    """Bound on all memory of the host beyond its index; see ``persistkv.storage.memory``."""
+    """Bound on all memory of the host except its index; see ``persistkv.storage.memory``."""
     max_age_s: float = 2.0
-    """Seconds that a small job waits for company at most."""
+    """Longest time, in seconds, that a small job waits to be written together with others."""
     durability: str = "commit"
     """See ``parse_durability``."""
     io_threads: int = 2
-    """Reads that run at once. Frames are encoded on the same threads."""
+    """Number of concurrent reads. Frames are encoded on the same threads."""
     refresh_s: float = 1.0
-    """Seconds between looks for what other processes stored."""
+    """Seconds between refreshes, which read the changes of other processes."""
     strict_identity: bool = False
-    """Refuse to open where the store holds other identities only."""
+    """Refuse to open a store that holds only other identities."""
 
 
 class StoreCounters(msgspec.Struct):
-    """What happened since the store was opened."""
+    """Counters since the store was opened."""
 
     stored_blocks: int = 0
     """Blocks of packs that became durable."""
@@ -41,9 +41,9 @@ class StoreCounters(msgspec.Struct):
     stored_bytes: int = 0
     """Payload at rest, padding included."""
     held_blocks: int = 0
-    """Blocks that were offered and that the store held already, or had in flight."""
+    """Blocks of store jobs that the store already held, or had in flight."""
     dropped_blocks: int = 0
-    """Blocks that a failed commit cost: they are absent, and will be computed again."""
+    """Blocks lost to failed commits: they are absent, and will be computed again."""
     dropped_bytes: int = 0
     """Their raw bytes."""
     loaded_blocks: int = 0
@@ -51,64 +51,64 @@ class StoreCounters(msgspec.Struct):
     loaded_bytes: int = 0
     """Their raw bytes."""
     missed_blocks: int = 0
-    """Blocks that were asked for and not there."""
+    """Blocks of load jobs that were not served."""
     verification_failures: int = 0
-    """Frames that did not verify."""
+    """Frames that failed verification."""
     evicted_blocks: int = 0
     """Blocks that a commit of this store evicted from its namespace, deleted ones included."""
     commits: int = 0
-    """Transactions that ended well."""
+    """Transactions that succeeded."""
 
 
 @dataclass
 class News:
-    """What came and went since it was last taken."""
+    """Changes since the last ``take_news``."""
 
     stored: list[bytes] = field(default_factory=list)
-    """Keys that became durable, by whomever."""
+    """Keys that became durable, written by any process."""
     removed: list[bytes] = field(default_factory=list)
-    """Keys that are not there any more, whoever evicted or deleted them."""
+    """Keys that are no longer held, evicted or deleted by any process."""
     persisted: list[tuple[str, bool]] = field(default_factory=list)
-    """Requests whose end was dealt with, and whether the whole of their context is durable."""
+    """Requests whose end was processed, and whether their whole context is durable."""
 
 
 @dataclass(frozen=True)
 class RequestEnd:
-    """A request that will store nothing more."""
+    """End of a request, after its last store job."""
 
     request: str
-    """The engine's id of it."""
+    """The engine's request id."""
     manifest_id: str
-    """Unique over restarts."""
+    """Unique across restarts of the engine."""
     group_keys: tuple[list[bytes], ...]
-    """The whole context in order, prefix hits included."""
+    """For each group, the keys of the whole context in order, including prefix hits."""
     tokens: int
-    """Of the whole context; 0 where the engine did not tell."""
+    """Tokens of the whole context; 0 if the engine did not report them."""
     block_size: int
     """Tokens of one block."""
     ordered: bool = True
-    """False: the keys stand in the order of arrival."""
+    """False: the keys are in order of arrival, not of the context."""
     labels: dict[str, str] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
-        """Memory that its keys take, roughly."""
+        """Approximate memory of its keys."""
         return sum(len(keys) * (len(keys[0]) + _BYTES_OBJECT) for keys in self.group_keys if keys)
 
 
 def parse_durability(text: str) -> float | None:
-    """When what was taken becomes durable.
+    """Parse the durability level; return the interval in seconds, or None for ``commit``.
 
-    ``commit`` (None): a pack is written as soon as it is worth it. Jobs of 4 MiB and more are on disk when they end;
-    smaller ones when their request ends, and ``max_age_s`` after they were taken at the latest.
+    ``commit`` (None): a pack is written as soon as it is large enough. Jobs of 4 MiB and more are on disk when they
+    end. Smaller jobs are written when their request ends, or when they are ``max_age_s`` old, whichever is first.
 
-    ``interval:5s`` (5.0): what was taken waits for company until the oldest of it is so old, and is then written
-    together: one transaction, one sync, which costs little however many requests end. A crash of the host loses what
-    was taken since then and nothing else: transactions are delayed, never left unsynced. A request counts as persisted,
-    and its blocks are found, once it is on disk, as ever. Where memory for what waits is used up, or ``flush`` asks for
-    it, it is written earlier.
+    ``interval:5s`` (5.0): accepted blocks wait until the oldest is 5 s old, and are then written together: one
+    transaction and one sync, which cost little even if many requests end. A crash of the machine loses the blocks
+    accepted since the last write and nothing else: transactions are delayed, never left unsynced. A request counts as
+    persisted, and lookups find its blocks, only once they are on disk. Blocks are written earlier if the memory for
+    waiting blocks is full, or on ``flush``.
 
-    :raises ConfigurationError: it is neither.
+    :raises ConfigurationError: the text is neither.
     """
     if text == "commit":
         return None

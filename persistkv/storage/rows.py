@@ -1,4 +1,4 @@
-"""Rows of the primary tier as the storage side sees them: gather blocks out of them, hand out places to fill."""
+"""Rows of the primary tier as storage uses them: gather blocks, scatter blocks, and views for direct reads."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from persistkv.storage.arrays import ByteArray
 
 
 class Rows:
-    """A shared (num_blocks, row_stride) byte array and the layout of what lies in its rows.
+    """Shared byte array of shape (num_blocks, row_stride), and the layout of its rows.
 
-    Holds the buffer it was made of: drop it before the mapping is closed.
+    Holds a reference to its buffer: drop this object before the mapping is closed.
     """
 
     def __init__(self, buffer: memoryview, layout: RowLayout) -> None:
         """Wrap a writable, contiguous buffer.
 
-        :raises ValueError: where its size is no multiple of the row stride.
+        :raises ValueError: its size is not a multiple of the row stride.
         """
         flat = np.frombuffer(buffer, dtype=np.uint8)
         if flat.size % layout.row_stride:
@@ -33,27 +33,31 @@ class Rows:
         return len(self.array)
 
     def check(self, block_ids: Sequence[int]) -> None:
-        """Refuse rows that are not there.
+        """Check that rows exist.
 
-        :raises ValueError: naming the row.
+        :raises ValueError: with the lowest and highest row, if one of them does not exist.
         """
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < len(self):
             raise ValueError(f"rows {min(block_ids)} to {max(block_ids)} do not lie within {len(self)}")
 
     def places(self, group: int, block_id: int) -> list[memoryview]:
-        """The valid byte ranges of one block of the group, writable, in order."""
+        """Return writable views of the valid byte ranges of one block of the group, in order."""
         base = block_id * self.layout.row_stride
         return [self._flat[base + offset : base + offset + size] for offset, size in self.layout.groups[group].ranges]
 
     def pieces(self, group: int, block_ids: Sequence[int]) -> list[memoryview]:
-        """The valid byte ranges of these blocks, in order; rows that are valid as a whole are joined."""
+        """Return writable views of the valid byte ranges of blocks, in order. If whole rows are valid, consecutive rows
+        are one view.
+        """
         layout, stride = self.layout.groups[group], self.layout.row_stride
         if layout.ranges == ((0, stride),):
             return [self._flat[first * stride : end * stride] for first, end in runs(block_ids)]
         return [place for block_id in block_ids for place in self.places(group, block_id)]
 
     def gather(self, group: int, block_ids: Sequence[int]) -> ByteArray:
-        """Blocks side by side, (n, block_bytes), contiguous: the rows themselves where they lie so, else a copy."""
+        """Return blocks as an array of shape (n, block_bytes): a view if they are consecutive rows of one range, else a
+        copy.
+        """
         layout = self.layout.groups[group]
         first, count = block_ids[0], len(block_ids)
         offset, length = layout.ranges[0]
@@ -66,7 +70,7 @@ class Rows:
         return np.concatenate([self.array[ids, start : start + size] for start, size in layout.ranges], axis=1)
 
     def scatter(self, group: int, block_ids: Sequence[int], blocks: ByteArray) -> None:
-        """Write blocks, (n, block_bytes), into rows."""
+        """Write blocks, an array of shape (n, block_bytes), into rows."""
         ids = np.asarray(block_ids)
         start = 0
         for offset, size in self.layout.groups[group].ranges:
@@ -75,7 +79,7 @@ class Rows:
 
 
 def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """First and end of each run of consecutive numbers, of which there is one at least."""
+    """Return (first, end) of each run of consecutive numbers. ``numbers`` must not be empty."""
     found: list[tuple[int, int]] = []
     first = end = numbers[0]
     for number in numbers:
@@ -93,35 +97,35 @@ def _consecutive(block_ids: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """Blocks that lie in rows: a pack written straight from the primary tier."""
+    """Block source of packs that are written straight from rows of the primary tier."""
 
     rows: Rows
     group: int
     block_ids: Sequence[int]
 
     def gather(self, start: int, stop: int) -> ByteArray:
-        """Blocks ``start`` to ``stop``."""
+        """Return blocks ``start`` to ``stop``."""
         return self.rows.gather(self.group, self.block_ids[start:stop])
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
-        """The same, where they lie."""
+        """Return views of the same bytes; never a copy."""
         return self.rows.pieces(self.group, self.block_ids[start:stop])
 
 
 @dataclass(frozen=True)
 class StagedBlocks:
-    """Blocks that were copied out of their rows, in runs of one or more."""
+    """Block source of copies, in runs of one or more blocks."""
 
     runs: Sequence[ByteArray]
     """Each of shape (n, block_bytes)."""
 
     def gather(self, start: int, stop: int) -> ByteArray:
-        """Blocks ``start`` to ``stop`` of all runs together."""
+        """Return blocks ``start`` to ``stop``, counted over all runs."""
         parts = self._parts(start, stop)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
-        """The same, where they lie."""
+        """Return views of the same bytes; never a copy."""
         return [part.data.cast("B") for part in self._parts(start, stop)]
 
     def _parts(self, start: int, stop: int) -> list[ByteArray]:

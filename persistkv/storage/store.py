@@ -2,16 +2,17 @@
 
 Invariants of this file:
 
-1. A key is in the index exactly where a committed pack holds it and no read has found that pack bad.
-2. Rows handed to ``put`` are read until it says they are free, or until ``in_flight`` names none of their keys.
-3. Rows handed to ``begin_read`` hold what was stored under their keys, or their keys are in the answer. Nothing in
-   between; and nobody writes them any more when it comes.
-4. A key is absent, in flight (in rows that a transaction waits for or reads), staged (copied), or held. Only what is
-   absent is taken; what is in flight or staged when a transaction fails is absent again.
-5. Failure of a transaction costs the blocks in it, never the store: they are dropped, counted, and stay absent.
+1. A key is in the index if and only if a committed pack holds it and no read has found that pack bad.
+2. Rows passed to ``put`` are read until it returns True, or until ``in_flight`` returns none of their keys.
+3. When ``begin_read`` reports its outcome, a row holds the bytes stored under its key, or the outcome lists the key as
+   failed. The rows are not written after that.
+4. A key is absent, in flight (a transaction reads its row, or will), staged (copied), or held (durable). Only absent
+   keys are accepted. If a transaction fails, its keys are absent again, except staged keys with a claim (``Staging``).
+5. A failed transaction costs the blocks in it, never the store: they are dropped and counted, and are absent.
 
-What was used (read, touched, offered though it is held, named by a manifest) goes to the backend with the next commit,
-which makes it go later. All state belongs to one thread; what may block runs where its ``Executor`` says.
+Uses of packs (loads, touches, stores of keys that are held already, manifests) are sent to the backend with the next
+commit; packs with recent uses are evicted later. All state belongs to one thread. Calls that may block run on the
+``Executor``.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ from persistkv.storage.reading import ReadOutcome, make_scratch, part_bytes, pla
 from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions, parse_durability
 from persistkv.storage.rows import Rows
 
-_TOUCH_S = 2.0  # seconds that uses wait for a commit to go along with
-_MAX_TOUCHED = 4096  # packs whose use waits, at most: some 10 µs each in the commit that takes them
-_EXPIRE_S = 30.0  # seconds between commits that do nothing else than let the backend expire what is old
+_TOUCH_S = 2.0  # seconds that uses wait for a commit of blocks
+_MAX_TOUCHED = 4096  # bound on packs with a pending use: each costs the commit about 10 µs
+_EXPIRE_S = 30.0  # seconds between empty commits, which give the backend a chance to expire old packs
 
 
 class Store:
@@ -68,11 +69,12 @@ class Store:
         url: str,
         executor: Executor | None = None,
     ) -> None:
-        """Open a namespace of an open backend, which this object then owns.
+        """Open a namespace of an open backend. This object then owns the backend.
 
-        :param executor: where blocking calls run; in the caller's stack by default. Stays the caller's to close.
-        :raises ConfigurationError: a bad codec or durability; nothing was written.
-        :raises IdentityMismatchError: ``strict_identity``, and there are other identities only; nothing was written.
+        :param executor: runs the blocking calls; by default they run on the caller's thread. The caller closes it.
+        :raises ConfigurationError: invalid codec or durability; nothing was written.
+        :raises IdentityMismatchError: ``strict_identity`` is set and the store holds only other identities; nothing
+            was written.
         :raises StoreError: as ``Backend.open_namespace``.
         """
         self.codec = parse_codec(options.codec)
@@ -81,7 +83,7 @@ class Store:
         self.rows = rows
         self.counters = StoreCounters()
         self.notice = _notice(backend, identity, options, url)
-        """What differs from the nearest namespace, where this one is new beside others; else empty."""
+        """Differences from the nearest namespace if this one is new and the store has others; else empty."""
         self.namespace = backend.open_namespace(identity).id
         executor = executor or InPlaceExecutor()
         self.catalogue = NamespaceView(backend, self.namespace, executor, self.counters, rows.layout)
@@ -104,39 +106,40 @@ class Store:
         self._when_committed: list[Callable[[], None]] = []
         self._committed_at = self._refreshed = time.monotonic()
         self.ended_packs = 0
-        """Packs that became durable or were dropped so far: ``in_flight`` changes with it only."""
+        """Number of packs that became durable or were dropped. Keys leave ``in_flight`` only when it changes."""
 
-    # What is there
+    # Index
 
     @property
     def index(self) -> Index:
-        """Keys that are durable here and can be read."""
+        """Index of the keys that are durable in this namespace and can be read."""
         return self.catalogue.index
 
     def contains(self, key: bytes) -> bool:
-        """Whether the key is durable here and can be read."""
+        """Whether the key is durable in this namespace and can be read."""
         return key in self.catalogue.index
 
     def took(self, key: bytes) -> bool:
-        """Whether the key's bytes are durable or copied: its row is not needed any more."""
+        """Whether the key's bytes are durable or staged, so that its row is no longer needed."""
         return key in self.catalogue.index or key in self._staging
 
     def took_all(self, keys: Iterable[bytes]) -> bool:
-        """Whether ``took`` says so of all of them."""
+        """Whether ``took`` is true of all keys."""
         return all(key in self._staging for key in self.catalogue.index.absent(keys))
 
     def in_flight(self, keys: Iterable[bytes]) -> set[bytes]:
-        """Those of the keys that are written from rows: whoever offered them keeps his rows meanwhile."""
+        """Return the keys that are still to be written from their rows. The caller of ``put`` must keep these rows."""
         return self._flying.intersection(keys)
 
     # Writing
 
     def put(self, request: str, keys: Sequence[bytes], block_ids: Sequence[int], depths: Sequence[int] | None) -> bool:
-        """Take blocks out of rows: what is held is passed over, small packs are copied, large ones wait for a commit.
+        """Accept blocks for storage. Keys that are held are skipped, small packs are copied, large packs are written
+        from the rows by the next commit.
 
-        :param depths: for each key, the blocks of its group before it; None where nobody can tell.
-        :returns: whether the rows are free already; else they are read while any of the keys is ``in_flight``.
-        :raises ValueError: a row or a group that does not exist; nothing was taken.
+        :param depths: for each key, the number of blocks of its group before it in the context; None if unknown.
+        :returns: whether the rows are free already; if not, they are read while any of the keys is ``in_flight``.
+        :raises ValueError: a row or a group does not exist; nothing was accepted.
         """
         self.rows.check(block_ids)
         if not self._writable:
@@ -172,7 +175,9 @@ class Store:
         return Blocks(absent, groups, block_ids, known)
 
     def _take_in(self, request: str, pack: PlannedPack) -> None:
-        """Copy what is small, or all where writing takes its time; write from the rows what has no room."""
+        """Stage small packs, and all packs if commits are delayed or remote. Packs that do not fit the staging memory
+        are written from their rows.
+        """
         small = pack.raw_length < DIRECT_BYTES
         if (small or self._copies_all) and self._staging.fits(pack.raw_length):
             self._staging.add(request, pack.segments, whole=not small)
@@ -187,12 +192,12 @@ class Store:
 
     @property
     def has_room(self) -> bool:
-        """Whether memory is left for what ``put`` copies and ``end_request`` keeps."""
+        """Whether memory is left for the copies of ``put`` and the keys of ``end_request``."""
         next_one = min(DIRECT_BYTES, self._shares.staged)
         return self._staging.fits(next_one) and self._ends_bytes < self._shares.ends
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Blocks were used; those that are not held are passed over. Durable with the next commit."""
+        """Record a use of blocks; keys that are not held are ignored. Durable with the next commit."""
         pack_of = self.catalogue.index.pack_of
         self._touch({pack.pack_id: None for key in keys if (pack := pack_of(key)) is not None})
 
@@ -202,9 +207,9 @@ class Store:
         self._touched.update(dict.fromkeys(islice(pack_ids, _MAX_TOUCHED - len(self._touched))))
 
     def end_request(self, end: RequestEnd) -> None:
-        """The request stores nothing more: at the next commit what it staged is written, with its manifest.
+        """End a request. The next commit writes its staged blocks and its manifest.
 
-        :raises ValueError: it has not as many chains of keys as there are groups; nothing was taken.
+        :raises ValueError: the number of key chains is not the number of groups; nothing was accepted.
         """
         if len(end.group_keys) != len(self.rows.layout.groups):
             raise ValueError(f"keys of {len(end.group_keys)} groups; there are {len(self.rows.layout.groups)}")
@@ -218,11 +223,11 @@ class Store:
 
     @property
     def unwritten(self) -> bool:
-        """Whether anything was taken that is not durable yet, nor dropped."""
+        """Whether accepted work is neither durable nor dropped yet."""
         return bool(self._direct or self._flying or self._ends or self._staging.num_bytes)
 
     def wants_commit(self) -> bool:
-        """Whether something is to be written now."""
+        """Whether packs or ends of requests are due to be written."""
         return bool(self._direct or self._staging.due() or self._ends_due())
 
     def _ends_due(self) -> bool:
@@ -231,7 +236,7 @@ class Store:
         return self._ends_bytes >= self._shares.ends or time.monotonic() - self._ends_since >= self._interval_s
 
     def seconds_to_work(self) -> float | None:
-        """How long the owner may sleep before ``tick`` has something to do; None: until what is written has ended."""
+        """Return the seconds until ``tick`` has work; None while a write runs: its end wakes the owner."""
         if self.catalogue.executor.writing:
             return None
         if self.wants_commit():
@@ -245,17 +250,18 @@ class Store:
         return max(0.0, min(waits))
 
     def _seconds_to_upkeep(self) -> float:
-        """How long until uses are to be written, or the backend is to be given a chance to expire what is old."""
+        """Return the seconds until pending uses are due, or an empty commit that lets the backend expire old packs."""
         if not self._writable:
             return math.inf
         touch_s = max(_TOUCH_S, self._interval_s or 0.0)
         return max(0.0, self._committed_at + (touch_s if self._touched else _EXPIRE_S) - time.monotonic())
 
     def begin_commit(self, *, everything: bool = False, then: Callable[[], None] | None = None) -> None:
-        """Write what waits, once what is being written has ended; all that comes until then goes along.
+        """Start a commit of pending blocks and requests when running writes have ended. It includes work accepted until
+        then.
 
-        :param everything: also what is staged and not due yet.
-        :param then: called when all of that is durable, or was dropped and counted.
+        :param everything: also write staged packs that are not due yet.
+        :param then: called when all of them are durable, or dropped and counted.
         """
         self._everything |= everything
         if then is not None:
@@ -304,11 +310,11 @@ class Store:
     # Reading
 
     def begin_read(self, keys: Sequence[bytes], block_ids: Sequence[int], then: Callable[[ReadOutcome], None]) -> None:
-        """Fill rows with the blocks of keys, verified.
+        """Start to load verified blocks into rows.
 
-        :param then: called with the keys that could not be served; what their rows hold is undefined. A bad pack is
-            deleted, once a second look at the catalogue has shown that it was not merely replaced.
-        :raises ValueError: a row that does not exist, or not one for each key; nothing is written.
+        :param then: called with the outcome. The content of a failed key's row is undefined. A bad pack is deleted
+            after a refresh of the catalogue has shown that it was not replaced meanwhile.
+        :raises ValueError: a row does not exist, or there is not one row for each key; no row is written.
         """
         if len(keys) != len(block_ids):
             raise ValueError(f"{len(keys)} keys for {len(block_ids)} rows")
@@ -331,15 +337,15 @@ class Store:
         self.counters.missed_blocks += len(outcome.failed)
         self.counters.loaded_blocks += count - len(outcome.failed)
         self.counters.loaded_bytes += outcome.raw_bytes
-        if outcome.suspects:  # out of the index before the caller hears of it: what he computes again is not held
+        if outcome.suspects:  # removed first: when the caller stores a failed block again, it must not count as held
             catalogue.distrust(outcome.suspects.values())
             catalogue.executor.begin_write(catalogue.quarantine())
         then(outcome)
 
-    # The rest
+    # Periodic work and totals
 
     def tick(self) -> None:
-        """Begin what is due: a commit, or a look for what others stored."""
+        """Start due work: a commit, or a refresh that reads the changes of other processes."""
         executor = self.catalogue.executor
         if executor.writing:
             return
@@ -351,18 +357,21 @@ class Store:
 
     @property
     def staged_bytes(self) -> int:
-        """Raw bytes of copies that wait to be written, or are."""
+        """Raw bytes of staged copies, including those that a transaction is writing."""
         return self._staging.num_bytes
 
     async def stats(self) -> BackendStats:
-        """Totals of the whole store, once what is being written has ended; as ``Backend.stats``."""
+        """Return totals of the whole store after running writes have ended; as ``Backend.stats``.
+
+        :raises StoreError: the medium failed, or the backend does not count.
+        """
         backend = self.catalogue.backend
         if not isinstance(backend, InspectableBackend):
             raise StoreError(f"{type(backend).__name__} counts nothing")
         return await self.catalogue.call(backend.stats)
 
     async def recent(self, max_blocks: int, engine: str = "", *, only_asked: bool = False) -> list[list[bytes]]:
-        """The contexts that were asked for, and those used last; see ``recent_contexts``."""
+        """Return the contexts requested for prewarming, then the most recently used; see ``recent_contexts``."""
         backend = self.catalogue.backend
         if not isinstance(backend, InspectableBackend):
             return []
@@ -371,43 +380,43 @@ class Store:
 
     @property
     def news(self) -> News:
-        """What came and went since it was last taken; whoever cannot take it may let go of keys in it."""
+        """Changes since the last ``take_news``. The owner may drop keys from it to bound memory."""
         return self.catalogue.news
 
     def take_news(self) -> News:
-        """What came and went since the last call; what opening found is no news."""
+        """Return the changes since the last call. Keys found at opening are not included."""
         return self.catalogue.take_news()
 
-    # Calls that wait
+    # Blocking calls
 
     def commit(self, *, everything: bool = False) -> None:
-        """Write what waits; it is durable on return, or it was dropped and counted. See ``begin_commit``."""
+        """Commit and wait. On return the work is durable, or dropped and counted. See ``begin_commit``."""
         ended: list[bool] = []
         self.begin_commit(everything=everything, then=partial(ended.append, True))
         self.catalogue.executor.run_until(lambda: bool(ended))
 
     def flush(self) -> None:
-        """Write everything that was taken; durable on return, or dropped and counted."""
+        """Commit all accepted work and wait. On return it is durable, or dropped and counted."""
         self.commit(everything=True)
 
     def refresh(self) -> None:
-        """Learn what others committed and deleted.
+        """Apply the commits and deletions of other processes to the index.
 
-        :raises StoreError: the medium failed; nothing was learnt.
+        :raises StoreError: the medium failed; the index is unchanged.
         """
         executor = self.catalogue.executor
         executor.begin_write(self.catalogue.refresh())
         executor.run_until(lambda: not executor.writing)
 
     def read(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> list[bytes]:
-        """Fill rows with the blocks of keys; the keys that could not be served. See ``begin_read``."""
+        """Load blocks into rows and wait; return the keys that failed. See ``begin_read``."""
         outcomes: list[ReadOutcome] = []
         self.begin_read(keys, block_ids, outcomes.append)
         self.catalogue.executor.run_until(lambda: bool(outcomes))
         return outcomes[0].failed
 
     def close(self) -> None:
-        """Write what was taken, then release the backend, which is released whatever writing raises; idempotent."""
+        """Flush, then close the backend, also if the flush raises. Idempotent."""
         try:
             self.flush()
         finally:

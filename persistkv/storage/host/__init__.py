@@ -1,6 +1,6 @@
-"""Where a store runs: a process of its own (default), a thread, or the caller's own stack.
+"""Hosts of a store: a process of its own (default), a thread, or the caller's thread.
 
-``client`` is the engine's side, ``server`` the store's side, ``protocol`` the messages between them and
-``connection`` what carries them. ``supervisor`` starts, watches and restarts the store's side, ``child`` is the
-program of that process, ``replica`` the engine's copy of the index.
+``client`` runs in the engine and ``server`` in the host. ``protocol`` defines the messages between them, ``connection``
+their transport. ``supervisor`` starts, watches and restarts the host, ``child`` is the program of the host process, and
+``replica`` the engine's copy of the index.
 """

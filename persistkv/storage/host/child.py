@@ -1,7 +1,7 @@
-"""The program of the store's own process. Never imports torch.
+"""Program of the host process. Never imports torch.
 
-It is given one end of a socket pair and the descriptor of the primary tier's memory, and ends by itself when the other
-end closes, after it has committed what it was given.
+It receives one end of a socket pair and the descriptor of the primary tier's memory. When the other end closes, it
+commits all accepted work and exits.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from persistkv.storage.host.protocol import ToStore
 from persistkv.storage.host.server import NoticeHandler, serve
 from persistkv.storage.memory import keep_out_of_collections
 
-_STEP_BYTES = 16 << 20  # 16 MiB: 2 ms, in which nothing else of this process's memory can be mapped
+_STEP_BYTES = 16 << 20  # 16 MiB: takes 2 ms, during which no other memory of this process can be mapped
 
 
 def main(engine_pid: int, socket_fd: int, region_fd: int, region_bytes: int) -> None:
-    """Serve until the engine is gone."""
+    """Serve until the engine closes the connection or dies."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # they are the engine's; we end, with all committed, when it does
+        signal.signal(number, signal.SIG_IGN)  # for the engine only: this process commits and exits after it
     _yield_to_the_engine()
     rows = map_rows(region_fd, region_bytes)
     connection = SocketConnection(socket.socket(fileno=socket_fd), ToStore)
-    logging.getLogger().addHandler(NoticeHandler(connection))  # drivers log under names of their own
+    logging.getLogger().addHandler(NoticeHandler(connection))  # the root logger: drivers log under their own names
     logging.getLogger("persistkv").setLevel(logging.INFO)
     serve(connection, rows, _watch(engine_pid), keep_out_of_collections)
 
 
 def _yield_to_the_engine() -> None:
-    """Not to take the engine's processor when a message of its wakes us.
+    """Set a scheduling class that does not preempt the engine when one of its messages wakes this process.
 
-    Without this, the kernel often ran this process in the sender's place: on two busy cores, sending a job took the
-    scheduler 6 ms at the 99th percentile, and 0.2 ms with it, jobs taking as long (benchmarks.busy_scheduler).
+    Without it, the kernel often ran this process instead of the sender. On two busy cores, sending a job then took the
+    scheduler 6 ms at the 99th percentile, with it 0.2 ms; jobs took the same time (benchmarks.busy_scheduler).
     """
     try:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -47,9 +47,10 @@ def _yield_to_the_engine() -> None:
 
 
 def _watch(engine_pid: int) -> int | None:
-    """A descriptor that becomes readable when the engine dies; None where the kernel has no pidfd, or it died already.
+    """Return a descriptor that becomes readable when the engine dies; None if the kernel has no pidfd, or if the engine
+    is dead already.
 
-    The socket tells of an ordinary death too; this one is for engines that forked.
+    The end of the socket usually reports the death too. If the engine forked, its child keeps the socket open.
     """
     try:
         watched = os.pidfd_open(engine_pid)
@@ -59,10 +60,10 @@ def _watch(engine_pid: int) -> int | None:
 
 
 def map_rows(region_fd: int, region_bytes: int) -> memoryview:
-    """Map the rows as long as this process lives, and ready them in a thread of its own.
+    """Map the rows for the lifetime of this process, and start a thread that populates the page table.
 
-    :param region_fd: inherited, and closed here: it shares the engine's flock, and would keep it.
-    :raises OSError: they cannot be mapped.
+    :param region_fd: inherited descriptor, closed here: it shares the engine's flock and would keep it locked.
+    :raises OSError: the rows cannot be mapped.
     """
     own = os.open(f"/proc/self/fd/{region_fd}", os.O_RDWR | os.O_CLOEXEC)
     os.close(region_fd)
@@ -75,13 +76,13 @@ def map_rows(region_fd: int, region_bytes: int) -> memoryview:
 
 
 def _ready(address: int, num_bytes: int) -> None:
-    """Huge pages where the engine did not see to them, and then all that there is entered into our page table.
+    """Collapse the region to huge pages if the engine did not, then enter all its pages into the page table.
 
-    Else the first job that uses a row does it: 32 MiB of rows took 10 ms, and the first promotion after a start is the
-    one that counts. A gigabyte of small pages takes 0.1 s, and 2 MiB of page table that it takes anyhow.
+    Otherwise the first job that uses a row does this: 32 MiB of rows took 10 ms, and the first promotion after a start
+    matters most. A gigabyte of small pages takes 0.1 s, and 2 MiB of page table, which it needs in any case.
     """
     collapse(address, num_bytes, threads=1)
     for begin in range(0, num_bytes, _STEP_BYTES):
-        # pages of /dev/shm become writable by it, too
+        # this also makes pages of /dev/shm writable
         if madvise(address + begin, min(_STEP_BYTES, num_bytes - begin), MADV_POPULATE_READ):
-            return  # an older kernel: the first use of each row does it
+            return  # an older kernel: pages are entered at the first use of each row

@@ -1,13 +1,13 @@
-"""The engine's side of a hosted store.
+"""The engine's client of a hosted store.
 
 Invariants of this file:
 
-1. No call waits, but those that take a timeout. No thread is started (``ThreadHost`` aside).
-2. Every job that was submitted is answered exactly once by ``poll``, whatever happens to the store's side.
-3. A job is answered as failed only when its rows are certainly not used: refused before it was sent, answered by the
-   store's side, or that side is known dead.
+1. Only calls with a timeout wait. No thread is started (except by ``ThreadHost``).
+2. ``poll`` returns exactly one outcome for each submitted job, regardless of what happens to the host.
+3. A job fails only when its rows are certainly not in use: it was refused before it was sent, the host has answered it,
+   or the host is known to be dead.
 
-Used from one thread, the scheduler's. Refused after a fork.
+Must be used from one thread, the scheduler's. A client cannot be used after a fork.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from persistkv.storage.keys import PackedKeys
 logger = logging.getLogger(__name__)
 
 _OPEN_ATTEMPTS = 4
-_END_BYTES = 512  # of the end of a request, beside its keys
-_MOST_ENDING_BYTES = 16 << 20  # 16 MiB of keys in ends of requests: their manifests wait in the store's memory
-_GLANCE_S = 5.0  # seconds between questions for totals that nobody waits for
+_END_BYTES = 512  # of the end of a request, without its keys
+_MOST_ENDING_BYTES = 16 << 20  # 16 MiB of keys in ends of requests: the host keeps their manifests in memory
+_GLANCE_S = 5.0  # seconds between the requests for totals of ``glance``
 _NAP_S = 0.0005  # between polls of the calls that wait
 
 
@@ -46,53 +46,53 @@ class JobOutcome(NamedTuple):
 
     job_id: int
     failed: list[bytes]
-    """Keys whose bytes were not taken (store) or not filled (load)."""
+    """Keys whose blocks were dropped (store), or whose rows were not filled (load)."""
     refused: bool
-    """None of the keys were served: the job never reached the store, or was lost with it."""
+    """No key was served: the job was not sent, or was lost when the host died."""
     num_bytes: int
-    """Raw bytes of the others."""
+    """Raw bytes of the keys that did not fail."""
     seconds: float
-    """From submission to this answer."""
+    """Time from submission to this outcome."""
 
 
 class ClientCounters(msgspec.Struct):
-    """What happened on the engine's side since it was opened."""
+    """Counters of the engine's client since it was opened."""
 
     store_jobs: int = 0
     load_jobs: int = 0
     refused_jobs: int = 0
-    """Jobs refused because the queue was full or nothing was open."""
+    """Jobs refused because the queue was full or the store was not open."""
     refused_bytes: int = 0
     refused_ends: int = 0
-    """Ends of requests that were not sent, for the same reasons: their manifests are not written."""
+    """Ends of requests that were not sent for the same reasons: their manifests are not written."""
     lost_jobs: int = 0
-    """Jobs that were in flight when the store's side died."""
+    """Jobs that were in flight when the host died."""
     restarts: int = 0
 
 
 class StoreStats(msgspec.Struct, frozen=True):
-    """Both sides at one moment."""
+    """State and totals of client and host."""
 
     state: str
     client: ClientCounters
     host: protocol.HostStats | None
-    """None where the store's side did not answer in time."""
+    """None if the host did not answer in time."""
     queued_bytes: int = 0
-    """Raw bytes of store jobs in flight, as of a glance."""
+    """Raw bytes of store jobs in flight; set by ``glance`` only."""
 
 
 class Glance:
-    """The last totals of the store's side, asked for now and then by an engine that does not wait for them."""
+    """Latest totals of the host, requested at intervals without waiting for the answer."""
 
     TOKEN = 0
-    """Of such a question; those that somebody waits for are counted from 1."""
+    """Token of these requests. Tokens of requests with a waiting caller start at 1."""
 
     def __init__(self) -> None:
         self.totals: protocol.HostStats | None = None
         self._next = 0.0
 
     def is_due(self) -> bool:
-        """Whether to ask anew; it is not due again for some seconds."""
+        """Return whether to request totals. After True it returns False for some seconds."""
         now = time.monotonic()
         if now < self._next:
             return False
@@ -100,7 +100,7 @@ class Glance:
         return True
 
     def take(self, answer: protocol.HostStats | protocol.Flushed) -> None:
-        """Keep an answer that is of use here."""
+        """Keep the answer if it contains totals."""
         if isinstance(answer, protocol.HostStats):
             self.totals = answer
 
@@ -116,7 +116,7 @@ class InFlight:
     """Jobs and ends of requests that the host has not answered yet.
 
     1. Each job ends exactly once: refused here, answered, or lost with the host.
-    2. Both queues are bounded in bytes; what exceeds a bound is refused, unless it is alone.
+    2. Both queues are bounded in bytes. An entry that exceeds the bound is refused unless its queue is empty.
     """
 
     def __init__(self, counters: ClientCounters, max_queue_bytes: int) -> None:
@@ -135,12 +135,12 @@ class InFlight:
 
     @property
     def owed(self) -> bool:
-        """Whether the store's side owes an answer."""
+        """Whether the host has not answered all jobs and ends of requests."""
         return bool(self._jobs or self._ending)
 
     @property
     def pending(self) -> bool:
-        """Whether something is in flight, or to be taken."""
+        """Whether work is in flight, or outcomes have not been taken."""
         return bool(self._jobs or self._ending or self._outcomes)
 
     @property
@@ -149,22 +149,22 @@ class InFlight:
         return self._queued_bytes
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether a store job of so many raw bytes may be sent."""
+        """Whether a store job of ``num_bytes`` raw bytes may be sent."""
         return self._queued_bytes == 0 or self._queued_bytes + num_bytes <= self._max_queue_bytes
 
     def begin(self, job_id: int, keys: Sequence[bytes], num_bytes: int, *, is_store: bool) -> None:
-        """A job is sent."""
+        """Record a job that is sent."""
         self._jobs[job_id] = _Job(keys, num_bytes, time.monotonic(), is_store)
         self._queued_bytes += num_bytes
 
     def refuse(self, job_id: int, keys: Sequence[bytes], num_bytes: int) -> None:
-        """A job is not sent."""
+        """Refuse a job that is not sent."""
         self._counters.refused_jobs += 1
         self._counters.refused_bytes += num_bytes
         self._outcomes.append(JobOutcome(job_id, list(keys), True, 0, 0.0))
 
     def end(self, job_id: int, failed: list[bytes], loaded_bytes: int) -> None:
-        """A job was answered; an answer to none is passed over."""
+        """Record the answer to a job; answers to unknown jobs are ignored."""
         job = self._jobs.pop(job_id, None)
         if job is None:
             return
@@ -175,7 +175,7 @@ class InFlight:
         self._outcomes.append(JobOutcome(job_id, failed, False, num_bytes, time.monotonic() - job.begin))
 
     def begin_end(self, request: str, num_bytes: int) -> bool:
-        """The end of a request is to be sent, with so many bytes of keys; whether it may be."""
+        """Record the end of a request with ``num_bytes`` of keys, or refuse it; return whether it may be sent."""
         if self._ending_bytes and self._ending_bytes + num_bytes > _MOST_ENDING_BYTES:
             self.refuse_end(request)
             return False
@@ -184,17 +184,17 @@ class InFlight:
         return True
 
     def refuse_end(self, request: str) -> None:
-        """The end of a request is not sent."""
+        """Refuse the end of a request that is not sent."""
         self._counters.refused_ends += 1
         self._persisted[request] = False
 
     def request_persisted(self, request: str, whole: bool) -> None:
-        """The end of a request was dealt with."""
+        """Record that the host processed the end of a request."""
         self._ending_bytes -= self._ending.pop(request, 0)
         self._persisted[request] = whole
 
     def lose_all(self) -> None:
-        """The store's side is dead: the rows of its jobs are free, what it did not report never happened."""
+        """Fail all entries because the host is dead. Rows of its jobs are free; unreported work counts as not done."""
         self._counters.lost_jobs += len(self._jobs)
         now = time.monotonic()
         for job_id, job in self._jobs.items():
@@ -205,12 +205,12 @@ class InFlight:
         self._queued_bytes = self._ending_bytes = 0
 
     def take_outcomes(self) -> list[JobOutcome]:
-        """Jobs that ended since the last call."""
+        """Return the jobs that ended since the last call."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
     def take_persisted(self) -> dict[str, bool]:
-        """Ends that were dealt with since the last call, and whether the whole of the request's context is durable."""
+        """Return requests whose end was processed since the last call, and whether their whole context is durable."""
         persisted, self._persisted = self._persisted, {}
         return persisted
 
@@ -227,25 +227,24 @@ class StoreClient:
         watchdog_s: float = 60.0,
         least_start_s: float = 60.0,
     ) -> None:
-        """Nothing is started yet.
+        """Create a client; ``open`` starts the host.
 
-        :param max_queue_bytes: bound on the raw bytes of store jobs in flight; a job past it is refused, unless it is
+        :param max_queue_bytes: bound on the raw bytes of store jobs in flight. A job above it is refused unless it is
             the only one.
-        :param watchdog_s: a store's side that owes an answer and whose loop is silent for so long is killed and started
-            again; and one whose medium does not end a call within ten times as long.
-        :param least_start_s: what one that was started has at least before it is silent in that sense: a process takes
-            seconds until it can answer anything.
+        :param watchdog_s: the host is killed and restarted if an answer is due and its loop is silent for this long, or
+            if one call of its medium takes ten times as long.
+        :param least_start_s: least limit while the host is opening: a process needs seconds before it can answer.
         """
         self.counters = ClientCounters()
         self.notices: list[str] = []
-        """Lines for a person that opening gave, such as what differs from the nearest namespace."""
+        """Messages for the user from opening, such as the differences from the nearest namespace."""
         self.supervisor = Supervisor(host, hello, watchdog_s=watchdog_s, least_start_s=least_start_s)
         self._pid = os.getpid()
         self._replica = Replica()
         self.held = self._replica.held
-        """The keys that are durable and can be asked for: to be probed only."""
+        """Keys that are durable and can be loaded. Callers may only probe it."""
         self.contains: Callable[[bytes], bool] = self.held.__contains__
-        """Whether a key is durable and can be asked for."""
+        """Whether a key is durable and can be loaded."""
         self._in_flight = InFlight(self.counters, max_queue_bytes)
         self._answer: Any = None
         self._recent: list[list[bytes]] | None = None
@@ -257,14 +256,14 @@ class StoreClient:
     # Opening
 
     def open(self, timeout_s: float = 60.0) -> None:
-        """Start the store's side and wait until its namespace is open. A process that is still at it when the time is
-        up (a look at a large store that was killed, a slow disk) goes on: nothing is held until it is done.
+        """Start the host and wait until its namespace is open. If a host process is still opening at the timeout (check
+        of a large store after an unclean exit, slow disk), it continues; no keys are held until it has finished.
 
-        :raises ConfigurationError: a bad URL, option or codec.
-        :raises IdentityMismatchError: as ``strict_identity`` asks.
+        :raises ConfigurationError: invalid URL, option or codec.
+        :raises IdentityMismatchError: as required by ``strict_identity``.
         :raises StoreError: the store cannot be opened.
-        :raises HostError: it did not start, died again and again, or is a thread that did not answer in time.
-            Nothing is left running.
+        :raises HostError: the host did not start, died repeatedly, or is a thread that did not answer in time.
+            After an error, nothing is left running.
         """
         self._check_process()
         deadline = time.monotonic() + timeout_s
@@ -291,8 +290,8 @@ class StoreClient:
             raise
 
     def _may_be_mended(self, attempt: int) -> bool:
-        """Whether another process may succeed: one died, or has a PID that is in use, or found damage, which the next
-        one checks for before it opens the store.
+        """Whether another host process may succeed: the last one died, has a PID that is in use, or found damage (the
+        next one checks the store before it opens it).
         """
         if not self.supervisor.host.restartable:
             return False
@@ -307,12 +306,12 @@ class StoreClient:
 
     @property
     def host(self) -> Host:
-        """What runs the store's side."""
+        """The host that runs the store."""
         return self.supervisor.host
 
     @property
     def state(self) -> State:
-        """Where the store's side stands, as of the last ``poll``."""
+        """State of the host at the last ``poll``."""
         return self.supervisor.state
 
     def _check_process(self) -> None:
@@ -333,12 +332,12 @@ class StoreClient:
         depths: Sequence[int] | None,
         num_bytes: int,
     ) -> None:
-        """Hand rows over to be persisted; they are read until the job is answered.
+        """Submit rows to be persisted. They are read until ``poll`` returns the job.
 
-        :param depths: for each key, the blocks of its group before it; None where nobody can tell.
+        :param depths: for each key, the number of blocks of its group before it in the context; None if unknown.
         :param num_bytes: raw bytes of the blocks, for the bound on the queue.
         :raises HostError: after a fork.
-        :raises ValueError: an empty key; nothing was submitted.
+        :raises ValueError: a key is empty; nothing was submitted.
         """
         self._check_process()
         self.counters.store_jobs += 1
@@ -352,7 +351,7 @@ class StoreClient:
         self.supervisor.send(message)
 
     def submit_load(self, job_id: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """Have rows filled; they are written until the job is answered.
+        """Submit a load of blocks into rows. The rows may be written until ``poll`` returns the job.
 
         :raises HostError: after a fork.
         """
@@ -367,9 +366,9 @@ class StoreClient:
         self.supervisor.send(message)
 
     def touch(self, keys: Collection[bytes]) -> None:
-        """Blocks were used: they are evicted later. The next calls of ``poll`` say so.
+        """Record uses of blocks, so that they are evicted later. The next calls of ``poll`` send them.
 
-        Where too many wait, some are not said.
+        If too many uses are pending, further ones are dropped.
 
         :raises HostError: after a fork.
         """
@@ -378,7 +377,7 @@ class StoreClient:
             self._replica.touch(keys)
 
     def end_request(self, end: protocol.EndRequest) -> None:
-        """The request stores nothing more; its manifest is written with what it staged.
+        """End a request: its staged blocks and its manifest are written.
 
         :raises HostError: after a fork.
         """
@@ -390,14 +389,14 @@ class StoreClient:
             self.supervisor.send(end)
 
     def _owe(self) -> None:
-        """An answer is owed from now on, where none was."""
+        """Start the watchdog for the next answer, unless an earlier answer is still due."""
         if not self._in_flight.owed:
             self.supervisor.expect_reply()
 
     # The step
 
     def poll(self) -> list[JobOutcome]:
-        """Once a step: take what has arrived, look after the store's side, and hand over the jobs that ended.
+        """Process received messages, supervise the host, and return the jobs that ended. Call it once per step.
 
         :raises HostError: after a fork.
         """
@@ -405,7 +404,7 @@ class StoreClient:
         if self._may_rest():
             return []
         if self.state in (State.OPENING, State.OPEN) and self._receive():
-            self._next_look = 0.0  # there may be more
+            self._next_look = 0.0  # more messages may be waiting
         self._tell_touched()
         if self.supervisor.has_exited():
             self._in_flight.lose_all()
@@ -414,8 +413,8 @@ class StoreClient:
         return self._in_flight.take_outcomes()
 
     def _may_rest(self) -> bool:
-        """Whether nothing is to be done in this step: nothing is owed or to be told, and the last look for news was a
-        moment ago. An engine that decodes takes steps by the dozen with nothing in flight.
+        """Whether this step can skip the poll: nothing is in flight or to be sent, and the last poll was very recent.
+        A decoding engine takes dozens of steps with nothing in flight.
         """
         now = time.monotonic()
         if now < self._next_look and not self._in_flight.pending and not self._replica.has_touched:
@@ -424,7 +423,7 @@ class StoreClient:
         return False
 
     def _tell_touched(self) -> None:
-        """Not while the store's side takes nothing: a queue of these would have no bound."""
+        """Send recorded uses, unless the outbox is congested: it would grow without bound."""
         if self.state is State.OPEN and not self.supervisor.congested:
             touched = self._replica.take_touched()
             if touched:
@@ -432,44 +431,44 @@ class StoreClient:
 
     @property
     def num_jobs(self) -> int:
-        """Jobs that the store's side has not answered yet."""
+        """Jobs that the host has not answered yet."""
         return len(self._in_flight)
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether ``poll`` has something to wait for."""
+        """Whether work is in flight or ``poll`` has outcomes to return."""
         return self._in_flight.pending
 
     def take_stored(self) -> list[bytes]:
-        """Keys that became durable since the last call; those that opening found are not among them."""
+        """Return keys that became durable since the last call. Keys found at opening are not included."""
         return self._replica.take_stored()
 
     def take_removed(self) -> list[bytes]:
-        """Keys that went since the last call. Where nobody takes them they do not pile up: as many wait as were held at
-        most since then, and 65,536; what went first is let go of.
+        """Return keys that were removed since the last call. Their number is bounded by the most keys held since then
+        plus 65,536; the oldest removals are dropped first.
         """
         return self._replica.take_removed()
 
     def take_persisted(self) -> dict[str, bool]:
-        """Requests whose end was dealt with since the last call, and whether the whole of their context is durable."""
+        """Return requests whose end was processed since the last call, and whether their whole context is durable."""
         return self._in_flight.take_persisted()
 
     def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
-        """Ask for the contexts that were used last, which ``take_recent`` tells once they are known.
+        """Request the most recently used contexts. ``take_recent`` returns them when they have arrived.
 
-        :param only_asked: only for those that somebody wants warmed up.
-        :returns: False where the store is not open, and was not asked.
+        :param only_asked: only contexts that were requested for prewarming.
+        :returns: False if the store is not open; nothing was requested.
         """
         if self.state is State.OPEN:
             self.supervisor.send(protocol.AskRecent(max_blocks, only_asked))
         return self.state is State.OPEN
 
     def take_recent(self) -> list[list[bytes]] | None:
-        """See ``persistkv.storage.prewarm``; None while they are not known, and after they were taken."""
+        """Return the answer to ``ask_recent`` once; None if it has not arrived. See ``persistkv.storage.prewarm``."""
         recent, self._recent = self._recent, None
         return recent
 
-    # What arrives
+    # Received messages
 
     def _receive(self) -> bool:
         """Handle the messages that have arrived; return whether there were any."""
@@ -497,7 +496,7 @@ class StoreClient:
                 self._in_flight.request_persisted(message.request, message.whole)
             case protocol.Flushed() | protocol.HostStats():
                 self._glance.take(message)
-                if message.token == self._next_token:  # to older ones, nobody waits for an answer any more
+                if message.token == self._next_token:  # callers of older tokens have timed out
                     self._answer = message
             case protocol.Recent():
                 self._recent = [keys.unpack() for keys in message.contexts]
@@ -519,7 +518,7 @@ class StoreClient:
 
     def _opened(self, opened: protocol.Opened) -> None:
         self.supervisor.state = State.OPEN
-        self._replica.end_listing(news=self.counters.restarts > 0)  # ``_lose`` told that what is back had gone
+        self._replica.end_listing(news=self.counters.restarts > 0)  # ``_lose`` reported all keys as removed
         if opened.notice and opened.notice not in self.notices:
             self.notices.append(opened.notice)
             logger.warning("%s", opened.notice)
@@ -528,19 +527,20 @@ class StoreClient:
         self.supervisor.mark_lost()
         self._replica.clear()
 
-    # Calls that wait, for the end of a program, tests and tools
+    # Blocking calls, for shutdown, tests and tools
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all that was submitted is durable or dropped; False where the time was too short.
+        """Wait until all submitted work is durable or dropped; return False after the timeout, or if the store is not
+        open.
 
-        Jobs that end meanwhile are handed over by the next ``poll``.
+        The next ``poll`` returns jobs that end meanwhile.
         """
         token = self._token()
         self.supervisor.send(protocol.Flush(token))
         return self._await(timeout_s) is not None
 
     def stats(self, timeout_s: float = 5.0) -> StoreStats:
-        """Totals of both sides."""
+        """Return totals of client and host; ``host`` is None if the store is not open or does not answer in time."""
         token = self._token()
         if self.state is State.OPEN:
             self.supervisor.send(protocol.AskStats(token))
@@ -548,7 +548,7 @@ class StoreClient:
         return StoreStats(self.state.value, self.counters, None)
 
     def glance(self) -> StoreStats:
-        """Totals of both sides, without waiting: those of the store's side are some seconds old, or missing."""
+        """Return totals of client and host without waiting. The host's totals are some seconds old, or None."""
         if self.state is State.OPEN and self._glance.is_due():
             self.supervisor.send(protocol.AskStats(Glance.TOKEN))
         return StoreStats(self.state.value, self.counters, self._glance.totals, self._in_flight.queued_bytes)
@@ -572,10 +572,10 @@ class StoreClient:
         return None
 
     def close(self, timeout_s: float = 60.0) -> bool:
-        """Let the store's side commit what it was given, and end; idempotent.
+        """Have the host commit its work and exit. Idempotent.
 
-        :param timeout_s: for both. If it has not ended by then, it is killed, which takes up to 6 s more.
-        :returns: whether it ended by itself in time. If it is killed, uncommitted work is lost.
+        :param timeout_s: limit for both. After it, the host is killed, which takes up to 6 s more.
+        :returns: whether the host exited by itself in time. If it is killed, uncommitted work is lost.
         """
         if self.state is State.CLOSED or os.getpid() != self._pid:
             return True
@@ -587,7 +587,7 @@ class StoreClient:
 
 
 def _end_bytes(end: protocol.EndRequest) -> int:
-    """Memory that the message takes, roughly."""
+    """Return the approximate memory of the message."""
     keys = sum(len(keys.data) + len(keys.lengths) for keys in end.group_keys)
     return _END_BYTES + keys + sum(len(name) + len(value) for name, value in end.labels.items())
 

@@ -1,7 +1,7 @@
-"""What carries messages between the engine's side and the store's side.
+"""Transport of messages between the engine and the host.
 
-Neither side ever waits for the other: what the socket does not take stays in an outbox. Each side looks whether its own
-is ``congested`` before it tells what need not be told now; the engine's side bounds what is in flight beside that.
+Neither side ever waits for the other: bytes that the socket does not accept stay in an outbox. Each side checks whether
+its outbox is ``congested`` before it sends messages that can wait. The engine also bounds its jobs in flight.
 """
 
 from __future__ import annotations
@@ -22,81 +22,82 @@ from persistkv.errors import HostError
 from persistkv.storage.host.protocol import ToEngine, ToStore
 
 _LENGTH = struct.Struct("<I")
-_RECEIVE_BYTES = 256 << 10  # 256 KiB: the answers to many jobs, or some thousand keys of a catalogue
+_RECEIVE_BYTES = 256 << 10  # 256 KiB: the answers to many jobs, or some thousand keys of a listing
 _MESSAGES_A_STEP = 64
-_MOST_POSTED = 1_000  # messages from other threads that wait for the owner's; older ones are let go of
-MAX_MESSAGE_BYTES = 1 << 30  # 1 GiB; a larger length can only be garbage
-CONGESTED_BYTES = 1 << 20  # 1 MiB in an outbox, beside what the socket itself holds
+_MOST_POSTED = 1_000  # bound on messages of other threads that the owner has not sent; older ones are dropped
+MAX_MESSAGE_BYTES = 1 << 30  # 1 GiB; a larger length is certainly malformed
+CONGESTED_BYTES = 1 << 20  # 1 MiB in an outbox, not counting the socket's own buffer
 _CONGESTED_MESSAGES = 256
 
 
 class Connection(ABC):
-    """One end, as its owner sees it."""
+    """One end of a connection."""
 
     @abstractmethod
     def send(self, message: ToStore | ToEngine) -> None:
-        """Hand a message over. Never waits; nothing is sent once the connection has ended."""
+        """Send or queue a message. Never waits; does nothing after the connection has ended."""
 
     @abstractmethod
     def receive(self) -> list[Any]:
-        """What has arrived, or some of it. Never waits.
+        """Return messages that have arrived, not always all of them. Never waits.
 
-        :raises HostError: what arrives makes no sense; the connection has ended then.
+        :raises HostError: the input is malformed; the connection has ended.
         """
 
     @property
     @abstractmethod
     def ended(self) -> bool:
-        """Whether the other side is gone; what it sent before was received."""
+        """Whether the other side has closed and everything that it sent was received."""
 
     @property
     @abstractmethod
     def congested(self) -> bool:
-        """Whether much was sent that the other side has not taken."""
+        """Whether many sent bytes or messages were not received by the other side yet."""
 
     @abstractmethod
     def close(self) -> None:
-        """End it; idempotent."""
+        """Close this end; idempotent."""
 
 
 class ServedConnection(Connection):
-    """An end that the store's side sleeps on."""
+    """The host's end, on which its loop waits."""
 
     @abstractmethod
     def wake(self) -> None:
-        """End the owner's sleep, or its next one. From any thread."""
+        """End the owner's current ``wait``, or its next one. May be called from any thread."""
 
     @abstractmethod
     def post(self, message: ToEngine) -> None:
-        """Have the owner send a message when it wakes. From any thread."""
+        """Queue a message that the owner sends when it wakes up. May be called from any thread."""
 
     @abstractmethod
     def wait(self, seconds: float | None, engine_pidfd: int | None) -> bool:
-        """Sleep until something arrives, or it is woken, or so long; None: without an end.
+        """Wait for a message, a ``wake`` or the time limit.
 
-        :param engine_pidfd: readable once the engine is dead.
+        :param seconds: time limit; None: no limit.
+        :param engine_pidfd: becomes readable when the engine is dead.
         :returns: whether the engine is dead.
         """
 
     @abstractmethod
     def receive_rest(self) -> list[Any]:
-        """All that has arrived: the other side will send nothing more."""
+        """Return all messages that have arrived, for use when the other side sends no further ones."""
 
 
 _WAKE = object()
-"""In a queue: nothing but a reason to wake."""
+"""Queue entry that only wakes the receiver."""
 
 
 class QueueConnection(ServedConnection):
     """One end of two queues within a process.
 
-    A look for messages makes no system call. Where it does, and a scheduler looks each millisecond, the thread behind
-    the other end may never run: the GIL is let go and taken back before that thread is awake, and each time its wait
-    for the GIL begins anew (seen: 20 s for a job of 60 ms).
+    Polling makes no system call. If it did, and a scheduler polled each millisecond, the thread at the other end might
+    never run: the poll would release and reacquire the GIL before that thread is awake, and restart that thread's wait
+    for the GIL each time (measured: 20 s for a job of 60 ms).
     """
 
     def __init__(self, inbox: SimpleQueue[Any], outbox: SimpleQueue[Any]) -> None:
-        """Use ``pair``."""
+        """Create one end; use ``pair``."""
         self._inbox = inbox
         self._outbox = outbox
         self._waited_for: list[Any] = []
@@ -104,7 +105,7 @@ class QueueConnection(ServedConnection):
 
     @classmethod
     def pair(cls) -> tuple[QueueConnection, QueueConnection]:
-        """Both ends."""
+        """Return both ends of a new connection."""
         there: SimpleQueue[Any] = SimpleQueue()
         back: SimpleQueue[Any] = SimpleQueue()
         return cls(back, there), cls(there, back)
@@ -128,7 +129,7 @@ class QueueConnection(ServedConnection):
         self.send(message)
 
     def receive(self) -> list[Any]:
-        """At most some dozens at a time, so that a step stays short."""
+        """Return at most some dozens of messages, so that a step stays short."""
         messages, self._waited_for = self._waited_for, []
         while not self._ended and len(messages) < _MESSAGES_A_STEP:
             try:
@@ -200,7 +201,7 @@ class SocketConnection(ServedConnection):
         return self._outbox_bytes > CONGESTED_BYTES
 
     def wake(self) -> None:
-        with suppress(OSError):  # closed: nobody sleeps here any more
+        with suppress(OSError):  # closed: the owner no longer waits
             os.eventfd_write(self._bell, 1)
 
     def post(self, message: ToEngine) -> None:
@@ -208,7 +209,7 @@ class SocketConnection(ServedConnection):
         self.wake()
 
     def push(self) -> None:
-        """Send what the socket takes."""
+        """Send as many bytes of the outbox as the socket accepts."""
         try:
             while self._outbox:
                 sent = self._socket.send(self._outbox[0])
@@ -220,11 +221,11 @@ class SocketConnection(ServedConnection):
         except BlockingIOError:
             return
         except OSError:
-            self._outbox.clear()  # the other side is gone; ``receive`` finds that out, after what it sent last
+            self._outbox.clear()  # the other side has closed; ``receive`` first returns its last messages
             self._outbox_bytes = 0
 
     def receive(self) -> list[Any]:
-        """At most 256 KiB at a time, so that a step stays short while a whole catalogue arrives."""
+        """Read at most 256 KiB per call, so that a step stays short during a listing."""
         if self._outbox:
             self.push()
         return self._decoded() if self._pull() else []
@@ -248,8 +249,8 @@ class SocketConnection(ServedConnection):
         return any(fd == engine_pidfd for fd, _ in ready)
 
     def _pull(self) -> bool:
-        """Take bytes from the socket; False where there are none, as in most steps of an engine: into memory that
-        stays, since ``recv`` would have as much allocated for each look.
+        """Read bytes from the socket; return False if there are none, as in most steps of an engine. Uses a permanent
+        buffer, because ``recv`` would allocate one for each call.
         """
         if self._ended:
             return False
@@ -292,5 +293,5 @@ class SocketConnection(ServedConnection):
         bell, self._bell = self._bell, -1
         os.close(bell)
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)  # a child that we forked holds a copy, which ``close`` leaves open
+            self._socket.shutdown(socket.SHUT_WR)  # a forked child may hold a copy, which ``close`` leaves open
         self._socket.close()

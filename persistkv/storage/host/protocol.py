@@ -1,6 +1,6 @@
-"""Messages between the engine's side and the store's side.
+"""Messages between the engine and the host.
 
-One message a job, whatever the number of blocks: keys and numbers travel as joined bytes.
+A job is one message, regardless of its number of blocks: keys and numbers are sent as joined bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ERRORS: dict[str, type[PersistKVError]] = {
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
-    """Anything that travels."""
+    """Base of all messages."""
 
 
 # Engine to store
@@ -48,19 +48,19 @@ class Hello(_Message):
 
 
 class StoreJob(_Message):
-    """Take blocks out of rows."""
+    """Store the blocks in these rows."""
 
     job_id: int
     request: str
     keys: PackedKeys
     block_ids: bytes
-    """Little-endian u32, one a key."""
+    """For each key, its row as little-endian u32."""
     depths: bytes = b""
-    """Likewise; empty where nobody can tell."""
+    """For each key, the blocks of its group before it, as little-endian u32; empty if unknown."""
 
 
 class LoadJob(_Message):
-    """Fill rows."""
+    """Load blocks into rows."""
 
     job_id: int
     keys: PackedKeys
@@ -68,7 +68,7 @@ class LoadJob(_Message):
 
 
 class EndRequest(_Message):
-    """A request that will store nothing more."""
+    """End of a request, after its last store job."""
 
     request: str
     manifest_id: str
@@ -80,13 +80,13 @@ class EndRequest(_Message):
 
 
 class Touch(_Message):
-    """Blocks were used."""
+    """Uses of blocks."""
 
     keys: PackedKeys
 
 
 class Flush(_Message):
-    """Write all that was taken, then answer."""
+    """Commit all accepted work, then answer."""
 
     token: int
 
@@ -98,11 +98,11 @@ class AskStats(_Message):
 
 
 class AskRecent(_Message):
-    """Answer with the contexts that somebody asked for, and those that were used last."""
+    """Answer with the contexts requested for prewarming and the most recently used ones."""
 
     max_blocks: int
     only_asked: bool = False
-    """Leave the latter out."""
+    """Leave out the most recently used ones."""
 
 
 class Ping(_Message):
@@ -113,28 +113,28 @@ class Ping(_Message):
 
 
 class Listing(_Message):
-    """``Stored`` messages follow that tell anew all that the namespace holds, until ``Listed`` or ``Opened``."""
+    """Start of a listing: ``Stored`` messages name all keys of the namespace, until ``Listed`` or ``Opened``."""
 
 
 class Listed(_Message):
-    """That was all. What was held before and was not told again has gone."""
+    """End of a listing. Keys that were held before and are not in the listing are removed."""
 
 
 class Opened(_Message):
-    """The namespace is open; what it holds was told since ``Listing``."""
+    """The namespace is open; end of the listing of its keys."""
 
     namespace: bytes
     notice: str
 
 
 class OpenFailed(_Message):
-    """The namespace could not be opened; the store's side ends."""
+    """The namespace could not be opened; the host ends."""
 
     kind: str
     """Name of the error's class."""
     message: str
     details: list[Any]
-    """Arguments of the error's class, where it takes more than a message."""
+    """Arguments of the error's class, if it takes more than a message."""
 
     @classmethod
     def of(cls, error: Exception) -> OpenFailed:
@@ -161,31 +161,31 @@ class JobDone(_Message):
 
     job_id: int
     failed: PackedKeys
-    """Keys of a store whose bytes were not taken, or of a load whose rows were not filled."""
+    """Keys of a store job whose blocks were dropped, or of a load job whose rows were not filled."""
     num_bytes: int
-    """Raw bytes that a load filled; 0 for a store."""
+    """Raw bytes loaded into rows; 0 for a store job."""
     seconds: float
-    """How long the store's side worked on it, waiting left out."""
+    """Time from its start in the host to its end; time in the queue is not included."""
 
 
 class Stored(_Message):
-    """Keys that are durable and can be asked for."""
+    """Keys that are durable and can be loaded."""
 
     keys: PackedKeys
 
 
 class Removed(_Message):
-    """Keys that are not there any more."""
+    """Keys that are no longer held."""
 
     keys: PackedKeys
 
 
 class Persisted(_Message):
-    """A request's end was dealt with."""
+    """The end of a request was processed."""
 
     request: str
     whole: bool
-    """Whether all of its context is durable."""
+    """Whether its whole context is durable."""
 
 
 class Flushed(_Message):
@@ -217,14 +217,14 @@ class Recent(_Message):
     """The answer to ``AskRecent``."""
 
     contexts: tuple[PackedKeys, ...]
-    """See ``persistkv.storage.prewarm``; none where the medium failed."""
+    """See ``persistkv.storage.prewarm``; empty if the medium failed."""
 
 
 class Pong(_Message):
-    """The answer to ``Ping``: the loop of the store's side is alive."""
+    """The answer to ``Ping``: the host's loop is alive."""
 
     longest_s: float
-    """For how long the oldest call of the backend has been running; 0 where none is."""
+    """Seconds for which the oldest backend call has been running; 0 if there is none."""
 
 
 class Notice(_Message):

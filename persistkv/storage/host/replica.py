@@ -1,11 +1,11 @@
-"""The engine's copy of the index, and the news of how it moved.
+"""The engine's copy of the index, and its pending changes (stored and removed keys).
 
-1. It holds a key from its ``Stored`` to its ``Removed``, and none while nothing is open.
-2. A listing replaces it as a whole, when it is complete; until then it stays as it was.
-3. News tells what is there in the end: a key that came and went since news was last taken only went.
-4. A step's news costs what it tells, however much of what was told before nobody took: not all who poll take any. Nor
-   does it pile up: of what went, as much waits as was held at most since news was last taken, and 65,536 keys; what
-   went first is let go of. So whoever takes it hears of all that went at once.
+1. The copy holds a key from its ``Stored`` message to its ``Removed`` message. It is empty while no namespace is open.
+2. A complete listing replaces the copy as a whole; until it is complete, the copy is unchanged.
+3. Pending changes give the final state: a key that was stored and then removed is only reported as removed.
+4. Recording a change costs the same regardless of how many are pending, because some callers never take them. Pending
+   removals are bounded by the most keys held since they were last taken, plus 65,536; the oldest are dropped first. So
+   a removal of all held keys at once is always reported completely.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 
 PART_MASK = 15
-"""Bits of a key's first byte that tell its part."""
-_TOUCHED_A_STEP = 2_048  # keys in a step's message: some 75 KB
-_MOST_TOUCHED = 65_536  # keys that wait to be said
-_MOST_REMOVED = 65_536  # keys that wait to be taken, beside as many as were held
+"""Bits of a key's first byte that select its part."""
+_TOUCHED_A_STEP = 2_048  # keys in the message of one step: about 75 KB
+_MOST_TOUCHED = 65_536  # bound on keys with a use that is not sent yet
+_MOST_REMOVED = 65_536  # bound on pending removals, in addition to the number of held keys
 
 
 class KeySet:
-    """Set of keys of one byte or more, without the long pauses of one large set.
+    """Set of non-empty keys, without the long pauses of one large set.
 
-    Python rehashes a set as it grows, and as its keys are replaced: the whole set at once, which takes 35 to 56 ms for
-    a million keys. This is 16 sets, each of the keys whose first byte has the same last bits, so that one of them is
-    rehashed at a time. Keys begin with a hash; other keys cost as much as in one set.
+    Python rehashes a set as it grows and as its keys are replaced: the whole set at once, which takes 35 to 56 ms for a
+    million keys. This class uses 16 sets, selected by the last bits of the key's first byte, so that only one of them
+    is rehashed at a time. Keys start with a hash; other keys may all be in one set, with its long pauses.
 
-    :raises IndexError: an empty key.
+    :raises IndexError: a key is empty.
     """
 
     def __init__(self) -> None:
         self.parts: tuple[set[bytes], ...] = tuple(set() for _ in range(PART_MASK + 1))
-        """Always the same sets, for who probes them: a key is in ``parts[key[0] & PART_MASK]``."""
+        """Always the same set objects, so that callers may probe them: a key is in ``parts[key[0] & PART_MASK]``."""
 
     def __contains__(self, key: bytes) -> bool:
         return key in self.parts[key[0] & PART_MASK]
@@ -51,22 +51,22 @@ class KeySet:
             parts[key[0] & PART_MASK].add(key)
 
     def difference_update(self, keys: Iterable[bytes]) -> None:
-        """Remove keys, as far as they are there."""
+        """Remove keys; missing ones are ignored."""
         parts = self.parts
         for key in keys:
             parts[key[0] & PART_MASK].discard(key)
 
     def intersection(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Those of the keys that are there, in order: without a call for each, as a step has thousands."""
+        """Return the keys that are in the set, in order. Makes no call per key: a step has thousands of keys."""
         parts = self.parts
         return [key for key in keys if key in parts[key[0] & PART_MASK]]
 
     def difference(self, others: KeySet) -> list[bytes]:
-        """Those that the other one has not."""
+        """Return the keys that are not in the other set."""
         return [key for mine, theirs in zip(self.parts, others.parts, strict=True) for key in mine - theirs]
 
     def add_all(self, others: KeySet) -> None:
-        """Add another one's."""
+        """Add the keys of another set."""
         for mine, theirs in zip(self.parts, others.parts, strict=True):
             mine |= theirs
 
@@ -81,23 +81,23 @@ class Replica:
 
     def __init__(self) -> None:
         self.held = KeySet()
-        """The keys; always the same object, so that others may probe it."""
+        """The held keys; always the same object, so that callers may probe it."""
         self._listed: KeySet | None = None
         self._stored: dict[bytes, None] = {}
-        """Some of what is held."""
+        """Held keys whose addition has not been taken yet, in order."""
         self._removed: deque[bytes] = deque()
         self._most_held = 0
-        """Since what went was last taken."""
+        """Most keys held since removals were last taken."""
         self._touched: set[bytes] = set()
 
     def begin_listing(self) -> None:
-        """All that is held is told anew."""
+        """Start a listing of all held keys."""
         self._listed = KeySet()
 
     def end_listing(self, *, news: bool) -> None:
-        """All was told.
+        """Replace the held keys with the listed ones.
 
-        :param news: whether what was not held before is news.
+        :param news: whether keys that were not held before are reported by ``take_stored``.
         """
         held, listed, self._listed = self.held, self._listed or KeySet(), None
         gone = held.difference(listed)
@@ -109,7 +109,7 @@ class Replica:
         self._went(gone)
 
     def add(self, keys: list[bytes]) -> None:
-        """Keys that became durable, or that a listing tells."""
+        """Add keys that became durable, or that are part of a listing."""
         if self._listed is not None:
             self._listed.update(keys)
         else:
@@ -118,12 +118,12 @@ class Replica:
             self._came(keys)
 
     def remove(self, keys: list[bytes]) -> None:
-        """Keys that went."""
+        """Remove keys that are no longer held."""
         self.held.difference_update(keys)
         self._went(keys)
 
     def clear(self) -> None:
-        """Nothing is open any more."""
+        """Remove all keys, because the namespace is no longer open."""
         self._went(list(self.held))
         self.held.clear()
         self._listed, self._touched = None, set()
@@ -132,7 +132,7 @@ class Replica:
         came = dict.fromkeys(keys)
         if self._stored:
             self._stored.update(came)
-        else:  # so it mostly is, where they are taken step by step
+        else:  # the usual case if the engine takes them at each step
             self._stored = came
 
     def _went(self, keys: Collection[bytes]) -> None:
@@ -144,26 +144,26 @@ class Replica:
             self._removed.popleft()
 
     def take_stored(self) -> list[bytes]:
-        """Keys that became durable since the last call."""
+        """Return keys that became durable since the last call."""
         stored, self._stored = self._stored, {}
         return list(stored)
 
     def take_removed(self) -> list[bytes]:
-        """Keys that went since the last call, as far as they wait."""
+        """Return keys that were removed since the last call, except those dropped by the bound."""
         removed, self._removed = self._removed, deque()
         self._most_held = len(self.held)
         return list(removed)
 
     def touch(self, keys: Collection[bytes]) -> None:
-        """Keys were used; those that are not held are passed over, and where too many wait, some of the others."""
+        """Record uses of keys. Keys that are not held are ignored. If too many are pending, the call is ignored."""
         if len(self._touched) + len(keys) <= _MOST_TOUCHED:
             self._touched.update(self.held.intersection(keys))
 
     @property
     def has_touched(self) -> bool:
-        """Whether ``take_touched`` has any."""
+        """Whether ``take_touched`` has keys to return."""
         return bool(self._touched)
 
     def take_touched(self) -> list[bytes]:
-        """Some of the keys that were used, a bounded number."""
+        """Return a bounded number of the keys that were used."""
         return [self._touched.pop() for _ in range(min(len(self._touched), _TOUCHED_A_STEP))]

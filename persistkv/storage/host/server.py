@@ -1,14 +1,14 @@
-"""The store's side: takes messages, runs jobs, answers. The same code in all three hosts.
+"""Server of a store: receives messages, runs jobs, sends answers. The same code in all three hosts.
 
-Everything here runs on one thread, which never waits for the medium where the executor has threads. Loads are read
-beside one another and beside a transaction. Stores and the ends of requests keep their order; those that wait together
-share one transaction.
+Everything here runs on one thread. If the executor has threads, this thread never waits for the medium. Loads run
+concurrently with each other and with a transaction. Store jobs and ends of requests keep their order; those that wait
+at the same time share one transaction.
 
-A job is answered once nobody reads or writes its rows any more: a load when all its parts have ended, a store when none
-of its keys is in flight.
+A job is answered when its rows are no longer read or written: a load when all its parts have ended, a store job when
+none of its keys is in flight.
 
-The store is opened as one call of the executor, too: where that has threads, this side answers meanwhile, and tells how
-long it has been at it.
+Opening the store is also a call of the executor. If the executor has threads, the server answers messages meanwhile
+and reports how long opening has taken so far.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from persistkv.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
-_KEYS_A_MESSAGE = 4_096  # the other side takes about a millisecond for them
-_MOST_WAITING = 65_536  # keys; a listing costs as much where the store holds no more
-_CONGESTED_S = 0.1  # seconds after which the store's side looks whether the engine takes messages again
+_KEYS_A_MESSAGE = 4_096  # the engine processes them in about a millisecond
+_MOST_WAITING = 65_536  # keys with pending changes; a listing of a store with as many keys costs the same
+_CONGESTED_S = 0.1  # seconds between checks whether the engine receives messages again
 
 
 @dataclass
@@ -56,12 +56,12 @@ class _Job:
     keys: list[bytes]
     begin: float
     borrowed: set[bytes] = field(default_factory=set)
-    """Keys that another job had in flight: their rows are kept to be written, should that one's transaction fail."""
+    """Keys that another job had in flight. If that job's transaction fails, they are stored from this job's rows."""
     failed: list[bytes] = field(default_factory=list)
 
 
 class StoreServer:
-    """One store and the work that waits for it."""
+    """One store and its queued work."""
 
     def __init__(
         self,
@@ -71,11 +71,11 @@ class StoreServer:
         congested: Callable[[], bool] = lambda: False,
         when_open: Callable[[], None] = lambda: None,
     ) -> None:
-        """Nothing is open yet.
+        """Create a server; a ``Hello`` message opens its store.
 
         :param rows_buffer: the primary tier's rows, writable; used from the first job to ``close``.
-        :param make_executor: of a number of threads; it is closed with this object.
-        :param congested: whether the engine's side has much to take.
+        :param make_executor: returns an executor with the given number of threads. The server closes it.
+        :param congested: whether many sent messages were not received by the engine yet.
         :param when_open: called once the store is open.
         """
         self._buffer: memoryview | None = rows_buffer
@@ -99,7 +99,7 @@ class StoreServer:
     # Messages
 
     def handle(self, message: Any) -> None:
-        """Take one message; work that takes long is queued for ``step``."""
+        """Process one message; long work is queued for ``step``."""
         match message:
             case protocol.Hello():
                 self._begin_opening(message)
@@ -132,7 +132,7 @@ class StoreServer:
         try:
             store = await opener.write(partial(self._make_store, hello))
         except (PersistKVError, ValueError) as error:
-            traceback.clear_frames(error.__traceback__)  # they hold the rows, which could not be unmapped then
+            traceback.clear_frames(error.__traceback__)  # its frames would keep the rows mapped
             self._send(protocol.OpenFailed.of(error))
         else:
             self._store, self._executor = store, store.catalogue.executor
@@ -144,7 +144,7 @@ class StoreServer:
             self._opening = False
 
     def _make_store(self, hello: protocol.Hello) -> Store:
-        """Runs where the opener's calls do; the owner waits for it before it touches the rows."""
+        """Open the backend and the store. Runs on the executor; the owner waits for it before it releases the rows."""
         if self._buffer is None:
             raise HostError("the rows were let go of")
         rows = Rows(self._buffer, hello.layout)
@@ -167,7 +167,7 @@ class StoreServer:
             totals = await store.stats()
             disk_bytes, capacity = totals.disk_bytes, totals.capacity
         except StoreError as error:
-            logger.warning("totals cannot be read: %s", str(error))  # the error holds rows
+            logger.warning("totals cannot be read: %s", str(error))  # the exception references rows
             disk_bytes, capacity = 0, None
         usage = resource.getrusage(resource.RUSAGE_SELF)
         backend = store.catalogue.backend
@@ -199,11 +199,11 @@ class StoreServer:
 
     @property
     def busy(self) -> bool:
-        """Whether something that was given is not done yet, and may be done now."""
+        """Whether received jobs, ends of requests or flushes are queued or running."""
         return bool(self._loads or self._loading or self._queue or self._writing or self._flushing or self._flushed)
 
     def seconds_to_work(self) -> float | None:
-        """How long the owner may sleep unless a message comes or a call ends; None: until then."""
+        """Return the seconds to wait at most before ``step``; None: until a message arrives or a call ends."""
         if self._store is None or self._news is None:
             return None
         if self._may_take(self._store):
@@ -212,7 +212,7 @@ class StoreServer:
         return seconds if self._news.up_to_date else min(_CONGESTED_S, seconds or _CONGESTED_S)
 
     def step(self) -> None:
-        """Go on with all that can go on."""
+        """Advance all work that can proceed without waiting."""
         self._executor.run_ready()
         store = self._store
         if store is None:
@@ -234,7 +234,7 @@ class StoreServer:
             self._status.tick(waiting_jobs=len(self._queue), writing_jobs=len(self._writing), loading_jobs=loading)
 
     def _may_take(self, store: Store) -> bool:
-        """A flush lets nothing pass; nor does a store whose memory is used up."""
+        """Whether the next queued message may be processed: no flush is running and the store has memory."""
         return bool(self._queue) and self._flushing is None and store.has_room
 
     def _load(self, store: Store, message: protocol.LoadJob) -> None:
@@ -244,7 +244,7 @@ class StoreServer:
         def done(outcome: ReadOutcome) -> None:
             self._loading -= 1
             if outcome.failed and self._news is not None:
-                self._news.tell()  # first that they are gone: the engine offers again what it does not take for held
+                self._news.tell()  # report removed keys first: the engine skips stores of keys that it counts as held
             seconds = time.perf_counter() - begin
             failed = PackedKeys.of(outcome.failed)
             self._send(protocol.JobDone(message.job_id, failed, outcome.raw_bytes, seconds))
@@ -270,7 +270,7 @@ class StoreServer:
     def _put(
         self, store: Store, job: _Job, keys: list[bytes], block_ids: Sequence[int], depths: Sequence[int] | None
     ) -> None:
-        """Give blocks to the store; answer at once where their rows are free already."""
+        """Pass blocks to the store; answer the job at once if its rows are free already."""
         job.borrowed = store.in_flight(keys)
         try:
             free = store.put(job.message.request, keys, block_ids, depths)
@@ -290,7 +290,7 @@ class StoreServer:
             self._send(protocol.Persisted(message.request, False))
 
     def _flush(self, store: Store) -> None:
-        """Until nothing is left: a job may take over what another's failed transaction left in its rows."""
+        """Commit until no work is left. A failed transaction can lead to a further one, from rows of another job."""
         self._settle_jobs(store)
         if store.unwritten:
             store.begin_commit(everything=True, then=partial(self._flush, store))
@@ -299,7 +299,7 @@ class StoreServer:
             self._flushing = None
 
     def _settle_jobs(self, store: Store) -> None:
-        """Answer the jobs whose rows nobody reads any more."""
+        """Answer the jobs whose rows are no longer read."""
         if store.ended_packs == self._ended_packs:
             return
         self._ended_packs = store.ended_packs
@@ -311,7 +311,7 @@ class StoreServer:
                 self._settle(store, job)
 
     def _settle(self, store: Store, job: _Job) -> None:
-        """What another job had in flight, and lost, is taken from this one's rows."""
+        """Answer a job, or store its borrowed keys from its own rows if the other job's transaction has failed."""
         if store.took_all(job.keys):
             self._done(job)
             return
@@ -331,7 +331,7 @@ class StoreServer:
         self._send(protocol.JobDone(job.message.job_id, PackedKeys.of(job.failed), 0, seconds))
 
     def _refuse_all(self) -> None:
-        """Nothing was opened: every job is answered all the same."""
+        """Fail all queued jobs, because no store is open."""
         for load in self._loads:
             self._send(protocol.JobDone(load.job_id, load.keys, 0, 0.0))
         for message in self._queue:
@@ -341,9 +341,9 @@ class StoreServer:
         self._queue.clear()
 
     def close(self, *, finish: bool = True) -> None:
-        """Release the store, and let go of the rows; idempotent.
+        """Close the store and release the rows. Idempotent.
 
-        :param finish: do what was given before. Not after an error of this side's own: what it left may never end.
+        :param finish: finish the received work first. Must be False after an internal error: its work may never end.
         """
         if self._opening:
             self._executor.run_until(lambda: not self._opening)
@@ -361,13 +361,13 @@ class StoreServer:
                 store.catalogue.backend.close()
 
     def _finished(self) -> bool:
-        self._flushed.clear()  # nobody waits for the answer
+        self._flushed.clear()  # the engine no longer receives answers
         self.step()
         return not (self.busy or self._executor.writing)
 
 
 def numbers(data: bytes) -> Sequence[int]:
-    """Numbers of their joined little-endian u32 form."""
+    """Decode joined little-endian u32 numbers."""
     values = array("I")
     values.frombytes(data)
     return values
@@ -386,17 +386,17 @@ def _request_end(message: protocol.EndRequest) -> RequestEnd:
 
 
 class NewsTeller:
-    """Tells the engine what the store holds, in bounded memory.
+    """Sends the engine the keys that the store holds, in bounded memory.
 
-    Changes are sent as they happen. While the engine receives nothing (it may idle for hours, and other processes write
-    to the same store) they wait; where too many wait they are dropped, and once the engine receives again it is sent
-    all that the store holds: a listing, which replaces what it knew.
+    Changes are sent as they happen. They wait while the engine receives nothing (it may idle for hours while other
+    processes write to the store). If too many wait, they are dropped, and once the engine receives again it is sent a
+    listing of all keys, which replaces its copy.
     """
 
     def __init__(self, store: Store, send: Callable[[protocol.ToEngine], None], congested: Callable[[], bool]) -> None:
-        """Begin with a listing, at whose end the store is open.
+        """Start with a listing that ends with ``Opened``.
 
-        :param congested: whether the engine's side has much to take.
+        :param congested: whether many sent messages were not received by the engine yet.
         """
         self._store = store
         self._send = send
@@ -414,12 +414,12 @@ class NewsTeller:
 
     @property
     def up_to_date(self) -> bool:
-        """Whether all was told."""
+        """Whether all changes were sent."""
         news = self._store.news
         return not (self._listing or self._behind or news.stored or news.removed or news.persisted)
 
     def tell(self) -> None:
-        """Tell what there is to tell, as far as the engine takes it."""
+        """Send pending changes or the next part of a listing, until the connection is congested."""
         if self._listing is None and self._behind and not self._congested():
             self._begin_listing(protocol.Listed())
         while self._listing is not None and not self._congested():
@@ -456,7 +456,7 @@ def _chunks(keys: Sequence[bytes]) -> list[Sequence[bytes]]:
 
 
 class NoticeHandler(logging.Handler):
-    """Sends log records, of any thread, to the engine, whose log they belong into."""
+    """Sends log records of any thread to the engine, for its log."""
 
     def __init__(self, connection: ServedConnection) -> None:
         super().__init__(logging.INFO)
@@ -472,10 +472,10 @@ def serve(
     engine_pidfd: int | None = None,
     when_open: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run a store until the engine's side closes; then finish what it gave, release the rows, and return.
+    """Run a store until the engine closes the connection; then finish its work, release the rows, and return.
 
-    :param engine_pidfd: readable once the engine is dead. A child that the engine forked holds a copy of its socket,
-        which would keep the connection open.
+    :param engine_pidfd: becomes readable when the engine is dead. A child that the engine forked holds a copy of its
+        socket, which keeps the connection open.
     :param when_open: called once the store is open.
     """
     server = StoreServer(
@@ -485,7 +485,7 @@ def serve(
         lambda: connection.congested,
         when_open,
     )
-    del rows_buffer  # this frame can outlive its call (a traceback keeps its callers), and would keep the rows mapped
+    del rows_buffer  # a traceback can keep this frame alive, and with it the rows mapped
     engine_died = finish = False
     try:
         while not connection.ended and not engine_died:

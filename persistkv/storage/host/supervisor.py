@@ -1,8 +1,8 @@
-"""Supervision of the host process by the engine: start, watchdog, kill, restart. With the three ways to run a store.
+"""Supervision of the host by the engine (start, watchdog, kill, restart), and the three hosts that run a store.
 
-1. A host that owes an answer, or is opening, and sends nothing is killed, unless its loop answers that it waits for its
+1. A host that owes an answer or is opening, and sends nothing, is killed, unless its loop answers that it waits for its
    medium.
-2. From the end of its connection until it is certainly dead its state is ``DYING``: it may still use rows.
+2. From the end of its connection until it is certainly dead, the host's state is ``DYING``: it may still use rows.
 """
 
 from __future__ import annotations
@@ -31,64 +31,64 @@ from persistkv.storage.host.server import StoreServer, serve
 logger = logging.getLogger(__name__)
 
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from persistkv.storage.host.child import main; main{arguments!r}"
-KILL_S = 5.0  # seconds to wait for the end of what was killed
-_CALL_PATIENCE = 10  # times the watchdog's patience that one call of the medium may take
+KILL_S = 5.0  # seconds to wait for the exit of a killed host
+_CALL_PATIENCE = 10  # longest time of one call of the medium, as a multiple of the watchdog's limit
 _FIRST_BACKOFF_S = 0.1
 _LONGEST_BACKOFF_S = 30.0
-_SOCKET_BYTES = 4 << 20  # 4 MiB: room for hundreds of jobs while the store's side is inside a commit
+_SOCKET_BYTES = 4 << 20  # 4 MiB: space for hundreds of jobs while the host is in a commit
 
 
 class Host(ABC):
-    """Starts the store's side, and knows whether it is dead."""
+    """Runs a store for an engine: start, kill, and detection of its exit."""
 
     name: ClassVar[str]
     restartable: ClassVar[bool]
-    """Whether ``start`` may be called again once it is dead."""
+    """Whether ``start`` may be called again after the host is dead."""
     idle_look_s: ClassVar[float]
-    """While it owes nothing: seconds between two looks for news of it, such as what others stored or removed."""
+    """Seconds between two polls while no answer is due, for changes such as keys that other processes stored."""
 
     @abstractmethod
     def start(self) -> Connection:
-        """Start it.
+        """Start the host.
 
         :raises HostError: it cannot be started; nothing is left running.
         """
 
     @abstractmethod
     def dead(self) -> bool:
-        """Whether it certainly runs no more and touches no row. Never waits."""
+        """Whether the host has certainly ended and accesses no row. Never waits."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End it without its consent, where that is possible. ``dead`` tells when it is done."""
+        """Kill the host if possible. It has ended once ``dead`` returns True."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> bool:
-        """Wait for its end, for which the connection must be closed; tells whether it came."""
+        """Wait for the host's end; return whether it ended. The connection must be closed before."""
 
     def release(self) -> None:  # noqa: B027
-        """Let go of the rows; called once, after the end. They can then be unmapped."""
+        """Release the rows, so that they can be unmapped. Called once, after the host's end."""
 
 
 class ProcessHost(Host):
-    """A process of its own: its I/O never holds the engine's GIL, its death is not the engine's.
+    """A separate process: its I/O never holds the engine's GIL, and its death does not end the engine.
 
-    It is started with ``subprocess``, not ``multiprocessing``: an engine may itself be a daemonic process.
+    It is started with ``subprocess``, not ``multiprocessing``, because an engine may itself be a daemonic process.
     """
 
     name = "process"
     restartable = True
-    idle_look_s = 0.05  # a look is a system call, with cold caches some 25 us of an engine's step
+    idle_look_s = 0.05  # a poll is a system call: with cold caches about 25 us of an engine's step
 
     def __init__(self, region_fd: int, region_bytes: int) -> None:
-        """:param region_fd: descriptor of the primary tier's memory; stays the caller's."""
+        """:param region_fd: descriptor of the primary tier's memory; the caller closes it."""
         self._region_fd = region_fd
         self._region_bytes = region_bytes
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def pid(self) -> int | None:
-        """The process, once it was started."""
+        """Process id of the last host that was started; None before the first start."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> Connection:
@@ -127,7 +127,7 @@ class ProcessHost(Host):
 
 
 class ThreadHost(Host):
-    """A thread of the engine's process, for when the region's descriptor cannot be had. It shares the engine's GIL."""
+    """A thread of the engine, used if the region's descriptor is unavailable. It shares the engine's GIL."""
 
     name = "thread"
     restartable = False
@@ -149,7 +149,7 @@ class ThreadHost(Host):
         return self._thread is None or not self._thread.is_alive()
 
     def kill(self) -> None:
-        """A thread cannot be killed: it ends when the connection is closed and its work is done."""
+        """Do nothing: a thread cannot be killed. It ends when the connection is closed and its work is done."""
 
     def wait(self, timeout_s: float) -> bool:
         if self._thread is None:
@@ -162,9 +162,9 @@ class ThreadHost(Host):
 
 
 class InlineHost(Host):
-    """The caller's own stack: each look for answers first does the work. For tools and tests.
+    """Runs on the caller's thread: each poll for answers first does the work. For tools and tests.
 
-    Waits check their limit between two pieces of work; one piece can be a whole commit.
+    Calls with a timeout check it between two units of work; one unit can be a whole commit.
     """
 
     name = "inline"
@@ -183,7 +183,7 @@ class InlineHost(Host):
         return True
 
     def kill(self) -> None:
-        """Nothing runs between calls."""
+        """Do nothing: nothing runs between calls."""
 
     def wait(self, timeout_s: float) -> bool:
         return True
@@ -227,8 +227,8 @@ class _InlineConnection(Connection):
 
     @contextmanager
     def _ends_on_error(self) -> Iterator[None]:
-        """If an interrupt or an error leaves the block, the connection has ended too: the server's state is undefined,
-        and the job that it was working on would never end.
+        """End the connection if an interrupt or an error leaves the block: the server's state is undefined then, and
+        its current job would never end.
         """
         try:
             yield
@@ -249,19 +249,19 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 class Look(enum.Enum):
-    """What a look at one who owes an answer says."""
+    """Verdict of the watchdog on a host that owes an answer."""
 
     FINE = "fine"
     ASK = "ask"
-    """Silent for half of the time: it is to be asked whether it is alive."""
+    """Silent for half of the limit: send a ``Ping``."""
     SILENT = "silent"
-    """It did not answer that, either."""
+    """Silent for the other half too."""
 
 
 class Watchdog:
-    """Watches one who owes an answer.
+    """Watchdog of a host that owes an answer.
 
-    :param patience_s: how long it may be silent.
+    :param patience_s: longest time that the host may be silent, in seconds.
     """
 
     def __init__(self, patience_s: float) -> None:
@@ -270,12 +270,12 @@ class Watchdog:
         self._asked: float | None = None
 
     def hear(self) -> None:
-        """It said something, or nothing was owed until now."""
+        """Restart the clock: the host sent a message, or no answer was due until now."""
         self._heard = time.monotonic()
         self._asked = None
 
     def look(self) -> Look:
-        """Whether it has been silent for long. Says ``ASK`` once."""
+        """Return the verdict on the host's silence so far. ``ASK`` is returned once per silence."""
         now = time.monotonic()
         if self._asked is None:
             if now - self._heard <= self._patience_s / 2:
@@ -288,7 +288,7 @@ class Watchdog:
         return Look.SILENT
 
     def call_hangs(self, longest_s: float) -> bool:
-        """Whether a call of its medium takes too long; its loop is alive, so that is given much longer."""
+        """Whether a call of the medium takes too long. The limit is longer, because the host's loop is alive."""
         hangs = longest_s > _CALL_PATIENCE * self._patience_s
         if hangs:
             logger.error("a call of the store's medium has not ended for %.0f s; killing its side", longest_s)
@@ -296,18 +296,18 @@ class Watchdog:
 
 
 class Backoff:
-    """How long to wait before the next start: twice as long each time, until something went well."""
+    """Delay before the next start. It doubles with each failure, up to a limit, until ``reset``."""
 
     def __init__(self) -> None:
         self._start_at = 0.0
         self._seconds = _FIRST_BACKOFF_S
 
     def reset(self) -> None:
-        """It works."""
+        """Return to the shortest delay after a success."""
         self._seconds = _FIRST_BACKOFF_S
 
     def fail(self) -> float:
-        """It died, or did not start; for how long nothing is started."""
+        """Record a death or a failed start; return the delay before the next start, in seconds."""
         seconds = self._seconds
         self._start_at = time.monotonic() + seconds
         self._seconds = min(_LONGEST_BACKOFF_S, 2 * seconds)
@@ -315,7 +315,7 @@ class Backoff:
 
     @property
     def over(self) -> bool:
-        """Whether it may be started."""
+        """Whether the delay has passed, so that the host may be started."""
         return time.monotonic() >= self._start_at
 
 
@@ -323,12 +323,12 @@ class State(enum.Enum):
     """State of the host."""
 
     OPENING = "opening"
-    """Started, and reading its catalogue: nothing is held yet, jobs are refused."""
+    """Started and reading its catalogue: no key is held yet, jobs are refused."""
     OPEN = "open"
     DYING = "dying"
-    """Its connection ended, its process may still run: jobs in flight are not answered yet."""
+    """The connection has ended, the process may still run: jobs in flight are not answered yet."""
     DOWN = "down"
-    """Dead; started again once its backoff is over."""
+    """Dead; restarted when its backoff is over."""
     CLOSED = "closed"
 
 
@@ -339,20 +339,20 @@ class Supervisor:
         """:param watchdog_s: as in ``StoreClient``, as is ``least_start_s``."""
         self.host = host
         self.hello = hello
-        """What each start is sent."""
+        """First message after each start."""
         self.connection: Connection | None = None
         self.state = State.DOWN
         self._watchdog = Watchdog(watchdog_s)
         self._opening_watchdog = Watchdog(max(watchdog_s, least_start_s))
         self.backoff = Backoff()
-        """Reset whenever a job was done."""
+        """Reset whenever a job is answered."""
 
     # Life
 
     def start(self) -> None:
-        """Start it, and have it open the store.
+        """Start the host and send the message that opens the store.
 
-        :raises HostError: it cannot be started.
+        :raises HostError: the host cannot be started.
         """
         self.connection = self.host.start()
         self.connection.send(self.hello)
@@ -367,7 +367,7 @@ class Supervisor:
         self.state = State.DYING
 
     def has_exited(self) -> bool:
-        """Return True the first time a host that was lost is seen dead."""
+        """Return True the first time a lost host is seen dead."""
         if self.state is not State.DYING or not self.host.dead():
             return False
         self.state = State.DOWN
@@ -388,7 +388,7 @@ class Supervisor:
         return True
 
     def abandon(self) -> None:
-        """End it, whatever it does."""
+        """Kill the host without finishing its work, wait for its exit, and release the rows."""
         if self.connection is not None:
             self.connection.close()
         self.host.kill()
@@ -396,7 +396,7 @@ class Supervisor:
         self._release()
 
     def close(self, timeout_s: float) -> bool:
-        """Let it finish, and end; whether it did so by itself in time. It is killed otherwise."""
+        """Have the host finish its work and exit; kill it after the timeout. Return whether it exited by itself."""
         if self.connection is not None:
             self.connection.close()
         self.state = State.CLOSED
@@ -415,12 +415,12 @@ class Supervisor:
     # Messages
 
     def send(self, message: protocol.ToStore) -> None:
-        """Hand a message over, where there is anybody to take it. Never waits."""
+        """Send a message if there is a connection. Never waits."""
         if self.connection is not None:
             self.connection.send(message)
 
     def receive(self) -> list[Any]:
-        """What has arrived, or some of it."""
+        """Return messages that have arrived, not always all of them."""
         messages: list[Any] = []
         if self.connection is not None:
             try:
@@ -434,15 +434,18 @@ class Supervisor:
 
     @property
     def congested(self) -> bool:
-        """Whether it takes nothing just now."""
+        """Whether there is no connection, or its outbox is congested."""
         return self.connection is None or self.connection.congested
 
     def expect_reply(self) -> None:
-        """Start the watchdog: from now on the host owes an answer, and did not before."""
+        """Start the watchdog: the host owes an answer from now on, and did not before."""
         self._watchdog.hear()
 
     def is_lost(self, *, owes: bool) -> bool:
-        """Look after it: whether it is to be given up. ``mark_lost`` is the caller's."""
+        """Check the host; return whether it is lost. The caller must then call ``mark_lost``.
+
+        :param owes: whether the host owes an answer.
+        """
         if self.connection is None or self.state not in (State.OPENING, State.OPEN):
             return False
         if self.connection.ended:
@@ -455,7 +458,10 @@ class Supervisor:
         return look is Look.SILENT
 
     def hangs(self, longest_s: float) -> bool:
-        """It says for how long the oldest call of its medium has been running: whether that is too long."""
+        """Whether the oldest call of the host's medium has been running for too long.
+
+        :param longest_s: duration of this call so far, as reported by the host.
+        """
         return self._watching.call_hangs(longest_s)
 
     @property

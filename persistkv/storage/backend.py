@@ -126,7 +126,7 @@ class ReadSpan:
 
     pack_id: bytes
     offset: int
-    """First byte, counted from the pack's begin."""
+    """Offset of the first byte in the pack."""
     buffers: Sequence[memoryview] = field(repr=False)
     """Writable and contiguous, filled one after the other; their total size is the number of bytes to read."""
 

@@ -46,7 +46,7 @@ class BackendStats:
     blocks: int
     """Blocks in all packs; a block in two packs counts twice."""
     requests: int
-    """Manifests."""
+    """Number of manifests."""
     raw_bytes: int
     """Bytes of all blocks in all packs, before the codec."""
     stored_bytes: int

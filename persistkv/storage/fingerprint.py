@@ -125,7 +125,9 @@ def _hash_file(path: Path, descriptor: int, size: int) -> list[TensorEntry]:
 def _hash_span(path: Path, descriptor: int, start: int, stop: int, buffer: memoryview) -> str:
     """Hash bytes ``start`` to ``stop`` of a file.
 
-    The file is read, not mapped: if it is truncated meanwhile, this raises an error, and a mapping would raise SIGBUS.
+    The file is read, not mapped, so that truncation by another process raises an error here instead of SIGBUS.
+
+    :raises ConfigurationError: the file is shorter than ``stop`` bytes.
     """
     digest = xxhash.xxh3_128()
     while start < stop:

@@ -22,7 +22,7 @@ _SETTLED_NS = 2_000_000_000  # 2 s: a more recently changed file may change agai
 
 
 class TensorEntry(NamedTuple):
-    """One tensor's share of a fingerprint."""
+    """One tensor's contribution to a fingerprint."""
 
     name: str
     dtype: str

@@ -25,7 +25,7 @@ from persistkv.storage.keys import PackedKeys
 
 PACK_VERSION = 1
 ID_BYTES = 16
-FRAME_BYTES = 1 << 20  # 1 MiB: raw bytes that a frame holds at most, unless one block is larger
+FRAME_BYTES = 1 << 20  # 1 MiB: maximum raw bytes of a frame; a larger block is a frame of its own
 MAX_PACK_BYTES = 64 << 20  # 64 MiB of raw bytes
 UNKNOWN_DEPTH = 0xFFFFFFFF
 

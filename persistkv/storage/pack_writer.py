@@ -158,7 +158,7 @@ class PackCopy(NewPack):
 
     @property
     def payload_bound(self) -> int:
-        """Exactly the payload's bytes."""
+        """The exact size of the payload in bytes."""
         return self._table.payload_length
 
     @property
@@ -170,7 +170,7 @@ class PackCopy(NewPack):
         self.written = True
 
     def settle(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: ``stream`` starts no work in other threads."""
 
 
 class PackWriter(NewPack):

@@ -36,7 +36,7 @@ from persistkv.storage.manifest import RequestManifest
 DEFAULT_TTL_S = 3600.0
 _ASK, _ANSWER, _BY = "ask", "warmed", "by"
 _NAME_BYTES = 16
-_AT_ONCE = 64  # manifests whose keys are read together
+_AT_ONCE = 64  # manifests whose keys are read with one call
 
 logger = logging.getLogger(__name__)
 

@@ -127,7 +127,10 @@ class UseQueries:
         return [self._find(rows, manifest_row(self._namespace, name), skew) for name in manifest_ids]
 
     def _find(self, rows: Rows, name: bytes, skew: float) -> RequestUse | None:
-        """:param skew: see ``StoreClock.skew``."""
+        """Return the use of the request with the row key ``name``.
+
+        :param skew: see ``StoreClock.skew``.
+        """
         chain = Chain.decode(rows.get(CHAINS, name))
         if chain is None:
             return None

@@ -17,7 +17,7 @@ STATES = "states"
 PACKS = "packs"
 """namespace, pack id → the sequence number at which the pack was added, then its table."""
 PIECES = "pieces"
-"""namespace, pack id, u32 big-endian → one piece of the payload, at most 256 KiB; used if payloads are stored in rows."""
+"""namespace, pack id, u32 big-endian → at most 256 KiB of the payload. Used if payloads are stored in rows."""
 LOG = "log"
 """namespace, sequence number big-endian → ``+`` or ``-``, then a pack id."""
 MANIFESTS = "manifests"
@@ -60,10 +60,10 @@ class Rows(ABC):
 
     @abstractmethod
     def range(self, table: str, start: bytes) -> Iterator[tuple[Buffer, Buffer]]:
-        """Iterate over (key, value) from the key ``start`` on, ascending. The rows must not change meanwhile."""
+        """Iterate over (key, value) from the key ``start`` on, ascending. Do not change rows meanwhile."""
 
     def starting_with(self, table: str, prefix: bytes) -> Iterator[tuple[Buffer, Buffer]]:
-        """Iterate over the rows whose keys start with ``prefix``, ascending. The rows must not change meanwhile."""
+        """Iterate over the rows whose keys start with ``prefix``, ascending. Do not change rows meanwhile."""
         for key, value in self.range(table, prefix):
             if key[: len(prefix)] != prefix:
                 return

@@ -160,7 +160,7 @@ class SupportsFrames(Protocol):
         :param buffer: at least as large as the largest frame's stored bytes.
         :param take: called with the index of a frame in ``frames`` and its stored bytes, which are valid until the call
             returns. Not called for missing frames. Must not raise.
-        :raises StoreError: the medium failed; frames that were passed to ``take`` before are valid.
+        :raises StoreError: the medium failed; frames that were passed to ``take`` before are complete.
         """
 
 
@@ -292,7 +292,7 @@ class SupportsCompaction(Protocol):
         ...
 
     def compact(self) -> Iterator[CompactProgress]:
-        """Return as much free space as possible to the medium, one step per item of the iterator.
+        """Return as much free space as possible to the medium. Each step of the iterator does part of the work.
 
         Other processes may use the store meanwhile. The content does not change. If the iteration ends early, the steps
         up to then stay in effect.

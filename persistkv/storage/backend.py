@@ -1,20 +1,20 @@
-"""The driver of one storage medium: the eight methods that all have. ``extensions`` has what some offer beyond them.
+"""Interface of storage drivers: eight methods that every driver implements. ``extensions`` has the optional ones.
 
-Contract shared by all methods: vendor exceptions come out as ``StoreError``s, and after ``close`` every other call
-raises one. What a method hands out is the caller's to keep. ``read`` may be called from any thread, by several at once
-and beside any other call; the other methods by one thread at a time.
+Contract of all methods: vendor exceptions are raised as ``StoreError``s, and after ``close`` every other call raises a
+``StoreError``. Returned objects belong to the caller. ``read`` may be called from any thread, concurrently with itself
+and with any other call. The other methods are called by one thread at a time.
 
-**Eviction.** A store with a capacity makes room by itself, in ``commit``, over all its namespaces:
+**Eviction.** A store with a capacity evicts in ``commit``, across all its namespaces:
 
-1. The order is that of the last use. Each commit that uses something (writes it, or names it in ``touches``) is one
-   moment. Of what was used at the same moment, the packs that are deeper in their chains are evicted first, those of
-   unknown depth before all, and manifests last. Moments are counted, not timed, if all handles see the same order.
-2. With a request's manifest its whole chain is touched: a prefix is never evicted before what depends on it.
-3. With a pack, the manifests that name it are deleted: what is left of such a request is found by its keys, but it is
-   not the whole context. Packs behind it in such a manifest are deleted, too, if no other manifest names them.
-4. A manifest is used when it is written; packs that later requests use do not keep it.
-5. Neither a pinned manifest nor its packs are evicted or expire. ``deletions`` and ``bad`` delete them all the same.
-6. With a ttl, what was not used for so long is deleted with the next commits, whether room is needed or not.
+1. The order is by last use. Each commit that uses something (writes it, or names it in ``touches``) is one moment. At
+   the same moment, packs of unknown depth are evicted first, then deeper packs before shallower ones, and manifests
+   last. Moments are numbers of a counter, not times, if all handles see the same order.
+2. Writing a manifest touches its whole chain: a prefix is never evicted before the packs that depend on it.
+3. Deleting a pack deletes the manifests that name it. The remaining blocks of such a request are found by their keys,
+   without a whole context. Packs after it in such a manifest are deleted, too, unless another manifest names them.
+4. A manifest is used only when it is written; later use of its packs does not prolong its life.
+5. Pinned manifests and their packs are never evicted and never expire. ``deletions`` and ``bad`` still delete them.
+6. With a ttl, the next commits delete packs and manifests that were unused for that long, also if room is not needed.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from persistkv.storage.pack_writer import NewPack
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a driver can do."""
+    """Capabilities of a driver or of an open store."""
 
     persistent: bool = True
-    """What was committed is there when the store is opened again, by any process."""
+    """Committed data is available after the store is opened again, by any process."""
     shared: bool = True
     """Several processes may have the store open and write to it."""
     remote: bool = False
-    """Calls go over a network: each takes long, and many run side by side."""
+    """Calls use a network: latency is high, and many calls run concurrently."""
     writable: bool = True
-    """``commit`` writes; otherwise the handle was opened read-only."""
+    """``commit`` is possible; False: the handle was opened read-only."""
     placements: tuple[str, ...] = ()
-    """Where a store may put payloads; fixed when it is created."""
+    """Possible placements of payloads, one of which is chosen when a store is created."""
 
 
 @dataclass(frozen=True)
 class Namespace:
-    """All that a store holds under one identity."""
+    """Everything that is stored under one identity."""
 
     identity: Identity
     created: float
@@ -68,67 +68,67 @@ class ManifestWrite:
     keys: ManifestKeys
     """For each KV cache group, the keys of the whole context in order."""
     packs: Sequence[bytes] = ()
-    """Ids of the packs that hold the keys, the ones nearest to the begin of the context first. They are touched."""
+    """Ids of the packs that hold the keys, from the beginning of the context on. They are touched."""
 
 
 @dataclass(frozen=True)
 class CommitBatch:
-    """What one transaction does."""
+    """Content of one transaction."""
 
     packs: Sequence[NewPack] = ()
-    """Each is streamed at most once per attempt. A pack that is held, with an undamaged row, is left as it is."""
+    """Packs to write. Each is streamed at most once per attempt. A pack that is held with an undamaged row is kept."""
     manifests: Sequence[ManifestWrite] = ()
-    """Each replaces the manifest of the same id, and takes over its pin."""
+    """Manifests to write. Each replaces the manifest with the same id and keeps its pin."""
     deletions: Sequence[bytes] = ()
-    """Ids of packs to delete, before ``packs`` are written. Here and below, what is not held is passed over."""
+    """Ids of packs to delete before ``packs`` are written. Here and below, ids that are not held are ignored."""
     bad: Sequence[bytes] = ()
-    """Ids of packs whose bytes do not verify. They and the manifests that name them are deleted, but not the packs
-    behind them: these are good, and will be reached again."""
+    """Ids of packs whose bytes do not verify. They and the manifests that name them are deleted. Later packs of these
+    manifests are kept: they are intact and become reachable again."""
     touches: Sequence[bytes] = ()
-    """Ids of packs that were used, all at one moment: name a pack together with those that it depends on."""
+    """Ids of packs that were used, all at one moment: name a pack together with the packs that it depends on."""
     pins: Sequence[tuple[str, bool]] = ()
-    """(manifest id, whether it is to be pinned), done after ``manifests``."""
+    """(manifest id, True to pin or False to unpin), applied after ``manifests``."""
     seen: bytes | None = None
-    """The cursor of the caller's last ``changes``: if there are newer ones, the commit is stale. None: do not check."""
+    """Cursor of the caller's last ``changes``: the commit is stale if there are newer changes. None: do not check."""
     memory: int = MAX_PACK_BYTES
-    """Bytes of encoded packs that a ``remote`` driver holds at once; always one pack."""
+    """Bytes of encoded packs that a ``remote`` driver may hold at once; one pack is always allowed."""
 
 
 @dataclass(frozen=True)
 class CommitResult:
-    """How a transaction ended."""
+    """Result of a transaction."""
 
     cursor: bytes
-    """The position after this commit; if it was stale, ``seen``."""
+    """Position after this commit; if the commit was stale, ``seen``."""
     evicted: Sequence[PackTable] = ()
-    """Packs of all namespaces that were evicted or deleted, except damaged ones: ``changes`` names these."""
+    """Packs of all namespaces that were evicted or deleted, except damaged ones, which only ``changes`` reports."""
     stale: bool = False
-    """Nothing was done: others committed after ``seen``. Apply ``changes`` and try again."""
+    """Nothing was done: another commit followed ``seen``. Apply ``changes`` and retry."""
 
 
 @dataclass(frozen=True)
 class Changes:
-    """How a namespace's catalogue moved."""
+    """Changes of a namespace's catalogue."""
 
     cursor: bytes
     """Argument of the next call."""
     added: Sequence[PackTable]
-    """Packs that were added and are held now."""
+    """Packs that were added and are still held."""
     removed: Sequence[bytes] = ()
-    """Ids of packs, removed before ``added`` were added: a pack may be in both."""
+    """Ids of removed packs. Apply before ``added``: a pack may be in both."""
     reset: bool = False
     """``added`` is the whole catalogue (the first call, or a cursor that is too old)."""
 
 
 @dataclass(frozen=True)
 class ReadSpan:
-    """Consecutive bytes of one pack's payload and where they go."""
+    """Consecutive bytes of one pack's payload, and the buffers to fill with them."""
 
     pack_id: bytes
     offset: int
-    """First byte, counted from the pack's begin."""
+    """Offset of the first byte in the pack."""
     buffers: Sequence[memoryview] = field(repr=False)
-    """Writable and contiguous, filled one after the other; their sum is the number of bytes to read."""
+    """Writable and contiguous, filled one after the other; their total size is the number of bytes to read."""
 
 
 class Backend(ABC):
@@ -141,9 +141,9 @@ class Backend(ABC):
     def open(cls, url: StoreUrl, *, read_only: bool = False) -> Backend:
         """Open the store; create it if it is absent and not ``read_only``.
 
-        :raises ConfigurationError: an option is wrong; nothing was created.
-        :raises StoreUnavailableError: it cannot be opened (permission, a file in the way, absent and ``read_only``).
-        :raises CorruptStoreError: there is something else, or a newer format; it was not changed.
+        :raises ConfigurationError: an option is invalid; nothing was created.
+        :raises StoreUnavailableError: it cannot be opened (permission, blocked by a file, absent and ``read_only``).
+        :raises CorruptStoreError: the location holds other data or a newer format; it was not changed.
         """
 
     @abstractmethod
@@ -154,40 +154,40 @@ class Backend(ABC):
     def open_namespace(self, identity: Identity) -> Namespace:
         """Return the namespace of this identity; create it durably if it is absent and the store is writable.
 
-        :raises StoreFullError: there is no room for it.
-        :raises StoreUnavailableError: absent, and the store is read-only.
+        :raises StoreFullError: there is no room for a new namespace.
+        :raises StoreUnavailableError: the namespace is absent, and the store is read-only.
         """
 
     @abstractmethod
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
-        """Do all of the batch, or nothing. What it did is durable on return, and totals are exact.
+        """Apply the whole batch atomically. It is durable on return, and totals are exact.
 
-        If there is no room, packs are evicted, but none that the batch writes or that its manifests name. Evictions,
-        ``touches`` and manifests of packs to be deleted may be durable before the rest.
+        To make room, packs are evicted, except packs that the batch writes or its manifests name. Evictions,
+        ``touches`` and the deletion of manifests of packs to be deleted may become durable before the rest.
 
-        State after failure, also after a process was killed in here: as before the call, but for these (``changes``
-        names what was evicted), with exact totals; the handle stays usable and the next commit may succeed.
+        State after a failure or a kill: as before the call, except for the latter operations (``changes`` reports
+        evicted packs). Totals are exact, the handle stays usable, and the next commit may succeed.
 
-        :raises StoreFullError: it does not fit, whatever may be evicted.
-        :raises StoreError: no such namespace, a pack of another one, a store that is open read-only. An error of a
-            pack's stream is raised as it is.
+        :raises StoreFullError: the batch does not fit, even after all possible evictions.
+        :raises StoreError: no such namespace, a pack of another namespace, or a store that is open read-only. Errors of
+            a pack's stream are raised unchanged.
         """
 
     @abstractmethod
     def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
-        """Return packs that were added and removed after ``cursor``, by anyone; the whole catalogue for None.
+        """Return the packs that any process added or removed after ``cursor``; the whole catalogue for None.
 
         Damaged rows are left out: their blocks are misses.
-        :raises StoreError: no such namespace, or the medium failed; the cursor is good for another try.
+        :raises StoreError: no such namespace, or the medium failed; the cursor stays valid for a retry.
         """
 
     @abstractmethod
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
         """Fill the spans' buffers with stored bytes, unverified; return for each span whether it was filled.
 
-        False is a miss: the pack is gone, or shorter. The buffers of a span that was not filled hold anything.
+        False is a miss: the pack is absent or too short. The buffers of such a span have undefined content.
 
-        :raises StoreError: the medium failed; nothing of the spans may be used then.
+        :raises StoreError: the medium failed; the content of all buffers is undefined.
         """
 
     @abstractmethod
@@ -196,4 +196,4 @@ class Backend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release the store; idempotent. What was committed stays."""
+        """Release the store; idempotent. Committed data is kept."""

@@ -1,7 +1,7 @@
-"""What a backend may offer beyond ``Backend``: small protocols, which callers query with ``isinstance``.
+"""Optional powers of backends: small protocols in addition to ``Backend``, which callers query with ``isinstance``.
 
-As for ``Backend``, vendor exceptions come out as ``StoreError``s. ``scan`` and ``read_frames`` may be called from any
-thread, by several at once and beside any other call; the other methods by one thread at a time.
+As in ``Backend``, vendor exceptions are raised as ``StoreError``s. ``scan`` and ``read_frames`` may be called from any
+thread, concurrently with each other and with any other call. The other methods are called by one thread at a time.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from persistkv.storage.pack import Frame
 
 @dataclass(frozen=True)
 class RequestUse:
-    """What a store knows of the use of a request."""
+    """Use of a stored request."""
 
     last_used: float
-    """Seconds since the epoch, coarse: when the last of its packs was used last, hence all of its context."""
+    """Last use of the whole context, which is the last use of its last pack: seconds since the epoch, coarse."""
     reused: bool
-    """Whether that was after the request was written."""
+    """Whether ``last_used`` is later than the writing of the request."""
     shared_by: int
-    """Other requests that name the last of its packs: as far as anybody can tell, their contexts hold all of it."""
+    """Number of other requests that name its last pack. Their contexts probably contain the whole context."""
     pinned: bool
+    """Whether the manifest is pinned."""
     hits: int = 0
-    """Of those, the ones that were written after it. Those that are not held any more are not counted."""
+    """Number of requests in ``shared_by`` that were written later. Requests that are no longer held do not count."""
     packs_raw_bytes: int = 0
-    """Of the packs that it names, whole, before the codec."""
+    """Raw bytes of all packs that the manifest names, with all their blocks."""
     packs_stored_bytes: int = 0
-    """The same at rest."""
+    """Payload bytes of the same packs."""
 
 
 @dataclass(frozen=True)
@@ -43,36 +44,38 @@ class BackendStats:
 
     packs: int
     blocks: int
-    """Blocks in all packs; one that lies in two counts twice."""
+    """Blocks in all packs; a block in two packs counts twice."""
     requests: int
-    """Manifests."""
+    """Number of manifests."""
     raw_bytes: int
     """Bytes of all blocks in all packs, before the codec."""
     stored_bytes: int
     """Bytes of all payloads, padding included."""
     disk_bytes: int
-    """Bytes that the medium gives to the store, catalogue included."""
+    """Bytes that the store takes on the medium, catalogue included."""
     capacity: int | None
-    """The bound on ``disk_bytes``; None where there is none."""
+    """Bound on ``disk_bytes``; None: unbounded."""
     quarantined: tuple[str, ...] = ()
-    """Directories of damaged stores that were renamed. They stay until a command deletes them, and count towards no
+    """Renamed directories of damaged stores. They are kept until a command deletes them, and do not count towards the
     capacity."""
     quarantined_bytes: int = 0
-    """Bytes on disk of these directories."""
+    """Bytes that these directories take on disk."""
 
 
 class InspectableBackend(Backend):
-    """A backend that tells what it holds: requests, their use, and totals. Tools need one."""
+    """A backend that lists its requests, their use and totals. Tools need one."""
 
     @abstractmethod
     def manifests(self, namespace: bytes) -> Iterable[RequestManifest]:
-        """Iterate over the heads of all manifests, in any order; damaged ones are left out. Holds no snapshot between
-        items: what others write or delete meanwhile may be there or not.
+        """Iterate over the heads of all manifests, in any order, except damaged ones.
+
+        No snapshot is held between items: manifests that are written or deleted during the iteration may be included or
+        not.
         """
 
     @abstractmethod
     def manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
-        """Return the keys of manifests, in their order; None for one that is not held, or damaged."""
+        """Return the keys of each manifest, in the order of the ids; None for one that is not held or damaged."""
 
     @abstractmethod
     def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
@@ -80,42 +83,42 @@ class InspectableBackend(Backend):
 
     @abstractmethod
     def chain(self, namespace: bytes, manifest_id: str) -> list[bytes] | None:
-        """Return the ids of the packs that a manifest names, those nearest to the begin of the context first; None if
-        it is not held.
+        """Return the ids of the packs that a manifest names, from the beginning of the context on; None if the manifest
+        is not held.
         """
 
     @abstractmethod
     def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
-        """Return what is known of the use of these requests; None for one that is not held, or of which nothing is
-        known.
+        """Return the use of each request, in the order of the ids; None for a request that is not held or whose use is
+        unknown.
         """
 
     @abstractmethod
     def stats(self) -> BackendStats:
         """Return totals, without a scan; exact after each commit.
 
-        :raises StoreError: they do not read.
+        :raises StoreError: the totals could not be read.
         """
 
 
 @runtime_checkable
 class SupportsStatus(Protocol):
-    """A store that shows others what the engines do that use it."""
+    """A store through which its engines publish their status to other processes."""
 
     status_interval_s: float | None
-    """How often engines are to publish what they do; None: never."""
+    """Seconds between status rows of an engine; None: engines publish no status."""
 
     def publish_status(self, engine: str, row: bytes | None) -> None:
-        """Show others what an engine does, in place of its row before; None removes the row.
+        """Publish an engine's status row in place of its previous one; None deletes the row.
 
-        Rows may be lost at any time, above all by a crash.
+        Rows may be lost at any time, in particular by a crash.
 
-        :param engine: a name that is its own, of letters and digits.
-        :raises StoreError: it was not shown; always, if the store is open read-only.
+        :param engine: unique name of the row, of letters and digits.
+        :raises StoreError: the row was not published; always raised if the store is open read-only.
         """
 
     def statuses(self) -> dict[str, bytes]:
-        """Return the rows of all engines, by name, unverified. Engines that were killed leave theirs.
+        """Return the rows of all engines, by name, unverified. The rows of killed engines remain.
 
         :raises StoreError: the medium failed.
         """
@@ -124,24 +127,24 @@ class SupportsStatus(Protocol):
 
 @runtime_checkable
 class SupportsScan(Protocol):
-    """A medium that reads much at once faster in an order of its own."""
+    """A medium that reads large amounts faster in an order of its own."""
 
     def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        """As ``Backend.read``, for who reads much, and once: what others' reads find in caches stays there, and spans
-        in the order of ``scan_order`` are read together.
+        """Read as ``Backend.read`` does, for large amounts that are read once: caches keep the data of other readers,
+        and neighbouring spans in the order of ``scan_order`` are read with one call.
 
-        Whole pages of 4 KiB, from multiples of that on, into buffers that begin at such, are read best.
+        Fastest if offsets, lengths and buffer addresses are multiples of 4 KiB.
         """
         ...
 
     def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
-        """Return the same packs in the order in which ``scan`` is fastest."""
+        """Return these packs in the order in which ``scan`` is fastest."""
         ...
 
 
 @runtime_checkable
 class SupportsFrames(Protocol):
-    """A medium on which each call takes long, and which makes one of neighbours."""
+    """A medium with high latency per call, which fetches neighbouring frames with one request."""
 
     def read_frames(
         self,
@@ -151,53 +154,53 @@ class SupportsFrames(Protocol):
         buffer: memoryview,
         take: Callable[[int, memoryview], None],
     ) -> None:
-        """Bring frames of a pack through one buffer, one after the other, as they are stored, unverified.
+        """Read frames of a pack through one buffer, one after the other: stored bytes, unverified.
 
-        :param frames: as the pack's table has them, ascending.
-        :param buffer: with room for the largest.
-        :param take: called with the number of a frame among ``frames`` and its stored bytes, which are in the buffer
-            until it returns. Never called for one that is missing. It raises nothing.
-        :raises StoreError: the medium failed; what was taken before is right.
+        :param frames: frames of the pack's table, ascending by offset.
+        :param buffer: at least as large as the largest frame's stored bytes.
+        :param take: called with the index of a frame in ``frames`` and its stored bytes, which are valid until the call
+            returns. Not called for missing frames. Must not raise.
+        :raises StoreError: the medium failed; frames that were passed to ``take`` before are complete.
         """
 
 
 @runtime_checkable
 class SupportsCounters(Protocol):
-    """A remote medium that counts its requests, and may not be asked at all for a while."""
+    """A remote medium that counts its requests and has a circuit breaker."""
 
     @property
     def requests(self) -> Mapping[str, int]:
-        """Requests that were sent so far, by kind."""
+        """Number of requests sent so far, by kind."""
         ...
 
     @property
     def breaker_state(self) -> str:
-        """``closed``, ``open`` or ``half-open``: whether the medium is asked at all just now."""
+        """State of the circuit breaker: ``closed``, ``open`` (no requests are sent) or ``half-open``."""
         ...
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a store keeps. Recorded when the store is created; a URL changes nothing afterwards."""
+    """Retention policy of a store. Recorded when the store is created; options in a URL do not change it later."""
 
     capacity: int | None
     """Bound on ``BackendStats.disk_bytes``; None: unbounded."""
     ttl_s: float | None
-    """Seconds after their last use until packs and requests expire; None: they never do."""
+    """Seconds from their last use until packs and requests expire; None: they never expire."""
     placement: str | None = None
-    """One of ``Capabilities.placements``: where payloads are stored. Fixed; None: the driver has one placement."""
+    """Storage of payloads: one of ``Capabilities.placements``. Fixed; None: the driver has one placement."""
 
     def __post_init__(self) -> None:
-        """:raises ConfigurationError: a capacity or ttl that is not positive."""
+        """:raises ConfigurationError: capacity or ttl is not positive."""
         if self.capacity is not None and self.capacity <= 0:
             raise ConfigurationError("capacity", self.capacity, "a positive size")
         if self.ttl_s is not None and not self.ttl_s > 0:
             raise ConfigurationError("ttl", self.ttl_s, "a positive duration such as 7d, or none")
 
     def contradictions(self, given: Policy) -> str:
-        """Describe where a URL's values differ from this recorded policy, with both values; empty where none does.
+        """Describe the values of a URL that differ from this recorded policy, with both values; empty if none differs.
 
-        :param given: None for each value that the URL leaves out.
+        :param given: the URL's policy, with None for each value that it leaves out.
         """
         found = []
         for name, ours, theirs, unit in (
@@ -218,7 +221,7 @@ class SupportsPolicy(Protocol):
     def new_policy(cls, url: StoreUrl) -> Policy:
         """Return the policy of a store that ``Backend.open`` would create at this URL.
 
-        :raises ConfigurationError: an option is wrong.
+        :raises ConfigurationError: an option is invalid.
         """
         ...
 
@@ -230,11 +233,11 @@ class SupportsPolicy(Protocol):
         ...
 
     def set_policy(self, policy: Policy) -> None:
-        """Record another capacity and ttl. Open handles follow with their next commit, in all processes.
+        """Record another capacity and ttl. Open handles in all processes apply them from their next commit on.
 
-        Nothing is evicted by this call: the next commits evict and expire what the new policy does not keep.
+        This call evicts nothing: the next commits evict and expire according to the new policy.
 
-        :raises ConfigurationError: a value is out of range, or the placement is another one; nothing changed.
+        :raises ConfigurationError: a value is out of range, or the placement differs; nothing changed.
         :raises StoreError: the store is open read-only, or the medium failed; nothing changed.
         """
         ...
@@ -245,24 +248,26 @@ class SupportsQuarantine(Protocol):
     """A store that renames damaged files instead of deleting them (``BackendStats.quarantined``)."""
 
     def delete_quarantined(self) -> int:
-        """Delete the renamed directories; return the bytes on disk that they took.
+        """Delete the renamed directories; return the bytes that they took on disk.
 
-        :raises StoreError: the store is open read-only, or a directory cannot be deleted; those before it are gone.
+        :raises StoreError: the store is open read-only, or a directory cannot be deleted. Directories before it are
+            deleted.
         """
         ...
 
 
 @dataclass(frozen=True)
 class FreeSpace:
-    """What of ``disk_bytes`` holds nothing, and is written to again."""
+    """Free space within ``disk_bytes``, which the store reuses."""
 
     catalogue_bytes: int
-    """Beside payloads: of the index; of all there is, where payloads lie in it."""
+    """Free bytes in the catalogue. Includes space freed by payloads if they are stored in the catalogue."""
     payload_bytes: int
+    """Free bytes in separate payload files."""
     pieces: int
-    """That the latter lies in."""
+    """Number of contiguous free extents that ``payload_bytes`` consist of."""
     largest_bytes: int
-    """Of these pieces. A payload that finds none as large is cut up."""
+    """Size of the largest of these extents. A larger payload is split."""
 
 
 @dataclass(frozen=True)
@@ -270,26 +275,27 @@ class CompactProgress:
     """Progress of a compaction."""
 
     moved_bytes: int
-    """Of payload."""
+    """Payload bytes moved so far."""
     total_bytes: int
     """Payload bytes that the compaction may move."""
 
 
 @runtime_checkable
 class SupportsCompaction(Protocol):
-    """A store that holds free space, and can give it back to the medium."""
+    """A store that keeps free space and can return it to the medium."""
 
     def free_space(self) -> FreeSpace:
-        """Return what is free within the store.
+        """Return the free space within the store.
 
-        :raises StoreError: it does not read.
+        :raises StoreError: it could not be read.
         """
         ...
 
     def compact(self) -> Iterator[CompactProgress]:
-        """Give free space back to the medium, as far as it can, step by step while this is iterated.
+        """Return as much free space as possible to the medium. Each step of the iterator does part of the work.
 
-        Others may use the store meanwhile. Its content does not change. One that ended early leaves part of it done.
+        Other processes may use the store meanwhile. The content does not change. If the iteration ends early, the steps
+        up to then stay in effect.
 
         :raises StoreFullError: there is no room to move anything.
         """
@@ -297,36 +303,36 @@ class SupportsCompaction(Protocol):
 
 
 class PlainMedium(ABC):
-    """A medium without its driver, as the vendor's plain client uses it: what ``persistkv bench`` compares with."""
+    """Direct access to a medium through the vendor's plain client, without a store: baseline of ``persistkv bench``."""
 
     @abstractmethod
     def write(self, buffers: Sequence[memoryview]) -> None:
-        """Write these bytes, one after the other, durably, to a place of their own.
+        """Write the buffers one after the other, durably, to a separate location.
 
         :raises StoreError: the medium failed.
         """
 
     @abstractmethod
     def read(self, buffers: Sequence[memoryview]) -> None:
-        """Read what was written last into buffers of the same lengths.
+        """Read the bytes of the last ``write`` into buffers of the same lengths.
 
         :raises StoreError: the medium failed.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Remove what was written, and let go of the medium; idempotent."""
+        """Delete the written data and release the medium; idempotent."""
 
 
 @runtime_checkable
 class SupportsPlainMedium(Protocol):
-    """A driver that can use its medium without a store."""
+    """A driver that can access its medium without a store."""
 
     @classmethod
     def plain_medium(cls, url: StoreUrl) -> PlainMedium:
-        """Return the medium of this URL for plain reads and writes beside the store.
+        """Return the medium at this URL for plain reads and writes, separate from the store.
 
-        :raises ConfigurationError: an option is wrong.
+        :raises ConfigurationError: an option is invalid.
         """
         ...
 
@@ -337,7 +343,7 @@ def scan(backend: Backend, namespace: bytes, spans: Sequence[ReadSpan]) -> list[
 
 
 def scan_order(backend: Backend, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
-    """Return packs in the order in which ``scan`` is fastest; as they are given if there is no difference."""
+    """Return packs in the order in which ``scan`` is fastest; in the given order if the backend has no preference."""
     return backend.scan_order(namespace, pack_ids) if isinstance(backend, SupportsScan) else list(pack_ids)
 
 
@@ -360,5 +366,5 @@ def read_frames(
 
 
 def statuses(backend: Backend) -> dict[str, bytes]:
-    """Return the rows of ``SupportsStatus.statuses``; none if the backend shows nothing."""
+    """Return the rows of ``SupportsStatus.statuses``; empty if the backend does not publish status."""
     return backend.statuses() if isinstance(backend, SupportsStatus) else {}

@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole."""
+"""Atomic replacement of whole files."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from persistkv.storage.codec import Buffer
 
 
 def replace_file(target: Path, pieces: Iterable[Buffer]) -> None:
-    """Write a file of the user's alone (0600), in directories that are made where they lack; readers see the old one or
-    the new one, whole. Not synced: after a power loss it may be either, or empty.
+    """Replace a file atomically: readers see the whole old or the whole new content. Missing directories are created.
 
-    :raises OSError: it cannot be written; the old file is there as it was.
+    Only the user can access the file (mode 0600). It is not synced: after a power loss it may have the old content, the
+    new content, or be empty.
+
+    :raises OSError: the file cannot be written; the old file is unchanged.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=".tmp")

@@ -1,11 +1,12 @@
 """Fingerprints of weights: one algorithm over (name, dtype, shape, bytes) of all tensors, without torch.
 
-A checkpoint's tensors are found by its safetensors headers, which are untrusted input, and hashed in bounded pieces.
-Weight files of other formats are hashed whole, as one entry each: reading them would run what they say. The result
-does not depend on how tensors are spread over files. What was hashed once is remembered, see ``fingerprint_cache``.
+The tensors of a checkpoint are located through its safetensors headers, which are untrusted input, and hashed in pieces
+of bounded size. Weight files of other formats are hashed whole, as one entry each, because loading them could execute
+code. For safetensors, the result does not depend on the distribution of tensors over files. Results are cached, see
+``fingerprint_cache``.
 
-Checkpoints and in-memory state dicts have fingerprints in two name spaces that never meet: a framework may rename,
-split or cast tensors while it loads.
+Fingerprints of checkpoints and of in-memory state dicts have different prefixes and are never equal: a framework may
+rename, split or cast tensors while it loads.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from persistkv.storage.codec import Buffer
 from persistkv.storage.fingerprint_cache import FileStamp, TensorEntry, load_entries, save_entries
 from persistkv.storage.safetensors_header import read_header
 
-_PIECE_BYTES = 8 << 20  # 8 MiB: past it, larger reads gain nothing and only cost memory
+_PIECE_BYTES = 8 << 20  # 8 MiB: larger reads are not faster and take more memory
 _WHOLE_FILE_SUFFIXES = (".bin", ".pt", ".pth")
 _TRAINING_STATE = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
 
 
 def fingerprint_checkpoint(directory: str | os.PathLike[str], *, use_cache: bool = True) -> str:
-    """The fingerprint of a checkpoint directory: ``checkpoint:`` and 64 hexadecimal digits.
+    """Return the fingerprint of a checkpoint directory: ``checkpoint:`` and 64 hexadecimal digits.
 
-    The weight files are those that Hugging Face's loaders take: ``model.safetensors``, else what
-    ``model.safetensors.index.json`` names, else every ``*.safetensors``, else ``*.bin``, ``*.pt`` and ``*.pth``.
+    The weight files are those that Hugging Face's loaders use: ``model.safetensors``, else the files named by
+    ``model.safetensors.index.json``, else every ``*.safetensors``, else ``*.bin``, ``*.pt`` and ``*.pth``.
 
-    :param use_cache: take over, and remember, what is known of files that have not changed.
-    :raises ConfigurationError: where there are no weights, a file does not read as what it claims to be, or one changes
-        while it is read.
+    :param use_cache: use cached hashes of files that have not changed, and cache new ones.
+    :raises ConfigurationError: there are no weights, a file is malformed or unreadable, or a file changes while it is
+        read.
     """
     entries: list[TensorEntry] = []
     for path in weight_files(Path(directory)):
@@ -45,10 +46,11 @@ def fingerprint_checkpoint(directory: str | os.PathLike[str], *, use_cache: bool
 
 
 def fingerprint_tensors(tensors: Iterable[tuple[str, str, Sequence[int], Buffer]]) -> str:
-    """The fingerprint of tensors in memory: ``state-dict:`` and 64 hexadecimal digits.
+    """Return the fingerprint of tensors in memory: ``state-dict:`` and 64 hexadecimal digits.
 
-    :param tensors: (name, dtype, shape, contiguous bytes) each, in any order. The bytes are read before the next item
-        is asked for.
+    :param tensors: (name, dtype, shape, contiguous bytes) of each tensor, in any order. The bytes of an item are read
+        before the next item is requested.
+    :raises ConfigurationError: there are no tensors.
     """
     entries = [
         TensorEntry(name, dtype, tuple(shape), xxhash.xxh3_128_hexdigest(data)) for name, dtype, shape, data in tensors
@@ -57,9 +59,9 @@ def fingerprint_tensors(tensors: Iterable[tuple[str, str, Sequence[int], Buffer]
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that hold a checkpoint's weights.
+    """Return the files that hold a checkpoint's weights.
 
-    :raises ConfigurationError: where there are none, or the index does not read as one.
+    :raises ConfigurationError: there are none, or the index is malformed.
     """
     if not directory.is_dir():
         raise ConfigurationError("checkpoint", str(directory), "a directory with a model's weights")
@@ -121,7 +123,12 @@ def _hash_file(path: Path, descriptor: int, size: int) -> list[TensorEntry]:
 
 
 def _hash_span(path: Path, descriptor: int, start: int, stop: int, buffer: memoryview) -> str:
-    """Reads instead of mapping: a file that is cut meanwhile is an error here, where a mapping would be a signal."""
+    """Hash bytes ``start`` to ``stop`` of a file.
+
+    The file is read, not mapped, so that truncation by another process raises an error here instead of SIGBUS.
+
+    :raises ConfigurationError: the file is shorter than ``stop`` bytes.
+    """
     digest = xxhash.xxh3_128()
     while start < stop:
         count = os.preadv(descriptor, [buffer[: stop - start]], start)

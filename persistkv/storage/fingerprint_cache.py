@@ -1,7 +1,7 @@
-"""What is known of weight files that were hashed before, one small JSON file each under the user's cache directory.
+"""Cache of weight file hashes: one small JSON file per weight file, under the user's cache directory.
 
-An entry counts only while path, device, inode, size, mtime and ctime are what they were. A cache that cannot be read
-or written is no cache: weights are hashed again.
+An entry is valid only while path, device, inode, size, mtime and ctime are unchanged. If the cache cannot be read or
+written, weights are hashed again.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import msgspec
 from persistkv.storage.files import replace_file
 
 CACHE_VERSION = 1
-_SETTLED_NS = 2_000_000_000  # 2 s: a file changed later than that may change again without a new time stamp
+_SETTLED_NS = 2_000_000_000  # 2 s: a more recently changed file may change again without a new time stamp
 
 
 class TensorEntry(NamedTuple):
-    """One tensor's share of a fingerprint."""
+    """One tensor's contribution to a fingerprint."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     digest: str
-    """xxh3-128 of its bytes, hexadecimal."""
+    """xxh3-128 of the tensor's bytes, hexadecimal."""
 
 
 class FileStamp(msgspec.Struct, frozen=True):
-    """What tells that a file is the one that was hashed."""
+    """File attributes that change if the file is replaced or modified."""
 
     device: int
     inode: int
@@ -42,7 +42,7 @@ class FileStamp(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, descriptor: int) -> FileStamp:
-        """The stamp of an open file."""
+        """Return the stamp of an open file."""
         found = os.fstat(descriptor)
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
@@ -55,13 +55,16 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 def cache_directory() -> Path:
-    """``persistkv/fingerprints`` under ``$XDG_CACHE_HOME``, or under ``~/.cache`` where that is not set."""
+    """Return ``persistkv/fingerprints`` under ``$XDG_CACHE_HOME``, or under ``~/.cache`` if that is not set.
+
+    :raises RuntimeError: the user has no home directory.
+    """
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "persistkv" / "fingerprints"
 
 
 def load_entries(path: Path, stamp: FileStamp) -> list[TensorEntry] | None:
-    """What was remembered of this very file; None where nothing was, or it does not read."""
+    """Return the cached tensors of a file; None if the file changed, or if no readable entry exists."""
     try:
         record = msgspec.json.decode(_cache_file(path).read_bytes(), type=_Record)
     except (OSError, RuntimeError, msgspec.DecodeError):
@@ -72,7 +75,7 @@ def load_entries(path: Path, stamp: FileStamp) -> list[TensorEntry] | None:
 
 
 def save_entries(path: Path, stamp: FileStamp, entries: Sequence[TensorEntry]) -> bool:
-    """Remember a file's tensors; False where that is not possible, or its time stamps are too young to be relied on."""
+    """Cache a file's tensors. Return False if the cache cannot be written, or if the file changed less than 2 s ago."""
     if time.time_ns() - max(stamp.mtime_ns, stamp.ctime_ns) < _SETTLED_NS:
         return False
     record = msgspec.json.encode(_Record(CACHE_VERSION, str(path.absolute()), stamp, list(entries)))
@@ -84,5 +87,5 @@ def save_entries(path: Path, stamp: FileStamp, entries: Sequence[TensorEntry]) -
 
 
 def _cache_file(path: Path) -> Path:
-    """:raises RuntimeError: where the user has no home directory."""
+    """:raises RuntimeError: the user has no home directory."""
     return cache_directory() / (hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:32] + ".json")

@@ -1,4 +1,4 @@
-"""Identity: everything that must match for KV bytes to be valid. What is stored under one is a namespace."""
+"""Identity: all properties that must match for KV bytes to be valid. A namespace holds the content of one identity."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ _PATH_SIGNS = frozenset('.[]"')
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """A tree of JSON values; two identities are one exactly where their canonical JSON is."""
+    """A tree of JSON values. Two identities are the same if and only if their canonical JSON is equal."""
 
     fields: dict[str, Any]
-    """What must match, e.g. ``{"weights": …, "config": {…}, "dtype": …, "groups": […], "block_size": 16}``."""
+    """The properties that must match, such as
+    ``{"weights": …, "config": {…}, "dtype": …, "groups": […], "block_size": 16}``."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Identity:
-        """Take fields over.
+        """Return the identity with a copy of these fields.
 
-        :raises ConfigurationError: where they are not JSON values.
+        :raises ConfigurationError: the fields are not JSON values.
         """
         try:
             return cls(json.loads(_canonical(fields)))
@@ -34,25 +35,25 @@ class Identity(msgspec.Struct, frozen=True):
             raise ConfigurationError("identity", type(fields).__name__, f"JSON values ({error})") from None
 
     def encode(self) -> bytes:
-        """Canonical JSON: sorted names, no spaces, UTF-8."""
+        """Return the canonical JSON: sorted names, no spaces, UTF-8."""
         return _canonical(self.fields)
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> Identity:
-        """The identity of its canonical JSON.
+        """Return the identity that was encoded as this JSON.
 
-        :raises ValueError: where it is no JSON object.
+        :raises ValueError: the bytes are not a JSON object.
         """
         return cls(msgspec.json.decode(bytes(data), type=dict[str, Any]))
 
     @property
     def digest(self) -> bytes:
-        """16 bytes that name the namespace."""
+        """Id of the namespace, 16 bytes."""
         head = f"persistkv identity {IDENTITY_VERSION}\n".encode()
         return hashlib.sha256(head + self.encode()).digest()[:ID_BYTES]
 
     def diff(self, other: Identity) -> list[FieldDifference]:
-        """The fields in which ``other`` (theirs) differs from this one (ours), by dotted path."""
+        """Return the fields in which ``other`` (theirs) differs from this identity (ours), named by dotted path."""
         ours, theirs = dict(_flatten(self.fields)), dict(_flatten(other.fields))
         return [
             FieldDifference(name, ours.get(name), theirs.get(name))
@@ -61,7 +62,7 @@ class Identity(msgspec.Struct, frozen=True):
         ]
 
     def nearest(self, others: Iterable[Identity]) -> list[FieldDifference]:
-        """The differences from the nearest of ``others``, by number of fields; none where there are no others."""
+        """Return the differences from the identity in ``others`` with the fewest; empty if there are no others."""
         return min((self.diff(other) for other in others), key=len, default=[])
 
 

@@ -1,4 +1,4 @@
-"""Many keys as a few byte strings, so that messages and tables cost the same for one block as for a thousand."""
+"""Many keys packed into a few byte strings, which keeps messages and tables cheap for any number of keys."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ import msgspec
 from persistkv.errors import CorruptPackError
 
 MAX_KEY_BYTES = 0xFFFF
-_CUT_AT_ONCE = 256  # a format of so many takes 8 KB, is parsed in 6 µs, and is kept
+_CUT_AT_ONCE = 256  # keys per struct format: 8 KB of memory, parsed in 6 µs and then cached
 _TAIL_BYTES = 8
-_FEW = 32  # keys: NumPy is slower for fewer
+_FEW = 32  # keys; for fewer, NumPy is slower
 
 
 class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
-    """Keys in order, joined."""
+    """An ordered sequence of keys, joined."""
 
     data: bytes = b""
-    """The keys, one behind the other."""
+    """All keys, concatenated."""
     key_length: int = 0
-    """Bytes of each key; 0 where they differ in length."""
+    """Bytes of each key; 0 if the keys differ in length."""
     lengths: bytes = b""
-    """Bytes of each key as little-endian u16, only where they differ."""
+    """Length of each key as little-endian u16; empty if all keys have the same length."""
 
     @classmethod
     def of(cls, keys: Sequence[bytes]) -> PackedKeys:
-        """Join keys.
+        """Pack keys.
 
-        :raises ValueError: where a key is empty or longer than 65,535 bytes.
+        :raises ValueError: a key is empty or longer than 65,535 bytes.
         """
         found = set(map(len, keys))
         if found and (min(found) == 0 or max(found) > MAX_KEY_BYTES):
@@ -46,18 +46,18 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
         return len(self.data) // self.key_length if self.key_length else len(self.lengths) // 2
 
     def joined(self, start: int, stop: int) -> bytes:
-        """Keys ``start`` to ``stop``, one behind the other.
+        """Return keys ``start`` to ``stop``, concatenated.
 
-        :raises CorruptPackError: where the parts do not agree.
+        :raises CorruptPackError: the keys differ in length, and the lengths are malformed or do not fit the data.
         """
         if self.key_length:
             return self.data[start * self.key_length : stop * self.key_length]
         return b"".join(self.unpack()[start:stop])
 
     def unpack(self) -> list[bytes]:
-        """The keys, in order.
+        """Return the keys, in order.
 
-        :raises CorruptPackError: where the parts do not agree.
+        :raises CorruptPackError: the lengths are malformed or do not fit the data.
         """
         if self.key_length:
             if self.key_length < 0 or len(self.data) % self.key_length:
@@ -79,10 +79,10 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
     def distinct(self) -> bool:
         """Whether no key occurs twice.
 
-        Most keys differ in their last 8 bytes already, and those are compared faster (40 ns per key, and 2 to 15 ns
-        where NumPy is in use) than whole keys (70 ns).
+        Most keys differ in their last 8 bytes, which are faster to compare (40 ns per key; 2 to 15 ns if NumPy is
+        loaded) than whole keys (70 ns).
 
-        :raises CorruptPackError: the lengths of keys that differ in length do not fit the data.
+        :raises CorruptPackError: the lengths are malformed or do not fit the data.
         """
         length, count = self.key_length, len(self)
         if length < _TAIL_BYTES:
@@ -100,7 +100,9 @@ def _tails(length: int, count: int) -> struct.Struct:
 
 
 def _have_distinct_tails(data: bytes, length: int) -> bool:
-    """False also where NumPy is not in use: its import takes longer than it would save."""
+    """Return whether the last 8 bytes of all keys are distinct; False also if NumPy is not loaded, because importing it
+    takes longer than it saves.
+    """
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
         return False
@@ -116,7 +118,7 @@ def _tail_type(length: int) -> Any:
 
 
 def _cut(data: bytes, length: int) -> list[bytes]:
-    """Parts of one length: four times as fast as one by one (512 of 36 bytes in 12 µs)."""
+    """Split data into parts of one length: four times as fast as slicing (512 parts of 36 bytes in 12 µs)."""
     count = len(data) // length
     if count <= _CUT_AT_ONCE:
         return list(_parts(length, count).unpack(data))

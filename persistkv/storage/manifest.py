@@ -1,7 +1,7 @@
-"""Request manifests: the ordered keys of one request's whole context, with what a person wants to know of it.
+"""Request manifests: the ordered keys of one request's whole context, with a description for people.
 
-The head (small, read for lists) and the keys (large, read for one request) are stored apart. Both are msgpack behind
-a version byte and an xxh3-64 of what follows.
+The head (small, read for listings) and the keys (large, read for one request) are stored separately. Both have the same
+format: a version byte, the xxh3-64 of the body, and the body in msgpack.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ T = TypeVar("T")
 
 
 class RequestManifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The head."""
+    """The head of a manifest."""
 
     id: str
-    """Unique over restarts: engine uuid and a sequence number."""
+    """Unique across restarts: engine uuid and a sequence number."""
     created: float
-    """Seconds since the epoch, by the wall clock of the engine that made it."""
+    """Time of creation: seconds since the epoch, on the engine's wall clock."""
     tokens: int
-    """Tokens of the context; 0 where the engine did not tell."""
+    """Tokens of the context; 0 if the engine did not report them."""
     group_blocks: tuple[int, ...]
-    """Blocks of each KV cache group."""
+    """Number of blocks in each KV cache group."""
     raw_bytes: int
     """Bytes of these blocks before the codec."""
     ordered: bool = True
-    """False where the engine left out the description: the keys then stand in the order of arrival."""
+    """Whether the keys are in the order of the context; False if the engine sent no description: the keys are then in
+    order of arrival."""
     labels: dict[str, str] = {}
 
     @property
     def blocks(self) -> int:
-        """Blocks of all groups."""
+        """Number of blocks in all groups."""
         return sum(self.group_blocks)
 
 
@@ -49,27 +50,27 @@ ManifestKeys = tuple[PackedKeys, ...]
 
 
 def encode_manifest(manifest: RequestManifest) -> bytes:
-    """The head at rest."""
+    """Return the head as stored."""
     return _seal(msgspec.msgpack.encode(manifest))
 
 
 def decode_manifest(data: Buffer) -> RequestManifest:
-    """The head of its bytes at rest.
+    """Decode a stored head.
 
-    :raises CorruptPackError: where they do not read as one.
+    :raises CorruptPackError: the bytes are not a valid head.
     """
     return _open(data, RequestManifest)
 
 
 def encode_manifest_keys(keys: ManifestKeys) -> bytes:
-    """The keys at rest."""
+    """Return the keys as stored."""
     return _seal(msgspec.msgpack.encode(keys))
 
 
 def decode_manifest_keys(data: Buffer) -> ManifestKeys:
-    """The keys of their bytes at rest.
+    """Decode stored keys.
 
-    :raises CorruptPackError: where they do not read as some.
+    :raises CorruptPackError: the bytes are not valid keys.
     """
     return _open(data, ManifestKeys)
 

@@ -1,8 +1,8 @@
-"""How ``staging_bytes``, the bound on all memory of a store's host beyond its index, is shared out.
+"""Memory budget of a host process: the division of ``staging_bytes``, which bounds all its memory except the index.
 
-Half of it holds copies: staged blocks, those that a transaction is writing included. A quarter is for what a
-transaction writes, which its medium may hold until it ends (LMDB keeps changed pages in memory). The rest is left to
-the scratch memory of reads, frames that are encoded ahead, messages, and the allocator.
+Half of the budget holds staged blocks, including those that a transaction is writing. A quarter bounds the data of one
+transaction, which the medium may keep in memory until the transaction ends (LMDB keeps changed pages). The rest is for
+read buffers, frames that are encoded ahead, messages and the allocator. The module also controls garbage collection.
 """
 
 from __future__ import annotations
@@ -15,29 +15,30 @@ from typing import NamedTuple
 
 from persistkv.storage.pack import MAX_PACK_BYTES
 
-MIN_STAGING_BYTES = 64 << 20  # 64 MiB: below, packs would be cut too small to be read fast
-BLOCKS_STAGED = 32  # blocks of the largest size that the bound has room for, so that each share has room for some
+MIN_STAGING_BYTES = 64 << 20  # 64 MiB: with less, packs would be too small to be read fast
+BLOCKS_STAGED = 32  # the budget must hold this many blocks of the largest size, so that each share holds some
 MAX_IO_THREADS = 8
 
 _PART_BYTES = 2 << 20
-"""2 MiB: it stays in the cache until it is verified; with 4 MiB, cold reads of two threads took a fifth longer."""
+"""2 MiB: small enough to stay in the CPU cache until it is verified. With 4 MiB, cold reads with two threads took 20 %
+longer."""
 
 
 class MemoryShares(NamedTuple):
-    """Bytes for each use."""
+    """Memory limits in bytes, one per use."""
 
     staged: int
-    """Copies of blocks, waiting or being written."""
+    """Limit of staged blocks, waiting or being written."""
     ends: int
-    """Keys of requests that ended and whose manifest is not written yet."""
+    """Limit of the keys of ended requests whose manifests are not written yet."""
     transaction: int
-    """Raw bytes of the packs in one transaction, and of one pack."""
+    """Limit of the raw bytes of all packs in one transaction, and of one pack."""
     part: int
-    """Stored bytes that one call of the backend reads."""
+    """Limit of the stored bytes that one call of the backend reads."""
 
     @classmethod
     def of(cls, bound: int) -> MemoryShares:
-        """Shares of a bound."""
+        """Return the limits for a budget of ``bound`` bytes."""
         return cls(
             bound // 2, bound // 16, min(MAX_PACK_BYTES, bound // 4), min(_PART_BYTES, bound // (8 * MAX_IO_THREADS))
         )
@@ -45,7 +46,7 @@ class MemoryShares(NamedTuple):
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Keep the garbage collector from looking again and again at many objects that are made to stay."""
+    """Disable garbage collection while many long-lived objects are created: each collection would scan them again."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -56,16 +57,19 @@ def no_collections() -> Iterator[None]:
 
 
 def keep_out_of_collections() -> None:
-    """What there is now is there to stay: the garbage collector is not to look at it any more.
+    """Exclude all present objects from garbage collection, for the rest of the process.
 
-    For a process of our own. Without this, the first job after a start met a full collection: 2 to 5 ms.
+    Only for the host process. Without this call, a full collection delays the first job after a start by 2 to 5 ms.
     """
     gc.collect()
     gc.freeze()
 
 
 def give_back() -> None:
-    """Have the C library return freed memory to the system, where it can: it keeps what lies between other objects."""
+    """Return freed memory to the operating system with ``malloc_trim``, if the C library has it.
+
+    Freed memory between live objects may stay with the process.
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,7 +1,7 @@
-"""One namespace of an open backend: its blocking calls, the index of durable keys, the changes since the last look, and
-the manifests of what is durable.
+"""One namespace of an open backend: its blocking calls, the index of durable keys, pending news, and the construction
+of manifests.
 
-Its flows are begun with ``Executor.begin_write``: their results are applied in the order of the calls.
+The coroutines of this file run as flows of ``Executor.begin_write``, so their results are applied in call order.
 """
 
 from __future__ import annotations
@@ -32,43 +32,45 @@ logger = logging.getLogger(__name__)
 _COMPLAIN_S = 60.0  # seconds between warnings that blocks are dropped
 _QUARANTINE_ATTEMPTS = 3
 SHORTENED_AT_ONCE = 64
-"""Manifests in one commit. Very many requests may share a bad pack: they are shortened in several commits, so that none
-of them takes long; the last commit deletes the pack."""
+"""Manifests that one commit shortens. Many requests may share a bad pack: they are shortened in several short commits.
+The last commit deletes the pack."""
 
 T = TypeVar("T")
 
 
 class NamespaceView:
-    """See the top of this file."""
+    """One namespace of an open backend, with its index; see the module docstring."""
 
     def __init__(
         self, backend: Backend, namespace: bytes, executor: Executor, counters: StoreCounters, layout: RowLayout
     ) -> None:
-        """Read the whole catalogue, at once; nothing of it is news.
+        """Read the whole catalogue, blocking. Its keys are not reported as news.
 
-        :raises StoreError: it does not read.
+        :raises StoreError: the catalogue could not be read.
         """
         self.backend = backend
         self.namespace = namespace
         self.executor = executor
         self.index = Index()
         self.cursor: bytes | None = None
-        """Up to which changes are known; None: what is known is not to be trusted."""
+        """Position in the backend's change log; None: the index is out of date and the next refresh reads the whole
+        catalogue."""
         self.news = News()
         self._counters = counters
         self._block_bytes = [group.block_bytes for group in layout.groups]
         self._distrusted: dict[bytes, HeldPack] = {}
-        """Packs that left the index because they did not read, as long as nothing was heard of them."""
+        """Packs that were removed from the index because they failed to read, until the backend reports their removal
+        or replacement, or ``quarantine`` decides about them."""
         self._complained_at: float | None = None
         with no_collections():
             self._learn(backend.changes(namespace, None))
-        give_back()  # some 50 bytes a block
+        give_back()  # about 50 bytes per block
 
     async def call(self, call: Callable[[], T]) -> T:
         """Run a blocking call on the backend with ``Executor.write``.
 
-        :raises StoreError: whatever the call raised: no memory to encode a frame and a fault of a driver cost what the
-            call was for, and not the store.
+        :raises StoreError: the call failed. Other exceptions (no memory to encode a frame, a bug in a driver) are
+            converted to this one: they fail the call, and the store stays usable.
         """
         try:
             return await self.executor.write(call)
@@ -78,26 +80,26 @@ class NamespaceView:
             raise StoreError(f"{type(error).__name__}: {error}") from error
 
     def commit(self, batch: CommitBatch) -> Awaitable[CommitResult]:
-        """As ``Backend.commit``; once it has ended, also by raising, the blocks of its packs are not read any more."""
+        """Run ``Backend.commit``. After it ends, also with an error, the blocks of its packs are no longer read."""
         return self.call(partial(_commit, self.backend, self.namespace, batch))
 
     def complain(self, error: StoreError) -> None:
-        """Warn, at most once a minute: a full store would fill the log."""
+        """Log a warning, at most one per minute, so that a full store does not flood the log."""
         now = time.monotonic()
         if self._complained_at is None or now - self._complained_at >= _COMPLAIN_S:
             self._complained_at = now
             kind = "the store is full" if isinstance(error, StoreFullError) else "the store failed"
-            logger.warning("%s (%s); what it was given is dropped", kind, str(error))  # the error holds rows
+            logger.warning("%s (%s); what it was given is dropped", kind, str(error))  # str: the error references rows
 
     async def refresh(self) -> None:
-        """Learn what others committed and deleted.
+        """Apply the changes that other processes committed.
 
-        :raises StoreError: the medium failed; nothing was learnt.
+        :raises StoreError: the medium failed; the index is unchanged.
         """
         self._learn(await self.call(partial(self.backend.changes, self.namespace, self.cursor)))
 
     async def refresh_or_complain(self) -> None:
-        """The same, but a failure is only told."""
+        """Refresh; log a failure instead of raising it."""
         try:
             await self.refresh()
         except StoreError as error:
@@ -123,9 +125,10 @@ class NamespaceView:
             self.news.stored += [key for key in self.index if key not in before]
 
     async def committed(self, writers: Sequence[NewPack], result: CommitResult, *, followed: bool) -> None:
-        """Take in what a commit of ours did.
+        """Apply the result of this store's own commit to the index, the counters and the news.
 
-        :param followed: nobody committed between our last look and this commit: its cursor is ours.
+        :param followed: no other process committed between the last refresh and this commit, so its cursor can be
+            adopted.
         """
         self._counters.commits += 1
         unknown = not all(writer.written for writer in writers)
@@ -139,12 +142,14 @@ class NamespaceView:
         self._counters.evicted_blocks += sum(len(pack.keys) for pack in mine)
         self._forget([pack.pack_id for pack in mine])
         if unknown and followed:
-            self.cursor = None  # the backend holds a pack that our index does not know: learn it anew
+            self.cursor = None  # the backend holds a pack that the index lacks: reload the catalogue
         if unknown or not followed:
             await self.refresh_or_complain()
 
     def count_held(self, writers: Iterable[NewPack]) -> None:
-        """Packs that somebody else stored meanwhile, or a commit of ours that failed and was done all the same."""
+        """Count the blocks of packs that the backend held already: another process stored them, or an earlier commit of
+        this store took effect although it reported an error.
+        """
         self._counters.held_blocks += sum(len(writer.keys) for writer in writers)
 
     def _stored(self, writer: NewPack) -> None:
@@ -156,21 +161,23 @@ class NamespaceView:
         self._counters.stored_bytes += table.payload_length
 
     def distrust(self, packs: Iterable[HeldPack]) -> None:
-        """Forget packs that did not read as the index knew them; one that was replaced since is another, and stays."""
+        """Remove packs that failed to read from the index. A pack that was replaced since then is kept."""
         for pack in packs:
             if self.index.holds(pack):
                 self._gone(self.index.remove_all([pack.pack_id]))
                 self._distrusted[pack.pack_id] = pack
 
     async def quarantine(self) -> None:
-        """Of the packs that are distrusted, those that went or were replaced meanwhile are no matter; those that are
-        still the same leave the store, where it takes that, and the requests that name them are shortened to what
-        stands before. Where nobody can tell, they are trusted again.
+        """Decide about the distrusted packs.
+
+        Packs that were removed or replaced since then need no action. Packs that are unchanged are deleted if the store
+        is writable, and the requests that name them are shortened to the part before the pack. If the backend cannot be
+        read, all distrusted packs are restored to the index.
         """
         for _ in range(_QUARANTINE_ATTEMPTS):
             try:
                 await self.refresh()
-            except StoreError as error:  # nobody can tell whether they are the same
+            except StoreError as error:  # unknown whether the packs are unchanged
                 self.complain(error)
                 for pack in self._distrusted.values():
                     self.news.stored += self.index.restore(pack)
@@ -183,7 +190,11 @@ class NamespaceView:
                 return
 
     async def _delete(self, bad: Sequence[bytes]) -> bool:
-        """Delete packs as our last look saw them; False: others have committed since, and may have replaced them."""
+        """Delete packs. Return False if another process has committed since the last refresh: it may have replaced
+        the packs.
+
+        A failure of the store is logged, and the packs stay distrusted.
+        """
         try:
             batch: CommitBatch | None = CommitBatch()
             if isinstance(self.backend, InspectableBackend):
@@ -200,7 +211,7 @@ class NamespaceView:
                 self._distrusted.pop(pack_id, None)
             names = ", ".join(pack_id.hex() for pack_id in bad)
             logger.warning("deleted packs whose bytes do not verify: %s; their blocks will be computed again", names)
-        await self.refresh_or_complain()  # what could only be reached through them went too
+        await self.refresh_or_complain()  # applies the deletions to the index
         return True
 
     async def _shorten(self, backend: InspectableBackend, bad: Sequence[bytes]) -> CommitBatch | None:
@@ -228,14 +239,16 @@ class NamespaceView:
             self._distrusted.pop(pack_id, None)
 
     def _gone(self, keys: Sequence[bytes]) -> None:
-        """News tells what is there in the end: a key that came and went since it was last taken only went."""
+        """Report keys as removed. A key that was also stored since the last ``take_news`` is only reported as
+        removed.
+        """
         gone = set(keys)
         if gone and not gone.isdisjoint(self.news.stored):
             self.news.stored = [key for key in self.news.stored if key not in gone]
         self.news.removed += keys
 
     def take_news(self) -> News:
-        """What came and went since the last call."""
+        """Return and clear the changes since the last call."""
         news, self.news = self.news, News()
         return news
 
@@ -251,10 +264,10 @@ def _commit(backend: Backend, namespace: bytes, batch: CommitBatch) -> CommitRes
 
 
 class ManifestMaker:
-    """Makes the manifests of one transaction.
+    """Builds the manifests of one transaction.
 
-    :param block_bytes: of a block of each group.
-    :param writers: the packs that become durable with it.
+    :param block_bytes: raw bytes of one block, for each group.
+    :param writers: the packs that the same transaction writes.
     """
 
     def __init__(self, index: Index, block_bytes: Sequence[int], writers: Sequence[PackWriter]) -> None:
@@ -265,7 +278,10 @@ class ManifestMaker:
         }
 
     def make(self, end: RequestEnd) -> tuple[ManifestWrite | None, bool]:
-        """The manifest of each group's longest durable prefix, None where there is none; and whether it is whole."""
+        """Return the manifest of each group's longest durable prefix, and whether it covers the whole context.
+
+        The manifest is None if no group has a durable prefix.
+        """
         kept = [self._prefix(keys) for keys in end.group_keys]
         whole = list(map(len, kept)) == list(map(len, end.group_keys))
         if not any(kept):
@@ -283,9 +299,10 @@ class ManifestMaker:
         return ManifestWrite(manifest, keys, self._packs_of(kept)), whole
 
     def shorten(self, manifest: RequestManifest, keys: ManifestKeys) -> ManifestWrite | None:
-        """A manifest as ``make`` would write it now, of the same age; None where nothing is left of it.
+        """Return a manifest as ``make`` would build it now, with the same creation time; None if no block is left.
 
-        How many tokens a block has is guessed from the manifest: for a request of a few blocks that may be too many.
+        The number of tokens per block is estimated from the manifest. For a request of few blocks, the estimate may be
+        too high.
         """
         block_size = manifest.tokens // max([1, *manifest.group_blocks])
         chains = tuple(chain.unpack() for chain in keys)
@@ -304,7 +321,7 @@ class ManifestMaker:
         return keys
 
     def _packs_of(self, chains: Sequence[Sequence[bytes]]) -> list[bytes]:
-        """The packs that hold the keys of all groups, by the depth of the first one in each."""
+        """Return the packs that hold the keys of all groups, sorted by the depth of the first key in each pack."""
         packs: dict[bytes, int] = {}
         for chain in chains:
             for depth, key in enumerate(chain):
@@ -315,7 +332,7 @@ class ManifestMaker:
 
 
 class NamedRequest(NamedTuple):
-    """A request, as a store knows it."""
+    """A stored request: its manifest, its keys and its pin."""
 
     manifest: RequestManifest
     keys: ManifestKeys
@@ -325,7 +342,7 @@ class NamedRequest(NamedTuple):
 def read_requests(
     backend: InspectableBackend, namespace: bytes, heads: Sequence[RequestManifest]
 ) -> list[NamedRequest]:
-    """Read the keys of requests; those that do not read are left out.
+    """Read the keys of requests; skip requests whose keys are missing or damaged.
 
     :raises StoreError: the medium failed.
     """
@@ -335,9 +352,11 @@ def read_requests(
 
 
 def shortened(requests: Iterable[NamedRequest], maker: ManifestMaker, seen: bytes | None) -> CommitBatch:
-    """Return the commit that shortens requests. Those of which nothing is left stay: they go with the pack.
+    """Return the commit that shortens requests and keeps their pins.
 
-    :param maker: over an index that does not know the packs.
+    A request of which no block is left is not part of the commit: it is deleted with the bad pack.
+
+    :param maker: uses an index that does not hold the bad packs.
     :param seen: as in ``CommitBatch``.
     """
     shorter: list[ManifestWrite] = []

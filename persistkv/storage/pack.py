@@ -1,11 +1,11 @@
-"""Packs: the unit of durable writing. An immutable run of frames, then a checksummed table of their keys.
+"""Packs: the unit of durable writing. An immutable sequence of frames, then a checksummed table of their keys.
 
-Byte by byte in docs/format.md; ``pack_writer`` makes them. Invariants of this file:
+docs/format.md has the layout in bytes; ``pack_writer`` writes packs. Invariants of this file:
 
 1. A pack alone (frames, table, trailer) is enough to recover its blocks.
-2. A frame's checksum covers its stored bytes and is seeded with its keys and namespace: payload that lies in another's
-   place does not verify.
-3. Parsing trusts nothing: each count and length is checked against what is there before it is used.
+2. A frame's checksum covers its stored bytes and is seeded with its keys and namespace: the payload of another frame
+   does not verify.
+3. Parsing trusts no input: each count and length is checked against the available bytes before it is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from persistkv.storage.keys import PackedKeys
 
 PACK_VERSION = 1
 ID_BYTES = 16
-FRAME_BYTES = 1 << 20  # 1 MiB: raw bytes that a frame holds at most, unless one block is larger
+FRAME_BYTES = 1 << 20  # 1 MiB: maximum raw bytes of a frame; a larger block is a frame of its own
 MAX_PACK_BYTES = 64 << 20  # 64 MiB of raw bytes
 UNKNOWN_DEPTH = 0xFFFFFFFF
 
@@ -44,47 +44,48 @@ class Frame(NamedTuple):
     block_bytes: int
     """Raw bytes of one block."""
     depth: int
-    """Blocks of the group before the first one in its request; UNKNOWN_DEPTH where nobody told."""
+    """Position of the first block in its request: the number of blocks of the group before it; UNKNOWN_DEPTH if it is
+    not known."""
     offset: int
     """Byte offset in the pack, a multiple of 4 KiB."""
     stored_length: int
-    """Bytes at rest, padding left out. As many as the raw ones: the stored bytes are the raw ones."""
+    """Bytes at rest, without padding. If equal to ``raw_length``, the stored bytes are the raw bytes."""
     checksum: int
     """xxh3-64 of the stored bytes, seeded by ``frame_seed``."""
 
     @property
     def encoded(self) -> bool:
-        """Whether the pack's codec was applied; it is only where it makes the frame shorter."""
+        """Whether the pack's codec was applied. A frame that the codec does not make shorter is stored raw."""
         return self.stored_length != self.raw_length
 
     @property
     def raw_length(self) -> int:
-        """Bytes of all blocks."""
+        """Raw bytes of all blocks."""
         return self.block_count * self.block_bytes
 
 
 def pack_frames(frames: Iterable[Frame]) -> bytes:
-    """Frames as they stand in a table."""
+    """Return frames as encoded in a table."""
     return b"".join([_FRAME.pack(*frame) for frame in frames])
 
 
 def unpack_frames(data: bytes) -> tuple[Frame, ...]:
-    """The frames of whole table entries."""
+    """Decode frames from their table entries."""
     return tuple(map(Frame._make, _FRAME.iter_unpack(data)))
 
 
 def frame_seed(namespace: bytes, keys: bytes) -> int:
-    """The seed that binds a frame's checksum to its (joined) keys and namespace."""
+    """Return the seed that binds a frame's checksum to its joined keys and its namespace."""
     return xxhash.xxh3_64_intdigest(keys, seed=int.from_bytes(namespace[:8], "little"))
 
 
 def align(length: int) -> int:
-    """The next multiple of 4 KiB."""
+    """Return a length rounded up to a multiple of 4 KiB."""
     return -(-length // PAGE_BYTES) * PAGE_BYTES
 
 
 def pack_id(namespace: bytes, keys: PackedKeys, codec: str) -> bytes:
-    """A pack's name: the digest of namespace, ordered keys and codec."""
+    """Return a pack's name: the digest of namespace, ordered keys and codec."""
     digest = blake2b(namespace, digest_size=ID_BYTES)
     digest.update(codec.encode() + b"\0")
     digest.update(keys.key_length.to_bytes(2, "little") + keys.lengths)
@@ -93,9 +94,9 @@ def pack_id(namespace: bytes, keys: PackedKeys, codec: str) -> bytes:
 
 
 def table_lengths(data: Buffer) -> tuple[int, int]:
-    """Raw and payload bytes of the pack whose table is ``data``, as they stand there; 0 where it is too short for one.
+    """Return the raw and payload bytes that a pack's encoded table claims; 0 and 0 if ``data`` is too short.
 
-    Nothing is verified: for lists that are to be quick.
+    Fast, for listings: nothing is verified.
     """
     if len(data) < _HEADER.size:
         return 0, 0
@@ -104,26 +105,26 @@ def table_lengths(data: Buffer) -> tuple[int, int]:
 
 
 class PackTable(msgspec.Struct, frozen=True):
-    """All of a pack but its payload; what a catalogue keeps."""
+    """Everything in a pack except its payload. A catalogue stores one per pack."""
 
     namespace: bytes
     """16 bytes: the digest of the identity."""
     pack_id: bytes
     """16 bytes."""
     codec: str
-    """Text form of the codec that the frames were offered to."""
+    """Text form of the codec that encoded the frames; frames that it did not make shorter are raw."""
     payload_length: int
-    """Bytes of the frames with their padding: where the table begins."""
+    """Bytes of all frames with their padding; also the offset of the table in the pack."""
     raw_length: int
     """Bytes of all blocks before the codec."""
     packed_frames: bytes
-    """Frame rows in their encoded form; ``frames`` decodes them."""
+    """Frames as encoded in the table; ``frames`` decodes them."""
     keys: PackedKeys
     """The keys of all blocks, frame after frame."""
 
     @property
     def frames(self) -> tuple[Frame, ...]:
-        """Frames, decoded by each call."""
+        """Frames, decoded at each access."""
         return unpack_frames(self.packed_frames)
 
     @property
@@ -132,7 +133,7 @@ class PackTable(msgspec.Struct, frozen=True):
         return len(self.packed_frames) // _FRAME.size
 
     def encode(self) -> bytes:
-        """Table and trailer."""
+        """Return table and trailer."""
         codec = self.codec.encode()
         header = _HEADER.pack(
             PACK_VERSION,
@@ -150,9 +151,9 @@ class PackTable(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, data: Buffer) -> PackTable:
-        """Read table and trailer from the end of ``data`` (a whole pack, or its last bytes).
+        """Parse table and trailer at the end of ``data`` (a whole pack, or its last bytes).
 
-        :raises CorruptPackError: naming the field that is wrong.
+        :raises CorruptPackError: they are malformed; the error names the field.
         """
         table = _checked_table(data)
         version, key_length, frame_count, block_count, codec_length, payload, raw, namespace, name = (
@@ -218,7 +219,11 @@ def _check_frames(frames: bytes, payload: int, block_count: int, raw: int, codec
 
 
 def frame_checksum(pieces: Iterable[Buffer], seed: int) -> int:
-    """xxh3-64 of a frame's stored bytes, wherever they lie."""
+    """Return the xxh3-64 checksum of a frame's stored bytes.
+
+    :param pieces: the stored bytes, in order; they need not be contiguous.
+    :param seed: see ``frame_seed``.
+    """
     digest = xxhash.xxh3_64(seed=seed)
     for piece in pieces:
         digest.update(piece)
@@ -226,21 +231,22 @@ def frame_checksum(pieces: Iterable[Buffer], seed: int) -> int:
 
 
 def verify_frame(frame: Frame, stored: Buffer, seed: int) -> None:
-    """Check a frame's stored bytes.
+    """Verify a frame's stored bytes.
 
-    :raises CorruptPackError: where they are not what was written under these keys.
+    :param seed: see ``frame_seed``.
+    :raises CorruptPackError: length or checksum differ from the frame's, or the bytes belong to other keys.
     """
     if len(stored) != frame.stored_length or xxhash.xxh3_64_intdigest(stored, seed=seed) != frame.checksum:
         raise CorruptPackError("frame checksum", f"does not match at offset {frame.offset}")
 
 
 def decode_frame(codec: str, frame: Frame, stored: Buffer, out: memoryview) -> None:
-    """Fill ``out`` with the frame's blocks, side by side.
+    """Decode a frame's blocks into ``out``, one after the other.
 
     :param codec: as in the pack's table.
-    :param stored: verified.
-    :param out: ``frame.raw_length`` bytes.
-    :raises CorruptPackError: where they do not decode to that, or this release does not know the codec; what ``out``
-        holds is then undefined.
+    :param stored: the frame's stored bytes, verified.
+    :param out: buffer of ``frame.raw_length`` bytes.
+    :raises CorruptPackError: the bytes do not decode to that length, or this release does not know the codec. The
+        content of ``out`` is then undefined.
     """
     (stored_codec(codec) if frame.encoded else RawCodec()).decode_into(stored, out)

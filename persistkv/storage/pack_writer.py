@@ -1,4 +1,4 @@
-"""Packs that a commit writes: blocks that are encoded, or a copy of a pack that another store holds."""
+"""Packs that a commit writes: encoded blocks, or a copy of a pack from another store."""
 
 from __future__ import annotations
 
@@ -27,50 +27,50 @@ from persistkv.storage.pack import (
 if TYPE_CHECKING:
     from persistkv.storage.arrays import ByteArray
 
-FRAMES_AHEAD = 4  # frames that are encoded ahead of the one that is written, at most
+FRAMES_AHEAD = 4  # maximum number of frames that are encoded ahead of the one being written
 
 T = TypeVar("T")
 
 
 class BlockSource(Protocol):
-    """Where a pack's blocks come from: rows of the primary tier, or staged copies of them."""
+    """Source of a pack's blocks: rows of the primary tier, or staged copies of rows."""
 
     def gather(self, start: int, stop: int) -> ByteArray:
-        """Blocks ``start`` to ``stop`` side by side, contiguous: a view, or a copy."""
+        """Return blocks ``start`` to ``stop`` as one contiguous array: a view or a copy."""
         ...
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
-        """Views of the same bytes in the same order; never a copy."""
+        """Return views of the same bytes in the same order, without copying."""
         ...
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive blocks of one group that go into a pack."""
+    """Consecutive blocks of one group that a pack will contain."""
 
     group: int
     block_bytes: int
     """Raw bytes of one block."""
     keys: Sequence[bytes]
-    """In the order of the blocks."""
+    """One key per block, in block order."""
     source: BlockSource
-    """Their bytes."""
+    """Source of the blocks' bytes."""
     depth: int = UNKNOWN_DEPTH
-    """Depth of the first block; the others follow it."""
+    """Depth of the first block (see ``Frame.depth``); the other blocks follow it in their request."""
 
     @property
     def raw_length(self) -> int:
-        """Bytes of all blocks."""
+        """Raw bytes of all blocks."""
         return len(self.keys) * self.block_bytes
 
     def frame_bounds(self) -> Iterator[tuple[int, int]]:
-        """First block and end of each frame."""
+        """Iterate over the frames: index of the first block, and the index after the last one."""
         per_frame = max(1, FRAME_BYTES // self.block_bytes)
         for start in range(0, len(self.keys), per_frame):
             yield start, min(start + per_frame, len(self.keys))
 
     def raw(self, start: int, stop: int) -> memoryview:
-        """The bytes of these blocks side by side."""
+        """Return the bytes of blocks ``start`` to ``stop``, contiguous."""
         return self.source.gather(start, stop).data.cast("B")
 
 
@@ -82,14 +82,16 @@ class Ahead(Protocol):
 
 class _StoredFrame(NamedTuple):
     frame: Frame
-    """Its offset is not known yet."""
+    """The frame, without its offset; without its checksum, too, if ``seed`` is set."""
     pieces: Sequence[Buffer]
     seed: int | None = None
-    """Of its checksum, where that is not known yet either."""
+    """Seed of the checksum that is still to be computed; None if ``frame`` has its checksum."""
 
 
 class NewPack(ABC):
-    """A pack that a commit writes. A backend reads its payload from ``stream``, again if the commit is retried."""
+    """A pack that a commit writes. The backend reads its payload from ``stream``, and reads it again if the commit is
+    retried.
+    """
 
     def __init__(self, namespace: bytes, pack_id: bytes, keys: PackedKeys, raw_length: int, *, encodes: bool) -> None:
         self.namespace = namespace
@@ -101,9 +103,9 @@ class NewPack(ABC):
         self.raw_length = raw_length
         """Bytes of all blocks before the codec."""
         self.encodes = encodes
-        """Whether ``stream`` allocates the bytes that it yields; views of existing memory if not."""
+        """Whether ``stream`` allocates the bytes that it yields; if not, it yields views of existing memory."""
         self.written = False
-        """Whether ``stream`` has run to its end: a backend that already holds the pack does not read it."""
+        """Whether ``stream`` has run to its end. It stays False if the backend already holds the pack."""
 
     @property
     @abstractmethod
@@ -113,36 +115,36 @@ class NewPack(ABC):
     @property
     @abstractmethod
     def payload_bound(self) -> int:
-        """Upper bound of the payload's bytes, padding included."""
+        """Upper bound of the payload in bytes, padding included."""
 
     @property
     @abstractmethod
     def table(self) -> PackTable:
         """The pack's table.
 
-        :raises ValueError: it depends on the stream, which has not run to its end.
+        :raises ValueError: the table depends on the stream, and the stream has not run to its end.
         """
 
     @abstractmethod
     def stream(self) -> Iterator[Buffer]:
-        """The payload in order, padding included. Every piece stays valid while it is referenced, so that many can be
-        written with one call.
+        """Iterate over the payload in order, padding included. Each piece stays valid while it is referenced, so one
+        call may write many pieces.
         """
 
     def restart(self) -> None:
-        """Forget a failed attempt: another process may write the pack before the next one."""
+        """Reset after a failed attempt: another process may write the pack before the next attempt."""
         self.settle()
         self.written = False
 
     @abstractmethod
     def settle(self) -> None:
-        """Wait until nothing reads the blocks any more, after a ``stream`` that ended or was abandoned."""
+        """Wait until the blocks are no longer read, after a ``stream`` that ended or was abandoned."""
 
 
 class PackCopy(NewPack):
-    """A pack that exists in another place, with the same bytes and name. It must have been checked.
+    """A copy of a pack from another store, with the same bytes and name. The caller has verified the pack.
 
-    :param payload: all of it, unchanged until the commit is done.
+    :param payload: the whole payload; it must not change until the commit has ended.
     """
 
     def __init__(self, table: PackTable, payload: Buffer) -> None:
@@ -156,7 +158,7 @@ class PackCopy(NewPack):
 
     @property
     def payload_bound(self) -> int:
-        """Exactly the payload's bytes."""
+        """The exact size of the payload in bytes."""
         return self._table.payload_length
 
     @property
@@ -168,14 +170,15 @@ class PackCopy(NewPack):
         self.written = True
 
     def settle(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: ``stream`` starts no work in other threads."""
 
 
 class PackWriter(NewPack):
-    """Encodes segments to a pack, one frame in memory at a time, or a few if they are encoded ahead.
+    """Encodes segments to a pack. Holds one encoded frame in memory, or a few if frames are encoded ahead.
 
-    :param ahead: begins the encoding of frames ahead of the stream; None: each is encoded when the stream reaches it.
-    :raises ValueError: a key occurs twice: ``PackTable.parse`` would reject the pack.
+    :param ahead: starts the encoding of frames ahead of the stream; None: each frame is encoded when the stream reaches
+        it.
+    :raises ValueError: a key occurs twice, so ``PackTable.parse`` would reject the pack.
     """
 
     def __init__(self, namespace: bytes, codec: Codec, segments: Sequence[Segment], ahead: Ahead | None = None) -> None:
@@ -199,7 +202,7 @@ class PackWriter(NewPack):
 
     @property
     def payload_bound(self) -> int:
-        """Reached if the codec makes no frame shorter."""
+        """The payload's bytes if the codec makes no frame shorter."""
         return sum(
             align((stop - start) * segment.block_bytes)
             for segment in self.segments
@@ -208,8 +211,10 @@ class PackWriter(NewPack):
 
     @property
     def table(self) -> PackTable:
-        """Checksums of raw frames are computed at the first call: a backend with threads of its own is already writing
-        the frames by then.
+        """The pack's table. The checksums of raw frames are computed at the first access, so that a backend with its
+        own threads can write the frames at the same time.
+
+        :raises ValueError: the stream has not run to its end.
         """
         self._finish()
         if self._table is None:
@@ -217,7 +222,7 @@ class PackWriter(NewPack):
         return self._table
 
     def stream(self) -> Iterator[Buffer]:
-        """Raw frames are not copied: their pieces are views of the rows."""
+        """Iterate over the payload. Raw frames are not copied: their pieces are views of the rows."""
         self.restart()
         frames: list[Frame] = []
         raw: list[tuple[int, _StoredFrame]] = []
@@ -253,13 +258,13 @@ class PackWriter(NewPack):
 
     def settle(self) -> None:
         while self._begun:
-            with suppress(Exception):  # the stream that would have raised it was abandoned
+            with suppress(Exception):  # of an abandoned stream: no caller needs the error
                 self._begun.popleft()()
         self._finish()
 
     def release(self) -> None:
-        """Drop the blocks, which a reference to this object (an error's traceback) would keep alive. Table, keys and
-        names stay; ``stream`` must not be called again.
+        """Release the blocks, so that a reference to this object (such as an error's traceback) does not keep them
+        alive. Table, keys and names remain available; ``stream`` must not be called again.
         """
         self.settle()
         self.segments = ()

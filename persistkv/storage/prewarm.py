@@ -1,17 +1,20 @@
-"""Contexts that an engine promotes before a request needs them: those asked for, then those used last.
+"""Prewarming: contexts that an engine promotes before a request needs them. Requested contexts are promoted first, then
+the most recently used ones.
 
-Requests to promote a context ("warm it up") are rows in the store, for the engines that have it open.
+A primary tier is memory of its engine, so other processes cannot fill it; they can only send a warm request.
+``persistkv warm`` publishes the request as a row in the store, with the backend methods that publish engine status
+(``SupportsStatus``):
 
-A primary tier lies in its engine's process; whoever wants a context in it can only ask. So ``persistkv warm`` leaves a
-row beside the rows of ``persistkv.storage.status``, over the same two methods of a backend:
+1. ``ask<n>``: one warm request for one context; n is a digest of namespace and request id. Asking again replaces the
+   row and restarts its ttl.
+2. ``warmed<n>by<engine>``: the answer of one engine. Each engine writes a row of its own, so answers do not overwrite
+   each other.
+3. An engine with prewarming enabled reads the requests when it starts, and polls them while it takes steps. It promotes
+   requested contexts before recently used ones and then writes its answer. Answers to an older request for the same
+   context are ignored.
 
-1. ``ask<n>``, n drawn from namespace and request: one context. To ask again replaces the row, and renews it.
-2. ``warmed<n>by<engine>``: that engine's answer. Each engine writes its own, so none is lost to another's.
-3. An engine that pre-warms looks when it starts, and promotes what was asked for before what was used last; then it
-   looks again now and then, as long as it takes steps. It answers. An answer to an older asking is none.
-
-As with a status nothing is promised to be there later: a row that is lost is asked for again. A row counts until its
-``ttl_s`` is over, by the clock of whoever reads it; engines that start in that time warm up too.
+Rows may be lost, as those of status may: ask again in that case. A request is valid until its ``ttl_s`` has passed on
+the reader's clock; engines that start within that time follow it, too.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from persistkv.storage.manifest import RequestManifest
 DEFAULT_TTL_S = 3600.0
 _ASK, _ANSWER, _BY = "ask", "warmed", "by"
 _NAME_BYTES = 16
-_AT_ONCE = 64  # manifests whose keys are read together
+_AT_ONCE = 64  # manifests whose keys are read with one call
 
 logger = logging.getLogger(__name__)
 
@@ -41,45 +44,45 @@ T = TypeVar("T")
 
 
 class WarmRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of ``ask…``. Fields are added, never renamed: engines of several releases share a store."""
+    """A row ``ask<n>``. Fields are added, never renamed: engines of several releases share a store."""
 
     namespace: str
     """The namespace's id, hexadecimal."""
     request: str
-    """The request's whole id: that of its manifest, whose keys ``Backend.manifest_keys`` gives."""
+    """The full manifest id of the context; ``InspectableBackend.manifest_keys`` returns its keys."""
     asked: float
-    """Seconds since the epoch, by the clock of whoever asked."""
+    """Seconds since the epoch, on the clock of the process that asked."""
     ttl_s: float
-    """How long it counts."""
+    """Seconds that the request is valid."""
 
     def counts(self, now: float) -> bool:
-        """Whether it is still to be done."""
+        """Return whether the request is still valid."""
         return now < self.asked + self.ttl_s
 
 
 class WarmAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of ``warmed…``; see ``WarmRequest``."""
+    """A row ``warmed<n>by<engine>``: the answer of one engine to a ``WarmRequest``."""
 
     namespace: str
     request: str
     asked: float
-    """Of the asking that it answers."""
+    """``asked`` of the request that is answered."""
     engine: str
     """As in ``EngineStatus.engine``."""
     time: float
-    """When it was done, by the engine's clock."""
+    """Time of the answer: seconds since the epoch, on the engine's clock."""
     blocks: int
-    """Blocks of the context that the engine was given, to promote them."""
+    """Blocks of the context that were passed to the engine for promotion."""
     missing: int
-    """Blocks of it that it was not: no pack holds them, or they are more than the engine promotes at its start."""
+    """Blocks of the context that were not passed: no pack holds them, or they exceed the engine's prewarming limit."""
 
 
 def request_warm(backend: Backend, namespace: bytes, request: str, ttl_s: float = DEFAULT_TTL_S) -> WarmRequest:
-    """Ask all engines on this store for one context. Rows whose time is over are taken away.
+    """Ask all engines on this store to promote one context; also delete expired requests and their answers.
 
-    :param request: the whole id of a request that the namespace holds.
-    :raises StoreUnavailableError: nobody could see it: the medium shows no rows to others.
-    :raises StoreError: it was not written.
+    :param request: the full id of a request that the namespace holds.
+    :raises StoreUnavailableError: the medium cannot publish rows to other processes.
+    :raises StoreError: the medium failed; the request was not published.
     """
     now = time.time()
     for name, row in _rows(backend, _ASK, WarmRequest):
@@ -91,17 +94,17 @@ def request_warm(backend: Backend, namespace: bytes, request: str, ttl_s: float 
 
 
 def withdraw_warm(backend: Backend, namespace: bytes, request: str) -> None:
-    """Ask no longer; idempotent. What was promoted stays.
+    """Withdraw a warm request and delete its answers; idempotent. Promoted blocks stay in the primary tiers.
 
-    :raises StoreError: it is still asked for.
+    :raises StoreError: the medium failed; the request or some answers may remain.
     """
     _withdraw(backend, _ASK + _name(namespace.hex(), request))
 
 
 def pending_warm(backend: Backend, namespace: bytes, engine: str) -> list[WarmRequest]:
-    """What this engine is to promote, what was asked for first first: one listing of the store's small rows.
+    """Return the valid requests that this engine has not answered, oldest first. Costs one listing of the status rows.
 
-    :param engine: as in ``EngineStatus.engine``; what it has answered is left out.
+    :param engine: as in ``EngineStatus.engine``.
     :raises StoreError: the medium failed.
     """
     now, space = time.time(), namespace.hex()
@@ -116,11 +119,12 @@ def pending_warm(backend: Backend, namespace: bytes, engine: str) -> list[WarmRe
 
 
 def acknowledge_warm(backend: Backend, asked: WarmRequest, engine: str, *, blocks: int, missing: int) -> None:
-    """Say that this engine has taken it up.
+    """Publish this engine's answer to a warm request.
 
     :param engine: letters and digits, as in ``EngineStatus.engine``.
-    :param blocks: see ``WarmAnswer``, as is ``missing``.
-    :raises StoreError: it was not said; ``pending_warm`` names it again.
+    :param blocks: see ``WarmAnswer.blocks``.
+    :param missing: see ``WarmAnswer.missing``.
+    :raises StoreError: the answer was not published; ``pending_warm`` returns the request again.
     """
     answer = WarmAnswer(
         namespace=asked.namespace,
@@ -136,7 +140,7 @@ def acknowledge_warm(backend: Backend, asked: WarmRequest, engine: str, *, block
 
 
 def warm_answers(backend: Backend, asked: WarmRequest) -> list[WarmAnswer]:
-    """What engines said to it, the first one first.
+    """Return the engines' answers to a request, earliest first.
 
     :raises StoreError: the medium failed.
     """
@@ -155,7 +159,7 @@ def _publish(backend: Backend, name: str, row: bytes | None) -> None:
 
 
 def _withdraw(backend: Backend, name: str) -> None:
-    """The row of an asking, and the answers to it."""
+    """Delete the row of a request, then the answers to it."""
     _publish(backend, name, None)
     prefix = f"{_ANSWER}{name.removeprefix(_ASK)}{_BY}"
     for answer in [other for other in statuses(backend) if other.startswith(prefix)]:
@@ -167,7 +171,7 @@ def _rows(backend: Backend, prefix: str, kind: type[T]) -> Iterator[tuple[str, T
 
 
 def _decoded(rows: dict[str, bytes], prefix: str, kind: type[T]) -> Iterator[tuple[str, T]]:
-    """Those that read; what others write there is passed over."""
+    """Iterate over the rows whose name has the prefix; skip rows that cannot be decoded."""
     for name, row in rows.items():
         if name.startswith(prefix):
             try:
@@ -189,13 +193,15 @@ def recent_contexts(
     *,
     only_asked: bool = False,
 ) -> list[list[bytes]]:
-    """Keys of the contexts that were asked for, then of those used last, the last one first, until there are
-    ``max_blocks`` of them.
+    """Return the keys of contexts to prewarm, one list per context, ``max_blocks`` keys at most in all.
 
-    A context's keys stand in its order, group after group, each key in one context only. What is not held is left out.
+    Requested contexts precede recently used ones; these are sorted by last use, most recent first. The keys of a
+    context are in its order, group after group. Keys that are not held are left out, and so are keys of an earlier
+    context in the result.
 
-    :param engine: who answers those who asked; empty: nobody does.
-    :param only_asked: those used last are left out.
+    :param holds: returns whether a key is stored.
+    :param engine: name of the engine that answers the requests; empty: no answers are published.
+    :param only_asked: leave out recently used contexts.
     :raises StoreError: the medium failed.
     """
     asked = pending_warm(backend, namespace, engine)

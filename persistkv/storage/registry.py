@@ -1,4 +1,4 @@
-"""Backends by URL scheme. All are plug-ins, those that come with persistkv too: the core names none of them."""
+"""Backends by URL scheme. All backends are plug-ins, including those shipped with persistkv."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ BACKENDS = Registry[Backend]("persistkv.backends", "url scheme", Backend)
 
 
 def open_backend(url: str, *, read_only: bool = False) -> Backend:
-    """Open the store that a URL names; errors as in ``Registry.get`` and ``Backend.open``."""
+    """Open the store at a URL; raises the errors of ``Registry.get`` and ``Backend.open``."""
     parsed = StoreUrl.parse(url)
     return BACKENDS.get(parsed.scheme).open(parsed, read_only=read_only)
 
 
 def open_inspectable(url: str, *, read_only: bool = False) -> InspectableBackend:
-    """The same for tools, which list what a store holds.
+    """Open the store at a URL for tools, which list its content. Raises the errors of ``open_backend``, too.
 
-    :raises ConfigurationError: the driver of this scheme cannot tell.
+    :raises ConfigurationError: the driver of this scheme cannot list its content.
     """
     backend = open_backend(url, read_only=read_only)
     if not isinstance(backend, InspectableBackend):

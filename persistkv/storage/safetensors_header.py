@@ -1,4 +1,4 @@
-"""The header of a safetensors file: 8 bytes of length, little-endian, then JSON. Nothing in it is trusted."""
+"""Parser for the header of a safetensors file: 8 bytes of length, little-endian, then JSON. The input is untrusted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from persistkv.errors import ConfigurationError
 
-_MAX_HEADER_BYTES = 100_000_000  # the format's own bound
+_MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
 _LENGTH_BYTES = 8
 _MAX_RANK = 64
 _DTYPE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E8M0": 8, "F8_E4M3": 8, "F8_E5M2": 8}
@@ -19,20 +19,21 @@ _DTYPE_BITS |= {"F32": 32, "I32": 32, "U32": 32, "F64": 64, "I64": 64, "U64": 64
 
 
 class TensorSpan(NamedTuple):
-    """One tensor and where its bytes lie."""
+    """One tensor and the position of its bytes in the file."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """First byte, counted from the file's begin."""
+    """File offset of the first byte."""
     stop: int
+    """File offset after the last byte."""
 
 
 def read_header(path: Path, descriptor: int, size: int) -> list[TensorSpan]:
-    """The tensors of an open file of ``size`` bytes, in the order of their bytes, which they cover without holes.
+    """Return the tensors of an open file of ``size`` bytes, sorted by position. They cover the file without gaps.
 
-    :raises ConfigurationError: where it is no safetensors file.
+    :raises ConfigurationError: the file is not a valid safetensors file.
     """
     length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
     if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
@@ -61,7 +62,11 @@ def _span(path: Path, name: str, entry: Any, base: int) -> TensorSpan:
 
 
 def _check_length(path: Path, name: str, dtype: str, shape: list[int], length: int) -> None:
-    """The length of a dtype that this release does not know cannot be told; its bytes are hashed all the same."""
+    """Check that a tensor's length fits its dtype and shape. A dtype unknown to this release is not checked: its bytes
+    are hashed in any case.
+
+    :raises ConfigurationError: the length does not fit.
+    """
     bits = _DTYPE_BITS.get(dtype)
     if bits is not None and prod(shape) * bits != length * 8:
         raise _invalid(path, f"tensor {name!r} of {dtype} {shape} cannot have {length} bytes")

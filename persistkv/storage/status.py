@@ -1,7 +1,6 @@
-"""What an engine shows of a store that it has open: a small row that ``persistkv top`` and exporters read.
+"""Engine status: a small row per engine and open store, which ``persistkv top`` and exporters read.
 
-It is no part of what is stored: nothing is lost with it, nobody waits for it, and a row that does not read is passed
-over.
+Status is best effort: rows may be lost, no call waits for one, and readers skip rows that cannot be decoded.
 """
 
 from __future__ import annotations
@@ -27,52 +26,52 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MISSED = 5  # rows in a row that an engine may be late with before it counts as gone
+_MISSED = 5  # an engine without an update for more than this many intervals counts as stopped
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One row. Fields are added, never renamed: engines of several releases share a store."""
+    """The status row of one engine. Fields are added, never renamed: engines of several releases share a store."""
 
     engine: str
-    """Random, drawn when the store was opened."""
+    """Random name of 32 hexadecimal digits, chosen when the store was opened."""
     host: str
     """The machine's name."""
     pid: int
-    """Of the process that does the I/O."""
+    """Id of the process that does the I/O."""
     namespace: str
     """The namespace's id, hexadecimal."""
     started: float
     """Seconds since the epoch."""
     time: float
-    """When this row was made, by that machine's clock."""
+    """Time of this row: seconds since the epoch, on that machine's clock."""
     interval_s: float
-    """When the next one is due."""
+    """Seconds until the next row is due."""
     counters: StoreCounters
-    """Since ``started``."""
+    """Totals since ``started``."""
     indexed_blocks: int
     """Blocks of the namespace that a lookup finds."""
     staged_bytes: int
-    """Raw bytes of copies that wait to be written, or are."""
+    """Raw bytes of staged copies that are waiting or being written."""
     waiting_jobs: int
-    """Store jobs and ends of requests that were not begun."""
+    """Store jobs and request ends that have not started."""
     writing_jobs: int
     """Store jobs whose rows are in use."""
     loading_jobs: int
-    """Load jobs that wait or are read."""
+    """Load jobs that are queued or being read."""
     breaker: str | None = None
-    """See ``Backend.breaker_state``."""
+    """See ``SupportsCounters.breaker_state``; None if the backend has no counters."""
 
     def encode(self) -> bytes:
-        """The row."""
+        """Return the row."""
         return msgspec.json.encode(self)
 
     def is_live(self, now: float) -> bool:
-        """Whether the engine can be taken to run still."""
+        """Return whether the row is recent enough to assume that the engine is running."""
         return now - self.time <= _MISSED * self.interval_s
 
 
 def read_statuses(backend: Backend) -> list[EngineStatus]:
-    """The rows that read, those of engines that went without a word included, in the order of their start.
+    """Return the readable rows, sorted by start time. Rows of engines that were killed are included.
 
     :raises StoreError: the medium failed.
     """
@@ -86,7 +85,7 @@ def read_statuses(backend: Backend) -> list[EngineStatus]:
 
 
 class StatusPublisher:
-    """Publishes rows as often as the backend asks for them; where that fails, the next one is tried all the same."""
+    """Publishes status rows at the backend's interval. A failure is logged, and the next row is published as usual."""
 
     def __init__(self, store: Store, executor: Executor) -> None:
         self._store = store
@@ -95,13 +94,13 @@ class StatusPublisher:
         self._backend = backend if isinstance(backend, SupportsStatus) else None
         self._interval_s = None if self._backend is None else self._backend.status_interval_s
         self.engine = uuid.uuid4().hex
-        """The name of its rows."""
+        """Name of the engine's row."""
         self._started = time.time()
         self._due = time.monotonic()
         self._failed = False
 
     def tick(self, *, waiting_jobs: int, writing_jobs: int, loading_jobs: int) -> None:
-        """Begin to publish, where it is time and nothing is being written."""
+        """Start publishing a row if one is due and no write is in progress."""
         now = time.monotonic()
         if self._backend is None or self._interval_s is None or now < self._due or self._executor.writing:
             return
@@ -135,7 +134,7 @@ class StatusPublisher:
             self._failed = False
 
     def withdraw(self) -> None:
-        """Take the row away. Nothing may be written meanwhile."""
+        """Delete the row, blocking. No write may be in progress. A failure is logged."""
         if self._backend is None or self._interval_s is None:
             return
         try:

@@ -1,7 +1,7 @@
 """The catalogue of a store: packs, manifests, eviction order, pins, ttl, change log and totals, over ordered rows.
 
-One engine for all drivers. A driver supplies transactions over ``Rows`` and a place for payloads: see
-``CatalogBackend``, and ``RowBackend`` for drivers that keep payloads in rows, too.
+All drivers share this implementation. A driver supplies transactions over ``Rows`` and storage for payloads: see
+``CatalogBackend``, and ``RowBackend`` for drivers that store payloads in rows, too.
 """
 
 from persistkv.storage.catalog.backend import CatalogBackend, RowBackend

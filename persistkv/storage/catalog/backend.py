@@ -1,4 +1,4 @@
-"""A ``Backend`` over ordered rows: a driver adds transactions, payloads and its notion of room."""
+"""A ``Backend`` over ordered rows: a driver adds transactions, payload storage and a check for free room."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.pack import PackTable
 
-_AT_ONCE = 256  # manifests or tables that one transaction reads
-_EXPIRED_AT_ONCE = 128  # packs and manifests that one commit expires: under a millisecond each
+_AT_ONCE = 256  # manifests or tables per read transaction
+_EXPIRED_AT_ONCE = 128  # packs and manifests that one commit expires, at less than 1 ms each
 
 
 class CatalogBackend(InspectableBackend):
-    """What drivers over ordered rows share: all but ``commit``, ``read`` and ``close``."""
+    """Base class of drivers over ordered rows. It lacks ``open``, ``commit``, ``read`` and ``close``."""
 
     @abstractmethod
     def rows(self, *, write: bool = False) -> AbstractContextManager[Rows]:
         """Run a transaction: committed at the end of the block, rolled back if the block raises.
 
-        Read transactions may run in any thread, beside each other and beside a write transaction, and wait for neither:
-        a commit may encode packs in the threads that read.
+        Read transactions may run in any thread, concurrently with each other and with a write transaction, and do not
+        wait for them: a commit may encode packs in the threads that read.
 
         :raises StoreError: the store is closed, the medium failed, or ``write`` on a store that is open read-only.
         """
 
     @abstractmethod
     def disk_bytes(self) -> int:
-        """Return the bytes that the medium gives to the store."""
+        """Return the bytes that the store takes on the medium."""
 
     def namespaces(self) -> Iterator[Namespace]:
         with self.rows() as rows:
@@ -69,7 +69,7 @@ class CatalogBackend(InspectableBackend):
         if not self.capabilities.writable:
             raise StoreUnavailableError(f"the store holds no namespace {name.hex()}, and is open read-only")
         with self.rows(write=True) as rows:
-            if (found := find_namespace(rows, name)) is not None:  # another process was faster
+            if (found := find_namespace(rows, name)) is not None:  # another process has created it meanwhile
                 return found
             created = Namespace(identity, time.time())
             rows.put(NAMESPACES, name, encode_namespace(created))
@@ -134,16 +134,16 @@ class CatalogBackend(InspectableBackend):
 
 
 class RowBackend(CatalogBackend):
-    """A driver whose payloads are rows, too, and whose transactions can use the room that they freed themselves."""
+    """Base class of drivers that store payloads as rows, and whose transactions can reuse the room that they freed."""
 
     capacity: int | None = None
     """Bound of the store in bytes; None: unbounded."""
     ttl_s: float | None = None
-    """Seconds after their last use until packs and requests expire; None: they never do."""
+    """Seconds from their last use until packs and requests expire; None: they never expire."""
 
     @abstractmethod
     def has_room(self, rows: Rows, num_bytes: int) -> bool:
-        """Return whether a write transaction may add so many bytes. Called on a store with a capacity only."""
+        """Return whether a write transaction may add ``num_bytes``. Called only if the store has a capacity."""
 
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
         check_batch(namespace, batch)
@@ -176,7 +176,7 @@ class RowBackend(CatalogBackend):
 
 
 class _Room:
-    """The goal of eviction: room for a batch."""
+    """Goal of eviction: enough room for a batch."""
 
     def __init__(self, backend: RowBackend, rows: Rows, need: int) -> None:
         self._backend = backend
@@ -188,14 +188,14 @@ class _Room:
         return self._backend.has_room(self._rows, self._need)
 
     def helps(self, pack: bytes) -> bool:
-        """See ``Goal``; any pack gives back room."""
+        """See ``Goal``; every pack frees room."""
         return True
 
 
 def check_batch(namespace: bytes, batch: CommitBatch) -> None:
-    """Refuse packs of another namespace.
+    """Check that all packs belong to the namespace.
 
-    :raises StoreError: there is one.
+    :raises StoreError: a pack belongs to another namespace.
     """
     if any(pack.namespace != namespace for pack in batch.packs):
         raise StoreError(f"a pack of another namespace than {namespace.hex()}")

@@ -1,13 +1,14 @@
-"""The store's clock: ages and ttl are measured with it.
+"""The store's clock, which measures ages and ttl.
 
-A machine's wall clock jumps: a wrong RTC at boot, an NTP step, a restored snapshot. So the store has its own clock. It
-starts at the wall clock's time and advances by elapsed time that two clocks confirm:
+A machine's wall clock may jump: a wrong RTC at boot, an NTP step, a restored snapshot. Therefore the store has its own
+clock. It starts at the wall clock's time and advances by elapsed time that two clocks confirm:
 
-1. Since the last recorded reading on the same boot, it advances by the smaller of what the wall clock and the clock
-   since boot (``CLOCK_BOOTTIME``) say. A jump of the wall clock therefore expires nothing, in either direction.
-2. The time between two boots is known to the wall clock alone. It counts only after the wall clock has run steadily for
-   ``CONFIRMATION_S`` on the new boot; until then, expiry treats the machine's downtime as zero.
-3. It never goes backwards.
+1. Since the last recorded reading on the same boot, it advances by the smaller of the times elapsed on the wall clock
+   and on the clock since boot (``CLOCK_BOOTTIME``). A jump of the wall clock therefore expires nothing, in either
+   direction.
+2. The time between two boots is measured by the wall clock alone. It counts only after the wall clock has run steadily
+   for ``CONFIRMATION_S`` on the new boot; until then, expiry treats the machine's downtime as zero.
+3. It never moves backwards.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from persistkv.storage.codec import Buffer
 
 logger = logging.getLogger(__name__)
 
-CONFIRMATION_S = 3600.0  # an hour: NTP corrects a wrong RTC within minutes of a boot
+CONFIRMATION_S = 3600.0  # one hour: NTP corrects a wrong RTC within minutes of a boot
 _TOLERANCE_S = 60.0
-_DRIFT = 0.01  # chrony and adjtime slew the wall clock by up to some percent
+_DRIFT = 0.01  # chrony and adjtime slew the wall clock by up to a few percent
 _LATEST_S = float(1 << 40)  # seconds since the epoch; far beyond any clock
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ROW = struct.Struct("<ddd16sdd")
@@ -37,40 +38,40 @@ class Reading(NamedTuple):
     wall: float
     """Seconds since the epoch."""
     since_boot: float
-    """Seconds, suspended time included."""
+    """Seconds since boot, suspended time included."""
     boot: bytes
     """16 bytes that identify the boot."""
 
     @classmethod
     def now(cls) -> Reading:
-        """Read the clocks."""
+        """Read the machine's clocks."""
         return cls(time.time(), time.clock_gettime(time.CLOCK_BOOTTIME), _boot())
 
 
 class StoreClock(NamedTuple):
-    """A recorded reading of the store's clock; see the top of this file."""
+    """A recorded reading of the store's clock; see the module docstring."""
 
     time: float
     """The store's time, in seconds since the epoch."""
     at: Reading
     """The machine's clocks at that moment."""
     unconfirmed: float = 0.0
-    """Seconds between two boots that do not count yet."""
+    """Seconds between two boots that are not counted yet."""
     unconfirmed_since: float = 0.0
-    """``Reading.since_boot`` when they were first seen."""
+    """``Reading.since_boot`` from which the confirmation of these seconds is timed."""
 
     @classmethod
     def starting(cls, now: Reading) -> StoreClock:
-        """The clock of a new store."""
+        """Return the clock of a new store."""
         return cls(now.wall, now)
 
     @property
     def skew(self) -> float:
-        """Seconds that the wall clock is ahead of the store's clock."""
+        """Seconds by which the wall clock is ahead of the store's clock."""
         return self.at.wall - self.time
 
     def advanced(self, now: Reading) -> StoreClock:
-        """Return the clock at a later moment."""
+        """Return the store's clock at a later reading of the machine's clocks."""
         wall = now.wall - self.at.wall
         if now.boot != self.at.boot or now.since_boot < self.at.since_boot:
             return StoreClock(self.time, now, max(0.0, wall), now.since_boot)
@@ -97,7 +98,7 @@ class StoreClock(NamedTuple):
 
     @classmethod
     def decode(cls, row: Buffer) -> StoreClock | None:
-        """Return the clock of a row; None for a row that holds none."""
+        """Return the clock of a row; None if the row is not valid."""
         if len(row) != _ROW.size:
             return None
         seconds, wall, since_boot, boot, unconfirmed, since = _ROW.unpack(row)
@@ -110,5 +111,5 @@ class StoreClock(NamedTuple):
 def _boot() -> bytes:
     try:
         return bytes.fromhex(_BOOT_ID.read_text().strip().replace("-", ""))[:16]
-    except (OSError, ValueError):  # no /proc: every process counts as a boot of its own
+    except (OSError, ValueError):  # no /proc: a new boot is only detected by a smaller time since boot
         return bytes(16)

@@ -1,13 +1,13 @@
-"""The eviction order: what was used last, and what is evicted next.
+"""Eviction order of packs and manifests.
 
-1. A batch that uses anything is one moment, however many transactions are made for it. A pack is listed at the moment
-   of its last use, a manifest at the moment at which it was written. At the same moment deeper packs come first, packs
-   of unknown depth before all, and manifests last.
-2. A request uses its whole chain at once, so a pack is never listed before those that depend on it.
-3. The time of a use, on the store's clock, is greater than that of every use at an earlier moment: the order by moment
-   is the order by time.
+1. A batch that uses anything is one moment, even if it takes several transactions. A pack is listed at the moment of
+   its last use, a manifest at the moment at which it was written. At the same moment, packs of unknown depth precede
+   all others, deeper packs precede shallower ones, and manifests are last.
+2. A request uses its whole chain at one moment, so a pack is never listed before the packs that depend on it.
+3. The time of a use, on the store's clock, is greater than that of every use at an earlier moment. Therefore the order
+   by moment is also the order by time.
 
-Whoever reads ``ORDER`` passes over what damage has listed twice or wrongly.
+Readers skip entries of ``ORDER`` that are duplicate or wrong because of damage.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from persistkv.storage.catalog.records import MANIFEST, ORDER_KEY, Chain, Use, r
 from persistkv.storage.catalog.rows import CHAINS, ORDER, USES, Rows
 from persistkv.storage.pack import ID_BYTES
 
-_SKEW_S = 1.0  # change of ``StoreClock.skew`` from which on a reading is recorded
+_SKEW_S = 1.0  # seconds: a larger change of ``StoreClock.skew`` is recorded
 _MAX_PINS = (1 << 32) - 1
 
 
 class Candidate(NamedTuple):
-    """Something that may be evicted."""
+    """A pack or manifest that may be evicted."""
 
     name: bytes
     """Namespace and pack id, or namespace and digest of the manifest's id."""
     is_manifest: bool
     time: float
-    """Seconds since the epoch when it was used last."""
+    """Last use on the store's clock: seconds since the epoch."""
 
     @property
     def namespace(self) -> bytes:
-        """16 bytes."""
+        """Id of the namespace, 16 bytes."""
         return self.name[:ID_BYTES]
 
 
@@ -51,7 +51,7 @@ class EvictionOrder:
         self._clock = clock._replace(time=max(clock.time, math.nextafter(before.time, math.inf)))
         self._counts = False
         self._clock_changed = clock.at.boot != before.at.boot or abs(clock.skew - before.skew) > _SKEW_S
-        """Whether the clock must be recorded although the moment does not count."""
+        """Whether the clock must be recorded even if the moment does not count."""
 
     @property
     def time(self) -> float:
@@ -73,39 +73,39 @@ class EvictionOrder:
         return True
 
     def pin(self, name: bytes, count: int) -> None:
-        """Add to a pack's pins; does nothing if it is not held."""
+        """Add ``count``, which may be negative, to a pack's pins; do nothing if the pack is not held."""
         use = self._use(name)
         if use is not None:
             self._unlist(use.order_key(name))
             self._put(name, use._replace(pins=min(max(0, use.pins + count), _MAX_PINS)))
 
     def remove_pack(self, name: bytes) -> None:
-        """Forget a pack."""
+        """Delete a pack's rows of the eviction order."""
         use = self._use(name)
         if use is not None:
             self._unlist(use.order_key(name))
             self._rows.delete(USES, name)
 
     def add_manifest(self, name: bytes, flags: int, packs: tuple[bytes, ...]) -> None:
-        """List a new manifest as used now."""
+        """List a new manifest as written now."""
         self._put_chain(name, Chain(self.moment, self.time, flags, packs))
 
     def chain(self, name: bytes) -> Chain | None:
-        """Return a manifest's packs; None if it is not held."""
+        """Return a manifest's chain; None if it is not held or its row is damaged."""
         return Chain.decode(self._rows.get(CHAINS, name))
 
     def reflag(self, name: bytes, chain: Chain, flags: int) -> None:
-        """Give a manifest other flags."""
+        """Replace a manifest's flags."""
         self._unlist(chain.order_key(name))
         self._put_chain(name, chain._replace(flags=flags))
 
     def remove_manifest(self, name: bytes, chain: Chain) -> None:
-        """Forget a manifest."""
+        """Delete a manifest's rows of the eviction order."""
         self._unlist(chain.order_key(name))
         self._rows.delete(CHAINS, name)
 
     def oldest(self) -> Iterator[Candidate]:
-        """Iterate over what may be evicted, the first to be evicted first. The order may change meanwhile."""
+        """Iterate over the candidates in eviction order. The order may change during the iteration."""
         key = b""
         while (found := self._rows.first(ORDER, key)) is not None:
             if (candidate := self._candidate(found)) is None:
@@ -115,7 +115,7 @@ class EvictionOrder:
             key = found + b"\0"
 
     def count(self) -> None:
-        """Make this transaction a moment: the next one has another. Otherwise both have the same."""
+        """Count this transaction as a moment, so that the next one gets a new moment; otherwise both share one."""
         self._counts = True
 
     def finish(self) -> None:
@@ -124,7 +124,7 @@ class EvictionOrder:
             write_clock(self._rows, self.moment, self._clock)
 
     def _candidate(self, found: bytes) -> Candidate | None:
-        """Return what a key of ``ORDER`` lists; None if it is damaged, or lists nothing."""
+        """Return the candidate that a key of ``ORDER`` lists; None if the key is damaged or out of date."""
         if len(found) != ORDER_KEY.size:
             return None
         _, _, kind, name = ORDER_KEY.unpack(found)

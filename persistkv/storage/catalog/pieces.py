@@ -1,7 +1,6 @@
-"""Payloads as rows of at most 256 KiB, for drivers that store them beside the catalogue.
+"""Payloads as rows of at most 256 KiB, for drivers that store payloads in the same rows as the catalogue.
 
-In LMDB, a value takes pages that lie side by side; larger ones are not found in a file that is full and was written for
-long.
+In LMDB, a value takes contiguous pages. A full, fragmented file has no contiguous room for larger values.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from persistkv.config import PAGE_BYTES
 from persistkv.storage.catalog.rows import PIECES, Rows
 from persistkv.storage.codec import Buffer
 
-PIECE_BYTES = 256 << 10  # 256 KiB: short enough to find room side by side in a store of a few MiB
+PIECE_BYTES = 256 << 10  # 256 KiB: small enough to find contiguous room in a store of a few MiB
 _INDEX = struct.Struct(">I")
 
 
 class RowPayloads:
-    """Payloads of one transaction, stored as rows; see ``Payloads``."""
+    """Payloads of one transaction, stored as rows; implements ``Payloads``."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -30,7 +29,7 @@ class RowPayloads:
         for part in stream:
             rest = memoryview(part)
             while rest:
-                if not filled and len(rest) >= PIECE_BYTES:  # a whole piece is copied by the driver alone
+                if not filled and len(rest) >= PIECE_BYTES:  # the driver gets a whole piece without a copy here
                     piece, rest = rest[:PIECE_BYTES], rest[PIECE_BYTES:]
                 else:
                     count = min(len(rest), PIECE_BYTES - filled)
@@ -45,18 +44,20 @@ class RowPayloads:
             self._rows.put(PIECES, name + _INDEX.pack(index), buffer[:filled])
 
     def delete(self, name: bytes, length: int) -> None:
-        """Delete a payload, whatever its length."""
+        """Delete all pieces of a payload; ``length`` is not used."""
         for key in [bytes(key) for key, _ in self._rows.starting_with(PIECES, name)]:
             self._rows.delete(PIECES, key)
 
 
 def page_bytes(payload_length: int) -> int:
-    """At most what a payload takes in pages: LMDB puts a header before each piece."""
+    """Return an upper bound on the bytes of the pages that a payload takes; LMDB adds a header to each piece."""
     return payload_length + PAGE_BYTES * (2 * (payload_length // PIECE_BYTES) + 2)
 
 
 def read_pieces(rows: Rows, name: bytes, offset: int, buffers: Sequence[memoryview]) -> bool:
-    """Fill ``buffers`` from ``offset`` on; return False if the payload does not reach so far.
+    """Fill ``buffers`` with the payload's bytes from ``offset`` on.
+
+    Return False if the payload is absent or too short; the content of the buffers is then undefined.
 
     :param name: namespace and pack id.
     """

@@ -1,4 +1,4 @@
-"""What can be read from the catalogue in one transaction."""
+"""Queries of the catalogue within one transaction."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def find_namespace(rows: Rows, name: bytes) -> Namespace | None:
 
 
 def find_changes(rows: Rows, namespace: bytes, cursor: bytes | None) -> Changes:
-    """Return what changed since a cursor; see ``Backend.changes``.
+    """Return the changes since a cursor; see ``Backend.changes``.
 
     :raises StoreError: there is no such namespace.
     """
@@ -63,7 +63,7 @@ def find_changes(rows: Rows, namespace: bytes, cursor: bytes | None) -> Changes:
 
 
 def find_tables(rows: Rows, namespace: bytes, pack_ids: Iterable[bytes]) -> list[PackTable]:
-    """Return the tables of packs, in their order, without those that are not held or damaged."""
+    """Return the tables of packs, in the order of the ids, except packs that are not held or damaged."""
     found: list[PackTable] = []
     for pack_id in pack_ids:
         row = rows.get(PACKS, namespace + pack_id)
@@ -73,7 +73,10 @@ def find_tables(rows: Rows, namespace: bytes, pack_ids: Iterable[bytes]) -> list
 
 
 def find_manifests(rows: Rows, namespace: bytes, start: bytes, at_most: int) -> tuple[bytes, list[RequestManifest]]:
-    """Return the heads of some manifests from the key ``start`` on, and the key to go on with; empty at the end."""
+    """Return the key to continue with (empty at the end), and the heads of manifests from the key ``start`` on.
+
+    :param at_most: rows to read; damaged ones are left out of the result.
+    """
     heads: list[RequestManifest] = []
     for number, (key, row) in enumerate(rows.range(MANIFESTS, start)):
         if key[:ID_BYTES] != namespace:
@@ -86,7 +89,7 @@ def find_manifests(rows: Rows, namespace: bytes, start: bytes, at_most: int) -> 
 
 
 def find_manifest_keys(rows: Rows, namespace: bytes, manifest_id: str) -> ManifestKeys | None:
-    """Return the keys of a manifest; None if it is not held, or damaged."""
+    """Return the keys of a manifest; None if it is not held or damaged."""
     row = rows.get(MANIFEST_KEYS, manifest_row(namespace, manifest_id))
     try:
         return None if row is None else decode_manifest_keys(row)
@@ -112,19 +115,22 @@ def find_chain(rows: Rows, namespace: bytes, manifest_id: str) -> list[bytes] | 
 
 
 class UseQueries:
-    """What is known of the use of requests. One for many, because requests share packs."""
+    """Queries for the use of requests. Reuse one object for many requests: it caches data of packs that they share."""
 
     def __init__(self, namespace: bytes) -> None:
         self._namespace = namespace
         self._moments: dict[bytes, list[int]] = {}
 
     def find(self, rows: Rows, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
-        """Return the use of each request; None for one that is not held, or whose last pack is not."""
+        """Return the use of each request; None if the request or its last pack is not held."""
         skew = read_clock(rows)[1].skew
         return [self._find(rows, manifest_row(self._namespace, name), skew) for name in manifest_ids]
 
     def _find(self, rows: Rows, name: bytes, skew: float) -> RequestUse | None:
-        """:param skew: see ``StoreClock.skew``."""
+        """Return the use of the request with the row key ``name``.
+
+        :param skew: see ``StoreClock.skew``.
+        """
         chain = Chain.decode(rows.get(CHAINS, name))
         if chain is None:
             return None
@@ -145,7 +151,7 @@ class UseQueries:
 
 
 def _moved(rows: Rows, namespace: bytes, since: int, until: int) -> tuple[dict[bytes, None], list[bytes]] | None:
-    """Return ids of the packs that were added and removed after ``since``; None if the log does not reach so far."""
+    """Return the ids of the packs that were added and removed after ``since``; None if the log lacks entries."""
     added: dict[bytes, None] = {}
     removed: list[bytes] = []
     for sequence in range(since + 1, until + 1):
@@ -167,6 +173,6 @@ def _moments(rows: Rows, pack: bytes) -> list[int]:
 
 
 def _pack_lengths(rows: Rows, name: bytes) -> tuple[int, int]:
-    """Return raw and payload bytes of a pack."""
+    """Return the raw and payload bytes of a pack; 0 and 0 if it is not held."""
     row = rows.get(PACKS, name)
     return (0, 0) if row is None else table_lengths(row[SEQUENCE.size :])

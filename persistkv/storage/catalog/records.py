@@ -1,4 +1,4 @@
-"""The rows of the catalogue, byte by byte as in docs/format.md."""
+"""Encoding of the catalogue's rows, as specified in docs/format.md."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _USE = struct.Struct("<QdII")
 _CHAIN = struct.Struct("<QdB")
 _CLOCK_ROW = b"clock"
 _MOMENT = struct.Struct("<Q")
-_MOST = 1 << 62  # no counter reaches it; leaves room to count on
+_MOST = 1 << 62  # limit of valid counters; adding to them cannot overflow 64 bits
 
 PINNED, ORDERED = 1, 2
 PACK, MANIFEST = 0, 1
@@ -33,61 +33,67 @@ ORDER_KEY = struct.Struct(">QIB32s")
 
 
 class Use(NamedTuple):
-    """When a pack was used last."""
+    """Last use of a pack."""
 
     moment: int
-    """By the store's counter; see ``order``."""
+    """Moment of the store's counter; see ``order``."""
     time: float
-    """Seconds since the epoch."""
+    """Seconds since the epoch, on the store's clock."""
     depth: int
-    """Blocks before it in its chain; UNKNOWN_DEPTH if it is not known."""
+    """Number of blocks before the pack in its chain; UNKNOWN_DEPTH if it is not known."""
     pins: int
-    """Pinned manifests that name it. If there is one, ``ORDER`` does not list the pack."""
+    """Number of pinned manifests that name the pack. If it is not 0, ``ORDER`` does not list the pack."""
 
     def order_key(self, name: bytes) -> bytes:
-        """:param name: namespace and pack id."""
+        """Return the key of ``ORDER``.
+
+        :param name: namespace and pack id.
+        """
         return ORDER_KEY.pack(self.moment, UNKNOWN_DEPTH - self.depth, PACK, name)
 
     def encode(self) -> bytes:
-        """The row."""
+        """Return the row."""
         return _USE.pack(*self)
 
     @classmethod
     def decode(cls, row: Buffer | None) -> Use | None:
-        """The use of its row; None where it is none."""
+        """Return the use of a row; None if the row is missing or damaged."""
         return cls(*_USE.unpack(row)) if row is not None and len(row) == _USE.size else None
 
 
 class Chain(NamedTuple):
-    """A manifest's packs, and when it was written."""
+    """A manifest's packs, and the moment and time at which it was written."""
 
     moment: int
     time: float
     flags: int
     packs: tuple[bytes, ...]
-    """Ids, those nearest to the begin of the context first."""
+    """Ids of the packs, from the beginning of the context on."""
 
     @property
     def pinned(self) -> bool:
-        """Whether it is kept. ``ORDER`` does not list it then."""
+        """Whether the manifest is pinned. ``ORDER`` does not list it then."""
         return bool(self.flags & PINNED)
 
     @property
     def ordered(self) -> bool:
-        """Whether ``packs`` stand in the order of the context."""
+        """Whether ``packs`` are in the order of the context."""
         return bool(self.flags & ORDERED)
 
     def order_key(self, name: bytes) -> bytes:
-        """:param name: namespace and digest of the manifest's id."""
+        """Return the key of ``ORDER``.
+
+        :param name: namespace and digest of the manifest's id.
+        """
         return ORDER_KEY.pack(self.moment, UNKNOWN_DEPTH, MANIFEST, name)
 
     def encode(self) -> bytes:
-        """The row."""
+        """Return the row."""
         return _CHAIN.pack(self.moment, self.time, self.flags) + b"".join(self.packs)
 
     @classmethod
     def decode(cls, row: Buffer | None) -> Chain | None:
-        """The chain of its row; None where it is none."""
+        """Return the chain of a row; None if the row is missing or damaged."""
         if row is None or len(row) < _CHAIN.size or (len(row) - _CHAIN.size) % ID_BYTES:
             return None
         moment, seconds, flags = _CHAIN.unpack_from(row)
@@ -98,12 +104,12 @@ class Chain(NamedTuple):
 
 @dataclass
 class NamespaceState:
-    """A namespace's position and exact totals: one row, written by each commit that changes one of them."""
+    """A namespace's change count and exact totals: one row, written by each commit that changes one of them."""
 
     generation: bytes
-    """8 random bytes: the cursors of a namespace that was made anew are not those of its predecessor."""
+    """8 random bytes, part of each cursor: a deleted and recreated namespace does not accept cursors from before."""
     sequence: int = 0
-    """Changes so far."""
+    """Number of changes so far."""
     packs: int = 0
     blocks: int = 0
     requests: int = 0
@@ -112,13 +118,13 @@ class NamespaceState:
 
     @property
     def cursor(self) -> bytes:
-        """Where the catalogue stands."""
+        """Current position in the change log."""
         return self.generation + self.sequence.to_bytes(8, "big")
 
     def encode(self) -> bytes:
-        """The row.
+        """Return the row.
 
-        :raises CorruptStoreError: more went than it had counted.
+        :raises CorruptStoreError: a total is negative.
         """
         generation, *counts = astuple(self)
         if min(counts) < 0:
@@ -127,9 +133,9 @@ class NamespaceState:
 
     @classmethod
     def decode(cls, row: Buffer) -> NamespaceState:
-        """The state of its row.
+        """Return the state of a row.
 
-        :raises CorruptStoreError: where it is none.
+        :raises CorruptStoreError: the row is damaged.
         """
         if len(row) != _STATE.size:
             raise CorruptStoreError(f"namespace state: {len(row)} bytes instead of {_STATE.size}")
@@ -139,7 +145,7 @@ class NamespaceState:
         return cls(generation, *counts)
 
     def count(self, table: PackTable, sign: int) -> None:
-        """Take a pack into the totals (1), or out of them (-1)."""
+        """Add a pack to the totals (``sign`` 1), or subtract it (-1)."""
         self.packs += sign
         self.blocks += sign * len(table.keys)
         self.raw_bytes += sign * table.raw_length
@@ -147,24 +153,24 @@ class NamespaceState:
 
 
 def cursor_sequence(state: NamespaceState, cursor: bytes) -> int | None:
-    """The sequence number that a cursor of this namespace stands for; None for any other cursor."""
+    """Return the sequence number in a cursor of this namespace; None if the cursor is not valid for it."""
     sequence = int.from_bytes(cursor[8:], "big")
     known = len(cursor) == 16 and cursor[:8] == state.generation and sequence <= state.sequence
     return sequence if known else None
 
 
 def manifest_row(namespace: bytes, manifest_id: str) -> bytes:
-    """A manifest's key. Keys are short (LMDB: at most 511 bytes), ids may be longer."""
+    """Return a manifest's row key. It contains a digest, because ids may exceed the limit of keys (LMDB: 511 bytes)."""
     return namespace + blake2b(manifest_id.encode(), digest_size=ID_BYTES).digest()
 
 
 def encode_namespace(namespace: Namespace) -> bytes:
-    """The row of ``namespaces``."""
+    """Return the row of ``NAMESPACES``."""
     return _CREATED.pack(namespace.created) + namespace.identity.encode()
 
 
 def decode_namespace(key: Buffer, row: Buffer) -> Namespace | None:
-    """The namespace of a row; None where it is damaged."""
+    """Return the namespace of a row; None if the row is damaged."""
     if len(row) < _CREATED.size:
         return None
     try:
@@ -175,7 +181,7 @@ def decode_namespace(key: Buffer, row: Buffer) -> Namespace | None:
 
 
 def pack_table(key: Buffer, row: Buffer) -> PackTable | None:
-    """The table of a row of ``packs``; None where it is damaged or lies in another's place."""
+    """Return the table of a row of ``PACKS``; None if the row is damaged or belongs to another key."""
     try:
         table = PackTable.parse(row[SEQUENCE.size :])
     except CorruptPackError:
@@ -186,7 +192,7 @@ def pack_table(key: Buffer, row: Buffer) -> PackTable | None:
 def read_clock(rows: Rows) -> tuple[int, StoreClock]:
     """Return the number of the last moment and the clock at that moment; a new store has moment 0.
 
-    :raises CorruptStoreError: the row holds no clock, so the eviction order is unknown.
+    :raises CorruptStoreError: the row is damaged, so the eviction order is unknown.
     """
     row = rows.get(META, _CLOCK_ROW)
     if row is None:
@@ -199,10 +205,13 @@ def read_clock(rows: Rows) -> tuple[int, StoreClock]:
 
 
 def write_clock(rows: Rows, moment: int, clock: StoreClock) -> None:
-    """Record the clock and the last moment."""
+    """Record the last moment and the clock at that moment."""
     rows.put(META, _CLOCK_ROW, _MOMENT.pack(moment) + clock.encode())
 
 
 def manifests_of(rows: Rows, pack: bytes) -> list[bytes]:
-    """Return the keys of the manifests that name a pack, given its own key."""
+    """Return the row keys of the manifests that name a pack.
+
+    :param pack: the pack's row key.
+    """
     return [pack[:ID_BYTES] + bytes(key[2 * ID_BYTES :]) for key, _ in rows.starting_with(LINKS, pack)]

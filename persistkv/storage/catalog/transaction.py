@@ -1,4 +1,4 @@
-"""One write transaction of the catalogue: what a batch changes, and what is evicted."""
+"""Write transaction of the catalogue: applies a batch, evicts and expires."""
 
 from __future__ import annotations
 
@@ -29,50 +29,52 @@ from persistkv.storage.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
 from persistkv.storage.pack_writer import NewPack
 
 LOG_ENTRIES = 4096
-"""Changes of a namespace that the log keeps: a cursor that is older gets the whole catalogue."""
-_ROWS_BYTES = 1 << 10  # 1 KiB: rows of a pack or manifest beside table, head and keys
+"""Changes per namespace that the log keeps. For an older cursor, ``changes`` returns the whole catalogue."""
+_ROWS_BYTES = 1 << 10  # 1 KiB: rows of a pack or manifest, in addition to table, head and keys
 
 
 class Evicted(enum.Enum):
-    """How a search for room ended."""
+    """Result of eviction."""
 
     ENOUGH = "enough"
+    """The goal is met."""
     SOME = "some"
-    """As many as one transaction may take; there are more."""
+    """The limit of one transaction is reached; more may be evicted in another one."""
     ALL = "all"
-    """Nothing is left that may be evicted."""
+    """Nothing else may be evicted, and the goal is not met."""
 
 
 class Payloads(Protocol):
-    """Where the payloads of one transaction are stored. What it does is undone with the transaction."""
+    """Payload storage of one transaction. A rollback of the transaction undoes its writes and deletions."""
 
     def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
-        """Write a pack's payload, or begin to: what the stream gave is read until the transaction ends.
+        """Write a pack's payload, or start writing it: the buffers of the stream may be read until the transaction
+        ends.
 
         :param name: namespace and pack id.
-        :param at_most: bytes that the stream has at most.
-        :raises StoreFullError: there is no room for it.
+        :param at_most: upper bound on the bytes of the stream.
+        :raises StoreFullError: there is no room for the payload.
         """
 
     def delete(self, name: bytes, length: int) -> None:
         """Delete a pack's payload.
 
-        :param length: of the payload in bytes; 0 if it is not known.
+        :param length: bytes of the payload; 0 if it is not known.
         """
 
 
 class Goal(Protocol):
-    """What eviction is to reach."""
+    """Goal of eviction."""
 
     def met(self) -> bool:
         """Return whether enough was evicted."""
 
     def helps(self, pack: bytes) -> bool:
-        """Return whether evicting this pack (by namespace and id) brings the goal nearer."""
+        """Return whether evicting this pack (namespace and pack id) helps to reach the goal."""
 
 
 class CatalogTransaction:
-    """Changes within one write transaction of the driver, which makes them one."""
+    """Changes of the catalogue within one write transaction of the driver, which commits them atomically."""
 
     def __init__(self, rows: Rows, payloads: Payloads, namespace: bytes, keep: Collection[bytes] = ()) -> None:
         """:param keep: names (see ``Candidate``) of packs and manifests that are not evicted.
@@ -82,7 +84,7 @@ class CatalogTransaction:
         self.evicted: list[PackTable] = []
         self._payloads = payloads
         self.grew = False
-        """Whether anything was written that stays."""
+        """Whether a pack or manifest was written."""
         self._rows = rows
         self._namespace = namespace
         self._keep = keep
@@ -93,16 +95,16 @@ class CatalogTransaction:
 
     @property
     def cursor(self) -> bytes:
-        """The position in the namespace's changes."""
+        """Current position in the namespace's change log."""
         return self._state.cursor
 
     def apply(self, batch: CommitBatch) -> None:
-        """Do all that the batch says."""
+        """Apply the whole batch."""
         self.remove(batch)
         self.add(batch)
 
     def remove(self, batch: CommitBatch) -> None:
-        """Do the deletions of a batch, and its touches: what it uses is then the last to be evicted."""
+        """Apply the deletions of a batch, then its touches, so that the packs it uses are evicted last."""
         if batch.packs or batch.manifests or batch.touches:
             self._order.count()
         for pack_id in batch.deletions:
@@ -130,9 +132,9 @@ class CatalogTransaction:
         return [pack for pack in packs if not self._holds(self._namespace + pack.pack_id)]
 
     def evict(self, goal: Goal, at_most: int) -> Evicted:
-        """Evict in order, until the goal is met.
+        """Evict in eviction order until the goal is met.
 
-        :param at_most: packs and manifests to evict.
+        :param at_most: maximum number of candidates to evict.
         """
         if goal.met():
             return Evicted.ENOUGH
@@ -148,9 +150,9 @@ class CatalogTransaction:
         return Evicted.ALL
 
     def expire(self, ttl_s: float, at_most: int) -> None:
-        """Remove what was not used for so many seconds.
+        """Remove packs and manifests that were unused for ``ttl_s`` seconds.
 
-        :param at_most: packs and manifests to remove; the next commits remove the rest.
+        :param at_most: maximum number of candidates to remove; the next commits remove the rest.
         """
         for candidate in self._order.oldest():
             if candidate.time > self._order.time:  # damaged: nothing is used later than now
@@ -162,10 +164,11 @@ class CatalogTransaction:
                 self._remove(candidate)
 
     def drop_manifests_of(self, pack_id: bytes, at_most: int, *, alone: bool = False) -> bool:
-        """Delete some of the manifests that name a pack: the first part of deleting a pack that very many share.
+        """Delete some of the manifests that name a pack: the first step of deleting a pack that many requests share.
 
-        :param alone: keep packs that only these manifests make reachable.
-        :returns: whether more manifests name it.
+        :param at_most: maximum number of manifests to delete.
+        :param alone: keep later packs of these manifests, even if no other manifest names them.
+        :returns: whether more manifests name the pack.
         """
         name = self._namespace + pack_id
         keys = (self._namespace + bytes(key[2 * ID_BYTES :]) for key, _ in self._rows.starting_with(LINKS, name))
@@ -174,7 +177,7 @@ class CatalogTransaction:
         return len(naming) > at_most
 
     def finish(self) -> None:
-        """Write totals and clock, and shorten the log: the last change of a transaction."""
+        """Write totals and clock, and truncate the log. Call this last in a transaction."""
         self._order.finish()
         for name, state in self._states.items():
             if (row := state.encode()) != self._before[name]:
@@ -188,7 +191,7 @@ class CatalogTransaction:
         return row is not None and pack_table(name, row) is not None
 
     def _add(self, pack: NewPack) -> None:
-        """Write a pack, or touch it if it is held. One whose row is damaged is not held: it is written anew."""
+        """Write a pack, or touch it if it is held. A pack with a damaged row is not held and is rewritten."""
         name = self._namespace + pack.pack_id
         if self._holds(name):
             if not self._order.touch(name):  # its use is damaged: without one, it could not be evicted
@@ -210,19 +213,21 @@ class CatalogTransaction:
             self._delete(candidate.name)
 
     def _delete(self, name: bytes, *, alone: bool = False) -> None:
-        """Delete a pack and the manifests that name it; unless ``alone``, also what only these made reachable."""
+        """Delete a pack and the manifests that name it; unless ``alone``, also the later packs of these manifests that
+        no other manifest names.
+        """
         self._drop_all(manifests_of(self._rows, name), name, alone=alone)
         self._delete_pack(name)
 
     def _drop_all(self, manifests: list[bytes], pack: bytes, *, alone: bool) -> None:
-        """Delete manifests that name a pack and, unless ``alone``, the packs behind it that no manifest names now."""
+        """Delete manifests that name a pack; unless ``alone``, also their later packs that no manifest names now."""
         behind: dict[bytes, None] = {}
         for manifest in manifests:
             behind.update(dict.fromkeys(self._drop_manifest(manifest, behind=pack)))
-            self._rows.delete(LINKS, pack + manifest[ID_BYTES:])  # of a manifest whose rows are damaged, too
+            self._rows.delete(LINKS, pack + manifest[ID_BYTES:])  # also if the manifest's rows are damaged
         if alone:
             return
-        for name in behind:  # its manifests are gone, so nothing else goes with it
+        for name in behind:  # only packs that no manifest names: nothing else must be deleted with them
             if name not in self._keep and self._rows.get(PACKS, name) is not None and not self._is_named(name):
                 self._delete_pack(name)
 
@@ -239,7 +244,7 @@ class CatalogTransaction:
         self._payloads.delete(name, 0 if table is None else table.payload_length)
         self._order.remove_pack(name)
         self._log(name, REMOVED)
-        if table is None:  # nobody knows what the damaged row had counted
+        if table is None:  # the damaged row's share of the totals is unknown
             self._recount(name[:ID_BYTES])
         else:
             self.evicted.append(table)
@@ -248,7 +253,7 @@ class CatalogTransaction:
     # Manifests
 
     def _put_manifest(self, write: ManifestWrite) -> None:
-        """Write a manifest, over the one of the same id, whose pin it takes over, and touch its packs."""
+        """Write a manifest and touch its packs. It replaces the manifest with the same id and keeps its pin."""
         self.grew = True
         name = manifest_row(self._namespace, write.manifest.id)
         before = self._order.chain(name)
@@ -270,7 +275,7 @@ class CatalogTransaction:
     def _drop_manifest(self, name: bytes, behind: bytes | None = None) -> list[bytes]:
         """Delete a manifest.
 
-        :returns: names of the packs behind the pack ``behind`` in its chain; none if it is not ordered.
+        :returns: names of the packs after the pack ``behind`` in its chain; empty if the chain is not ordered.
         """
         namespace, digest = name[:ID_BYTES], name[ID_BYTES:]
         if self._rows.delete(MANIFESTS, name):
@@ -344,7 +349,7 @@ def kept_names(namespace: bytes, batch: CommitBatch) -> set[bytes]:
 
 
 def rows_bound(packs: Iterable[NewPack], manifests: Iterable[ManifestWrite]) -> int:
-    """Return the bytes that packs (without payloads) and manifests add to the rows: roughly, and rather too many."""
+    """Return an estimate of the bytes that packs (without payloads) and manifests add to the rows, rather too high."""
     total = 0
     for pack in packs:
         total += 2 * (64 * pack.frame_count + len(pack.keys.data) + len(pack.keys.lengths)) + _ROWS_BYTES

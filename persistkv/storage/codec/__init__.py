@@ -1,7 +1,7 @@
-"""Codecs: lossless transformations of one frame's bytes, each frame on its own.
+"""Codecs: lossless transformations of a frame's bytes. Each frame is encoded independently.
 
-Modules of codecs that need Zstandard and NumPy are imported on first use: commands that decode nothing would spend most
-of their start on importing NumPy.
+The modules of codecs that need Zstandard and NumPy are imported on first use: importing NumPy would take most of the
+startup time of commands that decode nothing.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 __all__ = ["Buffer", "Codec", "PlanesCodec", "RawCodec", "ZstdCodec", "parse_codec", "stored_codec"]
 
 _CLASSES: Mapping[str, str] = MappingProxyType({"raw": "RawCodec", "zstd": "ZstdCodec", "planes": "PlanesCodec"})
-"""Class of each codec, in the module of the codec's name."""
+"""Name of each codec's class. The module has the name of the codec."""
 
 
 def parse_codec(text: str) -> Codec:
-    """The codec of a text such as ``raw``, ``zstd:3`` or ``planes``.
+    """Return the codec for a text such as ``raw``, ``zstd:3`` or ``planes``.
 
-    :raises ConfigurationError: naming the codecs that exist.
+    :raises ConfigurationError: no such codec, or it does not take this argument; the error names the valid values.
     """
     name, _, argument = text.partition(":")
     if name not in _CLASSES:
@@ -38,9 +38,9 @@ def parse_codec(text: str) -> Codec:
 
 
 def stored_codec(text: str) -> Codec:
-    """The codec that a pack's table names.
+    """Return the codec that a pack's table names.
 
-    :raises CorruptPackError: this release does not know it.
+    :raises CorruptPackError: this release does not know the codec.
     """
     try:
         return parse_codec(text)

@@ -10,32 +10,34 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Codec(ABC):
-    """A frozen value with validated parameters, safe in threads; every pack names the text form of its codec."""
+    """Immutable, thread-safe codec with validated parameters. Every pack contains the text form of its codec."""
 
     name: ClassVar[str]
     identity: ClassVar[bool] = False
-    """Whether the stored form is the raw one: ``encode`` need not be called then, nor the bytes be gathered for it."""
+    """Whether encoded bytes equal the raw bytes; callers then skip ``encode`` and need not gather the bytes."""
 
     @classmethod
     @abstractmethod
     def parse(cls, argument: str) -> Codec:
-        """The codec with the argument that follows its name in a text, empty if there is none.
+        """Return the codec with the argument that follows its name in a text; empty if there is no argument.
 
-        :raises ConfigurationError: it takes no such argument.
+        :raises ConfigurationError: the codec does not take this argument.
         """
 
     @abstractmethod
     def __str__(self) -> str:
-        """The text form: ``parse_codec`` makes an equal codec of it."""
+        """Return the text form, from which ``parse_codec`` makes an equal codec."""
 
     @abstractmethod
     def encode(self, raw: Buffer) -> Buffer:
-        """The stored form. It may be longer than ``raw``; the pack then keeps ``raw`` itself."""
+        """Return the encoded bytes. If they are not shorter than ``raw``, the pack stores ``raw`` instead."""
 
     @abstractmethod
     def decode_into(self, stored: Buffer, out: memoryview) -> None:
-        """Fill ``out`` exactly.
+        """Decode stored bytes and fill ``out`` exactly.
 
-        :raises CorruptPackError: where the stored form does not decode to exactly ``len(out)`` bytes; what ``out``
-            holds is then undefined. Never allocates by a length that the stored form claims.
+        Memory use depends on ``len(out)``, never on a length that the stored bytes claim.
+
+        :raises CorruptPackError: the stored bytes do not decode to exactly ``len(out)`` bytes. The content of ``out``
+            is then undefined.
         """

@@ -1,12 +1,12 @@
-"""Values of a fixed width, split into planes of bytes.
+"""Codec for floating-point values of a fixed width, split into planes of bytes.
 
-The bytes of a value that hold its sign and exponent repeat, those of its mantissa are noise. So the
-highest byte of each value is compressed with Huffman codes alone (no search for matches, which there are not), and the
-other bytes are kept as they are. Lossless for any bytes; they only shrink where they are such values.
+The highest byte of a value, with its sign and exponent, is compressible; the bytes of the mantissa are noise. Therefore
+the highest bytes of all values are compressed with Huffman codes only (there are no matches to search for), and the
+other bytes are stored unchanged. The codec is lossless for any bytes, but makes only such values smaller.
 
-The stored form of ``n`` values of ``w`` bytes and ``t`` bytes behind them (fewer than ``w``): ``w - 1`` planes of ``n``
-bytes, the lowest byte of each value first; the ``t`` bytes; one Zstandard frame of the ``n`` highest bytes. Where ``n``
-is 0, the ``t`` bytes alone.
+Stored form of ``n`` values of ``w`` bytes, followed by ``t`` bytes (``t`` < ``w``): ``w - 1`` planes of ``n`` bytes,
+beginning with the lowest byte of each value; the ``t`` bytes; one Zstandard frame with the ``n`` highest bytes. If
+``n`` is 0, the stored form is the ``t`` bytes alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from persistkv.storage.codec.zstd import decompress_into
 _WIDTHS = (2, 4)
 _EXPECTED = "the bytes of one value: 2 or 4"
 
-# Matches of at least 7 bytes, in tables of 64 entries: next to none are found, and little time goes into looking.
+# Matches of at least 7 bytes, in tables of 64 entries: almost none are found, and the search takes little time.
 _HUFFMAN_ONLY = zstandard.ZstdCompressionParameters(
     window_log=17,
     hash_log=6,
@@ -38,7 +38,7 @@ _HUFFMAN_ONLY = zstandard.ZstdCompressionParameters(
 
 @dataclass(frozen=True)
 class PlanesCodec(Codec):
-    """See the top of this file."""
+    """Compresses the highest byte of each value; see the module docstring."""
 
     name: ClassVar[str] = "planes"
     width: int = 2
@@ -50,9 +50,9 @@ class PlanesCodec(Codec):
 
     @classmethod
     def parse(cls, argument: str) -> PlanesCodec:
-        """The width, or nothing for the default.
+        """Return the codec for a width; for the default width if the argument is empty.
 
-        :raises ConfigurationError: where it is no such number.
+        :raises ConfigurationError: the width is not 2 or 4.
         """
         if not argument:
             return cls()
@@ -67,7 +67,7 @@ class PlanesCodec(Codec):
         count = len(raw) // self.width
         if not count:
             return raw
-        # Shifts and casts of whole values, because numpy copies single bytes with a stride at a fifth of their speed.
+        # Shifts and casts of whole values: NumPy's strided copies of single bytes reach a fifth of that speed.
         values = np.frombuffer(raw, dtype=f"<u{self.width}", count=count)
         high = np.empty(count, dtype=np.uint8)
         np.right_shift(values, 8 * (self.width - 1), out=high, casting="unsafe")
@@ -92,7 +92,9 @@ class PlanesCodec(Codec):
             self._merge(source, source[kept:], out, count)
 
     def _merge(self, planes: memoryview, compressed: memoryview, out: memoryview, count: int) -> None:
-        """The highest bytes go to the lowest place and are shifted up as the others come in below them."""
+        """Start with the highest byte of each value; then, plane by plane, shift the values and insert the next
+        byte.
+        """
         values = np.frombuffer(out, dtype=f"<u{self.width}", count=count)
         high = np.empty(count, dtype=np.uint8)
         decompress_into(compressed, high.data)

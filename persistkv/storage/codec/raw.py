@@ -1,4 +1,4 @@
-"""No transformation."""
+"""Codec without transformation."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from persistkv.storage.codec.base import Buffer, Codec
 
 @dataclass(frozen=True)
 class RawCodec(Codec):
-    """Bytes as they are."""
+    """Stores bytes unchanged."""
 
     name: ClassVar[str] = "raw"
     identity: ClassVar[bool] = True
 
     @classmethod
     def parse(cls, argument: str) -> RawCodec:
-        """Takes no argument.
+        """Return the codec; it takes no argument.
 
-        :raises ConfigurationError: where there is one.
+        :raises ConfigurationError: the argument is not empty.
         """
         if argument:
             raise ConfigurationError("codec", f"raw:{argument}", "raw, without an argument")

@@ -1,4 +1,4 @@
-"""General compression."""
+"""Codec for general compression with Zstandard."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from persistkv.errors import ConfigurationError, CorruptPackError
 from persistkv.storage.codec.base import Buffer, Codec
 
 _LEVELS = "1 to 19"
-_SMALLEST_WINDOW = 1 << 10  # 1 KiB: no Zstandard frame has a smaller one
+_SMALLEST_WINDOW = 1 << 10  # 1 KiB: the minimum of the Zstandard format
 
 
 @dataclass(frozen=True)
 class ZstdCodec(Codec):
-    """Zstandard, one frame of its own format per frame of ours."""
+    """Zstandard: one Zstandard frame per frame of a pack."""
 
     name: ClassVar[str] = "zstd"
     level: int = 1
-    """1 (fast) to 19 (small); 1 because KV bytes gain little beyond it."""
+    """1 (fast) to 19 (small). The default is 1, because higher levels make KV bytes little smaller."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.level <= 19:
@@ -28,9 +28,9 @@ class ZstdCodec(Codec):
 
     @classmethod
     def parse(cls, argument: str) -> ZstdCodec:
-        """The level, or nothing for the default.
+        """Return the codec for a level; for the default level if the argument is empty.
 
-        :raises ConfigurationError: where it is no such number.
+        :raises ConfigurationError: the level is not a number from 1 to 19.
         """
         if not argument:
             return cls()
@@ -49,9 +49,9 @@ class ZstdCodec(Codec):
 
 
 def decompress_into(stored: Buffer, out: memoryview) -> None:
-    """Fill ``out`` from one Zstandard frame, which says its length. Also what other codecs compress a part with.
+    """Decode one Zstandard frame, whose header must contain the length, into ``out``. Other codecs use it, too.
 
-    :raises CorruptPackError: where it does not decode to exactly ``len(out)`` bytes, or something else follows it.
+    :raises CorruptPackError: the frame does not decode to exactly ``len(out)`` bytes, or other data follows it.
     """
     try:
         claimed = zstandard.get_frame_parameters(stored).content_size
@@ -63,7 +63,7 @@ def decompress_into(stored: Buffer, out: memoryview) -> None:
 
 
 def _fill(stored: Buffer, out: memoryview) -> None:
-    # A window beyond the content is only claimed, and would be allocated.
+    # A frame may claim a window larger than its content, which would be allocated: limit it.
     window = max(_SMALLEST_WINDOW, 1 << (len(out) - 1).bit_length())
     decompressor = zstandard.ZstdDecompressor(max_window_size=window)
     filled = 0

@@ -211,7 +211,7 @@ class _Batch:
         return piece[count:]
 
     def close(self) -> memoryview:
-        """List the bytes copied since the last aligned buffer; return the partial page at the end, which is not."""
+        """List the bytes copied since the last aligned buffer, except a partial page at the end, which is returned."""
         end = self._filled - self._filled % PAGE_BYTES
         if self._begun < end:
             self.buffers.append(self._memory[self._begun : end])

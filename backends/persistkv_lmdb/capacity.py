@@ -32,9 +32,7 @@ _CATALOGUE_SHARE, _SMALL_SHARE, _SMALL = 256, 32, 8 << 20
 _YOUNG, _MOST_YOUNG, _MOST = 8, 32, 4
 """While payloads fill less than 1/8 of a store, their ratio to the catalogue says little about a full store: at most
 1/32 of the store is reserved for the catalogue. Later it is at most 1/4."""
-_CATALOGUE_AHEAD = (
-    2 << 20
-)  # 2 MiB: pages that a commit rewrites, plus those that the two before it freed, not reusable yet
+_CATALOGUE_AHEAD = 2 << 20  # 2 MiB: pages that a commit rewrites, and those of the last two, not reusable yet
 _MIN_CATALOGUE = 1 << 20  # 1 MiB: twice the pages of a few transactions
 _MAX_AHEAD = 256 << 20  # 256 MiB: a commit of 128 MiB, plus the previous one, whose pages are not reusable yet
 _NO_LIMIT = 1 << 62

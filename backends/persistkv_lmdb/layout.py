@@ -264,7 +264,7 @@ def meta_bytes(directory: Path) -> int:
 
 
 def disown(directory: Path, number: int, page_bytes: int) -> None:
-    """Change the meta page of transaction ``number`` so that it counts as older than that of the transaction before it.
+    """Overwrite the meta page of transaction ``number`` with that of the transaction before it, numbered as older.
 
     The caller holds LMDB's write lock.
 

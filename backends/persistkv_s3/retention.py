@@ -58,9 +58,7 @@ class Retention:
         self._leases = f"{prefix}leases/"
         self._grace_s = grace_s
         self._period_s = period_s
-        self._period = int(
-            time.time() / period_s
-        )  # the first round is the next period's, so that opening is not delayed
+        self._period = int(time.time() / period_s)  # first round in the next period: opening is not delayed
 
     def is_due(self) -> bool:
         """Return whether a period has started whose lease this handle has not tried to take."""

@@ -56,7 +56,7 @@ from persistkv_lmdb.segments.allocator import Allocator, Extent, decode_extents
 logger = logging.getLogger(__name__)
 
 _LEAST_CPU_S = 60
-_BYTES_A_SECOND = 50_000_000  # of processor time: the check is far faster and needs a few seconds for 1 GiB
+_BYTES_A_SECOND = 50_000_000  # of processor time: far below the speed of the check, which reads part of each MiB
 _PATIENCE = 20  # wall clock time as a multiple of the processor time: a slow disk is no damage
 _PROGRAM = (
     "import sys; sys.path[:] = {path!r}; from persistkv_lmdb.recovery.fsck import main; main({directory!r}, {parent})"

@@ -268,7 +268,7 @@ class Guard:
 
 
 class WriterLock:
-    """Lock that writers take before LMDB's own, whose wait is unbounded. Thread-safe, and reentrant within a thread.
+    """Lock that writers take before LMDB's own, which has no timeout. Thread-safe, and reentrant within a thread.
 
     1. Its holder waits for LMDB's write lock for a short time only, because no other persistkv process contends.
     2. It is a flock: the kernel drops it when the process exits. A stopped process keeps it.

@@ -93,6 +93,7 @@ class Payloads:
 
     def shrink(self, limit: int) -> None:
         """Release free pages at the ends of segments until all segments together have ``limit`` bytes, if possible.
+
         A later transaction truncates the files, because this one may be aborted.
         """
         excess = self.allocator.total - limit // PAGE_BYTES
@@ -127,10 +128,10 @@ class Payloads:
             wanted -= count
 
     def _step(self, most: int, pages: int) -> int:
-        """Return the pages of a growth step: few in a store that holds little, so that its files stay small.
+        """Return the pages of a growth step: few in a store with little content, to keep its files small.
 
-        For a large pack, the step is at least four times its size: the next packs are likely to be large, too, and a
-        commit that grows a file takes half a millisecond longer, regardless of the step.
+        A large pack raises the step to four times its size, within the bounds: the next packs are likely to be large,
+        too, and a commit that grows a file takes half a millisecond longer, regardless of the step.
         """
         least, largest = (number // PAGE_BYTES for number in _STEP_BYTES)
         ahead = 4 * pages if pages * PAGE_BYTES >= _LARGE_BYTES else 0

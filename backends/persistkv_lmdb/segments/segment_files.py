@@ -112,6 +112,7 @@ class SegmentFiles:
 
     def fit(self, segments: Mapping[int, int]) -> None:
         """Truncate files longer than LMDB records, and extend lost or shorter ones, whose packs fail verification.
+
         :param segments: pages of each segment; files of other segments are emptied.
         :raises StoreFullError: the disk has no space for a lost file.
         """
@@ -167,9 +168,7 @@ class SegmentFiles:
         """
         wait(self._writes)
         try:
-            while (
-                self._writes
-            ):  # popped first: the traceback of an error references this frame, and would keep the buffers
+            while self._writes:  # a failed future that is kept would keep its buffers, through its traceback
                 self._writes.pop(0).result()
         finally:
             self._writes.clear()

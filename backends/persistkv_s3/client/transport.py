@@ -250,6 +250,7 @@ class Transport(ABC):
         """Download bytes ``start`` to ``stop`` into the sink.
 
         With ``start`` None: the last ``stop`` bytes. With both None: the whole object.
+
         After a failure, the bytes of the sink up to its position are valid.
 
         :raises ObjectMissingError: there is no such object, or it is shorter.

@@ -5,7 +5,7 @@
    therefore shows each entry: in an index object, or in the segments of the newest root.
 3. If a root covers something that this follower never merged, because it was deleted between two listings, everything
    is loaded again.
-4. Listings are spaced by ``refresh_s``, with jitter; in between, the state answers calls.
+4. Listings are spaced by ``refresh_s``, with jitter; in between, calls are answered from the state.
 5. If an index object that was merged is missing and no newer root covers it, the log was deleted, or the bucket was
    created again: the present content is loaded (``emptied``).
 6. The local cache (``cache``) saves fetching the segments that it holds. Nothing is written or deleted because of the

@@ -38,8 +38,8 @@ T = TypeVar("T")
 
 
 class Stamp(NamedTuple):
-    """Time stamp of a change. Of two changes of the same thing the greater stamp wins, in whichever order they are
-    merged."""
+    """Logical time of a change. Of two changes to the same pack, manifest or pin, the one with the greater stamp wins,
+    in whichever order they are merged."""
 
     moment: int
     """Greater by one than any moment that the writer had merged."""

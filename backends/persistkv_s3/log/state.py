@@ -1,6 +1,6 @@
 """State of a namespace: the merged entries of all writers.
 
-1. Merging is idempotent and commutative: of two entries about the same thing the one with the greater stamp wins, so
+1. Merging is idempotent and commutative: of two entries about one object the one with the greater stamp wins, so
    handles that merged the same entries have the same state.
 2. A pack is held if the newest entry about it adds it, and its table is valid.
 3. Changes are numbered in the order of merging. A cursor is such a number and a digest of the packs, which shows

@@ -1,4 +1,4 @@
-"""The LMDB driver: ``lmdb:///path?capacity=100GiB``. Options, promises and limits are in README.md beside this file."""
+"""The LMDB driver: ``lmdb:///path?capacity=100GiB``. README.md in this folder has options, guarantees and limits."""
 
 from persistkv_lmdb.backend import LmdbBackend
 from persistkv_lmdb.options import LmdbOptions

@@ -1,10 +1,10 @@
-"""The LMDB driver. LMDB is the source of truth: beside it there are only files of payloads, which it says the use of.
+"""The LMDB driver. LMDB is the source of truth; the other files hold payloads, whose use LMDB records.
 
-1. One write transaction, synced, does all of a batch: packs, manifests, order of eviction, log of changes, totals; and
-   evicts, so that the next one finds room. Only where a batch finds none, others before it evict for it.
-2. A read takes one transaction, and fills the caller's buffers from files or mapped pages. No snapshot outlives a call:
-   a reader that stays keeps pages and extents from being used again.
-3. What mapped pages hold is copied before their transaction ends.
+1. One synced write transaction applies a batch: packs, manifests, eviction order, change log, totals. It also evicts,
+   so that the next batch fits. Only if a batch does not fit, separate transactions before it evict.
+2. A read uses one transaction, and fills the caller's buffers from files or mapped pages. No snapshot outlives a call:
+   a long-lived reader prevents the reuse of pages and extents.
+3. Content of mapped pages is copied before their transaction ends.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _PLACES_AT_ONCE = 4096
 
 
 class LmdbBackend(CatalogBackend):
-    """One handle on a store, used from one thread. Handles of one process on one store share its environment."""
+    """Handle on a store, used from one thread. Handles of one process on the same store share its environment."""
 
     capabilities = Capabilities(placements=tuple(placement.value for placement in Placement))
     status_interval_s: float | None = 2.0
@@ -96,7 +96,7 @@ class LmdbBackend(CatalogBackend):
 
     def open_namespace(self, identity: Identity) -> Namespace:
         namespace = super().open_namespace(identity)
-        self.environment.files.prepare()  # for an engine: commands open no namespace
+        self.environment.files.prepare()  # only engines open namespaces; commands do not need it
         return namespace
 
     @contextmanager
@@ -196,7 +196,7 @@ class LmdbBackend(CatalogBackend):
         return Compactor(self.environment).run()
 
     def find_faults(self) -> list[str]:
-        """Compare extents with files, rows with each other and totals with a recount; a line for each fault."""
+        """Compare extents with files, rows with each other and totals with a recount; return one line per fault."""
         environment = self.environment
         with environment.transaction() as transaction:
             return find_faults(transaction, environment.files.lengths())

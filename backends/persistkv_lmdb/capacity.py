@@ -1,11 +1,11 @@
-"""The capacity, shared between the catalogue (``data.mdb``) and the segments.
+"""The capacity of a store, divided between the catalogue (``data.mdb``) and the segment files.
 
-1. ``data.mdb`` is bounded by its memory map, whose size follows from what LMDB records; a write transaction begins only
-   when the map has that size. Segments grow within what the map leaves of the capacity.
-2. Beside extents, the catalogue's bound is what was recorded, at least a share of the capacity; it is raised, in a
-   transaction of its own, where the segments leave room. Where payloads lie inline, it is all that the segments leave,
-   and these grow no more.
-3. ``Room`` is what a write transaction may use of both.
+1. The memory map bounds ``data.mdb``. The size of the map is computed from values that LMDB records, and a write
+   transaction begins only when the map has that size. Segments may use the part of the capacity that the map does not.
+2. With placement ``extents``, the bound of the catalogue is the recorded one, at least a fixed share of the capacity. A
+   separate transaction raises it if the segments leave enough of the capacity. With placement ``inline``, the catalogue
+   may use everything except the present segments, which no longer grow.
+3. ``Room`` is the part of both that a write transaction may use.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from persistkv_lmdb.segments.payloads import Payloads
 if TYPE_CHECKING:
     from persistkv_lmdb.environment.environment import Environment
 
-LOCK_FILE_BYTES = 64 << 10  # 64 KiB: lock.mdb for 512 readers and guard, with room
+LOCK_FILE_BYTES = 64 << 10  # 64 KiB: upper bound for lock.mdb (512 readers) and the guard file
 _CATALOGUE_SHARE, _SMALL_SHARE, _SMALL = 256, 32, 8 << 20
-"""At first ``data.mdb`` gets 1/256 of the capacity, in a small store 1/32, up to 8 MiB."""
+"""Initial share of ``data.mdb``: 1/256 of the capacity. In a small store: 1/32, at most 8 MiB."""
 _YOUNG, _MOST_YOUNG, _MOST = 8, 32, 4
-"""While payloads are less than 1/8 of a store, they do not tell how much catalogue goes with them: 1/32 is left for it
-then at most; 1/4 later."""
-_CATALOGUE_AHEAD = 2 << 20  # 2 MiB: pages that a commit writes anew, and those of the two before it, not free yet
-_MIN_CATALOGUE = 1 << 20  # 1 MiB: twice what the pages of a few transactions take
-_MAX_AHEAD = 256 << 20  # 256 MiB: a commit of 128 MiB, and the one before it, whose pages are not free yet
+"""While payloads fill less than 1/8 of a store, their ratio to the catalogue says little about a full store: at most
+1/32 of the store is reserved for the catalogue. Later it is at most 1/4."""
+_CATALOGUE_AHEAD = 2 << 20  # 2 MiB: pages that a commit rewrites, and those of the last two, not reusable yet
+_MIN_CATALOGUE = 1 << 20  # 1 MiB: twice the pages of a few transactions
+_MAX_AHEAD = 256 << 20  # 256 MiB: a commit of 128 MiB, plus the previous one, whose pages are not reusable yet
 _NO_LIMIT = 1 << 62
 
 
 class Shares(NamedTuple):
-    """Everything that the bound of ``data.mdb`` depends on."""
+    """All values that determine the bound of ``data.mdb``."""
 
     capacity: int
     """Bytes of the whole store."""
     placement: Placement
     recorded: int
-    """Bytes that ``data.mdb`` may have beside extents, where that is more than its share of the capacity."""
+    """Recorded bound of ``data.mdb`` in bytes (placement ``extents``); used if it exceeds the share of the capacity."""
     segments: int
-    """Bytes of all segments; 0 where the bound does not depend on them."""
+    """Bytes of all segments; 0 if the bound does not depend on them."""
 
     @property
     def catalogue_bytes(self) -> int:
@@ -61,7 +61,7 @@ class Shares(NamedTuple):
 
 
 def read_shares(transaction: Transaction) -> Shares:
-    """As recorded."""
+    """Return the recorded values."""
     capacity, placement = read_capacity(transaction), read_placement(transaction)
     if placement is Placement.INLINE:
         return Shares(capacity, placement, 0, recorded_bytes(transaction))
@@ -69,15 +69,15 @@ def read_shares(transaction: Transaction) -> Shares:
 
 
 def _catalogue_share(capacity: int) -> int:
-    """What ``data.mdb`` and ``lock.mdb`` may take beside extents at first: at least 1 MiB, or 3/4 of less."""
+    """Return the initial bytes of ``data.mdb`` plus ``lock.mdb``: at least 1 MiB, or 3/4 of a smaller capacity."""
     small = max(min(capacity // _SMALL_SHARE, _SMALL), min(_MIN_CATALOGUE, capacity // 4 * 3))
     return max(capacity // _CATALOGUE_SHARE, small)
 
 
 def wanted_catalogue_bytes(transaction: Transaction, whole: int) -> int:
-    """What ``data.mdb`` will want in a store of ``whole`` bytes that is full of what it holds now.
+    """Return the bytes that ``data.mdb`` needs once a store of ``whole`` bytes is full of content like the present one.
 
-    Half as much again, because requests that share what is stored go on to come when nothing else grows any more.
+    Half is added, because requests that share stored blocks keep adding rows when no file can grow any more.
     """
     catalogue, payload = used_bytes(transaction), recorded_used_bytes(transaction)
     wanted = whole * catalogue // (catalogue + payload) * 3 // 2 + _CATALOGUE_AHEAD
@@ -86,26 +86,26 @@ def wanted_catalogue_bytes(transaction: Transaction, whole: int) -> int:
 
 
 class Amount(NamedTuple):
-    """Bytes in both places."""
+    """Bytes in the catalogue and in the segments."""
 
     catalogue: int
-    """Pages of ``data.mdb``, payloads that lie inline included."""
+    """Pages of ``data.mdb``, including inline payloads."""
     payload: int
     """Pages of the segments."""
 
     def within(self, limit: Amount) -> bool:
-        """Whether it is no more in either place."""
+        """Return whether neither part exceeds ``limit``."""
         return self.catalogue <= limit.catalogue and self.payload <= limit.payload
 
     def plus(self, other: Amount) -> Amount:
-        """The sum."""
+        """Return the sum."""
         return Amount(self.catalogue + other.catalogue, self.payload + other.payload)
 
 
 class Room:
-    """What there is and what is used, within one write transaction.
+    """Limits and usage of a store within one write transaction.
 
-    :param as_it_is: as if no file could grow.
+    :param as_it_is: calculate as if no file could grow.
     """
 
     def __init__(
@@ -119,17 +119,17 @@ class Room:
         self.limit = Amount(
             environment.limit_bytes(as_it_is=as_it_is), _NO_LIMIT if self._placement is Placement.INLINE else segments
         )
-        """What ``used`` may be after a commit that adds something."""
+        """Upper bound on ``used`` after a commit that adds content."""
         self._growth = max(0, segments - payloads.allocator.total * PAGE_BYTES)
 
     def used(self) -> Amount:
-        """What holds something. What was freed and is not free yet is left out: to evict more would not free it."""
+        """Return the pages in use. Freed pages that are not reusable yet do not count: evicting more would not help."""
         return Amount(used_bytes(self._transaction), self._payloads.allocator.used * PAGE_BYTES)
 
     def need(self, packs: list[NewPack], batch: CommitBatch) -> Amount:
-        """What a batch adds, roughly and rather too much; the share for deletions takes the rest.
+        """Return an upper estimate of the bytes that a batch adds; the reserve for deletions covers the remainder.
 
-        :param packs: those that would be written.
+        :param packs: packs of the batch that would be written.
         """
         payload = sum(pack.payload_bound for pack in packs)
         rows = rows_bound(packs, batch.manifests)
@@ -138,9 +138,9 @@ class Room:
         return Amount(rows, payload)
 
     def check(self, need: Amount) -> None:
-        """Refuse what does not fit into what is free, or will be once a file has grown.
+        """Check that ``need`` fits into the free space, including the space by which a file may still grow.
 
-        :raises StoreFullError: naming the capacity.
+        :raises StoreFullError: it does not fit; the message names the capacity.
         """
         if not any(need):
             return
@@ -150,7 +150,7 @@ class Room:
             raise self.full(need)
 
     def widen(self, need: Amount) -> None:
-        """Raise the catalogue's limit, where it lacks something and the segments leave it."""
+        """Raise the catalogue's limit if it is too low and the segments leave enough; otherwise shrink the segments."""
         lacks = self.used().catalogue + need.catalogue - self.spared().catalogue
         if lacks <= 0 or self._placement is Placement.INLINE:
             return
@@ -158,7 +158,7 @@ class Room:
             self._payloads.shrink(self._payloads.allocator.total * PAGE_BYTES - lacks)
 
     def widen_by(self, count: int) -> bool:
-        """Raise the catalogue's limit by so much or more, where the segments leave it; False: they do not."""
+        """Raise the catalogue's limit by at least ``count`` bytes; return False if the segments leave less."""
         if self._placement is Placement.INLINE:
             return False
         segments = self._payloads.allocator.total * PAGE_BYTES
@@ -167,16 +167,16 @@ class Room:
         return more > 0
 
     def lies_in_extents(self, pack: bytes) -> bool:
-        """:param pack: its name."""
+        """Return whether the payload of the pack named ``pack`` is stored in extents."""
         return read_extents(self._transaction, pack) is not None
 
     def full(self, need: Amount) -> StoreFullError:
-        """Why it is refused."""
+        """Return the error for a batch that does not fit."""
         environment = self._environment
         return StoreFullError(f"{environment.path}: {sum(need)} bytes do not fit a capacity of {environment.capacity}")
 
     def spared(self) -> Amount:
-        """A limit that leaves room for the commits that follow: of the segments, what the last ones took."""
+        """Return a limit that reserves space for the next commits; in the segments, as much as recent commits took."""
         catalogue, payload = self.limit
         ahead = min(payload // 16, self._environment.taken_lately(), _MAX_AHEAD)
         rewritten = (
@@ -186,9 +186,9 @@ class Room:
 
 
 class Goal:
-    """What eviction is to reach.
+    """Target of an eviction.
 
-    :param at_most: what is used is to be.
+    :param at_most: bound on the used bytes that the eviction must reach.
     """
 
     def __init__(self, room: Room, at_most: Amount) -> None:
@@ -196,10 +196,10 @@ class Goal:
         self._at_most = at_most
 
     def met(self) -> bool:
-        """Whether enough went."""
+        """Return whether the target is reached."""
         return self._room.used().within(self._at_most)
 
     def helps(self, pack: bytes) -> bool:
-        """Whether it helps that a pack goes: one that lies inline gives nothing to the segments."""
+        """Return whether evicting a pack helps: if only the segments are too full, an inline pack does not."""
         lacks_catalogue = self._room.used().catalogue > self._at_most.catalogue
         return lacks_catalogue or self._room.lies_in_extents(pack)

@@ -1,12 +1,12 @@
-"""How a batch gets into bounded files.
+"""Commit of a batch into files of bounded size.
 
-LMDB uses the pages that a transaction freed again in the second one after it, and extents are used again in the next
-one at the earliest. So a batch cannot be written over what it evicts itself: each commit evicts for the ones that
-follow. Where that was not enough (a large batch, a small store, pages that lie too scattered, a disk that is smaller
-than the capacity), short transactions evict, one more lets their pages age, and the batch is tried again.
+LMDB reuses pages that a transaction freed in the second transaction after it. Extents are reused in the next one at the
+earliest. A batch therefore cannot reuse the space that it frees itself: each commit evicts for later commits. If that
+is not enough (large batch, small store, fragmented pages, a disk smaller than the capacity), short transactions evict,
+an empty transaction makes their pages reusable, and the batch is retried.
 
-What a reader still sees is not free, however much is evicted: a reader that was stopped must not drain the store. A
-batch that lacks just that is refused.
+Space that a reader's snapshot can see is not reusable, however much is evicted. A stopped reader must not cause the
+eviction of the whole store: a batch that lacks only this space is refused.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from persistkv_lmdb.layout import Transaction, read_ttl
 from persistkv_lmdb.segments.payloads import Payloads
 
 _EVICTED_AT_ONCE = 512
-"""Packs and manifests that one transaction evicts at most: tens of milliseconds."""
+"""Maximum of packs and manifests that one transaction evicts: takes tens of milliseconds."""
 _TRANSACTIONS = 8
-"""Transactions that evict for one batch at most; a store whose capacity was lowered shrinks over many commits."""
+"""Maximum of transactions that evict for one batch. After the capacity was lowered, many commits shrink the store."""
 _MORE = (0, 2, 8, 32)
-"""How much is evicted for a batch that found no room, one after the other: first what the capacity asks for, then that
-many times its bytes, because free pages do not help where they do not lie side by side."""
-_WIDER_BY = 8  # by 1/8 at least
+"""Amounts to evict, in order, for a batch that does not fit: first as much as the capacity requires, then this multiple
+of the batch's bytes, because fragmented free pages do not help."""
+_WIDER_BY = 8  # at least 1/8 more
 _EXPIRED_AT_ONCE = 128
-"""Packs and manifests that one commit expires: under a millisecond each."""
+"""Maximum of packs and manifests that one commit expires: each takes less than a millisecond."""
 _DROPPED_AT_ONCE = 512
-"""Manifests that one transaction drops for a pack that is deleted: some 10 ms."""
-TURN_S = 0.01  # between such transactions: another process that waits for the lock looks every 5 ms
+"""Maximum of manifests that one transaction deletes for a deleted pack: takes about 10 ms."""
+TURN_S = 0.01  # pause between such transactions: another process that waits for the lock polls every 5 ms
 _PATIENCE_S = 0.5
-"""How long a commit waits for readers: a call that reads takes some 20 ms."""
+"""Maximum wait of a commit for readers: a read takes about 20 ms."""
 
 
 class _NothingLeftError(StoreFullError):
-    """Not even all that may be evicted is enough."""
+    """Evicting everything evictable would not be enough."""
 
 
 class BatchCommit:
-    """One batch on its way into the store. Used once."""
+    """Commit of one batch. Used once."""
 
     def __init__(self, environment: Environment, namespace: bytes, batch: CommitBatch) -> None:
         self._environment = environment
@@ -57,13 +57,13 @@ class BatchCommit:
         self._batch = batch
         self._seen = batch.seen
         self._evicted: list[PackTable] = []
-        self._goals: dict[int, Amount] = {}  # for each of _MORE, what is used is to be at most
+        self._goals: dict[int, Amount] = {}  # bound on the used bytes, by entry of _MORE
         self._freed_by = 0
-        """The last transaction that evicted for this one."""
+        """Number of the last transaction that evicted for this batch."""
         self._keep = kept_names(namespace, batch)
 
     def run(self) -> CommitResult:
-        """Commit; see ``Backend.commit``."""
+        """Commit the batch; see ``Backend.commit``."""
         if not self._drop_shared_manifests():
             return self._stale()
         try:
@@ -90,12 +90,12 @@ class BatchCommit:
                     break
             raise full
         finally:
-            del full  # by its traceback, it would keep itself, and the rows that were being written
+            del full  # its traceback references it, and would keep the rows of the batch alive
 
     def _drop_shared_manifests(self) -> bool:
-        """Delete manifests of packs that the batch deletes, in short transactions, where very many name one.
+        """Delete manifests that reference packs of the batch's deletions, if many do, in short transactions.
 
-        :returns: whether the caller has still seen all that happened.
+        :returns: False if others have committed since the caller last read the changes.
         """
         for pack_ids, alone in ((self._batch.deletions, False), (self._batch.bad, True)):
             for pack_id in self._shared(pack_ids):
@@ -115,7 +115,7 @@ class BatchCommit:
         return True
 
     def _shared(self, pack_ids: Sequence[bytes]) -> list[bytes]:
-        """Those that more manifests name than one transaction drops."""
+        """Return the packs that more manifests reference than one transaction deletes."""
         if not pack_ids:
             return []
         with self._environment.transaction() as transaction:
@@ -127,15 +127,15 @@ class BatchCommit:
         return [pack_id for pack_id, count in zip(pack_ids, counts, strict=True) if count > _DROPPED_AT_ONCE]
 
     def _note(self, commit: CatalogTransaction) -> None:
-        """Note what a transaction before that of the batch did."""
+        """Record the result of a transaction that preceded the batch's."""
         self._evicted += commit.evicted
         if self._seen is not None:
             self._seen = commit.cursor
 
     def _write(self) -> CommitResult:
-        """The batch in one transaction.
+        """Write the batch in one transaction.
 
-        :raises StoreFullError: there is no room; nothing was done.
+        :raises StoreFullError: it does not fit; nothing was changed.
         """
         environment = self._environment
         for pack in self._batch.packs:
@@ -156,15 +156,17 @@ class BatchCommit:
                 room.widen(Amount(0, 0))
                 commit.evict(Goal(room, room.spared()), _EVICTED_AT_ONCE)
             commit.finish()
-            if commit.grew and not room.used().within(room.limit):  # asked while the disk is at work
+            if commit.grew and not room.used().within(room.limit):  # checked while the disk writes
                 raise room.full(need)
             payloads.finish()
             environment.note_freed(transaction, payloads.freed)
         return CommitResult(commit.cursor, [*self._evicted, *commit.evicted])
 
     def _widen(self) -> bool:
-        """Let the catalogue have more where LMDB found no page for it and the capacity has room: a large batch writes
-        many pages anew, which are free only two transactions later. False: the segments leave none.
+        """Raise the catalogue's limit after LMDB found no free page; return False if the segments leave no space.
+
+        A large batch rewrites many pages, which are reusable only two transactions later. If others committed
+        meanwhile, return True without raising the limit.
         """
         environment = self._environment
         try:
@@ -172,7 +174,7 @@ class BatchCommit:
                 payloads = environment.payloads(transaction)
                 commit = self._begin(transaction, payloads)
                 if commit is None:
-                    return True  # who tries again learns why
+                    return True  # the retry reports the stale batch
                 room = Room(environment, transaction, payloads)
                 widened = room.widen_by(room.limit.catalogue // _WIDER_BY)
                 commit.finish()
@@ -182,12 +184,12 @@ class BatchCommit:
         return widened
 
     def _make_room(self, more: int) -> bool:
-        """Evict what the batch needs, in short transactions.
+        """Evict the bytes that the batch needs, in short transactions.
 
-        :param more: 0 for what the capacity asks for. Else the pages that are free were of no use: as many times the
-            batch's bytes beside them, within the file as it is.
-        :returns: whether the caller has still seen all that happened.
-        :raises StoreFullError: nothing is left that may be evicted.
+        :param more: 0: as much as the capacity requires. Otherwise the free pages were not usable: additionally this
+            multiple of the batch's bytes, calculated as if no file could grow.
+        :returns: False if others have committed since the caller last read the changes.
+        :raises StoreFullError: nothing evictable is left.
         """
         at_most = _EVICTED_AT_ONCE
         for _ in range(_TRANSACTIONS):
@@ -198,7 +200,7 @@ class BatchCommit:
             except StoreFullError:
                 if at_most == 1:
                     raise
-                at_most = 1  # a full disk has no pages for a larger transaction: to delete takes some, too
+                at_most = 1  # a full disk has no pages for a larger transaction: deletions need some, too
                 self._environment.age()
                 continue
             if ended is None:
@@ -210,7 +212,7 @@ class BatchCommit:
         return True
 
     def _evict_some(self, more: int, at_most: int) -> Evicted | None:
-        """One transaction of ``_make_room``; None where others committed meanwhile."""
+        """Run one transaction of ``_make_room``; return None if another process has committed meanwhile."""
         environment = self._environment
         with environment.transaction(write=True) as transaction:
             payloads = environment.payloads(transaction)
@@ -236,7 +238,7 @@ class BatchCommit:
         return ended
 
     def _goal(self, room: Room, need: Amount, more: int) -> Amount:
-        """What is used is to be at most; pages of the segments need not lie side by side."""
+        """Return the bound on the used bytes; pages of the segments need not be contiguous."""
         spared, used = room.spared(), room.used()
         catalogue = spared.catalogue - need.catalogue
         if more:
@@ -244,7 +246,10 @@ class BatchCommit:
         return Amount(catalogue, spared.payload - need.payload)
 
     def _begin(self, transaction: Transaction, payloads: Payloads) -> CatalogTransaction | None:
-        """None where others committed after what the caller has seen; what became free meanwhile is recorded then."""
+        """Begin the transaction on the catalogue; return None if others have committed since ``seen``.
+
+        In that case, extents that have become free meanwhile are recorded.
+        """
         commit = CatalogTransaction(transaction.rows, payloads, self._namespace, self._keep)
         if self._seen is None or self._seen == commit.cursor:
             return commit
@@ -252,5 +257,5 @@ class BatchCommit:
         return None
 
     def _stale(self) -> CommitResult:
-        """What was evicted meanwhile is among the changes since then."""
+        """Return the result of a stale batch. The changes since ``seen`` include packs evicted meanwhile."""
         return CommitResult(self._batch.seen or b"", stale=True)

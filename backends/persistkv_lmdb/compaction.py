@@ -1,8 +1,8 @@
-"""Giving free space within the segments back to the file system, while engines use the store.
+"""Compaction: returns free space of the segments to the file system while engines use the store.
 
-1. Packs at the end of the segments move to free places before them, a few in each transaction, bytes as they are; then
-   the ends of the files, which are free, are cut. Catalogue, order of eviction and totals do not change.
-2. What a killed compaction leaves needs no repair; another one goes on.
+1. Packs at the end of the segments are moved to free extents before them, a few per transaction, byte for byte; then
+   the free ends of the files are truncated. Catalogue, eviction order and totals do not change.
+2. A killed compaction leaves a valid store; the next one continues.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from persistkv_lmdb.environment.environment import Environment
 from persistkv_lmdb.layout import rows
 from persistkv_lmdb.segments.allocator import read_extents
 
-_STEP_BYTES = 16 << 20  # 16 MiB: what a transaction moves, tens of milliseconds
-_STEP_PACKS = 64  # that a transaction moves at most: more would take more room in the catalogue than a small store has
-_ROWS_BYTES = 8 << 10  # 8 KiB: pages of the catalogue that a pack's move may add
-_PASSES = 4  # what moved leaves a place that is free only later
+_STEP_BYTES = 16 << 20  # 16 MiB: moved per transaction, takes tens of milliseconds
+_STEP_PACKS = 64  # maximum per transaction: more would need more space in the catalogue than a small store has
+_ROWS_BYTES = 8 << 10  # 8 KiB: pages of the catalogue that moving one pack may add
+_PASSES = 4  # the old place of a moved pack is reusable only later
 _PATIENCE_S = 5.0
 
 
@@ -33,9 +33,9 @@ class Compactor:
         self._environment = environment
 
     def run(self) -> Iterator[CompactProgress]:
-        """Move packs, a few at each step, until nothing free lies before those that are left.
+        """Move packs, a few at each step, until no free extent precedes the remaining ones.
 
-        :raises StoreFullError: the catalogue has no room for the rows; what was moved stays so.
+        :raises StoreFullError: the catalogue has no space for the rows; packs that were moved stay moved.
         """
         self._cut()
         waiting = self._by_place()
@@ -57,7 +57,7 @@ class Compactor:
             waiting = self._by_place()
 
     def _by_place(self) -> list[tuple[bytes, int]]:
-        """Names and payload bytes of the packs in segments, the last ones last."""
+        """Return name and payload bytes of the packs in segments, ordered by place."""
         with self._environment.transaction() as transaction:
             found = []
             for key, row in rows(transaction, transaction.db.packs, b""):
@@ -67,7 +67,7 @@ class Compactor:
         return [(name, length) for _, name, length in sorted(found)]
 
     def _lower(self, step: list[tuple[bytes, int]]) -> int:
-        """Bytes that found a place before their own."""
+        """Move packs to earlier extents; return the bytes moved."""
         environment, moved = self._environment, 0
         with environment.transaction(write=True) as transaction:
             payloads = environment.payloads(transaction)
@@ -78,7 +78,7 @@ class Compactor:
         return moved
 
     def _cut(self) -> None:
-        """Wait until what was freed is free, record that the ends of segments are gone, and cut the files."""
+        """Wait until freed extents are reusable, record the shorter segments, and truncate the files."""
         environment = self._environment
         try:
             environment.wait_for_readers(environment.age(), _PATIENCE_S)

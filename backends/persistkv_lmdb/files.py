@@ -1,9 +1,7 @@
-"""Open a store's files safely, and make durable what no transaction makes durable.
+"""Safe opening of a store's files, and durability outside of transactions.
 
-Files of a store are regular files of its own: links and FIFOs are refused, never followed or waited for.
-
-In a directory that another user prepared, a link would lead writes to any file of this user, and a FIFO would block the
-process that opens it.
+A store has regular files only: links and FIFOs are refused, never followed or waited for. In a directory that another
+user prepared, a link would redirect writes to any file of this user, and a FIFO would block the process that opens it.
 """
 
 from __future__ import annotations
@@ -21,9 +19,9 @@ _ROOT = 0
 
 
 def open_regular(path: str | Path, flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
-    """Open a file that is neither a link nor a FIFO; return its descriptor.
+    """Open a regular file; return its descriptor.
 
-    :raises OSError: it cannot be opened; ``ELOOP`` for a link, ``EINVAL`` for anything else that is no regular file.
+    :raises OSError: it cannot be opened; ``ELOOP`` for a symbolic link, ``EINVAL`` for other non-regular files.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=dir_fd)
@@ -38,7 +36,7 @@ def open_regular(path: str | Path, flags: int, mode: int = 0o600, *, dir_fd: int
 
 
 def open_directory(path: str | Path, *, dir_fd: int | None = None) -> int:
-    """Open a directory that is no link; return its descriptor.
+    """Open a directory that is not a symbolic link; return its descriptor.
 
     :raises OSError: it cannot be opened.
     """
@@ -46,12 +44,12 @@ def open_directory(path: str | Path, *, dir_fd: int | None = None) -> int:
 
 
 def check_store(store: Path, *, files: Iterable[str], directories: Iterable[str], read_only: bool) -> None:
-    """Refuse a store's directory whose content another user may have prepared.
+    """Refuse a store's directory if another user may have prepared its content.
 
-    :param files: names that must be regular files where they exist.
-    :param directories: names that must be directories where they exist.
-    :raises StoreUnavailableError: the directory belongs to another user and the store is to be written, or one of the
-        names is a link, a FIFO or something else.
+    :param files: names that must be regular files if they exist.
+    :param directories: names that must be directories if they exist.
+    :raises StoreUnavailableError: another user owns the directory and it is opened for writing, or one of the names is
+        a link, a FIFO or of another type.
     """
     owner = store.stat().st_uid
     if not read_only and owner not in (os.geteuid(), _ROOT):
@@ -71,7 +69,7 @@ def check_store(store: Path, *, files: Iterable[str], directories: Iterable[str]
 
 
 def sync_directory(path: Path) -> None:
-    """Make durable which files are in a directory.
+    """Make the entries of a directory durable.
 
     :raises OSError: it cannot be read, or the disk failed.
     """
@@ -83,12 +81,12 @@ def sync_directory(path: Path) -> None:
 
 
 def write_again(path: Path, count: int) -> None:
-    """Make durable what the first ``count`` bytes of a file read as, also where the disk failed to take them before.
+    """Rewrite the first ``count`` bytes of a file as they read now, and make them durable.
 
-    The kernel then holds them and takes them for written: a sync alone succeeds, and does nothing. Nobody else may be
-    writing them.
+    After a failed write, the kernel may hold the bytes and consider them written: a sync alone succeeds and does
+    nothing. The caller must exclude other writers.
 
-    :raises OSError: they cannot be read or written, or the disk failed; what they read as is the same.
+    :raises OSError: they cannot be read or written, or the disk failed; their content as read is unchanged.
     """
     with path.open("rb") as file:
         held = file.read(count)
@@ -96,9 +94,9 @@ def write_again(path: Path, count: int) -> None:
 
 
 def write_durably(path: Path, content: bytes, offset: int) -> None:
-    """Write part of a file, and make it durable. Nobody else may be writing it.
+    """Write part of a file, and make it durable. The caller must exclude other writers.
 
-    :raises OSError: the disk failed; some of it may be written.
+    :raises OSError: the disk failed; part of the content may be written.
     """
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:

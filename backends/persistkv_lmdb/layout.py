@@ -1,6 +1,6 @@
-"""What lies where in the environment. Byte by byte in docs/format.md.
+"""Databases and rows of the LMDB environment. docs/format.md specifies every byte.
 
-Keys begin with the namespace's id (16 bytes), so that a namespace is one range of each database.
+Keys start with the namespace id (16 bytes), so a namespace is one key range in each database.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from persistkv_lmdb.options import DEFAULT_CAPACITY, MAX_CAPACITY, MIN_CAPACITY,
 if TYPE_CHECKING:
     from lmdb import _Database
 
-DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"  # as LMDB names them
+DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"  # names given by LMDB
 FORMAT_VERSION = 2
 _CAPACITY_ROW = b"capacity"
 _CAPACITY = struct.Struct("<Q")
@@ -40,20 +40,20 @@ _META_PAGES = 2
 _U32, _U64 = struct.Struct("=I"), struct.Struct("=Q")
 _META_MAGIC = 0xBEEFC0DE
 _PAGE_HEADERS = (16, 24)  # bytes, of LMDB 0.9 and 1.0
-_PAGE_BYTES_AT, _LAST_PAGE_AT = 24, 120  # in a meta page, behind its header
+_PAGE_BYTES_AT, _LAST_PAGE_AT = 24, 120  # within a meta page, after its header
 _META_BYTES = 160
 _MOST_PAGE_BYTES = 64 << 10  # 64 KiB
 
 
 class OtherReleaseError(CorruptStoreError):
-    """It is the store of another release."""
+    """The store was written by another release, in another format."""
 
 
 class Databases(NamedTuple):
-    """The named databases of an environment: those of ``persistkv.storage.catalog.rows``, and the allocator's."""
+    """Named databases of an environment: those of ``persistkv.storage.catalog.rows``, and those of the allocator."""
 
     meta: _Database
-    """Beside the catalogue's rows: format → magic and version; capacity → u64; ttl → f64; placement → its name;
+    """In addition to the catalogue's rows: format → magic and version; capacity → u64; ttl → f64; placement → its name;
     catalogue → u64; space → the allocator's totals."""
     namespaces: _Database
     states: _Database
@@ -67,19 +67,19 @@ class Databases(NamedTuple):
     chains: _Database
     links: _Database
     extents: _Database
-    """namespace, pack id → where the payload lies, for a pack that lies in extents."""
+    """namespace, pack id → extents of the payload, for packs whose payload is stored in extents."""
     segments: _Database
-    """segment → its pages."""
+    """segment → number of its pages."""
     free: _Database
-    """segment, first page → pages: the free extents, by place."""
+    """segment, first page → pages: the free extents, ordered by place."""
     sizes: _Database
-    """pages, segment, first page → nothing: the same by size."""
+    """pages, segment, first page → nothing: the free extents, ordered by size."""
     aging: _Database
-    """transaction that freed it, segment, first page → pages: extents that readers may still see."""
+    """number of the transaction that freed it, segment, first page → pages: extents that readers may still see."""
 
 
 class Transaction(NamedTuple):
-    """One running transaction. What it hands out lies in mapped pages and dies with it."""
+    """One running transaction. Buffers that it returns are in mapped pages and are invalid after it ends."""
 
     txn: lmdb.Transaction[memoryview]
     db: Databases
@@ -116,13 +116,13 @@ class LmdbRows(Rows):
             yield from cursor.iternext()
 
     def first(self, table: str, start: bytes) -> bytes | None:
-        """See ``Rows``; the cursor is closed at once, because the rows may change next."""
+        """See ``Rows``; closes the cursor before it returns, because the caller may change rows next."""
         with self._txn.cursor(self._db[table]) as cursor:
             return bytes(cursor.key()) if cursor.set_range(start) else None
 
 
 def rows(transaction: Transaction, db: _Database, prefix: bytes) -> Iterator[tuple[memoryview, memoryview]]:
-    """The rows whose keys begin with ``prefix``."""
+    """Yield the rows whose keys start with ``prefix``."""
     cursor = transaction.txn.cursor(db)
     if cursor.set_range(prefix):
         for key, row in cursor.iternext():
@@ -135,8 +135,7 @@ def open_databases(env: lmdb.Environment, policy: Policy) -> Databases:
     """Open the databases of a store; create them in an empty environment that is open for writing.
 
     :param policy: recorded in a store that is created here.
-
-    :raises CorruptStoreError: something else lies there, or another format; it was not changed.
+    :raises CorruptStoreError: the environment has other content or another format; it was not changed.
     """
     if env.flags()["readonly"]:
         return _existing_databases(env, None)
@@ -173,7 +172,7 @@ def _check_format(row: Buffer | None) -> None:
 
 
 def used_bytes(transaction: Transaction) -> int:
-    """Bytes of the pages that hold something; freed ones, which are used again, left out."""
+    """Return the bytes of the pages in use, without free pages."""
     txn = transaction.txn
     stats = [txn.stat(), *map(txn.stat, transaction.db)]
     pages = sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
@@ -181,14 +180,14 @@ def used_bytes(transaction: Transaction) -> int:
 
 
 def read_capacity(transaction: Transaction) -> int:
-    """Return the recorded capacity in bytes; the default where the row is missing or out of range."""
+    """Return the recorded capacity in bytes; the default if the row is missing or out of range."""
     row = transaction.txn.get(_CAPACITY_ROW, db=transaction.db.meta)
     capacity = _CAPACITY.unpack(row)[0] if row is not None and len(row) == _CAPACITY.size else 0
     return capacity if MIN_CAPACITY <= capacity <= MAX_CAPACITY else DEFAULT_CAPACITY
 
 
 def read_ttl(transaction: Transaction) -> float | None:
-    """Return the recorded ttl in seconds; None where there is none, or where the row is out of range."""
+    """Return the recorded ttl in seconds; None if there is none, or if the row is out of range."""
     row = transaction.txn.get(_TTL_ROW, db=transaction.db.meta)
     ttl_s = _TTL.unpack(row)[0] if row is not None and len(row) == _TTL.size else math.nan
     return ttl_s if 0 < ttl_s < math.inf else None
@@ -203,7 +202,7 @@ def read_policy(transaction: Transaction) -> Policy:
 
 
 def write_policy(transaction: Transaction, policy: Policy) -> None:
-    """Record capacity and ttl; the placement stays as it was at creation."""
+    """Record capacity and ttl; the placement is fixed at creation."""
     txn, meta = transaction.txn, transaction.db.meta
     txn.put(_CAPACITY_ROW, _CAPACITY.pack(policy.capacity), db=meta)
     if policy.ttl_s is None:
@@ -213,9 +212,9 @@ def write_policy(transaction: Transaction, policy: Policy) -> None:
 
 
 def read_placement(transaction: Transaction) -> Placement:
-    """Where new packs go.
+    """Return the placement of new packs.
 
-    :raises CorruptStoreError: nothing known is recorded.
+    :raises CorruptStoreError: the recorded placement is missing or unknown.
     """
     row = transaction.txn.get(_PLACEMENT_ROW, db=transaction.db.meta)
     try:
@@ -225,21 +224,22 @@ def read_placement(transaction: Transaction) -> Placement:
 
 
 def read_catalogue_bytes(transaction: Transaction) -> int:
-    """What ``data.mdb`` may take beside extents, where that is more than its share; else 0."""
+    """Return the recorded bound of ``data.mdb`` in bytes (placement ``extents``); 0: only its share of the capacity."""
     row = transaction.txn.get(_CATALOGUE_ROW, db=transaction.db.meta)
     return _CAPACITY.unpack(row)[0] if row is not None and len(row) == _CAPACITY.size else 0
 
 
 def write_placement(transaction: Transaction, placement: Placement, catalogue_bytes: int) -> None:
-    """Record both."""
+    """Record the placement and the bound of ``data.mdb`` in bytes."""
     transaction.txn.put(_PLACEMENT_ROW, placement.value.encode(), db=transaction.db.meta)
     transaction.txn.put(_CATALOGUE_ROW, _CAPACITY.pack(catalogue_bytes), db=transaction.db.meta)
 
 
 def is_cut_short(directory: Path) -> bool:
-    """Whether ``data.mdb`` ends before the last page that LMDB has given out: who reads there is ended by SIGBUS.
+    """Return whether ``data.mdb`` ends before the last page that LMDB has allocated: reading it would raise SIGBUS.
 
-    LMDB may have given out pages at the end and never written them: ``inspect`` tells. Others may write meanwhile.
+    LMDB may have allocated pages at the end without ever writing them; ``inspect`` distinguishes this. Other processes
+    may write meanwhile.
     """
     try:
         with (directory / DATA_FILE).open("rb") as file:
@@ -248,13 +248,13 @@ def is_cut_short(directory: Path) -> bool:
                 file.seek(found[0][1])
                 found.append(_end_of(file.read(_META_BYTES)))
             size = os.fstat(file.fileno()).st_size
-    except OSError:  # opening it says why
+    except OSError:  # opening it reports the reason
         return False
     return any(end is not None and end[0] > size for end in found)
 
 
 def meta_bytes(directory: Path) -> int:
-    """How long LMDB's two meta pages are, with which ``data.mdb`` begins; 0 where it does not begin so.
+    """Return the length of LMDB's two meta pages at the start of ``data.mdb``; 0 if it does not start with them.
 
     :raises OSError: it cannot be read.
     """
@@ -264,12 +264,13 @@ def meta_bytes(directory: Path) -> int:
 
 
 def disown(directory: Path, number: int, page_bytes: int) -> None:
-    """Have the meta page of transaction ``number`` tell of what the one before it left, as an older one. The caller
-    holds LMDB's lock for writing.
+    """Overwrite the meta page of transaction ``number`` with that of the transaction before it, numbered as older.
 
-    :raises OSError: the disk failed; it may tell of either.
-    :raises CorruptStoreError: the pages are not of these two, as where files were replaced under those that have them
-        open; nothing was written.
+    The caller holds LMDB's write lock.
+
+    :raises OSError: the disk failed; either version may be on disk.
+    :raises CorruptStoreError: the pages are not those of these two transactions, for example because the files were
+        replaced while they were open; nothing was written.
     """
     data = directory / DATA_FILE
     with data.open("rb") as file:
@@ -281,11 +282,11 @@ def disown(directory: Path, number: int, page_bytes: int) -> None:
     if not at or told != [_U64.pack(number - (number + place) % 2) for place in range(2)]:
         raise CorruptStoreError(f"{data}: it does not begin with the pages of transactions {number - 1} and {number}")
     _U64.pack_into(page, at, max(number - 2, 0))
-    write_durably(data, bytes(page[_U64.size :]), number % 2 * page_bytes + _U64.size)  # behind the page's own number
+    write_durably(data, bytes(page[_U64.size :]), number % 2 * page_bytes + _U64.size)  # after the page's own number
 
 
 def _end_of(page: bytes) -> tuple[int, int] | None:
-    """Where the last page ends by a meta page, and how long a page is; None where it is no meta page."""
+    """Return the end of the last page according to a meta page, and the page size; None if it is no meta page."""
     for header in _PAGE_HEADERS:
         if len(page) == _META_BYTES and _U32.unpack_from(page, header)[0] == _META_MAGIC:
             page_bytes = _U32.unpack_from(page, header + _PAGE_BYTES_AT)[0]

@@ -1,4 +1,4 @@
-"""What a ``lmdb://`` URL may set."""
+"""Options of a ``lmdb://`` URL."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ MAX_CAPACITY = 64 << 40  # 64 TiB: half of what a process can map on x86-64
 
 
 class Placement(enum.Enum):
-    """Where the payloads of new packs lie."""
+    """Where the payloads of new packs are stored."""
 
     INLINE = "inline"
     """In LMDB, as values."""
     EXTENTS = "extents"
-    """In segment files; LMDB says where."""
+    """In segment files; LMDB holds their extents."""
 
 
 DEFAULT_PLACEMENT = Placement.EXTENTS
 
 
 class Reads(enum.Enum):
-    """How payloads in extents are read that the page cache does not hold already."""
+    """How payloads in extents are read if the page cache does not hold them."""
 
     DIRECT = "direct"
-    """Past it, straight into rows: at the disk's speed, and nothing else is driven out of memory."""
+    """With O_DIRECT, straight into rows: at the disk's speed, without displacing other pages from memory."""
     CACHED = "cached"
-    """Through it: what several engines of a machine promote, or one again and again, is read from a slow disk once."""
+    """With the page cache: payloads that one or several engines promote repeatedly are read from a slow disk once."""
 
 
 class LmdbOptions(msgspec.Struct, frozen=True):
@@ -57,19 +57,19 @@ class LmdbOptions(msgspec.Struct, frozen=True):
         size = self.capacity_bytes
         if size is not None and not MIN_CAPACITY <= size <= MAX_CAPACITY:
             raise ConfigurationError("lmdb option capacity", self.capacity, "a size from 1MiB to 64TiB")
-        _ = self.ttl_s  # raises where it is none
+        _ = self.ttl_s  # raises if it is invalid
 
     @property
     def capacity_bytes(self) -> int | None:
-        """``capacity`` as a number.
+        """``capacity`` as a number of bytes.
 
-        :raises ConfigurationError: where it is no positive size.
+        :raises ConfigurationError: it is not a positive size.
         """
         return None if self.capacity is None else parse_size(self.capacity, name="lmdb option capacity")
 
     @property
     def given(self) -> Policy:
-        """Capacity, ttl and placement; None for what is not given."""
+        """Capacity, ttl and placement; None for options that were not given."""
         return Policy(self.capacity_bytes, self.ttl_s, None if self.placement is None else self.placement.value)
 
     @property
@@ -81,15 +81,15 @@ class LmdbOptions(msgspec.Struct, frozen=True):
     def ttl_s(self) -> float | None:
         """``ttl`` in seconds.
 
-        :raises ConfigurationError: where it is no positive duration.
+        :raises ConfigurationError: it is not a positive duration.
         """
         return None if self.ttl is None else parse_duration(self.ttl, name="lmdb option ttl")
 
 
 def check_policy(policy: Policy) -> None:
-    """Refuse a policy that no store can have.
+    """Check the values of a policy.
 
-    :raises ConfigurationError: naming the field, its value and the valid range.
+    :raises ConfigurationError: a value is invalid; the error names the field, its value and the valid range.
     """
     if policy.capacity is None or not MIN_CAPACITY <= policy.capacity <= MAX_CAPACITY:
         raise ConfigurationError("capacity", policy.capacity, "a size from 1MiB to 64TiB")

@@ -1,6 +1,7 @@
-"""What engines show of themselves: a file for each in the store's directory, outside of LMDB.
+"""Published status of engines: one file per engine in the store's directory, outside of LMDB.
 
-A row costs no transaction and no sync this way; it is not kept beyond a crash of the machine, nor counted.
+Publishing a status needs no transaction and no sync. A status may be lost in a machine crash, and does not count
+towards the capacity.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from persistkv_lmdb.files import open_regular
 
 DIRECTORY = "status"
 _SUFFIX = ".json"
-_FORGOTTEN_S = 86_400.0  # a day: killed engines leave their files
-_MOST_BYTES = 64 << 10  # 64 KiB: more than that is no row
+_FORGOTTEN_S = 86_400.0  # one day: killed engines leave their files
+_MOST_BYTES = 64 << 10  # 64 KiB: longer files are truncated when read
 
 
 def write_status(store: Path, engine: str, row: bytes) -> None:
-    """Readers see the old row or the new one, whole.
+    """Replace the status of an engine; readers see the complete old or new row.
 
     :raises StoreError: it cannot be written.
     """
@@ -35,7 +36,7 @@ def write_status(store: Path, engine: str, row: bytes) -> None:
 
 
 def remove_status(store: Path, engine: str) -> None:
-    """Idempotent.
+    """Remove the status of an engine. Idempotent.
 
     :raises StoreError: it cannot be removed.
     """
@@ -45,7 +46,7 @@ def remove_status(store: Path, engine: str) -> None:
 
 
 def read_statuses(store: Path) -> dict[str, bytes]:
-    """The rows of all engines, by name.
+    """Return the status rows of all engines, by engine name.
 
     :raises StoreError: they cannot be read.
     """
@@ -55,7 +56,7 @@ def read_statuses(store: Path) -> dict[str, bytes]:
         for path in directory.glob(f"*{_SUFFIX}"):
             try:
                 descriptor = open_regular(path, os.O_RDONLY)
-            except OSError:  # removed meanwhile, or a link or FIFO, which no engine wrote
+            except OSError:  # removed meanwhile, or a link or FIFO, which engines never create
                 continue
             with os.fdopen(descriptor, "rb") as file:
                 found[path.stem] = file.read(_MOST_BYTES)

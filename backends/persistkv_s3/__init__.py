@@ -1,6 +1,6 @@
-"""The S3 driver: ``s3://bucket/prefix?region=eu-central-1``. Options, promises and limits are in docs/s3.md.
+"""The S3 driver: ``s3://bucket/prefix?region=eu-central-1``. docs/s3.md has options, guarantees and limits.
 
-Importing it does not import boto3, so that a missing extra is one clear line when a store is opened.
+Importing it does not import boto3: if the extra is missing, opening a store raises one clear error.
 """
 
 from persistkv_s3.backend import S3Backend

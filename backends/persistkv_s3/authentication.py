@@ -1,9 +1,9 @@
-"""Authentication of a bucket's content with a key that the engines of a store share: HMAC-SHA256.
+"""Authentication of a bucket's content with HMAC-SHA256 and a key that the engines of a store share.
 
-1. Bytes of a frame are served only with their tag. It covers them, their place in the pack, and the pack's whole table:
-   the identity (as namespace), the keys, the codec, the checksums.
+1. The bytes of a frame are served only with their tag. It covers the bytes, their place in the pack, and the pack's
+   whole table: identity (as namespace), keys, codec, checksums.
 2. An existing pack is reused only with the tag of its table and of its frames' tags.
-3. Index objects, snapshots and keys of manifests count only with their tag. It covers their kind and name, so
+3. Index objects, snapshots and keys of manifests are accepted only with their tag. It covers their kind and name, so
    that none can replace another.
 
 Without a key nothing is authenticated: there are no tags.
@@ -28,7 +28,7 @@ _NUMBER = struct.Struct("<I")
 
 
 class Authenticator:
-    """See the top of this file. For any thread.
+    """See the top of this file. Thread-safe.
 
     :param secret: shared by the engines; empty: no key.
     """
@@ -122,7 +122,7 @@ class Authenticator:
         return self._tag(b"frame", [digest, _NUMBER.pack(number), *stored])
 
     def _tag(self, kind: bytes, parts: Iterable[Buffer]) -> bytes:
-        """All but the last part of a kind have a fixed or encoded length."""
+        """Return the HMAC of parts; within a kind, all parts except the last have a fixed or encoded length."""
         mac = hmac.new(self._key, kind + b"\0", "sha256")
         for part in parts:
             mac.update(part)
@@ -130,9 +130,9 @@ class Authenticator:
 
 
 class SignedObjects:
-    """Objects of one namespace that are read as a whole, each followed by its tag. Used from any thread.
+    """Objects of one namespace that are read as a whole, each followed by its tag. Thread-safe.
 
-    :param names: makes the keys.
+    :param names: constructs the keys.
     """
 
     def __init__(self, bucket: Bucket, names: Names, namespace: bytes, authenticator: Authenticator) -> None:
@@ -142,12 +142,12 @@ class SignedObjects:
         self.authenticator = authenticator
 
     def put(self, key: str, pieces: Sequence[Buffer], *, only_if_absent: bool = True) -> None:
-        """As ``Bucket.put``."""
+        """See ``Bucket.put``."""
         signed = self.authenticator.signed(self.namespace, key.removeprefix(self.names.base), pieces)
         self.bucket.put(key, signed, only_if_absent=only_if_absent)
 
     def get(self, key: str) -> memoryview:
-        """As ``Bucket.get``, of a small object.
+        """Return a small object without its tag; see ``Bucket.get``.
 
         :raises CorruptPackError: it is too large, or not written with the key.
         """

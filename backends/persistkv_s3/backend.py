@@ -1,8 +1,8 @@
 """The S3 driver: one handle on the namespaces of one store.
 
-A server that does not answer keeps no engine from starting: the handle is then *dark*. It knows nothing, promises
-nothing and commits nothing until the server has answered once and what lies there has been looked at. A handle for
-looking (``read_only`` of ``open``) is never dark, and a server that refuses is an error.
+An unreachable server does not prevent an engine from starting: the handle is then *dark*. Lookups miss and commits
+raise until the server has answered once and the handle has checked the store's format. A handle opened with the
+argument ``read_only`` is never dark: opening raises. If the server rejects requests, opening raises in any case.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from persistkv_s3.session import NamespaceSession
 
 logger = logging.getLogger(__name__)
 
-_STATUS_KEPT_S = 86_400.0  # a day
+_STATUS_KEPT_S = 86_400.0  # one day
 
 
 class S3Backend(InspectableBackend):
-    """``read`` may be called from many threads, beside one other call."""
+    """``read`` may be called from many threads, concurrently with one other call."""
 
     capabilities = Capabilities(remote=True)
 
     def __init__(self, place: Place, options: S3Options, transport: Transport, *, read_only: bool = False) -> None:
-        """Nothing is asked of the bucket yet; ``connect`` does.
+        """Initialise without sending a request; ``connect`` sends the first one.
 
-        :param transport: makes single attempts; retries and the breaker are put on top.
+        :param transport: makes single attempts; retries and the breaker are added here.
         """
         self.breaker = Breaker(str(place), options.slow_s)
-        """Whether the bucket is asked at all just now."""
+        """Decides whether requests are sent at present."""
         self._place = place
         self._options = options
         self._read_only = read_only or options.read_only
@@ -85,7 +85,7 @@ class S3Backend(InspectableBackend):
 
     @classmethod
     def connect(cls, place: Place, options: S3Options, transport: Transport, *, read_only: bool = False) -> S3Backend:
-        """As ``open``, over a client of the caller's, which the handle then owns."""
+        """Open a store with a given client, which the handle then owns; otherwise like ``open``."""
         backend = cls(place, options, transport, read_only=read_only)
         try:
             backend._check_format()
@@ -138,7 +138,7 @@ class S3Backend(InspectableBackend):
         self._policy = policy
 
     def _is_dark(self) -> bool:
-        """Whether nothing is known yet; where the server answers by now, opening is made up for."""
+        """Return whether the server has never answered; if it answers now, complete the opening."""
         if self._dark:
             try:
                 self._check_format()
@@ -187,7 +187,7 @@ class S3Backend(InspectableBackend):
         return f"{self._place.prefix}{names.IDENTITIES}{name.hex()}"
 
     def _namespace(self, name: bytes) -> Namespace | None:
-        """Looked up once: an identity never changes."""
+        """Return a namespace, fetched once, because identities never change; None if it is missing or invalid."""
         if name not in self._namespaces:
             try:
                 found = parse_namespace(self._bucket.get(self._identity_key(name)), name)
@@ -239,11 +239,11 @@ class S3Backend(InspectableBackend):
         session.restart()
 
     def retain(self) -> Round | None:
-        """Evict what the ttl and the capacity ask for and remove orphans, unless an engine has done so in this period.
+        """Evict as the ttl and the capacity require and remove orphans, unless an engine has done so in this period.
 
-        What it evicts is told by ``changes``. Fetches the index of all namespaces.
+        Fetches the index of all namespaces. ``changes`` reports the evicted packs.
 
-        :raises StoreError: it was not done to the end; the next period's goes on.
+        :raises StoreError: it was not completed; the round of the next period continues.
         """
         if self._read_only:
             raise StoreError(f"{self._place} is open read-only")
@@ -341,7 +341,7 @@ class S3Backend(InspectableBackend):
         self._bucket.put(key, [row], only_if_absent=False)
 
     def _forget_old_statuses(self) -> None:
-        """Killed engines leave theirs."""
+        """Delete old statuses, left by killed engines."""
         now = time.time()
         found = self._bucket.list(self._place.prefix + names.STATUSES)
         if old := [info.key for info in found if info.modified < now - _STATUS_KEPT_S]:
@@ -354,7 +354,7 @@ class S3Backend(InspectableBackend):
         return {info.key.rpartition("/")[2]: row for info, row in zip(found, rows, strict=True) if row is not None}
 
     def _status(self, key: str) -> bytes | None:
-        """None where its engine took it away meanwhile, or it is none."""
+        """Return an engine's status; None if it was removed meanwhile, or is too large."""
         try:
             return bytes(self._bucket.get(key))
         except (ObjectMissingError, CorruptPackError):

@@ -1,4 +1,4 @@
-"""What an ``s3://`` URL may set. Credentials are never among it: they come from the AWS chain or the environment."""
+"""Options of an ``s3://`` URL. They never include credentials, which come from the AWS chain or the environment."""
 
 from __future__ import annotations
 
@@ -25,51 +25,51 @@ class S3Options(msgspec.Struct, frozen=True):
     """Options of one open."""
 
     endpoint_url: str | None = None
-    """Where the server is, ``https://host:port``. None: AWS, or what the AWS configuration names."""
+    """Address of the server, ``https://host:port``. None: AWS, or the endpoint of the AWS configuration."""
     region: str | None = None
-    """None: what the AWS configuration names, or ``us-east-1``."""
+    """Region. None: that of the AWS configuration, or ``us-east-1``."""
     path_style: bool | None = None
-    """Put the bucket into the path instead of the host's name. None: yes where there is an ``endpoint_url``."""
+    """Whether the bucket is in the path instead of the host name. None: yes if there is an ``endpoint_url``."""
     checksum: Literal["when_required", "crc32"] = "when_required"
-    """``crc32``: requests carry a CRC32 that the server verifies. Our own checksums cover the bytes at rest anyway."""
+    """``crc32``: requests carry a CRC32 that the server verifies. Our own checksums cover bytes at rest in any case."""
     unsigned_payload: bool | None = None
-    """Leave bodies out of the signature (a third of the CPU that an upload costs). None: over https only."""
+    """Whether bodies are left out of the signature (a third of the CPU time of an upload). None: over https only."""
     sse: Literal["AES256", "aws:kms"] | None = None
-    """Server-side encryption to ask for. None: what the bucket does by default."""
+    """Server-side encryption to request. None: the bucket's default."""
     sse_kms_key_id: str | None = None
-    """The key, where ``sse`` is ``aws:kms``. None: the account's default key."""
+    """Key for ``sse=aws:kms``. None: the account's default key."""
     read_only: bool = False
-    """Look and promote only: nothing is ever written, and leave to list and get is all that is needed."""
+    """Look up and promote only: nothing is ever written, and permission to list and get is sufficient."""
     deadline: str = "30s"
-    """Time for one operation, its retries included."""
+    """Maximum time of one operation, including retries."""
     slow: str = "10s"
-    """An operation that takes longer counts against the server, though it succeeds."""
+    """Longer operations count against the server, even if they succeed."""
     refresh: str = "2s"
-    """Time between looks for what others stored; each is drawn from 75 % to 125 % of it. ``0s``: whenever asked."""
+    """Time between polls for packs that others stored; each interval is 75 % to 125 % of it. ``0s``: at every call."""
     touch: str = "10m"
-    """How long uses wait for a commit that writes something; after that they cost a request of their own."""
+    """Maximum time that uses wait for a commit that writes them; later they are written by a request of their own."""
     connections: int = 8
-    """Requests at once, at most, of one call."""
+    """Maximum of concurrent requests per call."""
     capacity: str | None = None
-    """Bound on the bytes of a new store, enforced once in a ``retention`` period. None: unbounded. An existing store
+    """Bound on the bytes of a new store, enforced once per ``retention`` period. None: unbounded. An existing store
     keeps its recorded capacity (``persistkv set`` changes it)."""
     ttl: str | None = None
     """Time after its last use until content of a new store expires, e.g. ``7d``. None: never. An existing store keeps
     its recorded ttl (``persistkv set`` changes it)."""
     retention: str = "10m"
-    """How often one of the engines evicts and removes orphans."""
+    """Period in which one of the engines evicts and removes orphans once."""
     grace: str = "1h"
-    """Age from which on an object that no index names is an orphan. Longer than any upload or read takes."""
+    """Age at which an object that the index does not reference counts as an orphan. Longer than any upload or read."""
     status: str | None = None
-    """How often this engine shows others what it does, at a PUT each. None: never."""
+    """Interval in which this engine publishes its status, with one PUT each. None: never."""
     key_file: str | None = None
-    """A file with what authenticates the store (see ``authentication``): 32 bytes or more, white space around it left
-    out. None: nothing is authenticated, unless ``key_env`` says so."""
+    """File with the key that authenticates the store (see ``authentication``): at least 32 bytes; surrounding white
+    space is ignored. None: nothing is authenticated, unless ``key_env`` is set."""
     key_env: str | None = None
-    """An environment variable that holds it, instead of a file."""
+    """Name of an environment variable that holds the key, instead of a file."""
     cache: str | bool | None = None
-    """Directory for what is known of the index, from one start to the next; ``no``: none. None: ``persistkv/s3`` in the
-    user's cache directory."""
+    """Directory of the index cache, which is kept between runs; ``no``: no cache. None: ``persistkv/s3`` in the user's
+    cache directory."""
 
     def __post_init__(self) -> None:
         if self.endpoint_url is not None:
@@ -91,7 +91,7 @@ class S3Options(msgspec.Struct, frozen=True):
             self.grace_s,
             self.status_s,
         ):
-            _ = value  # each raises where its option is none
+            _ = value  # each raises if its option is invalid
 
     @property
     def deadline_s(self) -> float:
@@ -115,7 +115,7 @@ class S3Options(msgspec.Struct, frozen=True):
 
     @property
     def capacity_bytes(self) -> int | None:
-        """``capacity`` as a number."""
+        """``capacity`` as a number of bytes."""
         return None if self.capacity is None else parse_size(self.capacity, name="s3 option capacity")
 
     @property
@@ -125,7 +125,7 @@ class S3Options(msgspec.Struct, frozen=True):
 
     @property
     def policy(self) -> Policy:
-        """Capacity and ttl, as far as they are given; also the policy of a store that is created."""
+        """Capacity and ttl, None if not given; also the policy of a store that is created."""
         return Policy(self.capacity_bytes, self.ttl_s)
 
     @property
@@ -144,9 +144,9 @@ class S3Options(msgspec.Struct, frozen=True):
         return None if self.status is None else parse_duration(self.status, name="s3 option status")
 
     def secret(self) -> bytes:
-        """What authenticates the store; empty: nothing does.
+        """Return the key that authenticates the store; empty: no authentication.
 
-        :raises ConfigurationError: it cannot be read, or is too short. The text does not tell it.
+        :raises ConfigurationError: it cannot be read, or is too short. The message does not reveal it.
         """
         if self.key_file is not None:
             name, value = "key_file", self.key_file
@@ -177,7 +177,7 @@ class S3Options(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a store lies."""
+    """Location of a store."""
 
     bucket: str
     prefix: str
@@ -188,9 +188,9 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def parse_url(url: StoreUrl) -> tuple[Place, S3Options]:
-    """Bucket, prefix and options of a URL.
+    """Return location and options of a URL.
 
-    :raises ConfigurationError: naming what is wrong.
+    :raises ConfigurationError: a part is invalid; the error names it.
     """
     for name in url.options:
         if _CREDENTIAL.search(name) and name not in S3Options.__struct_fields__:

@@ -1,9 +1,9 @@
 """Pack objects: uploads and reads.
 
-1. A pack is one conditional PUT, which the first writer wins. Its object is what ``docs/format.md`` calls a pack:
-   payload, table, trailer; with a key, tags between the first two.
+1. A pack is uploaded with one conditional PUT; the first writer wins. Its object is a pack as in ``docs/format.md``:
+   payload, table, trailer; with a key, tags between payload and table.
 2. The name is the pack's id and a generation. A pack that was deleted is written again under a higher generation, so
-   that bytes never change under a reader, and a damaged object is never taken for a good one.
+   the bytes under a name never change, and a damaged object is never taken for a valid one.
 3. Adjacent ranges of a pack are read with one request, and requests run in parallel.
 """
 
@@ -30,10 +30,10 @@ from persistkv_s3.log.state import PackState
 
 logger = logging.getLogger(__name__)
 
-_GAP_BYTES = 128 << 10  # 128 KiB: less than what a request's latency would have carried
-_TAIL_BYTES = 64 << 10  # 64 KiB: another writer may have cut the same keys into more frames, which makes a longer table
+_GAP_BYTES = 128 << 10  # 128 KiB: less than the bytes transferred in the latency of one request
+_TAIL_BYTES = 64 << 10  # 64 KiB: another writer's table is longer if it has cut the same keys into more frames
 _GENERATIONS = 4
-"""Names that are tried for one pack: each that is taken by something unreadable costs one."""
+"""Maximum of generations tried for one pack: an unreadable object occupies its name."""
 
 
 class UploadBudget:
@@ -68,11 +68,11 @@ class Uploaded(NamedTuple):
     """Tags of the object, see ``authentication``."""
     generation: int
     reused: bool
-    """Another writer, or an earlier attempt, uploaded it before."""
+    """Another writer, or an earlier attempt, had uploaded it."""
 
 
 class PackObjects:
-    """The packs of one namespace. Used from any thread."""
+    """The packs of one namespace. Thread-safe."""
 
     def __init__(self, objects: SignedObjects, follower: Follower) -> None:
         self._bucket = objects.bucket
@@ -83,7 +83,7 @@ class PackObjects:
     def upload(self, writer: NewPack, first_generation: int) -> Uploaded:
         """Upload a pack unless its object exists already. Errors of its stream are raised unchanged.
 
-        :raises S3Error: the object may exist or not; no index object names it.
+        :raises S3Error: the object may exist or not; no index object references it.
         """
         pieces, tags = self._pieces(writer)
         for generation in range(first_generation, first_generation + _GENERATIONS):
@@ -109,7 +109,7 @@ class PackObjects:
         if pack.table == pack.writer.table:
             with suppress(ObjectExistsError):
                 self._bucket.put(key, self._pieces(pack.writer)[0])
-        elif held is not None:  # the index names another writer's bytes, which no longer exist
+        elif held is not None:  # the index references another writer's bytes, which no longer exist
             self._follower.miss(pack_id, held)
 
     def _pieces(self, writer: NewPack) -> tuple[list[Buffer], bytes]:
@@ -203,7 +203,7 @@ def _span_bytes(span: ReadSpan) -> int:
 
 
 def _adjacent(frames: Sequence[Frame], payload_length: int) -> Iterator[list[int]]:
-    """Group the numbers of frames by request; frames beyond the payload are left out."""
+    """Group the numbers of frames by request; skip frames beyond the payload."""
     run: list[int] = []
     end = 0
     for number, frame in enumerate(frames):
@@ -240,7 +240,7 @@ class _RangedGet:
         return span.pack_id == self.pack_id and held is self.held and 0 <= span.offset - self._end <= _GAP_BYTES
 
     def add(self, number: int, span: ReadSpan, length: int) -> None:
-        """Append a span, and a buffer that discards the gap before it."""
+        """Append a span, preceded by a buffer that discards the gap."""
         self._skip(span.offset - self._end)
         self.buffers += span.buffers
         self._end = span.offset + length

@@ -1,11 +1,11 @@
-"""Retention: what a ttl, a capacity and failures leave to be removed. One engine at a time does it.
+"""Retention: eviction by ttl and capacity, and removal of orphans. One engine at a time does it.
 
-1. Time is cut into periods. Who first puts the lease object of a period does that period's round; a lease is never
-   released and never renewed, it ends with its period. Two rounds side by side (clocks differ) harm nobody.
-2. Eviction is a commit like any other: it says that packs went. Their objects stay until they are orphans of some
-   age, so that whoever is just reading them finishes.
-3. An orphan is an object that the index does not name and that is older than ``grace`` by the server's clock. The index
-   is read anew before orphans are deleted, and nothing is deleted where a part of it does not read.
+1. Time is divided into periods. The engine that creates the lease object of a period does the round of that period. A
+   lease is never released or renewed; it ends with its period. Concurrent rounds (clocks differ) are harmless.
+2. Eviction is a normal commit that removes packs from the index. Their objects stay until they are old orphans, so that
+   reads in progress complete.
+3. An orphan is an object that the index does not reference and that is older than ``grace`` by the server's clock. The
+   index is fetched again before orphans are deleted, and nothing is deleted if a part of it is unreadable.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ logger = logging.getLogger(__name__)
 
 
 class Round(NamedTuple):
-    """What one round did."""
+    """Result of one round."""
 
     evicted: int
     """Packs."""
     orphans: int
-    """Objects that were deleted."""
+    """Deleted objects."""
 
 
 class _Candidate(NamedTuple):
-    """Something that may be evicted; sorts as it goes."""
+    """Pack or manifest that may be evicted; the smallest is evicted first."""
 
     time: float
     moment: int
@@ -50,25 +50,25 @@ class _Candidate(NamedTuple):
 
 
 class Retention:
-    """One store's, of one handle; used from the thread that commits."""
+    """Retention of one store, by one handle; used from the thread that commits."""
 
     def __init__(self, bucket: Bucket, prefix: str, period_s: float, grace_s: float) -> None:
-        """:param grace_s: age from which on an object that the index does not name is an orphan."""
+        """:param grace_s: age in seconds at which an object that the index does not reference is an orphan."""
         self._bucket = bucket
         self._leases = f"{prefix}leases/"
         self._grace_s = grace_s
         self._period_s = period_s
-        self._period = int(time.time() / period_s)  # the first round is the next period's: opening is not slowed down
+        self._period = int(time.time() / period_s)  # first round in the next period: opening is not delayed
 
     def is_due(self) -> bool:
-        """Whether a period began that this handle has not tried for."""
+        """Return whether a period has started whose lease this handle has not tried to take."""
         return int(time.time() / self._period_s) > self._period
 
     def run_if_first(self, sessions: Mapping[bytes, NamespaceSession], policy: Callable[[], Policy]) -> Round | None:
-        """Do this period's round; None where another engine does it.
+        """Do the round of this period; return None if another engine does it.
 
         :param policy: reads the store's recorded policy.
-        :raises StoreError: it was not done to the end; the next one goes on.
+        :raises StoreError: it was not completed; the next round continues.
         """
         self._period = int(time.time() / self._period_s)
         lease = f"{self._leases}{self._period:012x}"
@@ -84,7 +84,7 @@ class Retention:
     def run(self, sessions: Mapping[bytes, NamespaceSession], policy: Policy, now: float) -> Round:
         """Evict, then remove orphans.
 
-        :param now: the server's time.
+        :param now: time by the server's clock.
         """
         for session in sessions.values():
             session.follower.refresh()
@@ -109,12 +109,12 @@ class Retention:
         return evicted
 
     def _remove_orphans(self, session: NamespaceSession, now: float) -> int:
-        """How many objects of one namespace were deleted."""
+        """Remove the orphans of one namespace; return the number of deleted objects."""
         names = session.names
         prefixes = (names.packs_prefix, names.keys_prefix, names.segments_prefix)
         lying = (info for prefix in prefixes for info in self._bucket.pages(prefix))
         old = (info for info in lying if info.modified <= now - self._grace_s)
-        found = list(_unnamed(old, session))  # of a million objects these are few
+        found = list(_unnamed(old, session))  # few, even of a million objects
         session.follower.refresh_from_bucket()
         if session.state.damaged:
             logger.warning("%s: a part of the index does not read, so no orphans are removed", names.base)

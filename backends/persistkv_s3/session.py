@@ -1,14 +1,14 @@
 """Session of one handle with one namespace: commits, uses, keys of manifests.
 
-A commit, in this order:
+A commit has three steps:
 
-1. Packs are uploaded in parallel, together with one object that holds the keys of the manifests. No index object names
-   them yet: after a failure or a kill they are orphans, which retention removes.
-2. One index object describes the whole commit. Its upload is the commit: all handles see all of it, or nothing.
+1. Packs are uploaded in parallel, together with one object that holds the keys of the manifests. No index object
+   references them yet: after a failure or a kill they are orphans, which retention removes.
+2. One index object describes the whole commit. Its upload is the commit: every handle sees all of it, or nothing.
 3. Packs that existed already are checked again: a pack that was pruned between 1 and 2 is uploaded again.
 
 If the outcome of 2 is unknown, the session continues under a new writer id, because the numbers of a writer have no
-gaps. If 2 was done after all, the session learns of it like of another writer's commit.
+gaps. If the upload did succeed, the session merges it like a commit of another writer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class NamespaceSession:
-    """See the top of this file. Commits come from one thread at a time; ``packs`` reads in any thread."""
+    """See the top of this file. One thread at a time commits; ``packs`` is thread-safe."""
 
     def __init__(self, objects: SignedObjects, options: S3Options, cache: IndexCache) -> None:
         self._objects = objects
@@ -214,7 +214,10 @@ class _Plan:
         self.pins = [(name, pinned) for name, pinned in batch.pins if self._will_hold(name)]
 
     def delete(self, pack_id: bytes, *, alone: bool = False) -> None:
-        """Remove a pack and the manifests that name it; unless ``alone``, also packs that only they made reachable."""
+        """Remove a pack and the manifests that reference it.
+
+        Unless ``alone``, also remove packs that only these manifests made reachable.
+        """
         doomed = [pack_id]
         while doomed:
             pack_id = doomed.pop()

@@ -1,10 +1,10 @@
-"""The one LMDB environment that a process has of each store.
+"""The LMDB environment of a store, one per process.
 
-1. LMDB's locks belong to the process, so a store is opened once in it; all handles on the same files share that.
-2. Remapping (another process grew the map, a new capacity) frees the memory that transactions read: it waits until none
-   runs in this process, and new ones wait for it, up to a bound.
-3. An environment does not cross a fork: the child is refused.
-4. Opening for writing, and each write transaction, run under persistkv's own lock for writing, whose wait is bounded.
+1. LMDB's locks belong to the process, so a process opens a store once; all handles on the same files share it.
+2. A remap (another process grew the map, or the capacity changed) frees memory that transactions read. It waits until
+   no transaction runs in this process, and new transactions wait for it, for a bounded time.
+3. An environment must not be used after a fork: calls in the child raise.
+4. Opening for writing and every write transaction hold persistkv's own writer lock, and wait for it a bounded time.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ _MAX_HEADROOM = 64 << 20  # 64 MiB
 _BEGIN_ATTEMPTS = 8
 _POLL_S = 0.002
 _COURTESY_S = 0.05
-"""Time that new transactions let a waiting remap go first: otherwise they could follow each other for ever. Bounded,
-because a thread inside may begin another transaction, and the remap waits for that thread."""
-_COMMITS = 16  # that are remembered: of many sizes, one in so many is larger than those before it, and waits for room
+"""Maximum wait of new transactions for a pending remap, which overlapping transactions could otherwise delay for ever.
+It is bounded because a thread inside a transaction may begin another one while the remap waits for that thread."""
+_COMMITS = 16  # remembered: with varying sizes, one commit in so many exceeds those before it, and waits for space
 
 
 class Environment:
     """An open environment. Thread-safe.
 
-    :param policy: recorded in a store that is created; an existing store keeps its own.
+    :param policy: recorded if the store is created; an existing store keeps its own.
     :raises StoreUnavailableError: it cannot be opened.
     :raises CorruptStoreError: the directory holds something else, which was not changed.
     """
@@ -73,15 +73,15 @@ class Environment:
         self._taken: deque[int] = deque(maxlen=_COMMITS)
         self._map_lock = _MapLock()
         self._stuck = 0
-        """Snapshots up to this transaction were waited for in vain."""
+        """A wait for snapshots up to this transaction has timed out."""
         self._is_open = False
         self._fitted: Shares | None = None
         self._map_bytes = 0
         self._guard = None if read_only else Guard(path)
         self._policy = policy
-        with ExitStack() as undone:  # where this fails, however far it came
+        with ExitStack() as undone:  # undoes each step if a later one fails
             undone.callback(self._leave)
-            undone.callback(self._close_lmdb)  # the guard has its say after LMDB, and may fail in that
+            undone.callback(self._close_lmdb)  # the guard closes after LMDB, and its own close may fail
             if self._guard is None:
                 self._open()
             else:
@@ -96,11 +96,11 @@ class Environment:
 
     @contextmanager
     def transaction(self, *, write: bool = False) -> Iterator[Transaction]:
-        """Run a transaction: committed at the end of the block, undone where the block raises.
+        """Run a transaction: committed at the end of the block, aborted if the block raises.
 
         :raises StoreFullError: it does not fit.
-        :raises StoreBusyError: another process has held the lock for writing for too long.
-        :raises StoreError: anything else, also in a fork of the process that opened the store.
+        :raises StoreBusyError: another process has held the writer lock for too long.
+        :raises StoreError: any other failure, including use in a fork of the process that opened the store.
         """
         if self.process != os.getpid():
             raise StoreError(f"{self.path} was opened by process {self.process}; open it again after a fork")
@@ -120,7 +120,7 @@ class Environment:
                                     self.files.abandon()
                                 raise
                         if lock is not None:
-                            with suppress(StoreError):  # the next transaction then syncs once more
+                            with suppress(StoreError):  # the next transaction then syncs again
                                 lock.mark(begun=False)
                         return
                 begun()
@@ -128,33 +128,35 @@ class Environment:
 
     @property
     def _shares(self) -> Shares:
-        """The policy as of the last write transaction."""
+        """The policy at the last write transaction."""
         if self._fitted is None:
             raise StoreError(f"{self.path} is open read-only")
         return self._fitted
 
     @property
     def placement(self) -> Placement:
-        """Where new packs go. Valid within a write transaction."""
+        """Placement of new packs. Valid within a write transaction."""
         return self._shares.placement
 
     @property
     def capacity(self) -> int:
-        """Bytes on disk, everything counted. Valid within a write transaction."""
+        """Capacity of the store in bytes on disk, all files included. Valid within a write transaction."""
         return self._shares.capacity
 
     def set_policy(self, policy: Policy) -> None:
-        """Record another capacity and ttl, and apply them. Content is kept even where it exceeds the new capacity."""
+        """Record another capacity and ttl, and apply them. Content is kept even if it exceeds the new capacity."""
         with self.transaction(write=True) as transaction:
             write_policy(transaction, policy)
         with translated(self.path):
             self._remap()
 
     def limit_bytes(self, *, as_it_is: bool = False) -> int:
-        """What ``used_bytes`` may be after a commit that adds something: the capacity, or what the disk has, less the
-        share that is kept for deletions, because LMDB writes new pages to free old ones.
+        """Return the bound on ``used_bytes`` after a commit that adds content.
 
-        :param as_it_is: as if the file could not grow: a quota may say so, or pages that lie too scattered.
+        It is the catalogue's bound or what the disk allows, less a reserve for deletions: LMDB writes new pages to free
+        old ones.
+
+        :param as_it_is: calculate as if the file could not grow: a quota may prevent it, or free pages are fragmented.
         """
         file = self.file_bytes()
         disk = file if as_it_is else file + free_disk_bytes(self.path)
@@ -162,11 +164,11 @@ class Environment:
         return min(bound, disk) - _headroom_bytes(min(bound, disk))
 
     def widen_catalogue(self, transaction: Transaction, need: int, segments: int) -> int:
-        """Let the catalogue have more from the next transaction on, where the segments leave so much of the capacity.
+        """Raise the catalogue's bound from the next transaction on, if the segments leave enough of the capacity.
 
-        :param need: bytes that it lacks.
-        :param segments: bytes of all segments, with what this transaction adds.
-        :returns: by how much; 0: it is not there.
+        :param need: bytes that the catalogue lacks.
+        :param segments: bytes of all segments, including those that this transaction adds.
+        :returns: the increase in bytes; 0: the capacity has no space for it.
         """
         room = self.capacity - LOCK_FILE_BYTES - self._map_bytes - segments
         wanted = wanted_catalogue_bytes(transaction, self.capacity) - self._map_bytes
@@ -177,9 +179,9 @@ class Environment:
         return more
 
     def _segment_limit_bytes(self, transaction: Transaction) -> int:
-        """What all segments may have together: what the catalogue leaves of the capacity, or of what the disk has.
+        """Return the bound on the bytes of all segments: the capacity or disk space that the catalogue leaves.
 
-        What the catalogue will want stops them from growing; they give back no more than what it has already.
+        The expected size of the catalogue limits the growth of segments; they shrink only for its present size.
         """
         held, segments = self.file_bytes(), recorded_bytes(transaction)
         disk = LOCK_FILE_BYTES + held + segments + free_disk_bytes(self.path)
@@ -188,12 +190,12 @@ class Environment:
         return min(left, max(segments, whole - LOCK_FILE_BYTES - wanted_catalogue_bytes(transaction, whole)))
 
     def payloads(self, transaction: Transaction) -> Payloads:
-        """The payloads of a write transaction; what no reader sees any more is free in it.
+        """Return the payloads of a write transaction, with extents that no reader can see any more made free.
 
-        :raises StoreFullError: a file was lost or cut, and there is no room for it.
+        :raises StoreFullError: a segment file was lost or truncated, and the disk has no space to replace it.
         """
         payloads = Payloads(transaction, self.placement, self.files, self._segment_limit_bytes(transaction))
-        self.files.fit(payloads.allocator.segments())  # a transaction may have been undone, of a process that is gone
+        self.files.fit(payloads.allocator.segments())  # may be left over from an aborted transaction of a dead process
         if payloads.allocator.aging:
             payloads.allocator.ripen(self._oldest_snapshot(transaction.txn.id() - 1))
         inline = self.placement is Placement.INLINE
@@ -201,7 +203,10 @@ class Environment:
         return payloads
 
     def wait_for_readers(self, number: int, timeout_s: float) -> bool:
-        """Wait until all snapshots see transaction ``number``; False: timed out. The same reader is waited for once."""
+        """Wait until every snapshot includes transaction ``number``; return False after a timeout.
+
+        A reader that caused a timeout is not waited for again.
+        """
         deadline = time.monotonic() + timeout_s
         while (oldest := self._oldest_snapshot(number)) < number:
             if oldest <= self._stuck or time.monotonic() > deadline:
@@ -211,20 +216,20 @@ class Environment:
         return True
 
     def _oldest_snapshot(self, newest: int) -> int:
-        """The transaction that the oldest snapshot of any process sees last; ``newest`` where there is no reader."""
+        """Return the last transaction that the oldest snapshot of any process includes; ``newest`` without readers."""
         found = self._oldest_listed(newest)
         if found < newest:
-            self._env.reader_check()  # forgets the readers of processes that died
+            self._env.reader_check()  # removes the readers of dead processes
             found = self._oldest_listed(newest)
         return found
 
     def _oldest_listed(self, newest: int) -> int:
-        """LMDB's lines are process, thread and transaction; ``-`` where a reader is idle."""
+        """Parse LMDB's reader list: process, thread and transaction per line; ``-`` for an idle reader."""
         numbers = [line.split()[-1] for line in self._env.readers().splitlines()[1:]]
         return min([newest, *(int(number) for number in numbers if number.isdecimal())])
 
     def pending_bytes(self, transaction: Transaction) -> int:
-        """Bytes that the previous transaction freed: LMDB reuses them in the next one."""
+        """Return the bytes that the previous transaction freed: LMDB reuses them in the next one."""
         before, freed = self._freed
         return freed if before == transaction.txn.id() - 1 else 0
 
@@ -237,20 +242,20 @@ class Environment:
         self._taken.append(payload)
 
     def taken_lately(self) -> int:
-        """The most that one of the last commits of this process took in the segments: the next one may, too."""
+        """Return the most bytes that a recent commit of this process took in the segments: an estimate for the next."""
         return max(self._taken, default=0)
 
     def age(self) -> int:
-        """Commit a transaction that does nothing, so that the next one may use what the one before this freed.
+        """Commit an empty transaction, so that the next one can reuse pages that the one before this freed.
 
-        :returns: its number.
+        :returns: its transaction number.
         """
         with self.transaction(write=True) as transaction:
             write_clock(transaction.rows, *read_clock(transaction.rows))
             return int(transaction.txn.id())
 
     def make_writable(self) -> None:
-        """Open again for writing; the handles on it do not notice. Where that fails, it stays open for reading."""
+        """Reopen for writing; handles stay valid. If that fails, the environment stays open for reading."""
         guard = Guard(self.path)
         try:
             guard.open(partial(self._reopen, False))
@@ -266,24 +271,24 @@ class Environment:
             self._guard, self.read_only = guard, False
 
     def suspect(self) -> None:
-        """Have the store checked when it is opened next while no process has it open."""
+        """Request an integrity check at the next opening that finds no process with the store open."""
         if self._guard is not None:
             self._guard.suspect()
 
     def disk_bytes(self) -> int:
-        """Bytes that the file system gives to the store."""
+        """Return the bytes that the file system has allocated to the store."""
         catalogue = sum(_allocated_bytes(self.path / name) for name in STORE_FILES)
         return catalogue + sum(self.files.lengths().values())
 
     def close(self) -> None:
-        """Close it; no transaction may run. In a forked child this does nothing."""
+        """Close the environment; no transaction may be running. In a forked child this does nothing."""
         if self.process == os.getpid():
             self._close_lmdb()
             self.files.close()
             self._leave()
 
     def forget(self) -> None:
-        """In a forked child: keep none of the parent's locks alive."""
+        """Release the parent's locks in a forked child."""
         if self._guard is not None:
             self._guard.forget()
 
@@ -293,12 +298,12 @@ class Environment:
 
     @contextmanager
     def _suspecting(self) -> Iterator[None]:
-        """Have the store checked at the next opening if the block fails in a way that may be damage."""
+        """Request an integrity check at the next opening if the block fails in a way that may be damage."""
         try:
             yield
         except (StoreBusyError, StoreFullError):
             raise
-        except StoreError:  # LMDB has many words for a damaged page
+        except StoreError:  # LMDB reports a damaged page with many different errors
             self.suspect()
             raise
 
@@ -318,14 +323,14 @@ class Environment:
             try:
                 self._open(read_only)
             except BaseException:
-                self._open()  # where that fails too, the next transaction tries again
+                self._open()  # if that fails, too, the next transaction retries
                 self._fit_map()
                 raise
             self._fit_map()
 
     def _fit_map(self) -> None:
-        """Map as much as the capacity allows; where others have written more already, that and room to delete it."""
-        self._env.set_mapsize(0)  # as much as others have written
+        """Set the map to the recorded bound; if the file exceeds it, to the file plus a reserve for deletions."""
+        self._env.set_mapsize(0)  # adopts the size that other processes have written
         with self._env.begin(buffers=True) as txn:
             shares = read_shares(Transaction(txn, self._db))
         allowed, held = shares.catalogue_bytes, self.file_bytes()
@@ -334,7 +339,7 @@ class Environment:
         self._fitted = shares
 
     def file_bytes(self) -> int:
-        """Bytes of ``data.mdb`` that LMDB has used once."""
+        """Return the bytes of ``data.mdb`` up to the last page that LMDB has ever used."""
         return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
 
     def _begin(self, lock: WriterLock | None, write: bool) -> lmdb.Transaction[memoryview] | Callable[[], None]:
@@ -345,14 +350,14 @@ class Environment:
             begun = self._env.begin(write=write, buffers=True)
         except lmdb.MapResizedError:
             return self._remap
-        except lmdb.PanicError:  # a page of LMDB's own could not be written: the files are right, the handle is not
+        except lmdb.PanicError:  # LMDB could not write one of its pages: the files are intact, the handle is not
             return self._revive
         try:
             if lock is not None:
                 self._take_back(begun, lock)
             fits = not write or read_shares(Transaction(begun, self._db)) == self._fitted
         except BaseException:
-            begun.abort()  # not when the error is forgotten: it holds the lock for writing
+            begun.abort()  # not left to garbage collection: it holds LMDB's write lock
             raise
         if fits:
             return begun
@@ -362,16 +367,16 @@ class Environment:
     def _take_back(self, begun: lmdb.Transaction[memoryview], lock: WriterLock) -> None:
         """Remove a snapshot that LMDB does not know.
 
-        If a commit's last write failed, and LMDB's attempt to undo it too, the file holds such a snapshot. Open handles
-        go on from the one before and overwrite its pages, so no later opening may find it. Until the removal is durable
-        it counts as an interrupted commit, which the next writer makes durable.
+        If the last write of a commit failed, and LMDB's attempt to undo it failed, too, the file holds such a snapshot.
+        Open handles continue from the previous snapshot and overwrite its pages, so no later opening may use it. Until
+        the removal is durable it counts as an interrupted commit, which the next writer makes durable.
         """
         if self._env.info()["last_txnid"] < begun.id():
             return
         lock.mark(begun=True)
         try:
             disown(self.path, begun.id(), int(self._env.stat()["psize"]))
-        except OSError as error:  # a full disk, too: to evict would not help
+        except OSError as error:  # including a full disk: evicting would not help
             raise StoreError(f"{self.path}: {error.strerror or error}") from error
         with suppress(StoreError):
             lock.mark(begun=False)
@@ -395,7 +400,7 @@ class _MapLock:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Hold it shared for the length of the block."""
+        """Hold the lock shared for the length of the block."""
         with self._changed:
             self._changed.wait_for(lambda: not self._wanted, _COURTESY_S)
             self._inside += 1
@@ -408,7 +413,7 @@ class _MapLock:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Hold it alone for the length of the block; not from within a shared one."""
+        """Hold the lock exclusively for the length of the block; must not be called while holding it shared."""
         with self._changed:
             self._wanted += 1
             try:
@@ -424,7 +429,7 @@ def _headroom_bytes(file: int) -> int:
 
 
 def _allocated_bytes(path: Path) -> int:
-    """Allocated bytes, without holes and without space reserved behind the end."""
+    """Return the allocated bytes of a file, without holes and without preallocation beyond its end."""
     try:
         status = path.stat()
     except FileNotFoundError:  # no lock file on a read-only file system

@@ -1,4 +1,4 @@
-"""The boundary: what LMDB and the operating system raise becomes a ``StoreError`` here and nowhere else."""
+"""Translation of errors of LMDB and of the operating system into ``StoreError``, all in this file."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _CORRUPT = (
     lmdb.NotFoundError,
 )
 _NO_ROW = (struct.error, OverflowError, SystemError, MemoryError)
-"""What Python makes of a row whose length, as a damaged page tells it, cannot be."""
+"""Errors that Python raises for a row whose length, taken from a damaged page, is impossible."""
 FULL_CODES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NEARLY_FULL = 64 << 20  # 64 MiB: a pack's raw bytes
 
 
 @contextmanager
 def translated(path: Path) -> Iterator[None]:
-    """Raise LMDB's errors as ours, naming the store; our own and those of a pack's stream pass."""
+    """Translate LMDB's errors, and name the store; ``StoreError`` and errors of a pack's stream pass unchanged."""
     try:
         yield
     except lmdb.Error as error:
@@ -43,7 +43,7 @@ def translated(path: Path) -> Iterator[None]:
 
 @contextmanager
 def translated_at_open(path: Path) -> Iterator[None]:
-    """The same for what goes wrong before a store is open: whatever is not damage makes it unavailable."""
+    """Translate errors raised while a store is opened: errors other than damage become ``StoreUnavailableError``."""
     try:
         yield
     except lmdb.Error as error:
@@ -55,7 +55,7 @@ def translated_at_open(path: Path) -> Iterator[None]:
 
 @contextmanager
 def translated_io(path: Path) -> Iterator[None]:
-    """Raise what the operating system says of files beside LMDB's as ours."""
+    """Translate errors of the operating system on files other than LMDB's."""
     try:
         yield
     except OSError as error:
@@ -64,31 +64,31 @@ def translated_io(path: Path) -> Iterator[None]:
 
 
 def met_the_maps_end(error: StoreFullError) -> bool:
-    """Whether LMDB found no page where the driver had counted on some: damage, or pages that lie too scattered."""
+    """Return whether LMDB found no page although the driver expected free ones: damage, or fragmented pages."""
     return isinstance(error.__cause__, lmdb.MapFullError)
 
 
 def _kind(error: lmdb.Error, path: Path) -> type[StoreError]:
     if isinstance(error, _FULL) or error.code in FULL_CODES:
         return StoreFullError
-    if error.code == errno.EIO and free_disk_bytes(path) < _NEARLY_FULL:  # what LMDB calls a write that a full disk cut
+    if error.code == errno.EIO and free_disk_bytes(path) < _NEARLY_FULL:  # reported for writes cut by a full disk
         return StoreFullError
     return CorruptStoreError if isinstance(error, _CORRUPT) else StoreError
 
 
 def _reason(error: lmdb.Error) -> str:
-    """LMDB's words, or py-lmdb's where it is the one who objects."""
+    """Return LMDB's message, or py-lmdb's if py-lmdb raised the error."""
     return error.reason if error.code else str(error)
 
 
 def free_disk_bytes(path: Path) -> int:
-    """What the store's file may grow by: what the file system has, and the process's limit of file sizes."""
+    """Return the bytes by which the store's file may grow: free disk space, within the process's file size limit."""
     longest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         status = os.statvfs(path)
         free = status.f_bavail * status.f_frsize
         if longest != resource.RLIM_INFINITY:
             free = min(free, max(0, longest - (path / DATA_FILE).stat().st_size))
-    except OSError:  # moved away: nothing to tell by
+    except OSError:  # the file was moved away: unknown
         return _NEARLY_FULL
     return free

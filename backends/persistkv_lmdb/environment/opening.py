@@ -1,11 +1,11 @@
-"""LMDB's environment of a store, as it is opened: what cannot be used is refused, and nothing of it stays open.
+"""Opening of a store's LMDB environment. If the store is refused, nothing stays open.
 
 LMDB's reader table identifies processes by PID, and PIDs repeat across PID namespaces (containers).
 
-LMDB takes a slot with its own PID for its own: it never checks whether the process that left it is dead. So a container
-that was killed during a read, and restarted with the same PID, would keep the snapshot of that read alive for ever, and
-commits would find no free pages. A process with another PID can tell, so a child process clears such slots before this
-process reads for the first time.
+LMDB treats a slot with its own PID as its own and never checks whether the process that left it is dead. A container
+that was killed during a read and restarted with the same PID would therefore keep the snapshot of that read alive for
+ever, and commits would find no free pages. A process with another PID does check, so a child process clears such slots
+before this process reads for the first time.
 
 A live process with the same PID in another PID namespace excludes this one: LMDB locks a byte at the offset of the PID.
 """
@@ -44,7 +44,7 @@ with lmdb.open({store!r}, readonly=True, create=False, max_readers={readers}) as
 
 
 class Opened(NamedTuple):
-    """An open environment, which the caller must close."""
+    """An open environment; the caller must close it."""
 
     env: lmdb.Environment
     file_id: tuple[int, int] | None
@@ -53,14 +53,14 @@ class Opened(NamedTuple):
 
 
 def open_environment(path: Path, policy: Policy, *, read_only: bool) -> Opened:
-    """Open it; where there is none, make it and make its name durable.
+    """Open the environment; if there is none, create it and make its name durable.
 
-    Its map has the recorded size; the caller sets another.
+    Its map has the recorded size; the caller changes it.
 
-    :param policy: recorded in a store that is created.
+    :param policy: recorded if the store is created.
     :raises ProcessIdInUseError: a process in another PID namespace uses the store under this process's PID.
     :raises StoreUnavailableError: it cannot be opened.
-    :raises CorruptStoreError: it is damaged, or something else; it was not changed.
+    :raises CorruptStoreError: it is damaged, or not a persistkv store; it was not changed.
     """
     with translated_at_open(path):
         if is_cut_short(path) and (found := inspect(path)).verdict in DAMAGE:
@@ -76,7 +76,7 @@ def open_environment(path: Path, policy: Policy, *, read_only: bool) -> Opened:
                 create=False,
                 max_dbs=len(Databases._fields),
                 max_readers=_MAX_READERS,
-                max_spare_txns=0,  # a spare one keeps its reader's slot, also across a fork
+                max_spare_txns=0,  # a spare transaction keeps its reader slot, even across a fork
             ),
         )
         try:
@@ -91,16 +91,16 @@ def open_environment(path: Path, policy: Policy, *, read_only: bool) -> Opened:
 
 
 def file_id(path: Path) -> tuple[int, int] | None:
-    """Device and inode of ``data.mdb``, the same for every path to a store; None if there is none."""
+    """Return device and inode of ``data.mdb``, the same for every path to a store; None if there is none."""
     try:
         status = (path / DATA_FILE).stat()
-    except OSError:  # opening it says why
+    except OSError:  # opening it reports the reason
         return None
     return status.st_dev, status.st_ino
 
 
 def _open_with_reader(store: Path, open_it: Callable[[], lmdb.Environment]) -> lmdb.Environment:
-    """Open an environment, and leave no stale slot of this process's PID in it.
+    """Open an environment, and clear stale reader slots of this process's PID.
 
     :param open_it: opens the environment; called a second time after stale slots were found.
     :raises ProcessIdInUseError: a live process in another PID namespace has the same PID.
@@ -108,7 +108,7 @@ def _open_with_reader(store: Path, open_it: Callable[[], lmdb.Environment]) -> l
     env = _opened(store, open_it)
     if not _has_own_slot(env):
         return env
-    env.close()  # with it goes the lock of this PID: the child sees whether another process holds it
+    env.close()  # also releases the lock of this PID: the child detects whether another process holds it
     _clear_from_child(store)
     return _opened(store, open_it)
 
@@ -126,9 +126,9 @@ def _opened(store: Path, open_it: Callable[[], lmdb.Environment]) -> lmdb.Enviro
 
 
 def _has_own_slot(env: lmdb.Environment) -> bool:
-    """Whether the table names this process, which has not begun a transaction yet.
+    """Return whether the reader table lists this process, before its first transaction.
 
-    LMDB's listing has a header line, then one line per slot in use, which begins with the PID.
+    LMDB's listing has a header line, then one line per slot in use, which starts with the PID.
     """
     pid = str(os.getpid())
     return any(line.split()[:1] == [pid] for line in env.readers().splitlines()[1:])

@@ -1,7 +1,7 @@
-"""The environments of this process: LMDB refuses to open one twice in it, so all handles on a store share one.
+"""The environments of this process. LMDB refuses to open one twice in a process, so all handles on a store share one.
 
-1. Of each directory at most one environment is open, and it is opened, reopened and closed by one thread at a time.
-2. The wait for another thread is bounded and per store: opening may take long, because of an integrity check or of a
+1. At most one environment per directory is open; one thread at a time opens, reopens or closes it.
+2. The wait for another thread is bounded and per store: opening may take long, because of an integrity check or a
    stopped process that holds a lock.
 """
 
@@ -22,12 +22,12 @@ from persistkv_lmdb.recovery import guard
 
 
 class _Slot:
-    """A store's directory, while this process opens it or has it open."""
+    """Entry of a store's directory, kept while this process opens it or has it open."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.environments: list[Environment] = []
-        """More than one where others put another store's files in place of those that are open."""
+        """More than one if another process replaced the open files with those of another store."""
         self.visitors = 0
         """Threads that hold the lock or wait for it."""
 
@@ -36,7 +36,7 @@ class Environments:
     """The environments of this process. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # never held over I/O
+        self._lock = threading.Lock()  # never held during I/O
         self._slots: dict[tuple[int, int], _Slot] = {}
         os.register_at_fork(after_in_child=self._forget)
 
@@ -71,7 +71,7 @@ class Environments:
 
     @contextmanager
     def _visited(self, key: tuple[int, int], path: Path, patience_s: float | None) -> Iterator[_Slot]:
-        """Be alone with a slot for the length of the block. One that is left empty goes."""
+        """Hold the slot's lock for the length of the block; remove a slot that is left empty."""
         with self._lock:
             slot = self._slots.setdefault(key, _Slot())
             slot.visitors += 1
@@ -91,7 +91,7 @@ class Environments:
                     del self._slots[key]
 
     def _forget(self) -> None:
-        """In a forked child: another thread of the parent may have held a lock."""
+        """Reset the registry in a forked child: another thread of the parent may have held a lock."""
         self._lock = threading.Lock()
         for slot in self._slots.values():
             for environment in slot.environments:

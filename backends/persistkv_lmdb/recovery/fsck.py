@@ -1,8 +1,8 @@
-"""Integrity check of an environment: in a child process, because damage may end the process that reads it.
+"""Integrity check of an environment, in a child process, because damage may kill the process that reads it.
 
-First the pages, without LMDB (``lmdb.verify``: page tree, free list, counts), so that cycles and cut files are found
-instead of met. Then the rows, as the driver reads them. Rows that do not read are no damage of the store, where the
-driver passes over them and what they stand for is a miss; those that nothing can be done without are.
+The check first verifies the pages without LMDB (``lmdb.verify``: page tree, free list, counts), so that cycles and
+truncated files are reported instead of crashing. Then it reads the rows as the driver does. An invalid row is no damage
+if the driver skips it and treats its content as a miss; it is damage if the driver depends on it.
 
 The child is started by ``subprocess``, not ``multiprocessing``: the caller may be a daemonic process or have threads.
 It never imports torch.
@@ -56,8 +56,8 @@ from persistkv_lmdb.segments.allocator import Allocator, Extent, decode_extents
 logger = logging.getLogger(__name__)
 
 _LEAST_CPU_S = 60
-_BYTES_A_SECOND = 50_000_000  # of processor time: far fewer than the walk gets through, a few of each MiB
-_PATIENCE = 20  # times that, by the clock: a slow disk is no damage
+_BYTES_A_SECOND = 50_000_000  # of processor time: far below the speed of the check, which reads part of each MiB
+_PATIENCE = 20  # wall clock time as a multiple of the processor time: a slow disk is no damage
 _PROGRAM = (
     "import sys; sys.path[:] = {path!r}; from persistkv_lmdb.recovery.fsck import main; main({directory!r}, {parent})"
 )
@@ -68,34 +68,35 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Verdict(enum.Enum):
-    """How a walk ended; the values are its exit codes."""
+    """Result of a check; the values are the exit codes of the child."""
 
     FINE = 0
     UNKNOWN = 1
-    """It could not be walked: no memory, no permission, killed. That says nothing about it."""
+    """The check did not complete: no memory, no permission, killed. The environment may be valid or damaged."""
     DAMAGED = 3
     FOREIGN = 4
-    """It reads well, and is of another release's format."""
+    """It is valid, in another release's format."""
     UNRECOGNISED = 5
-    """It reads well, but not as a store: it is something else's, or what a store is told by is damaged."""
+    """Its pages are valid, but not those of a store: it is another program's, or the marker of a store is damaged."""
 
 
 DAMAGE = frozenset({Verdict.DAMAGED, Verdict.UNRECOGNISED})
-"""Of what a process of ours had open: it was a store then."""
+"""Verdicts that mean damage if a process of ours had the environment open: it was a store then."""
 _SAID = frozenset(verdict.value for verdict in Verdict if verdict is not Verdict.UNKNOWN)
 
 
 class Finding(NamedTuple):
-    """What a look at an environment gave."""
+    """Verdict on an environment, with a reason."""
 
     verdict: Verdict
     reason: str
-    """For a person, one line."""
+    """Human-readable, one line."""
 
 
 def inspect(directory: Path) -> Finding:
-    """Walk the environment in a child, which gets an amount of processor time that grows with its size: what takes more
-    goes in circles. Nobody may write meanwhile.
+    """Check the environment in a child process; no process may write meanwhile.
+
+    The processor time of the child is limited in proportion to the file's size: exceeding it means a cycle.
     """
     try:
         size = (directory / DATA_FILE).stat().st_size
@@ -140,33 +141,33 @@ def _finding(directory: Path, code: int, output: str, errors: str) -> Finding:
 
 
 class _DamageError(Exception):
-    """What makes the store unusable."""
+    """Damage that makes the store unusable."""
 
 
 def main(directory: str, parent: int) -> NoReturn:
-    """Look, say what there is in one line on standard output, and exit with the verdict.
+    """Check the environment, write one line of findings to standard output, and exit with the verdict.
 
-    :param parent: the process that asks.
+    :param parent: PID of the process that started this one.
     """
     end_with(parent)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     verdict, reason = examine(Path(directory))
     sys.stdout.write(reason + "\n")
     sys.stdout.flush()
-    os._exit(verdict.value)  # without LMDB's own end, which may meet what the walk has not
+    os._exit(verdict.value)  # skips LMDB's own cleanup, which may hit damage that the check did not
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel end this process when the one that started it dies: a store's process that is killed while it
-    opens is started again, and looks anew.
+    """Have the kernel kill this process when its parent dies: a process killed while it opens a store is restarted, and
+    starts another check.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before that
+    if os.getppid() != parent:  # it died before the call
         os._exit(Verdict.UNKNOWN.value)
 
 
 def examine(directory: Path) -> tuple[Verdict, str]:
-    """What there is, and a line about it. Nobody may write meanwhile."""
+    """Return the verdict and one line about it. No process may write meanwhile."""
     data = directory / DATA_FILE
     if not data.exists() or not data.stat().st_size:
         return Verdict.FINE, "it is empty"
@@ -200,7 +201,7 @@ def _examine_rows(directory: Path) -> tuple[Verdict, str]:
 
 
 class _Rows:
-    """All rows of a snapshot."""
+    """Check of all rows of a snapshot."""
 
     def __init__(self, transaction: Transaction) -> None:
         self._transaction = transaction
@@ -208,9 +209,9 @@ class _Rows:
         self._unreadable: Counter[str] = Counter()
 
     def examine(self) -> str:
-        """What there is, in a line.
+        """Return one line of findings.
 
-        :raises _DamageError: what the driver cannot do without does not read.
+        :raises _DamageError: a row on which the driver depends is invalid.
         """
         self._examine_meta()
         self._examine_space()
@@ -234,7 +235,7 @@ class _Rows:
             raise _DamageError(str(error)) from None
 
     def _examine_space(self) -> None:
-        """What is given out twice would be written over."""
+        """Check the allocator: a page that is allocated twice would be overwritten."""
         try:
             fault = next(_space_faults(self._transaction), None)
         except CorruptStoreError as error:
@@ -285,7 +286,7 @@ class _Rows:
     def _examine_order(self) -> None:
         for key, _ in rows(self._transaction, self._db.order, b""):
             self._unreadable["order"] += len(key) != ORDER_KEY.size
-        self._unreadable += Counter()  # those that count nothing go
+        self._unreadable += Counter()  # removes zero counts
 
     def _touch_pieces(self) -> None:
         for _, row in rows(self._transaction, self._db.pieces, b""):
@@ -303,7 +304,7 @@ def find_faults(transaction: Transaction, lengths: dict[int, int]) -> list[str]:
     """Compare extents with files, rows with each other and totals with a recount of the whole catalogue.
 
     :param lengths: bytes of each segment file.
-    :returns: a line for each fault: damage, or a fault of this driver.
+    :returns: one line per fault, caused by damage or by a defect of this driver.
     """
     try:
         segments = Allocator(transaction).segments()
@@ -317,7 +318,7 @@ def find_faults(transaction: Transaction, lengths: dict[int, int]) -> list[str]:
 
 
 def _space_faults(transaction: Transaction) -> Iterator[str]:
-    """Each page of each segment belongs to one extent, and the indices and totals agree."""
+    """Check that each page of each segment belongs to one extent, and that indices and totals agree."""
     allocator = Allocator(transaction)
     segments = allocator.segments()
     free = list(allocator.free_extents())
@@ -342,7 +343,7 @@ def _space_faults(transaction: Transaction) -> Iterator[str]:
 
 
 def _pack_faults(transaction: Transaction) -> Iterator[str]:
-    """Each pack has one payload, of its length, and each payload a pack."""
+    """Check that each pack has one payload of its length, and that each payload belongs to a pack."""
     extents = {bytes(key): _pages(decode_extents(row)) for key, row in rows(transaction, transaction.db.extents, b"")}
     pieces: Counter[bytes] = Counter()
     for key, row in rows(transaction, transaction.db.pieces, b""):
@@ -357,7 +358,7 @@ def _pack_faults(transaction: Transaction) -> Iterator[str]:
 
 
 def _total_faults(transaction: Transaction) -> Iterator[str]:
-    """The totals of each namespace are those of its rows."""
+    """Compare the totals of each namespace with its rows."""
     for key, row in rows(transaction, transaction.db.states, b""):
         recorded, counted = NamespaceState.decode(row), NamespaceState(b"")
         for name, pack in rows(transaction, transaction.db.packs, bytes(key)):

@@ -2,20 +2,20 @@
 
 LMDB reads through a memory map, so a damaged environment can kill the process that opens it. Invariants:
 
-1. The guard file says ``open`` from before the first writer opens the environment until the last one closes it. Each
-   writer holds a shared lock on the file; the kernel drops the lock when the process exits. ``open`` without a lock
-   means an unclean shutdown.
+1. The guard file contains ``open`` from before the first writer opens the environment until the last one closes it.
+   Each writer holds a shared lock on the file; the kernel drops the lock when the process exits. ``open`` without a
+   lock means an unclean shutdown.
 2. After an unclean shutdown, a child process checks the environment first (``fsck``), so damage kills the child
    and not the engine. After a clean shutdown there is no check.
 3. An environment that passes the check is opened, regardless of how many processes died in it: an out-of-memory crash
    loop is no damage. An environment that fails the check is renamed, never changed or deleted, and only while no
    process has it open for writing.
-4. Whatever an unclean shutdown or a failed commit left is made durable before the next transaction, by the process that
-   opens the store or by those that have it open. A second fsync after a failed one proves nothing, so the bytes that
-   may be lost are *written* again: LMDB's two meta pages. Everything that either page references was durable before the
-   page was written. As long as the disk refuses this write, no process writes, and nothing is renamed.
-5. With an empty guard file the environment may belong to another program: it is left alone. So is a store of another
-   release.
+4. Content that an unclean shutdown or a failed commit left is made durable before the next transaction, by the process
+   that opens the store or by those that have it open. A second fsync after a failed one proves nothing, so the bytes
+   that may be lost are *written* again: LMDB's two meta pages. Everything that either page references was durable
+   before the page was written. As long as the disk refuses this write, no process writes, and nothing is renamed.
+5. With an empty guard file the environment may belong to another program: it is not changed. The same applies to a
+   store of another release.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ logger = logging.getLogger(__name__)
 
 GUARD_FILE, WRITER_LOCK_FILE = "guard", "writer.lock"
 OPENING_PATIENCE_S = 30.0
-"""Wait for the writer lock when a store is opened: the holder may be checking its integrity."""
+"""Maximum wait for the writer lock when a store is opened: the holder may be checking its integrity."""
 WRITING_PATIENCE_S = 10.0
-"""Wait for the writer lock in a transaction: several times what a commit of 128 MiB takes on a slow disk."""
+"""Maximum wait for the writer lock in a transaction: several times a commit of 128 MiB to a slow disk."""
 _SHORT_PATIENCE_S = 0.2
-_CLOSING_PATIENCE_S = 5.0  # for another process that closes: it holds the guard alone for microseconds, or three syncs
+_CLOSING_PATIENCE_S = 5.0  # for another process that closes: it holds the guard for microseconds, or for three syncs
 _CLOSING_NAP_S = 0.001
 _FIRST_NAP_S = 0.000_2
 _LONGEST_NAP_S = 0.005
@@ -60,11 +60,11 @@ class _State(str, enum.Enum):
     CLEAN = "clean"
     OPEN = "open"
     SUSPECT = "suspect"
-    """Open, and LMDB or one of its rows could not be read."""
+    """Open, and LMDB or a row could not be read."""
 
 
 class Guard:
-    """Guard file and writer lock of a store, as one process has them. ``open`` and ``close`` are not thread-safe."""
+    """One process's handle on guard file and writer lock of a store. ``open`` and ``close`` are not thread-safe."""
 
     def __init__(self, directory: Path) -> None:
         """:raises StoreUnavailableError: the files cannot be created or opened."""
@@ -86,8 +86,9 @@ class Guard:
             caller must close the environment.
         :raises StoreBusyError: another process holds a lock for too long.
         :raises StoreUnavailableError: a damaged environment cannot be renamed, or the guard cannot be written.
-        :raises StoreError: the writer lock cannot be written, or the last commit not be made durable.
-        :raises CorruptStoreError: by ``opened``: another program's, undamaged, or open in another process.
+        :raises StoreError: the writer lock cannot be written, or the last commit cannot be made durable.
+        :raises CorruptStoreError: by ``opened``: the environment is another program's, undamaged, or open in another
+            process.
         """
         with self._writer_lock.held(OPENING_PATIENCE_S), translated_at_open(self._directory):
             if self._locked(fcntl.LOCK_EX):
@@ -100,23 +101,23 @@ class Guard:
             self._share()
 
     def writing(self) -> AbstractContextManager[WriterLock]:
-        """Hold the writer lock for the length of the block, which marks its commit there.
+        """Hold the writer lock for the length of the block, which records its commit in the lock's file.
 
         :raises StoreBusyError: another process holds it for too long; the block does not run.
-        :raises StoreError: an interrupted commit cannot be made durable; the block does not run, and the next one tries
-            again.
+        :raises StoreError: an interrupted commit cannot be made durable; the block does not run, and the next call
+            retries.
         """
         return self._writer_lock.held(recover=self._recover)
 
     def excluding_writers(self) -> AbstractContextManager[WriterLock]:
-        """Hold it for a block that writes nothing; an interrupted commit stays as it is.
+        """Hold the writer lock for a block that writes nothing; an interrupted commit is not recovered.
 
         :raises StoreBusyError: another process holds it for too long; the block does not run.
         """
         return self._writer_lock.held()
 
     def _recover(self) -> None:
-        """Make an interrupted commit durable: LMDB shows it once the next transaction begins."""
+        """Make an interrupted commit durable, before the next transaction makes LMDB show it."""
         try:
             self._write_what_was_left()
         except OSError as error:  # also ENOSPC: eviction would not help
@@ -124,7 +125,7 @@ class Guard:
         self._writer_lock.mark(begun=False)
 
     def suspect(self) -> None:
-        """Have the store checked when it is opened next while no process has it open."""
+        """Request an integrity check at the next opening that finds no process with the store open."""
         with suppress(OSError):
             self._write(_State.SUSPECT)
 
@@ -139,7 +140,7 @@ class Guard:
         self.forget()
 
     def forget(self) -> None:
-        """Close the files and record nothing, as a forked child does with those of its parent."""
+        """Close the files without recording a shutdown, as a forked child does with those of its parent."""
         self._writer_lock.close()
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
@@ -148,7 +149,7 @@ class Guard:
     # Opening
 
     def _open_alone(self, opened: Callable[[], None]) -> None:
-        """Open while no other process has the store open for writing, nor can open it."""
+        """Open the environment while this process excludes all other writers."""
         before = self._read()
         if before in (_State.OPEN, _State.SUSPECT) and self._exists():
             self._check()
@@ -169,7 +170,7 @@ class Guard:
             raise
 
     def _check(self) -> None:
-        """Rename an environment that fails the integrity check; make durable what is left in one that passes.
+        """Rename an environment that fails the integrity check; make the content of one that passes durable.
 
         :raises OSError: it passes, and the disk refuses the write.
         """
@@ -247,7 +248,7 @@ class Guard:
             self._write(_State.OPEN)
 
     def _read(self) -> _State | None:
-        """None: no persistkv process ever opened a store here. Content that is not a state counts as open."""
+        """Return the recorded state; None if persistkv never opened a store here. Unknown content counts as open."""
         row = os.pread(self._fd, _ROW_BYTES, 0)
         if not row:
             return None
@@ -267,15 +268,15 @@ class Guard:
 
 
 class WriterLock:
-    """Lock that writers take before LMDB's own, whose wait has no bound. Thread-safe, and reentrant in a thread.
+    """Lock that writers take before LMDB's own, which has no timeout. Thread-safe, and reentrant within a thread.
 
     1. Its holder waits for LMDB's write lock for a short time only, because no other persistkv process contends.
-    2. It is a flock: the kernel drops it when the process exits. A process that is stopped keeps it.
-    3. Waits are bounded. After a wait in vain, the next waits are short until one succeeds, so that a stopped process
-       does not delay everything else that the waiting one does.
+    2. It is a flock: the kernel drops it when the process exits. A stopped process keeps it.
+    3. Waits are bounded. After a timeout, waits are short until one succeeds, so that a stopped process does not delay
+       the other work of the waiting process.
     4. If its file is deleted, writers exclude each other by LMDB's lock alone until the file is created again.
-    5. Its file records whether a commit was begun and not completed, for other processes; a crash of the machine may
-       lose that.
+    5. Its file records, for other processes, whether a commit was started and not completed; a machine crash may lose
+       this record.
 
     :raises OSError: its file cannot be opened for writing.
     """
@@ -291,11 +292,11 @@ class WriterLock:
     def held(
         self, patience_s: float | None = None, *, recover: Callable[[], None] | None = None
     ) -> Iterator[WriterLock]:
-        """Hold it for the length of the block.
+        """Hold the lock for the length of the block.
 
-        :param patience_s: another bound on the wait than the lock's own.
-        :param recover: called first, if the last commit was interrupted; the block does not run where it raises.
-        :raises StoreBusyError: somebody else holds it, for longer than the bound; the block does not run.
+        :param patience_s: maximum wait; None: the default.
+        :param recover: called first if the last commit was interrupted; if it raises, the block does not run.
+        :raises StoreBusyError: another thread or process holds it for longer than the maximum; the block does not run.
         :raises StoreError: it cannot be locked; the block does not run.
         """
         if patience_s is None:
@@ -324,15 +325,15 @@ class WriterLock:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the last commit that was begun, by whomever, has not ended well. To be asked by the holder.
+        """Whether the last commit that any process started did not complete. The caller must hold the lock.
 
-        :raises StoreError: its file does not read.
+        :raises StoreError: its file cannot be read.
         """
         with translated_io(self._file.parent):
             return os.pread(self._fd, 1, 0) == _BEGUN
 
     def mark(self, *, begun: bool) -> None:
-        """Say that a commit begins, or that all is well. For the holder.
+        """Record that a commit starts, or that it has completed. The caller must hold the lock.
 
         :raises StoreError: its file cannot be written.
         """
@@ -340,7 +341,7 @@ class WriterLock:
             os.pwrite(self._fd, _BEGUN if begun else _ENDED, 0)
 
     def close(self) -> None:
-        """Close the file; idempotent. In a forked child, this leaves the parent's lock as it is."""
+        """Close the file; idempotent. In a forked child, the parent keeps its lock."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
@@ -363,8 +364,8 @@ class WriterLock:
                 return
 
     def _follow(self) -> bool:
-        """Open the file that lies there now, where ours was deleted; tells whether it did."""
-        with suppress(OSError):  # the store's directory is gone, or may not be written any more: ours is as good
+        """Reopen the lock file if it was replaced or deleted; return whether it was."""
+        with suppress(OSError):  # the store's directory is gone or read-only: the present file remains in use
             if not _same(os.fstat(self._fd), self._file):
                 fd = open_regular(self._file, _FLAGS)
                 os.close(self._fd)
@@ -390,7 +391,7 @@ def _same(held: os.stat_result, file: Path) -> bool:
 
 
 def _holder_pid(held: os.stat_result) -> int | None:
-    """The process that holds an exclusive flock on a file; None if the kernel does not name it."""
+    """Return the PID of the process that holds an exclusive flock on a file; None if the kernel does not name it."""
     place = f"{os.major(held.st_dev):02x}:{os.minor(held.st_dev):02x}:{held.st_ino}"
     try:
         locks = Path("/proc/locks").read_text(encoding="ascii")

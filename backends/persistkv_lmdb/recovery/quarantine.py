@@ -1,6 +1,6 @@
-"""Directories of damaged environments, renamed within the store's own directory so that no disk has to hold a copy.
+"""Directories of damaged environments. They are renamed within the store's own directory, so no disk needs a copy.
 
-They are kept until an explicit command deletes them, and count towards no capacity.
+They are kept until an explicit command deletes them, and do not count towards the capacity.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def quarantined(store: Path) -> list[Quarantined]:
 
 
 def delete_quarantined(store: Path) -> list[Quarantined]:
-    """Delete the damaged environments of a store; those that were deleted.
+    """Delete the damaged environments of a store; return those that were deleted.
 
-    :raises StoreError: one cannot be deleted; those before it are gone.
+    :raises StoreError: one cannot be deleted; those before it have been deleted.
     """
     found = quarantined(store)
     for entry in found:

@@ -1,1 +1,1 @@
-"""Payloads in segment files: allocator, gathered I/O, files, and the choice between extents and LMDB values."""
+"""Payload storage in segment files: allocator, vectored I/O, files, and the choice between extents and LMDB values."""

@@ -1,9 +1,9 @@
-"""Which pages of the segment files are used: an allocator whose state is rows, in the transaction that uses it.
+"""Allocator of pages in the segment files. Its state is rows, changed in the transaction that allocates.
 
-1. Each page of each recorded segment lies in just one extent: a pack's, a free one, or an aging one.
-2. Free extents do not touch each other: neighbours are joined.
-3. What a transaction frees ages first: readers may still see it, and the transaction may be undone. A later one makes
-   it free, once no snapshot is older than the transaction that freed it.
+1. Every page of every recorded segment belongs to exactly one extent: of a pack, free, or aging.
+2. Free extents never touch: neighbours are merged.
+3. Extents freed by a transaction age first, because readers may still see them and the transaction may be aborted. A
+   later transaction makes them free, once no snapshot is older than the transaction that freed them.
 """
 
 from __future__ import annotations
@@ -36,39 +36,39 @@ class Extent(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The page behind it."""
+        """The page after the last one."""
         return self.page + self.pages
 
 
 def pages_of(length: int) -> int:
-    """Pages that so many bytes take."""
+    """Return the number of pages that ``length`` bytes need."""
     return -(-length // PAGE_BYTES)
 
 
 def encode_extents(extents: Iterable[Extent]) -> bytes:
-    """The row of a pack."""
+    """Return the row of a pack."""
     return b"".join([_EXTENT.pack(*extent) for extent in extents])
 
 
 def decode_extents(row: Buffer) -> list[Extent]:
-    """The extents of a pack's row; none where it is damaged."""
+    """Return the extents of a pack's row; an empty list if it is damaged."""
     return [] if len(row) % _EXTENT.size else [Extent(*fields) for fields in _EXTENT.iter_unpack(row)]
 
 
 def read_extents(transaction: Transaction, name: bytes) -> list[Extent] | None:
-    """Where a pack's payload lies; None where it lies in no extents."""
+    """Return the extents of a pack's payload; None if it is not stored in extents."""
     row = transaction.txn.get(name, db=transaction.db.extents)
     return None if row is None else decode_extents(row)
 
 
 def first_place(transaction: Transaction, name: bytes) -> tuple[int, int]:
-    """Segment and page of a payload's begin; before all others where it lies in no extents."""
+    """Return segment and page of the start of a payload; a value before all others if it is not stored in extents."""
     extents = read_extents(transaction, name)
     return (extents[0].segment, extents[0].page) if extents else (-1, 0)
 
 
 class Allocator:
-    """The state of the allocator, within one transaction."""
+    """State of the allocator within one transaction."""
 
     def __init__(self, transaction: Transaction) -> None:
         self._txn, self._db = transaction
@@ -77,36 +77,36 @@ class Allocator:
         self.total: int = self._before[0]
         self.free: int = self._before[1]
         self.aging: int = self._before[2]
-        """Pages of all segments; those that are free; those that will be."""
+        """Pages of all segments; free pages; aging pages."""
 
     @property
     def used(self) -> int:
-        """Pages that packs lie in."""
+        """Pages that payloads of packs occupy."""
         return self.total - self.free - self.aging
 
     def segments(self) -> dict[int, int]:
-        """Number and pages of each segment."""
+        """Return number and pages of each segment."""
         found = rows(self._transaction, self._db.segments, b"")
         return {_unpack(_SEGMENT, key)[0]: _unpack(_PAGES, row)[0] for key, row in found}
 
     def publish(self, name: bytes, extents: Iterable[Extent]) -> None:
-        """Record where a pack's payload lies."""
+        """Record the extents of a pack's payload."""
         self._txn.put(name, encode_extents(extents), db=self._db.extents)
 
     def largest(self) -> int:
-        """Pages of the largest free extent."""
+        """Return the pages of the largest free extent."""
         with self._txn.cursor(self._db.sizes) as cursor:
             pages: int = _unpack(_SIZE, cursor.key())[0] if cursor.last() else 0
         return pages
 
     def pieces(self) -> int:
-        """Free extents, and those that will be."""
+        """Return the number of free and aging extents."""
         return sum(int(self._txn.stat(db)["entries"]) for db in (self._db.free, self._db.aging))
 
     def take(self, pages: int) -> list[Extent]:
-        """Take free pages: one extent, the smallest that is large enough; several where there is none.
+        """Allocate free pages: the smallest single extent that is large enough, otherwise several extents.
 
-        :raises CorruptStoreError: there are fewer than the totals say.
+        :raises CorruptStoreError: fewer pages are free than the totals say.
         """
         taken: list[Extent] = []
         while pages:
@@ -118,9 +118,9 @@ class Allocator:
         return taken
 
     def take_before(self, pages: int, place: Extent) -> list[Extent]:
-        """Take free pages that lie before ``place``: the first extent that is large enough, or the first ones together.
+        """Allocate free pages before ``place``: the first extent that is large enough, otherwise the first ones.
 
-        :returns: none where there are not as many; nothing changed then.
+        :returns: an empty list if there are too few; nothing changed then.
         """
         whole = self._first_fit(pages)
         found: list[Extent] = []
@@ -142,13 +142,13 @@ class Allocator:
         return taken
 
     def untake(self, extents: Iterable[Extent]) -> None:
-        """Give back what this transaction took and did not publish."""
+        """Return extents that this transaction allocated and did not publish to the free ones."""
         for extent in extents:
             self._join(extent)
             self.free += extent.pages
 
     def retire(self, name: bytes) -> bool:
-        """A pack leaves its extents; False: it has none."""
+        """Remove a pack's extents, which then age; return False if it has none."""
         extents = read_extents(self._transaction, name)
         if extents is None:
             return False
@@ -156,14 +156,14 @@ class Allocator:
         segments = self.segments()
         for extent in extents:
             if not 0 < extent.pages <= segments.get(extent.segment, 0) - extent.page:
-                continue  # damaged: its pages are lost, nobody else's are given away
+                continue  # damaged row: its pages are leaked, so that no page of another pack is freed
             key = _AGING.pack(self._txn.id(), extent.segment, extent.page)
             self._txn.put(key, _PAGES.pack(extent.pages), db=self._db.aging)
             self.aging += extent.pages
         return True
 
     def ripen(self, oldest: int) -> None:
-        """Make free what was freed by a transaction up to the one that the oldest snapshot sees."""
+        """Free aging extents of transactions up to ``oldest``, the transaction that the oldest snapshot sees."""
         with self._txn.cursor(self._db.aging) as cursor:
             while cursor.first():
                 number, segment, page = _unpack(_AGING, cursor.key())
@@ -175,8 +175,9 @@ class Allocator:
                 self.untake([extent])
 
     def resize(self, segment: int, before: int, pages: int) -> None:
-        """Record that a segment has so many pages now: those behind ``before`` are free, or those behind ``pages``,
-        which must be free, are gone.
+        """Record a new number of pages of a segment.
+
+        Pages after ``before`` become free, or those after ``pages``, which must be free, are removed.
         """
         self._txn.put(_SEGMENT.pack(segment), _PAGES.pack(pages), db=self._db.segments)
         self.total += pages - before
@@ -190,29 +191,29 @@ class Allocator:
         self.free -= before - pages
 
     def free_tail(self, segment: int, pages: int) -> int:
-        """Free pages at the end of a segment."""
+        """Return the number of free pages at the end of a segment."""
         tail = self._last_free(segment)
         return tail.pages if tail is not None and tail.end == pages else 0
 
     def finish(self) -> None:
-        """Write the totals."""
+        """Write the totals if they changed."""
         totals = (self.total, self.free, self.aging)
         if totals != self._before:
             self._txn.put(_SPACE_ROW, _SPACE.pack(*totals), db=self._db.meta)
 
     def free_extents(self) -> Iterator[Extent]:
-        """All of them, by place."""
+        """Yield all free extents by place."""
         for key, row in rows(self._transaction, self._db.free, b""):
             yield Extent(*_unpack(_PLACE, key), *_unpack(_PAGES, row))
 
     def free_sizes(self) -> Iterator[Extent]:
-        """The same by size, as the second index lists them."""
+        """Yield all free extents by size, from the second index."""
         for key, _ in rows(self._transaction, self._db.sizes, b""):
             pages, segment, page = _unpack(_SIZE, key)
             yield Extent(segment, page, pages)
 
     def aging_extents(self) -> Iterator[tuple[int, Extent]]:
-        """All of them, each with the transaction that freed it."""
+        """Yield all aging extents, each with the number of the transaction that freed it."""
         for key, row in rows(self._transaction, self._db.aging, b""):
             number, segment, page = _unpack(_AGING, key)
             yield number, Extent(segment, page, *_unpack(_PAGES, row))
@@ -228,7 +229,7 @@ class Allocator:
         return Extent(segment, page, size)
 
     def _first_fit(self, pages: int) -> Extent | None:
-        """The first free extent by place that has so many pages: the first of each size is looked at, not all."""
+        """Return the first free extent by place with at least ``pages`` pages; probes the first extent of each size."""
         first: Extent | None = None
         with self._txn.cursor(self._db.sizes) as cursor:
             found = cursor.set_range(_SIZE.pack(pages, 0, 0))
@@ -240,7 +241,7 @@ class Allocator:
         return first
 
     def _join(self, extent: Extent) -> None:
-        """List a free extent, as one with those that it touches."""
+        """List a free extent, merged with the free extents that it touches."""
         with self._txn.cursor(self._db.free) as cursor:
             behind = _extent_at(cursor.item()) if cursor.set_range(_PLACE.pack(extent.segment, extent.page)) else None
             before = _extent_at(cursor.item()) if (cursor.prev() if behind else cursor.last()) else None
@@ -260,9 +261,10 @@ class Allocator:
         return last if last is not None and last.segment == segment else None
 
     def _replace(self, old: Iterable[Extent], new: Extent) -> None:
-        """List another free extent (none, where it has no pages) instead of others.
+        """Replace free extents by another one, or by none if ``new`` has no pages.
 
-        It is put before they are deleted: a database that becomes empty loses a page until the transaction ends.
+        The new row is put before the old ones are deleted: a database that becomes empty loses a page until the
+        transaction ends.
         """
         if new.pages:
             self._txn.put(_place(new), _PAGES.pack(new.pages), db=self._db.free)
@@ -274,18 +276,18 @@ class Allocator:
 
 
 def recorded_bytes(transaction: Transaction) -> int:
-    """Bytes of all segments."""
+    """Return the bytes of all segments."""
     return _recorded(transaction)[0] * PAGE_BYTES
 
 
 def recorded_used_bytes(transaction: Transaction) -> int:
-    """Bytes of all extents of packs."""
+    """Return the bytes of all extents of packs."""
     total, free, aging = _recorded(transaction)
     return max(0, total - free - aging) * PAGE_BYTES
 
 
 def _recorded(transaction: Transaction) -> tuple[int, int, int]:
-    """Totals as the last transaction left them; none where they do not read."""
+    """Return the totals as the last transaction left them; zeros if the row is missing or invalid."""
     row = transaction.txn.get(_SPACE_ROW, db=transaction.db.meta)
     return (0, 0, 0) if row is None or len(row) != _SPACE.size else _SPACE.unpack(row)
 

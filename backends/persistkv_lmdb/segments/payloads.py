@@ -1,7 +1,7 @@
-"""Where payloads lie: pieces in LMDB (inline), or extents of segment files. A pack has one or the other.
+"""Payloads of packs: chunked values in LMDB (inline), or extents of segment files. A pack has one or the other.
 
-1. An extent is taken by the transaction that publishes its pack, and its bytes are durable before that commits.
-2. A recorded placement is that of new packs. What a pack has says how it is read and deleted.
+1. The transaction that publishes a pack allocates its extents, and their bytes are durable before it commits.
+2. The recorded placement applies to new packs. Existing packs are read and deleted where they are stored.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from persistkv_lmdb.segments.segment_files import SegmentFiles
 
 _SEGMENT_BYTES = 1 << 30  # 1 GiB
 _MOST_SEGMENTS = 64
-"""In a store so large that segments of 1 GiB would be more, they are larger: each takes two descriptors."""
-_STEPS = 16  # a file grows by 1/16 of what there is, and by no more than 1/16 of what there may be
-_STEP_BYTES = (1 << 20, 128 << 20)  # 1 MiB to 128 MiB: the least and the most of a step
+"""A store with more than 64 GiB of segments has larger segments instead of more: each takes two descriptors."""
+_STEPS = 16  # a file grows by 1/16 of the present size, at most by 1/16 of the limit
+_STEP_BYTES = (1 << 20, 128 << 20)  # 1 MiB to 128 MiB: bounds of a step
 _LARGE_BYTES = 16 << 20  # 16 MiB
-_LEAST_STEP_BYTES = 1 << 16  # 64 KiB: where all that there may be is less than 16 MiB
+_LEAST_STEP_BYTES = 1 << 16  # 64 KiB: smallest step, used if the limit is below 16 MiB
 
 
 class Payloads:
-    """The payloads of one write transaction."""
+    """Payloads as one write transaction sees and changes them."""
 
     def __init__(self, transaction: Transaction, placement: Placement, files: SegmentFiles, limit: int) -> None:
         self.limit = limit
-        """Bytes that all segments may have."""
+        """Bound on the bytes of all segments."""
         self.allocator = Allocator(transaction)
         self.freed = 0
-        """Bytes that left LMDB."""
+        """Bytes deleted from LMDB."""
         self._transaction = transaction
         self._files = files
         self._inline = RowPayloads(transaction.rows)
@@ -65,17 +65,18 @@ class Payloads:
         self.allocator.publish(name, kept)
 
     def delete(self, name: bytes, length: int) -> None:
-        """Delete a pack's payload, wherever it lies.
+        """Delete a pack's payload from extents or from LMDB.
 
-        :param length: of the payload, for ``freed``.
+        :param length: of the payload in bytes, for ``freed``.
         """
         if not self.allocator.retire(name):
             self._inline.delete(name, length)
             self.freed += length
 
     def lower(self, name: bytes, length: int) -> bool:
-        """Move a payload to free pages that lie before it; False: there are not as many, or it does not read. Nothing
-        changed then.
+        """Move a payload to free pages before it.
+
+        :returns: False, with nothing changed: too few pages are free, or the payload cannot be read.
         """
         extents = read_extents(self._transaction, name)
         taken = self.allocator.take_before(pages_of(length), max(extents)) if extents else []
@@ -91,9 +92,9 @@ class Payloads:
         return True
 
     def shrink(self, limit: int) -> None:
-        """Give back free pages at the ends of segments, as far as these have more than the limit.
+        """Release free pages at the ends of segments until all segments together have ``limit`` bytes, if possible.
 
-        The files are cut by a later transaction: this one may be undone.
+        A later transaction truncates the files, because this one may be aborted.
         """
         excess = self.allocator.total - limit // PAGE_BYTES
         if excess <= 0 or not self.allocator.free:
@@ -105,12 +106,12 @@ class Payloads:
                 excess -= count
 
     def finish(self) -> None:
-        """Record what is free, and make what was written durable: the last to be done before a commit."""
+        """Record the free space, and make written payloads durable: the last step before a commit."""
         self.allocator.finish()
         self._files.sync()
 
     def _grow(self, pages: int) -> None:
-        """Make room for so many pages side by side, or less where the limit or the disk says so."""
+        """Grow segments by at least ``pages`` contiguous pages, or by fewer if limit or disk do not allow it."""
         most = self.limit // PAGE_BYTES
         full = max(_SEGMENT_BYTES // PAGE_BYTES, -(-most // _MOST_SEGMENTS))
         wanted = min(max(self._step(most, pages), pages), most - self.allocator.total)
@@ -127,10 +128,10 @@ class Payloads:
             wanted -= count
 
     def _step(self, most: int, pages: int) -> int:
-        """Pages: few in a store that holds little, so that it takes little more than it holds.
+        """Return the pages of a growth step: few in a store with little content, to keep its files small.
 
-        Four times what a large pack takes: the next ones will be large, too, and a commit that grows a file takes half
-        a millisecond longer, whatever the step.
+        A large pack raises the step to four times its size, within the bounds: the next packs are likely to be large,
+        too, and a commit that grows a file takes half a millisecond longer, regardless of the step.
         """
         least, largest = (number // PAGE_BYTES for number in _STEP_BYTES)
         ahead = 4 * pages if pages * PAGE_BYTES >= _LARGE_BYTES else 0
@@ -138,7 +139,7 @@ class Payloads:
         return max(step, _LEAST_STEP_BYTES // PAGE_BYTES)
 
     def _with_room(self, full: int) -> tuple[int, int]:
-        """The first segment that is not full, and its pages: one that was cut grows again before there are new ones."""
+        """Return number and pages of the first segment that is not full: truncated ones grow before new ones."""
         segments = self.allocator.segments()
         number = next((number for number, held in segments.items() if held < full), max(segments, default=-1) + 1)
         return number, segments.get(number, 0)

@@ -1,12 +1,12 @@
-"""The segment files: ``segments/00000000.seg`` and so on in the store's directory, whose pages are payload.
+"""Segment files: ``segments/00000000.seg`` and so on in the store's directory. Their pages hold payloads.
 
-1. A file is as long as LMDB says, or longer where a transaction that made it longer was not committed, or one that made
-   it shorter was and the process ended. Bytes beyond are never read.
-2. Space is allocated, never a hole: a full disk is met when a file grows, not when it is written.
-3. A file is never removed, only cut: an open descriptor means the same file in all processes.
-4. The name of a file is durable before its first pages are allocated, also if its creator was killed or failed.
-5. Writes run beside the transaction that asks for them, and within it: they have ended when it commits or is undone.
-   Where the process is killed, the lock for writing is held until they have ended, because the file's descriptor is.
+1. A file has the length that LMDB records. It is longer if a transaction that extended it was aborted, or if the
+   process ended after a commit that shortened it. Bytes beyond the recorded length are never read.
+2. Space is allocated without holes: a full disk fails when a file grows, not when it is written.
+3. A file is never removed, only truncated: an open descriptor refers to the same file in all processes.
+4. The name of a file is durable before its first pages are allocated, even if its creator was killed or failed.
+5. Other threads write while the transaction runs, and all writes have ended when it commits or aborts. If the process
+   is killed, the kernel keeps the writer lock until its writes have ended, because it closes the files only then.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 
 DIRECTORY = "segments"
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
-_WRITES_AT_ONCE = 3  # so that the next ones are queued when one ends
-_THREAD_BYTES = 1 << 20  # 1 MiB: a shorter write ends before a thread would wake up
+_WRITES_AT_ONCE = 3  # the next writes are queued when one ends
+_THREAD_BYTES = 1 << 20  # 1 MiB: a shorter write ends before another thread would have started it
 
 
 class Run(NamedTuple):
@@ -56,10 +56,10 @@ class Run(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Contiguous part of a request in one file."""
+    """Contiguous part of a request within one file."""
 
     number: int
-    """Position of its payload in a scan."""
+    """Index of its payload within a scan."""
     run: Run
     buffers: Sequence[memoryview]
 
@@ -70,13 +70,13 @@ class _Descriptors(NamedTuple):
 
 
 class SegmentFiles:
-    """Segment files of one store. ``prepare``, ``read`` and ``scan`` are thread-safe; the rest needs the write lock."""
+    """Segment files of a store. ``prepare``, ``read`` and ``scan`` are thread-safe; the rest needs the writer lock."""
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
         """:raises OSError: the store's directory cannot be opened."""
         self._path = path
         self._read_only = read_only
-        self._store = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # a new directory in its place is another store's
+        self._store = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # a directory replacing it is another store's
         self._lock = threading.Lock()
         self._open: dict[int, _Descriptors] = {}
         self._touched: set[int] = set()
@@ -89,16 +89,16 @@ class SegmentFiles:
         self._direct = True
 
     def prepare(self) -> None:
-        """Open the files that are there, for which the first read would wait. It tries again what fails here."""
+        """Open existing files, so that the first read does not wait for it. Later calls retry files that fail here."""
         with suppress(OSError):
             for segment in self._there():
                 self._descriptors(segment)
 
     def grow(self, segment: int, before: int, pages: int) -> None:
-        """Make a file so many pages long, with space for all of them.
+        """Extend a file to ``pages`` pages, with space allocated for all of them.
 
-        :param before: pages that it has by LMDB.
-        :raises StoreFullError: the disk has no room for it; the file is as it was.
+        :param before: its pages according to LMDB.
+        :raises StoreFullError: the disk has no space for it; the file is unchanged.
         """
         with translated_io(self._path):
             fd = self._descriptors(segment, create=True).buffered
@@ -112,10 +112,10 @@ class SegmentFiles:
             self._unnamed = self._unnamed or not before
 
     def fit(self, segments: Mapping[int, int]) -> None:
-        """Cut what is longer than LMDB says, and lengthen what is shorter: it was lost, its packs will not verify.
+        """Truncate files longer than LMDB records, and extend lost or shorter ones, whose packs fail verification.
 
-        :param segments: pages of each; files of others are emptied.
-        :raises StoreFullError: there is no room for what was lost.
+        :param segments: pages of each segment; files of other segments are emptied.
+        :raises StoreFullError: the disk has no space for a lost file.
         """
         with translated_io(self._path):
             for segment in {*segments, *self._there()}:
@@ -128,11 +128,11 @@ class SegmentFiles:
                     os.posix_fallocate(fd, held, expected - held)
 
     def write(self, extents: Sequence[Extent], stream: Iterator[Buffer]) -> int:
-        """Begin to write a payload to its extents; the stream's buffers stay in use until ``settle`` or ``sync``.
+        """Start writing a payload to its extents; the stream's buffers stay in use until ``settle`` or ``sync``.
 
-        :returns: its length in bytes, a multiple of 4 KiB; what the extents have beyond is not written.
-        :raises StoreFullError: the file system wants space for what it had given. ``settle`` and ``sync`` may raise it,
-            too.
+        :returns: its length in bytes, a multiple of 4 KiB; the remainder of the extents is not written.
+        :raises StoreFullError: the file system needs more space although it was allocated. ``settle`` and ``sync`` may
+            raise it, too.
         :raises StoreError: the extents are too short, or the disk failed.
         """
         written = 0
@@ -150,8 +150,9 @@ class SegmentFiles:
         return written
 
     def _begin_write(self, runs: Sequence[Run], buffers: list[memoryview]) -> None:
-        """Write in another thread. If one is idle, return once it has begun: while the caller goes on with other work,
-        the thread would wait for the GIL, up to 5 ms.
+        """Write in another thread. If one is idle, return once it has started.
+
+        Otherwise the thread would wait up to 5 ms for the GIL while the caller continues with other work.
         """
         if self._pool is None:
             self._pool = ThreadPool(_WRITES_AT_ONCE, "persistkv-segments")
@@ -169,7 +170,7 @@ class SegmentFiles:
         """
         wait(self._writes)
         try:
-            while self._writes:  # none is kept: an error whose traceback leads back to itself would keep its buffers
+            while self._writes:  # a failed future that is kept would keep its buffers, through its traceback
                 self._writes.pop(0).result()
         finally:
             self._writes.clear()
@@ -186,7 +187,7 @@ class SegmentFiles:
     def sync(self) -> None:
         """Make payloads, file lengths and file names durable.
 
-        :raises StoreError: some of it is lost, and a second call would not tell: nothing that was written may be
+        :raises StoreError: some of it is lost, and a second call would not report that: nothing that was written may be
             published.
         """
         self.settle()
@@ -203,9 +204,9 @@ class SegmentFiles:
     def read(
         self, extents: Sequence[Extent], offset: int, buffers: Sequence[memoryview], *, cached: bool = False
     ) -> bool:
-        """Fill ``buffers`` from a payload's ``offset`` on; False: not all of that is there.
+        """Fill ``buffers`` from a payload, starting at ``offset``; return False if the payload ends earlier or is lost.
 
-        :param cached: through the page cache, whatever it holds.
+        :param cached: read through the page cache, regardless of its content.
         :raises StoreError: the disk failed.
         """
         filled = 0
@@ -217,8 +218,9 @@ class SegmentFiles:
         return filled == sum(buffer.nbytes for buffer in buffers)
 
     def scan(self, wanted: Sequence[tuple[Sequence[Extent], int, Sequence[memoryview]]]) -> list[bool]:
-        """As ``read`` for many payloads, each with its extents, offset and buffers: contiguous parts are read with
-        one call, past the page cache where buffers and file system allow that.
+        """Read parts of many payloads, given as extents, offset and buffers; see ``read``.
+
+        Contiguous parts are read with one call, past the page cache if buffers and file system allow it.
 
         :raises StoreError: the disk failed.
         """
@@ -233,7 +235,7 @@ class SegmentFiles:
         return [count == sum(map(len, buffers)) for count, (_, _, buffers) in zip(filled, wanted, strict=True)]
 
     def _scan(self, neighbours: Sequence[Piece]) -> bool:
-        """Read past the page cache with one call; False: read the pieces one after the other instead."""
+        """Read contiguous pieces past the page cache with one call; False: they must be read one by one."""
         first = neighbours[0].run
         buffers = [buffer for piece in neighbours for buffer in piece.buffers]
         descriptors = self._found(first.segment)
@@ -247,18 +249,18 @@ class SegmentFiles:
             return False
 
     def lengths(self) -> dict[int, int]:
-        """Allocated bytes of each file, without holes and without space reserved behind the end."""
+        """Return the allocated bytes of each file, without holes and without preallocation beyond its end."""
         with translated_io(self._path):
             found = {segment: os.fstat(self._descriptors(segment).buffered) for segment in self._there()}
         return {segment: min(status.st_size, 512 * status.st_blocks) for segment, status in found.items()}
 
     def make_writable(self) -> None:
-        """Open files for writing from now on; nobody may be inside."""
+        """Open files for writing from now on; no other call may be running."""
         self._read_only = False
         self._close_files()
 
     def close(self) -> None:
-        """Close all descriptors; nobody may be inside."""
+        """Close all descriptors; no other call may be running."""
         if self._pool is not None:
             self._pool.shutdown()
         self._close_files()
@@ -289,9 +291,10 @@ class SegmentFiles:
         write_all(descriptors.buffered, buffers, run.offset)
 
     def _read(self, piece: Piece, *, cached: bool = False) -> bool:
-        """Fill a piece's buffers, past the page cache where that can be; False: the file was lost, or ends before.
+        """Fill a piece's buffers, past the page cache if possible; return False if the file is lost or too short.
 
-        A file that ends within them may hold more than an aligned read gave: it is then read through the page cache.
+        If the file ends within the piece, it may hold more than an aligned read returned: the read is repeated through
+        the page cache.
         """
         run = piece.run
         descriptors = self._found(run.segment)
@@ -308,14 +311,15 @@ class SegmentFiles:
         return read_all(descriptors.buffered, piece.buffers, run.offset)
 
     def _direct_fd(self, descriptors: _Descriptors, run: Run) -> int | None:
-        """The descriptor for O_DIRECT; None: it is refused, the run is not of whole pages, or all of it is cached."""
+        """Return the descriptor for O_DIRECT; None if it is refused, the run has partial pages, or all is cached."""
         if descriptors.direct is None or not self._direct or run.length % PAGE_BYTES:
             return None
         return None if is_cached(descriptors.buffered, run.offset, run.length) else descriptors.direct
 
     def _is_refusal(self, error: OSError, buffers: Sequence[memoryview]) -> bool:
-        """Whether O_DIRECT was refused. It is given up where aligned buffers were: to check them before each transfer
-        would take longer.
+        """Return whether O_DIRECT was refused. If the buffers were aligned, it is not used again.
+
+        Alignment is checked only after a failure: checking before each transfer would take longer.
         """
         if error.errno not in _NO_DIRECT:
             return False
@@ -325,7 +329,7 @@ class SegmentFiles:
         return True
 
     def _found(self, segment: int) -> _Descriptors | None:
-        """Of a file that is to be read; None: it was lost."""
+        """Return the descriptors of a file to read; None if it is lost."""
         try:
             return self._descriptors(segment)
         except FileNotFoundError:
@@ -359,7 +363,7 @@ class SegmentFiles:
 
     @contextmanager
     def _directory(self, *, create: bool = False) -> Iterator[int]:
-        """The directory of the files, open for the length of the block."""
+        """Open the directory of the files for the length of the block."""
         if create:
             with suppress(FileExistsError):
                 os.mkdir(DIRECTORY, 0o700, dir_fd=self._store)
@@ -371,7 +375,7 @@ class SegmentFiles:
             os.close(descriptor)
 
     def _there(self) -> list[int]:
-        """Numbers of the files that are there."""
+        """Return the numbers of the existing files."""
         try:
             with self._directory() as directory:
                 names = os.listdir(directory)
@@ -381,7 +385,7 @@ class SegmentFiles:
 
 
 def runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[Run]:
-    """Runs of a part of a payload; shorter than it if the payload ends before."""
+    """Yield the runs of a part of a payload; they are shorter than the part if the payload ends before it does."""
     for extent in extents:
         size = extent.pages * PAGE_BYTES
         if length and offset < size:
@@ -395,14 +399,14 @@ def runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[Run
 def placed_pieces(
     number: int, extents: Sequence[Extent], offset: int, buffers: Sequence[memoryview]
 ) -> Iterator[Piece]:
-    """Pieces that fill ``buffers`` from ``offset`` of a payload; fewer if the payload ends before.
+    """Yield pieces that fill ``buffers`` from ``offset`` of a payload; fewer if the payload ends earlier.
 
-    :param number: of the payload.
+    :param number: index of the payload.
     """
     rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
     length = sum(map(len, rest))
     for run in runs_of(extents, offset, length):
-        if run.length == length:  # the usual case, which need not be cut
+        if run.length == length:  # the usual case: one run, nothing to split
             yield Piece(number, run, rest)
             return
         yield Piece(number, run, front(rest, run.length))

@@ -1,6 +1,6 @@
-"""Vectored I/O: many buffers in one call, short transfers continued; what the page cache holds.
+"""Vectored I/O: many buffers per call, short transfers continued, aligned copies, and a query of the page cache.
 
-O_DIRECT asks for addresses, lengths and offsets that are multiples of 4 KiB.
+O_DIRECT needs addresses, lengths and offsets that are multiples of 4 KiB.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from persistkv.libc import address_of
 from persistkv.storage.codec import Buffer
 from persistkv.storage.pack import align
 
-MOST_BUFFERS = 1024  # of one call: IOV_MAX
+MOST_BUFFERS = 1024  # per call: IOV_MAX
 _BOUNCE_BYTES = 4 << 20  # 4 MiB
-_BATCH_BYTES = 32 << 20  # 32 MiB: the rest of a pack that was cut at fixed depths in one call
+_BATCH_BYTES = 32 << 20  # 32 MiB: for a pack cut at fixed depths, everything after the first batch
 _FIRST_BYTES = 4 << 20
-"""4 MiB: the disk is at work with them while the rest is gathered. It takes no longer for 4 and 28 MiB from two threads
-than for 32 at once."""
+"""4 MiB: the disk writes the first batch while the rest is gathered. Writing 4 and 28 MiB from two threads takes no
+longer than writing 32 MiB at once."""
 _SECOND_BYTES = 8 << 20
-"""8 MiB, where buffers are small: to gather 28 MiB of blocks of 64 KiB takes 1 to 2 ms, to write 4 takes 1.3."""
-_SMALL_BYTES = 128 << 10  # 128 KiB a buffer, on average: rows that lie side by side are one
+"""8 MiB, if buffers are small: gathering 28 MiB of 64 KiB blocks takes 1 to 2 ms, writing 4 MiB takes 1.3 ms."""
+_SMALL_BYTES = 128 << 10  # 128 KiB: mean length of a buffer; adjacent rows are one buffer
 
 _CACHESTAT = 451  # Linux 6.5, the same number on all architectures
 
 
 def starts_aligned(view: memoryview) -> bool:
-    """Whether the buffer begins at a multiple of 4 KiB; it may not be empty."""
+    """Return whether the buffer, which must not be empty, starts at a multiple of 4 KiB."""
     return not address_of(view) % PAGE_BYTES
 
 
 def front(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
-    """The first ``count`` bytes."""
+    """Return the first ``count`` bytes."""
     found = []
     for buffer in buffers:
         if count <= len(buffer):
@@ -47,7 +47,7 @@ def front(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
 
 
 def behind(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
-    """All but the first ``count`` bytes."""
+    """Return everything after the first ``count`` bytes."""
     for index, buffer in enumerate(buffers):
         if count < len(buffer):
             return [buffer[count:], *buffers[index + 1 :]]
@@ -56,15 +56,15 @@ def behind(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
 
 
 def is_aligned(buffers: Sequence[memoryview]) -> bool:
-    """Whether all of them may be transferred past the page cache."""
+    """Return whether O_DIRECT can transfer all buffers."""
     return all(not len(buffer) % PAGE_BYTES and starts_aligned(buffer) for buffer in buffers)
 
 
 def write_all(fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1) -> None:
     """Write all bytes.
 
-    :param unit: a short write is taken up again at a multiple of it.
-    :raises OSError: some of them may have been written.
+    :param unit: a short write is continued at a multiple of it.
+    :raises OSError: some bytes may have been written.
     """
     rest = list(buffers)
     while rest:
@@ -77,7 +77,7 @@ def write_all(fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1
 
 
 def read_all(fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1) -> bool:
-    """Fill the buffers; False: the file ends before, or something ends a call within a ``unit``."""
+    """Fill the buffers; return False if the file ends too early, or a call ends within a ``unit``."""
     rest = list(buffers)
     while rest:
         done = os.preadv(fd, rest[:MOST_BUFFERS], offset)
@@ -98,12 +98,12 @@ class _Pages(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64) for name in ("cached", "dirty", "writing", "evicted", "recently_evicted"))
 
 
-_syscall = ctypes.CDLL(None).syscall  # not PyDLL: it may walk many pages, and gives the GIL up meanwhile
+_syscall = ctypes.CDLL(None).syscall  # not PyDLL: it may visit many pages, and CDLL releases the GIL meanwhile
 _syscall.argtypes = (ctypes.c_long, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
 
 
 def is_cached(fd: int, offset: int, length: int) -> bool:
-    """Whether all pages of a part of a file are in the page cache; False, too, where the kernel does not tell."""
+    """Return whether the page cache holds all pages of a part of a file; False if the kernel cannot report it."""
     part, pages = _Range(offset, length), _Pages()
     if _syscall(_CACHESTAT, fd, ctypes.addressof(part), ctypes.addressof(pages), 0):
         return False
@@ -111,27 +111,26 @@ def is_cached(fd: int, offset: int, length: int) -> bool:
 
 
 class Bounce:
-    """Aligned memory that what is not aligned is copied through, allocated once and bounded."""
+    """Aligned memory through which unaligned buffers are copied; allocated once and bounded."""
 
     def __init__(self, settle: Callable[[], None]) -> None:
-        """:param settle: waits until nobody uses lists that were handed out; called before memory is used again."""
-        self._memory = memoryview(mmap.mmap(-1, _BOUNCE_BYTES))  # takes memory once it is used
+        """:param settle: waits until earlier lists are no longer in use; called before the memory is reused."""
+        self._memory = memoryview(mmap.mmap(-1, _BOUNCE_BYTES))  # backed by physical memory on first use
         self._settle = settle
         self._lent = False
 
     def aligned(self, stream: Iterator[Buffer]) -> Iterator[list[memoryview]]:
-        """The stream's bytes in lists of aligned buffers: a short one, then long ones. Where buffers are small, one of
-        twice the first one's length comes between.
+        """Yield the stream's bytes in lists of aligned buffers: a short list, then long ones.
 
-        Aligned pieces come as they are, and are valid as long as the stream's are. A stream whose length is no multiple
-        of 4 KiB is filled up with zeros.
+        If buffers are small, the second list has twice the bytes of the first one. Aligned buffers are yielded as they
+        are, and are valid as long as the stream's. The end of the stream is padded with zeros to a multiple of 4 KiB.
 
-        :raises Exception: what ``settle`` raises.
+        :raises Exception: errors of ``settle``.
         """
         batch, is_first = _Batch(self._lend, _FIRST_BYTES), True
         while (rest := batch.take(stream)) is not None:
             while rest:
-                if batch.full:  # not as soon as it is: so the stream has run to its end before the last one
+                if batch.full:  # checked late: so the stream is exhausted before the last list
                     tail = memoryview(bytes(batch.close()))
                     yield batch.buffers
                     more = _SECOND_BYTES if is_first and batch.has_small_buffers else _BATCH_BYTES
@@ -145,7 +144,7 @@ class Bounce:
             yield batch.buffers
 
     def _lend(self) -> memoryview:
-        """The memory, for one list."""
+        """Return the memory for one list; waits until the previous list is no longer in use."""
         if self._lent:
             self._settle()
         self._lent = True
@@ -155,8 +154,8 @@ class Bounce:
 class _Batch:
     """Buffers of one write.
 
-    :param lend: gives the memory that is copied to, once something is.
-    :param most_bytes: how long it becomes, roughly.
+    :param lend: returns the memory for copies; called on the first copy.
+    :param most_bytes: approximate maximum length.
     """
 
     def __init__(self, lend: Callable[[], memoryview], most_bytes: int) -> None:
@@ -168,17 +167,17 @@ class _Batch:
 
     @property
     def full(self) -> bool:
-        """Whether it is to be written now."""
+        """Whether the batch must be written now."""
         copied = self._filled > 0 and self._filled == len(self._memory)
         return copied or self._length >= self._most_bytes or len(self.buffers) >= MOST_BUFFERS - 1
 
     @property
     def has_small_buffers(self) -> bool:
-        """Whether they are small on average, so that many are gathered for few bytes."""
+        """Whether buffers are small on average, so that a batch has many buffers for its bytes."""
         return self._length <= len(self.buffers) * _SMALL_BYTES
 
     def take(self, stream: Iterator[Buffer]) -> memoryview | None:
-        """Take aligned pieces where they lie, quickly; the first that has to be added, None at the stream's end."""
+        """Add the stream's aligned buffers without copying; return the first that needs ``add``, None at the end."""
         buffers, length = self.buffers, self._length
         most = MOST_BUFFERS - 1 if self._begun == self._filled else 0
         most_bytes = self._most_bytes
@@ -196,7 +195,7 @@ class _Batch:
             self._length = length
 
     def add(self, piece: memoryview) -> memoryview:
-        """Take as much as fits, aligned pages where they lie; what is left."""
+        """Add as much as fits, aligned pages without copying; return the remainder."""
         count = len(piece)
         if count >= PAGE_BYTES and not self._filled % PAGE_BYTES and starts_aligned(piece):
             if self._begun < self._filled:
@@ -212,7 +211,7 @@ class _Batch:
         return piece[count:]
 
     def close(self) -> memoryview:
-        """List what was copied since the last aligned piece; the part of a page at its end, which is not listed."""
+        """List the bytes copied since the last aligned buffer, except a partial page at the end, which is returned."""
         end = self._filled - self._filled % PAGE_BYTES
         if self._begun < end:
             self.buffers.append(self._memory[self._begun : end])

@@ -1,10 +1,9 @@
-"""Single attempts with boto3. The boundary: what botocore and urllib3 raise becomes an ``S3Error`` here and nowhere
-else.
+"""Single attempts with boto3. All errors of botocore and urllib3 are translated into ``S3Error`` in this file.
 
-1. A body is uploaded from where it lies and downloaded to where it belongs; nothing here holds a copy of one.
-2. No attempt outlives its deadline by more than one time-out of a socket: an upload looks at it between pieces, and a
-   watchdog cuts a download off.
-3. botocore makes no retries of its own: what is retried, and until when, is decided in one place (``retries``).
+1. Bodies are uploaded from their own memory and downloaded into their final place; nothing here copies them.
+2. An attempt exceeds its deadline by at most one socket timeout: an upload checks it between pieces, and a watchdog
+   shuts a download down.
+3. botocore makes no retries of its own: only ``retries`` makes retries.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from persistkv_s3.client.errors import (
 from persistkv_s3.client.transport import Body, Deadline, ListPage, ObjectInfo, Sink, Transport
 from persistkv_s3.options import Place, S3Options
 
-_PUT_BYTES = 72 << 20  # 72 MiB: the largest pack of many blocks with padding and table. Larger bodies go up in parts
+_PUT_BYTES = 72 << 20  # 72 MiB: the largest pack of many blocks, padding and table. Larger bodies are uploaded in parts
 _PART_BYTES = 32 << 20  # 32 MiB
-_READ_BYTES = 256 << 10  # 256 KiB: more at a time costs page faults, less costs calls
-_BESIDE = 16  # threads of the caller's, who make a request themselves where it is only one
+_READ_BYTES = 256 << 10  # 256 KiB: longer reads cause page faults, shorter ones more calls
+_BESIDE = 16  # threads of callers, which make a single request themselves
 _CONNECT_S = 5.0
 _MOST_S = 30.0
 _THROTTLES = frozenset(
@@ -43,7 +42,7 @@ _BROKEN = frozenset({"RequestTimeout", "InternalError", "OperationAborted", "Con
 
 
 class BotoClient(Transport):
-    """One client for all threads."""
+    """One client for all threads. Thread-safe."""
 
     def __init__(self, place: Place, options: S3Options) -> None:
         self._place = place
@@ -55,7 +54,7 @@ class BotoClient(Transport):
 
     @property
     def requests(self) -> dict[str, int]:
-        """See ``Transport``; by their method."""
+        """See ``Transport``; counted by HTTP method."""
         with self._count_lock:
             return dict(self._counts)
 
@@ -79,7 +78,7 @@ class BotoClient(Transport):
             )
 
     def _put_parts(self, key: str, body: Body, deadline: Deadline, condition: dict[str, str]) -> None:
-        """Not every server looks at the condition of a completion, so it is asked for the object itself first."""
+        """Upload in parts. Some servers ignore the condition of a completion, so the object is looked up first."""
         target = {"Bucket": self._place.bucket, "Key": key}
         if condition:
             with suppress(ObjectMissingError):
@@ -101,7 +100,7 @@ class BotoClient(Transport):
                 **target, UploadId=upload, MultipartUpload={"Parts": parts}, **condition
             )
         except BaseException:
-            with suppress(Exception):  # what remains is the bucket's lifecycle rule's
+            with suppress(Exception):  # the bucket's lifecycle rule removes the remaining parts
                 self._client.abort_multipart_upload(**target, UploadId=upload)
             raise
 
@@ -132,7 +131,7 @@ class BotoClient(Transport):
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
         try:
             self._delete_many(keys, deadline)
-        except RefusedError:  # Ceph asks for leave to delete the whole bucket for this
+        except RefusedError:  # Ceph requires permission to delete the whole bucket for this
             for key in keys:
                 with self._translated("DELETE", key, deadline):
                     self._client.delete_object(Bucket=self._place.bucket, Key=key)
@@ -159,8 +158,8 @@ class BotoClient(Transport):
 
 
 class PlainBucket(BotoClient, PlainMedium):
-    """A bucket as a plain boto3 client uses it, to compare with: one object for each ``write``, one request at a time,
-    bytes joined before and copied after, nothing checked."""
+    """Bucket used as by a plain boto3 client, for comparison: one object per ``write``, one request at a time, buffers
+    joined before and copied after, no checks."""
 
     def __init__(self, place: Place, options: S3Options) -> None:
         super().__init__(place, options)
@@ -190,7 +189,7 @@ class PlainBucket(BotoClient, PlainMedium):
 
 
 def _last(start: int | None, stop: int) -> int:
-    """The second number of a range header: the last byte, or how many of the last ones."""
+    """Return the second number of a range header: the last byte, or the length of the suffix."""
     return stop if start is None else stop - 1
 
 
@@ -204,10 +203,10 @@ def _receive(body: Any, sink: Sink) -> None:
 
 @contextmanager
 def _cut_off(body: Any, deadline: Deadline) -> Iterator[None]:
-    """A body may trickle for ever, though no single read times out."""
+    """Shut a download down at its deadline: it may trickle for ever although no single read times out."""
 
     def cut() -> None:
-        with suppress(Exception):  # it ended in this moment
+        with suppress(Exception):  # it has just ended
             body._raw_stream.shutdown()
 
     watchdog = threading.Timer(max(0.0, deadline.remaining), cut)
@@ -220,7 +219,7 @@ def _cut_off(body: Any, deadline: Deadline) -> Iterator[None]:
 
 
 def _ours(error: Exception, what: str, deadline: Deadline) -> S3Error:
-    """Causes are not chained: botocore's hold requests with their headers."""
+    """Translate an error. Its cause is not chained: errors of botocore hold requests with their headers."""
     from botocore.exceptions import (
         ClientError,
         ConnectionError,
@@ -285,9 +284,9 @@ def _make_client(options: S3Options) -> Any:
         config = Config(
             signature_version="s3v4",
             connect_timeout=min(_CONNECT_S, options.deadline_s),
-            read_timeout=max(1.0, options.deadline_s / 3),  # a hang costs one attempt of three, not all the time
+            read_timeout=max(1.0, options.deadline_s / 3),  # a hang costs a third of the deadline, not all of it
             retries={"total_max_attempts": 1},
-            max_pool_connections=2 * options.connections + _BESIDE,  # reads go beside a commit
+            max_pool_connections=2 * options.connections + _BESIDE,  # reads run concurrently with a commit
             request_checksum_calculation="when_supported" if options.checksum == "crc32" else "when_required",
             response_checksum_validation="when_required",
             s3={"payload_signing_enabled": not unsigned, "addressing_style": "path" if path_style else "auto"},
@@ -299,7 +298,7 @@ def _make_client(options: S3Options) -> Any:
         client = make(unsigned=options.unsigned_payload is not False)
         if options.unsigned_payload is None and not client.meta.endpoint_url.startswith("https:"):
             client.close()
-            client = make(unsigned=False)  # nothing else would guard the bodies on their way
+            client = make(unsigned=False)  # nothing else would protect bodies in transit
     except (BotoCoreError, ValueError) as error:
         raise ConfigurationError("s3 url", options.endpoint_url, f"options that boto3 accepts ({error})") from None
     return client

@@ -1,10 +1,10 @@
-"""A breaker: while a server fails or is slow, nobody waits for it.
+"""Circuit breaker: while a server fails or is slow, requests fail at once.
 
-    closed     requests pass. Opens after 5 bad answers in a row, or where 10 of the last 20 were bad
-    open       none passes, for a pause that doubles from time to time
-    half-open  one passes. Well: closed. Bad: open again
+    closed     requests pass. Opens after 5 bad answers in a row, or if 10 of the last 20 were bad
+    open       no request passes, for a pause that doubles each time, up to 30 s
+    half-open  one request passes. Good answer: closed. Bad answer: open again
 
-A bad answer is a failure that is the server's, or one that took longer than ``slow_s``. Used from any thread.
+A bad answer is a failure caused by the server, or an answer that took longer than ``slow_s``. Thread-safe.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LONGEST_PAUSE_S = 30.0
 
 
 class BreakerState(Enum):
-    """See the top of this file."""
+    """States of a breaker, see the top of this file."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -36,8 +36,8 @@ class BreakerState(Enum):
 class Breaker:
     """See the top of this file.
 
-    :param name: what it stands before, for the log.
-    :param slow_s: seconds from which an answer is bad though it is right.
+    :param name: of the server, for the log.
+    :param slow_s: seconds after which even a correct answer is bad.
     """
 
     def __init__(
@@ -59,20 +59,20 @@ class Breaker:
         self._opens_until = 0.0
         self._probe_until = 0.0
         self.opened = 0
-        """Times it opened."""
+        """Number of times that it opened."""
         self.refused = 0
-        """Requests that were not made."""
+        """Number of requests that were refused."""
 
     @property
     def state(self) -> BreakerState:
-        """What it is now."""
+        """The present state."""
         with self._lock:
             if self._state is BreakerState.OPEN and self._clock() >= self._opens_until:
                 return BreakerState.HALF_OPEN
             return self._state
 
     def admit(self) -> bool:
-        """Whether a request may be made now. After half-open said yes, others hear no until ``record``."""
+        """Return whether a request may be made now. While half-open, one may; others are refused until ``record``."""
         with self._lock:
             now = self._clock()
             if self._state is BreakerState.CLOSED:
@@ -82,16 +82,16 @@ class Breaker:
                 self.refused += 1
                 return False
             self._state = BreakerState.HALF_OPEN
-            self._probe_until = now + _LONGEST_PAUSE_S  # a probe whose thread died does not keep it shut for ever
+            self._probe_until = now + _LONGEST_PAUSE_S  # a probe whose thread died must not block it for ever
             return True
 
     def record(self, *, well: bool, seconds: float) -> None:
-        """How an admitted request ended."""
+        """Record the result of an admitted request."""
         bad = not well or seconds > self._slow_s
         with self._lock:
             self._recent.append(bad)
             if self._state is BreakerState.OPEN:
-                return  # it was on its way before
+                return  # it was sent before the breaker opened
             if self._state is BreakerState.HALF_OPEN:
                 if bad:
                     self._open()

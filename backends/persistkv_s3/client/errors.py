@@ -1,4 +1,4 @@
-"""What a request to an object store can end with. All are ``StoreError``s; the text never holds credentials."""
+"""Errors of requests to an object store. All are ``StoreError``s; their text never contains credentials."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ class S3Error(StoreUnavailableError):
     """A request failed."""
 
     retryable = False
-    """Whether the same request may succeed a moment later."""
+    """Whether the same request may succeed if it is repeated."""
     healthy = False
-    """Whether the server is well all the same: it answered, and the answer was no fault of its own."""
+    """Whether the server works although the request failed: it answered, and the error is not its fault."""
     uncertain = False
-    """Whether the server may have done what was asked."""
+    """Whether the server may have carried out the request."""
     pause_s = 0.0
-    """How long the server asks to be left alone, at least."""
+    """Minimum pause in seconds that the server requests."""
 
 
 class ObjectMissingError(S3Error):
@@ -25,40 +25,40 @@ class ObjectMissingError(S3Error):
 
 
 class ObjectExistsError(S3Error):
-    """A conditional PUT found an object in its place."""
+    """A conditional PUT found an existing object."""
 
     healthy = True
 
 
 class RefusedError(S3Error):
-    """The server does not allow it or does not understand it: credentials, policy, bucket, region."""
+    """The server rejected the request: credentials, policy, bucket, region."""
 
 
 class BrokenError(S3Error):
-    """The connection broke, or the server failed. A write may have been done."""
+    """The connection broke, or the server failed. A write may have taken effect."""
 
     retryable = True
     uncertain = True
 
 
 class ThrottledError(S3Error):
-    """The server asks for fewer requests. Nothing was done."""
+    """The server requests fewer requests. The request had no effect."""
 
     retryable = True
     pause_s = 0.5
 
 
 class LateError(S3Error):
-    """The deadline passed. A write may have been done."""
+    """The deadline passed. A write may have taken effect."""
 
     uncertain = True
 
 
 class BreakerOpenError(S3Error):
-    """No request was made: the last ones failed or were slow."""
+    """No request was made, because previous ones failed or were slow."""
 
     healthy = True
 
 
 PASSING = (BrokenError, ThrottledError, LateError, BreakerOpenError)
-"""What says nothing of the bucket but that it does not answer now."""
+"""Errors that only say that the server does not answer at present."""

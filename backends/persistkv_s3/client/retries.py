@@ -1,9 +1,9 @@
-"""Retries, a breaker and the resumption of bodies, on top of single attempts.
+"""Retries, breaker and resumption of bodies, on top of single attempts.
 
-1. An operation ends by its deadline, whatever it takes: attempts, pauses between them, and a body that breaks off.
-2. Pauses have full jitter: each is drawn between what the server asks for and a bound that doubles.
-3. What arrived of a body is right and is not fetched again.
-4. Each attempt counts towards the breaker; while that is open, nothing is attempted and the error comes at once.
+1. An operation ends by its deadline, including attempts, pauses between them, and interrupted bodies.
+2. Pauses have full jitter: each is the pause that the server requests, plus a random one below a bound that doubles.
+3. Bytes of a body that arrived are valid and are not fetched again.
+4. Every attempt counts towards the breaker; while it is open, operations fail at once, without an attempt.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ T = TypeVar("T")
 
 _FIRST_BOUND_S = 0.2
 _LAST_BOUND_S = 5.0
-_ATTEMPTS = 8  # a server that fails fast is not asked for the whole of the deadline
+_ATTEMPTS = 8  # bounds the requests to a server that fails fast
 
 
 class RetryingTransport(Transport):
-    """See the top of this file."""
+    """Transport with retries; see the top of this file."""
 
     def __init__(self, client: Transport, breaker: Breaker) -> None:
         self._client = client
         self.breaker = breaker
         self.retries = 0
-        """Attempts beyond the first."""
+        """Number of attempts beyond the first."""
 
     @property
     def requests(self) -> dict[str, int]:
@@ -46,7 +46,7 @@ class RetryingTransport(Transport):
                 self._client.put(key, body, deadline, only_if_absent=only_if_absent)
             except S3Error as error:
                 if uncertain and isinstance(error, ObjectExistsError):
-                    error.uncertain = True  # it may be what an earlier attempt put there
+                    error.uncertain = True  # an earlier attempt may have created it
                 if error.uncertain:
                     uncertain.append(True)
                 raise
@@ -60,7 +60,7 @@ class RetryingTransport(Transport):
             done = sink.position - first
             if not done:
                 self._client.get(key, start, stop, sink, deadline)
-            elif start is None and len(sink.room()):  # of a tail or a whole object: what is left, from the end
+            elif start is None and len(sink.room()):  # of a tail or a whole object: the remainder, counted from the end
                 self._client.get(key, None, len(sink.room()), sink, deadline)
             elif start is not None and stop is not None and start + done < stop:
                 self._client.get(key, start + done, stop, sink, deadline)

@@ -1,7 +1,7 @@
-"""The five operations that the driver needs of an object store, each with a deadline, and their uploads and downloads.
+"""The operations on an object store that the driver needs, each with a deadline, and their uploads and downloads.
 
 ``boto.BotoClient`` makes single attempts; ``retries.RetryingTransport`` adds retries, a breaker and the resumption of
-bodies behind the same interface. Both may be used from several threads at once.
+bodies behind the same interface. Both are thread-safe.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from persistkv.errors import CorruptPackError
 from persistkv.storage.codec import Buffer
 from persistkv_s3.client.errors import BrokenError, LateError
 
-_PIECE_BYTES = 1 << 20  # 1 MiB: what one write to a socket takes at most, so that a stalled one is noticed
+_PIECE_BYTES = 1 << 20  # 1 MiB: maximum of one write to a socket, so that a stalled upload is detected
 
 MOST_DELETED = 1000
 
 
 class Deadline:
-    """A moment by which an operation has to end."""
+    """Time by which an operation must end."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -33,16 +33,16 @@ class Deadline:
         return self._at - time.monotonic()
 
     def check(self, what: str) -> None:
-        """Do nothing before the deadline.
+        """Check the deadline.
 
-        :raises LateError: after it.
+        :raises LateError: it has passed.
         """
         if self.remaining <= 0:
             raise LateError(f"{what} took longer than {self.seconds:g} s")
 
 
 class Body:
-    """The bytes of an upload, where they lie. A file as boto3 wants it: ``read`` hands out whole pieces, uncopied."""
+    """Bytes of an upload, not copied. A file object for boto3: ``read`` returns whole pieces."""
 
     def __init__(self, pieces: Sequence[Buffer], deadline: Deadline | None = None) -> None:
         self._pieces = [
@@ -59,11 +59,11 @@ class Body:
         return self._length
 
     def within(self, deadline: Deadline) -> Body:
-        """The same bytes from their begin, which cannot be read once the deadline has passed."""
+        """Return a body with the same bytes, from their start, that cannot be read after the deadline."""
         return Body(self._pieces, deadline)
 
     def parts(self, length: int) -> Iterator[Body]:
-        """The bytes cut into bodies of at least ``length``, the last one shorter."""
+        """Split the bytes into bodies of at least ``length``; the last one may be shorter."""
         part: list[Buffer] = []
         size = 0
         for piece in self._pieces:
@@ -76,9 +76,9 @@ class Body:
             yield Body(part)
 
     def read(self, _size: int = -1) -> Buffer:
-        """The next piece, whatever size was asked for; empty at the end.
+        """Return the next piece, regardless of the requested size; empty at the end.
 
-        :raises LateError: the deadline has passed: the upload breaks off.
+        :raises LateError: the deadline has passed; this aborts the upload.
         """
         if self._deadline is not None:
             self._deadline.check("an upload")
@@ -88,9 +88,9 @@ class Body:
         return self._pieces[self._next - 1]
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """To the begin or the end; nobody asks for more.
+        """Seek to the start or the end; boto3 needs no other position.
 
-        :raises ValueError: another place.
+        :raises ValueError: another position.
         """
         if offset or whence not in (0, 2):
             raise ValueError(f"seek({offset}, {whence})")
@@ -98,7 +98,7 @@ class Body:
         return self.tell()
 
     def tell(self) -> int:
-        """Bytes read."""
+        """Return the number of bytes read."""
         return sum(map(len, self._pieces[: self._next]))
 
 
@@ -107,27 +107,27 @@ class Sink(Protocol):
 
     @property
     def position(self) -> int:
-        """Bytes that arrived."""
+        """Bytes that have arrived."""
         ...
 
     def expect(self, length: int) -> None:
-        """The server is about to send so many bytes, from ``position`` on.
+        """Called before the server sends ``length`` bytes, from ``position`` on.
 
-        :raises BrokenError: that is not what was asked for.
+        :raises BrokenError: that is not the requested length.
         """
         ...
 
     def room(self) -> memoryview:
-        """Where the next bytes go; empty: no more are wanted."""
+        """Return the memory for the next bytes; empty: the download is complete."""
         ...
 
     def advance(self, count: int) -> None:
-        """So many were put there."""
+        """Called after ``count`` bytes were written there."""
         ...
 
 
 class RowSink:
-    """Fills the caller's buffers, one after the other."""
+    """Fills the caller's buffers in order."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         self._parts = [part for buffer in buffers if len(part := buffer.cast("B"))]
@@ -152,10 +152,10 @@ class RowSink:
 
 
 class FrameSink:
-    """Passes ranges of an object through one buffer, each as soon as it is complete; drops the bytes between them.
+    """Passes ranges of an object through one buffer, each as soon as it is complete; discards the bytes between them.
 
-    :param ranges: (offset, length), ascending; the lengths are not 0.
-    :param take: called with the number of a range, and its bytes, which are valid until it returns.
+    :param ranges: (offset, length), ascending; no length is 0.
+    :param take: called with the index of a range and its bytes, which are valid until it returns.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class WholeSink:
 
 
 class ObjectInfo(NamedTuple):
-    """An object as a listing shows it."""
+    """An object in a listing."""
 
     key: str
     size: int
@@ -222,33 +222,36 @@ class ObjectInfo(NamedTuple):
 
 
 class ListPage(NamedTuple):
-    """A part of a listing."""
+    """One page of a listing."""
 
     objects: Sequence[ObjectInfo]
     next: str | None
-    """Names the next one; None: this is the last."""
+    """Identifies the next page; None: this is the last one."""
 
 
 class Transport(ABC):
-    """See the top of this file. Keys are whole: prefix included. All methods raise ``S3Error``s only."""
+    """See the top of this file. Keys include the prefix. All methods raise ``S3Error``s, and pass errors of a sink."""
 
     @property
     def requests(self) -> dict[str, int]:
-        """How many were sent so far, by kind; empty where nobody counts."""
+        """Number of requests sent so far, by kind; empty if they are not counted."""
         return {}
 
     @abstractmethod
     def put(self, key: str, body: Body, deadline: Deadline, *, only_if_absent: bool = True) -> None:
-        """Upload, in one request or in parts.
+        """Upload an object, in one request or in parts.
 
-        :raises ObjectExistsError: ``only_if_absent``, and something lies there. After a lost reply that may be one's
-        own.
+        :raises ObjectExistsError: ``only_if_absent``, and there is an object. After a lost reply, this upload may have
+            created it.
         """
 
     @abstractmethod
     def get(self, key: str, start: int | None, stop: int | None, sink: Sink, deadline: Deadline) -> None:
-        """Download bytes ``start`` to ``stop`` into the sink; with ``start`` None the last ``stop`` ones, with both
-        None all. State after failure: what the sink holds up to its position is right.
+        """Download bytes ``start`` to ``stop`` into the sink.
+
+        With ``start`` None: the last ``stop`` bytes. With both None: the whole object.
+
+        After a failure, the bytes of the sink up to its position are valid.
 
         :raises ObjectMissingError: there is no such object, or it is shorter.
         """
@@ -259,14 +262,14 @@ class Transport(ABC):
 
     @abstractmethod
     def list(self, prefix: str, page: str | None, deadline: Deadline) -> ListPage:
-        """Some objects whose keys begin so, by key.
+        """Return a page of the objects whose keys start with ``prefix``, by key.
 
-        :param page: which, as the one before names it; None: the first.
+        :param page: identifier from the previous page; None: the first page.
         """
 
     @abstractmethod
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
-        """Delete objects, at most ``MOST_DELETED``; those that are not there are passed over."""
+        """Delete objects, at most ``MOST_DELETED``; missing ones are ignored."""
 
     @abstractmethod
     def close(self) -> None:

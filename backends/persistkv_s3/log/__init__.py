@@ -1,1 +1,1 @@
-"""The log of a namespace: index objects and snapshots, their formats and names, and the state that they add up to."""
+"""The log of a namespace: index objects and snapshots, their formats and names, and the state merged from them."""

@@ -1,8 +1,8 @@
-"""Local cache of a namespace's state: a restarted engine fetches only what was added since.
+"""Local cache of a namespace's state: a restarted engine fetches only newer entries.
 
-1. It may be lost at any time, and counts only if it is complete, of this very namespace and store, and authentic.
+1. It may be lost at any time, and is used only if it is complete, authentic, and of the same namespace and store.
 2. It is replaced atomically.
-3. It holds all entries of the segments that its root names; segments never change.
+3. It holds all entries of the segments that its root references; segments never change.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Cached(NamedTuple):
 
     root: Root
     state: LogState
-    """All entries of the root's segments, and maybe later ones."""
+    """All entries of the root's segments, possibly with later ones."""
 
 
 class IndexCache:
     """Cache file of one namespace of one store. Used from one thread at a time. An unusable file is ignored.
 
     :param directory: None: no cache.
-    :param place: identifies the namespace among all that this user may open.
+    :param place: distinguishes the namespace from all others that this user may open.
     """
 
     def __init__(self, directory: Path | None, place: str, namespace: bytes, authenticator: Authenticator) -> None:
@@ -89,7 +89,7 @@ class IndexCache:
             self.save(root, state)
 
     def save(self, root: Root | None, state: LogState) -> None:
-        """Write the state if the root names other segments than the file."""
+        """Write the state if the root references other segments than the file."""
         if self._path is None or root is None or root.segments == self._segments or state.damaged:
             return
         begin = time.monotonic()

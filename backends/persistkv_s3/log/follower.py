@@ -1,13 +1,13 @@
-"""Follower of a namespace's log: one listing shows what is new, and only that is fetched.
+"""Follower of a namespace's log: one listing shows the new objects, and only those are fetched.
 
-1. An index object is merged once; its number implies those of its writer before it.
-2. A snapshot's root covers index objects, which are deleted only after a later root covers them as well. So a listing
-   shows each entry: in an index object, or in the segments of the newest root.
+1. An index object is merged once; its number implies the earlier ones of its writer.
+2. A snapshot's root covers index objects, which are deleted only after a later root covers them, too. A listing
+   therefore shows each entry: in an index object, or in the segments of the newest root.
 3. If a root covers something that this follower never merged, because it was deleted between two listings, everything
    is loaded again.
-4. Listings are spaced by ``refresh_s``, with jitter; in between, calls answer from the state.
+4. Listings are spaced by ``refresh_s``, with jitter; in between, calls are answered from the state.
 5. If an index object that was merged is missing and no newer root covers it, the log was deleted, or the bucket was
-   created again: the state is loaded from what exists now (``emptied``).
+   created again: the present content is loaded (``emptied``).
 6. The local cache (``cache``) saves fetching the segments that it holds. Nothing is written or deleted because of the
    cache alone: ``refresh_from_bucket``.
 """
@@ -32,11 +32,11 @@ from persistkv_s3.log.state import LastUse, LogState, PackState
 logger = logging.getLogger(__name__)
 
 _TRIES = 5
-"""Listings per load at most: a listed object may be deleted before it is fetched."""
+"""Maximum of listings per load: a listed object may be deleted before it is fetched."""
 
 
 class LogListing(NamedTuple):
-    """Objects in a namespace's log."""
+    """Names of the objects in a namespace's log."""
 
     objects: dict[LogName, float]
     """Index objects, and their times of upload by the server's clock."""
@@ -45,7 +45,7 @@ class LogListing(NamedTuple):
 
 
 class Follower:
-    """See the top of this file. ``state`` may be read from any thread; methods are called by one thread at a time."""
+    """See the top of this file. ``state`` may be read from any thread; one thread at a time calls methods."""
 
     def __init__(self, objects: SignedObjects, refresh_s: float, cache: IndexCache) -> None:
         self.names = objects.names
@@ -92,7 +92,7 @@ class Follower:
             self.look()
 
     def refresh(self) -> None:
-        """List the log now, and fetch what is new."""
+        """List the log now, and fetch new objects."""
         if not self._loaded:
             self.ensure()
             return
@@ -112,7 +112,7 @@ class Follower:
         self._cache.save_if_due(self.root, self.state)
 
     def refresh_from_bucket(self) -> None:
-        """Refresh, and replace all that only the local cache said."""
+        """Refresh, and reload everything if the state contains content of the local cache."""
         self.refresh()
         if self._from_cache:
             self.load()
@@ -182,7 +182,7 @@ class Follower:
         return newest < held or any(name not in listing.objects for name in self.recent)
 
     def _follow(self, listing: LogListing) -> bool:
-        """Merge what is new; return True if objects are missing, so that everything must be loaded."""
+        """Merge new objects; return True if objects are missing, so that everything must be loaded."""
         root = self.root
         if listing.roots and (root is None or listing.roots[-1] > root.number):
             root = self._newest_root(listing, self.state)
@@ -238,7 +238,7 @@ class Follower:
         self.recent[name] = entries
 
     def cover(self, root: Root | None) -> None:
-        """Adopt a root that covers no more than this follower has merged."""
+        """Adopt a root; this follower must have merged everything that it covers."""
         self.root = root
         covered = {} if root is None else dict(root.covered)
         self.recent = {name: held for name, held in self.recent.items() if name.number > covered.get(name.writer, 0)}

@@ -1,9 +1,9 @@
-"""Index objects, snapshots and the two kinds of identity objects, byte by byte in docs/format.md.
+"""Index objects, snapshots, and the objects of format and identity. docs/format.md specifies every byte.
 
-An index object is a run of entries, each what one commit did: a sealed head (msgpack behind a version and a
-checksum), then the bodies that it points to (pack tables and heads of manifests), each sealed in its own right. So
-damage to one body costs that body, and damage to a head costs that entry. Nothing here is trusted: lengths are
-checked against what is there, and what does not read raises ``CorruptPackError`` naming the field, or is left out.
+An index object is a sequence of entries, each of one commit: a sealed head (msgpack after a version and a checksum),
+then the bodies that it references (pack tables and heads of manifests), each sealed separately. Damage to a body
+affects only that body, and damage to a head only that entry. Nothing is trusted: lengths are checked against the data,
+and unreadable parts raise ``CorruptPackError`` naming the field, or are skipped.
 """
 
 from __future__ import annotations
@@ -31,75 +31,75 @@ _SEAL = struct.Struct("<BQ")
 _FORMAT = struct.Struct("<8sI")
 _CREATED = struct.Struct("<d")
 _TABLE_LENGTH = struct.Struct("<Q")
-_TRAILER_BYTES = 24  # of a pack; its first field is the table's length
-MAX_LOG_BYTES = 1 << 30  # 1 GiB: an index object or segment that claims more is not read
+_TRAILER_BYTES = 24  # of a pack; its first field is the length of the table
+MAX_LOG_BYTES = 1 << 30  # 1 GiB: larger index objects and segments are not read
 
 T = TypeVar("T")
 
 
 class Stamp(NamedTuple):
-    """When something was said of a thing. Of two that speak of one thing, the greater wins, whoever hears them in
-    which order."""
+    """Logical time of a change. Of two changes to the same pack, manifest or pin, the one with the greater stamp wins,
+    in whichever order they are merged."""
 
     moment: int
-    """One more than all that the writer had heard of."""
+    """Greater by one than any moment that the writer had merged."""
     writer: bytes
 
 
 class PackRow(msgspec.Struct, frozen=True, array_like=True):
-    """A pack that came."""
+    """Addition of a pack."""
 
     pack_id: bytes
     generation: int
     offset: int
-    """Where in the entry's bodies the pack's tags lie, where there are any, and its table behind them."""
+    """Offset in the entry's bodies of the pack's tags (if any), which its table follows."""
     length: int
 
 
 class GoneRow(msgspec.Struct, frozen=True, array_like=True):
-    """A pack that went."""
+    """Removal of a pack."""
 
     pack_id: bytes
     generation: int
-    """The one that went: the next is written under a higher one."""
+    """The removed generation: the pack is next written under a higher one."""
 
 
 class ManifestRow(msgspec.Struct, frozen=True, array_like=True):
-    """A manifest that was written."""
+    """Addition of a manifest."""
 
     id: str
     ordered: bool
     packs: bytes
-    """Ids of the packs that it names, joined."""
+    """Concatenated ids of the packs that it references."""
     offset: int
-    """Where in the entry's bodies the head lies."""
+    """Offset of the head in the entry's bodies."""
     length: int
     keys_writer: bytes
     keys_number: int
-    """With ``keys_writer`` the name of the object that holds the keys."""
+    """With ``keys_writer``: the name of the object that holds the keys."""
     keys_offset: int
     keys_length: int
 
 
 class Head(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What one commit did."""
+    """Changes made by one commit."""
 
     namespace: bytes
     writer: bytes
     moment: int
     time: float
-    """Seconds since the epoch, by the writer's clock, never going back."""
+    """Seconds since the epoch, by the writer's clock, never decreasing."""
     packs: tuple[PackRow, ...] = ()
     gone: tuple[GoneRow, ...] = ()
     uses: bytes = b""
-    """Ids of the packs that were used, joined; those of ``packs`` are not repeated."""
+    """Concatenated ids of the packs that were used; those of ``packs`` are not repeated."""
     manifests: tuple[ManifestRow, ...] = ()
     manifests_gone: tuple[str, ...] = ()
     pins: tuple[tuple[str, bool], ...] = ()
 
     @property
     def stamp(self) -> Stamp:
-        """Of all that it says."""
+        """Stamp of all changes of the entry."""
         return Stamp(self.moment, self.writer)
 
 
@@ -152,20 +152,20 @@ class EntryBuilder:
 
 
 class Root(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A snapshot: all that index objects up to a point said."""
+    """Root of a snapshot, which contains all index objects up to a point."""
 
     namespace: bytes
     number: int
     covered: tuple[tuple[bytes, int], ...]
-    """(writer, number) of the index objects that were listed and are in here: each with those of the writer before."""
+    """(writer, number): the last covered index object of each listed writer; earlier ones of the writer are covered."""
     segments: tuple[str, ...]
-    """Names of the objects with the entries."""
+    """Names of the objects that hold the entries."""
     whole_segments: int
-    """How many of them, the first ones, were written together, with nothing in them that later ones replaced then."""
+    """Number of segments, from the first, that were written together, without entries that were superseded then."""
 
 
 def encode_entries(entries: Sequence[Entry]) -> list[bytes]:
-    """The pieces of an index object or a segment."""
+    """Return the buffers of an index object or a segment."""
     pieces = [_MAGIC]
     for head, bodies in entries:
         sealed = _seal(msgspec.msgpack.encode(head))
@@ -174,9 +174,9 @@ def encode_entries(entries: Sequence[Entry]) -> list[bytes]:
 
 
 def parse_entries(data: Buffer, namespace: bytes) -> Iterator[Entry]:
-    """The entries that read; the others are left out, one ``CorruptPackError`` at the end names the first of them.
+    """Yield the readable entries. Unreadable ones are skipped, and the error of the first one is raised at the end.
 
-    :raises CorruptPackError: it is no index object, or something in it did not read.
+    :raises CorruptPackError: it is no index object, or a part is unreadable.
     """
     view = memoryview(data)
     if view[: len(_MAGIC)] != _MAGIC:
@@ -225,27 +225,26 @@ def _check_head(head: Head, namespace: bytes, body_length: int) -> None:
 
 
 def split_ids(joined: bytes) -> tuple[bytes, ...]:
-    """Joined ids, one by one."""
+    """Split concatenated ids."""
     return tuple(joined[start : start + ID_BYTES] for start in range(0, len(joined), ID_BYTES))
 
 
 def tags_before(body: bytes) -> bytes:
-    """What stands before a table, which was parsed, in the body of its row."""
+    """Return the tags in the body of a pack's row, which precede its table. The table must have been parsed before."""
     (length,) = _TABLE_LENGTH.unpack_from(body, len(body) - _TRAILER_BYTES)
     return body[: len(body) - _TRAILER_BYTES - length]
 
 
 def encode_root(root: Root) -> bytes:
-    """A snapshot's root at rest."""
+    """Return the object of a snapshot's root."""
     return _seal(msgspec.msgpack.encode(root))
 
 
 def parse_root_object(data: Buffer, namespace: bytes, number: int | None) -> Root:
-    """A snapshot's root.
+    """Parse the object of a snapshot's root.
 
-    :param number: None: whichever it has.
-
-    :raises CorruptPackError: it does not read as the one of this number.
+    :param number: expected number; None: any.
+    :raises CorruptPackError: it is unreadable, or has another namespace or number.
     """
     root = _open(data, Root)
     if root.namespace != namespace or number not in (None, root.number):
@@ -276,7 +275,7 @@ def _open(data: Buffer, kind: type[T]) -> T:
 
 
 class _PolicyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The policy in the format object, as JSON behind magic and version."""
+    """The policy in the format object, as JSON after magic and version."""
 
     capacity: int | None = None
     ttl_s: float | None = None
@@ -291,7 +290,7 @@ def encode_format(policy: Policy) -> bytes:
 def decode_format(data: bytes | bytearray, where: str) -> Policy:
     """Return the policy of a store that this release can read and write.
 
-    :raises CorruptStoreError: the object is something else, or of another format.
+    :raises CorruptStoreError: the object is something else, or has another format.
     """
     if len(data) < _FORMAT.size or data[: len(_FORMAT_MAGIC)] != _FORMAT_MAGIC:
         raise CorruptStoreError(f"{where} holds no persistkv store")
@@ -306,12 +305,12 @@ def decode_format(data: bytes | bytearray, where: str) -> Policy:
 
 
 def encode_namespace(namespace: Namespace) -> bytes:
-    """A namespace's identity object."""
+    """Return the identity object of a namespace."""
     return _CREATED.pack(namespace.created) + namespace.identity.encode()
 
 
 def parse_namespace(data: bytes | bytearray, name: bytes) -> Namespace | None:
-    """A namespace of its identity object; None where that is not what was written under this name."""
+    """Parse the identity object of a namespace; return None if it is invalid or of another namespace."""
     if len(data) < _CREATED.size:
         return None
     try:

@@ -1,6 +1,6 @@
 """Names of objects under a store's prefix.
 
-What a listing shows is untrusted: a name that does not read is passed over.
+Listings are untrusted: names that cannot be parsed are ignored.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ STATUSES = "status/"
 
 
 class LogName(NamedTuple):
-    """One commit of one writer."""
+    """Name of one commit of one writer."""
 
     writer: bytes
-    """16 random bytes, drawn by each handle that writes."""
+    """16 random bytes, drawn by each writing handle."""
     number: int
     """Counted from 1."""
 
@@ -30,8 +30,8 @@ class LogName(NamedTuple):
 class Names:
     """Keys of one namespace's objects.
 
-    :param prefix: the store's; empty, or ending in a slash.
-    :param key_id: of the key that authenticates them; empty without one. What is not under it is not looked at.
+    :param prefix: of the store; empty, or ending in a slash.
+    :param key_id: of the key that authenticates the objects; empty without one. Objects elsewhere are ignored.
     """
 
     def __init__(self, prefix: str, namespace: bytes, key_id: str = "") -> None:
@@ -42,45 +42,45 @@ class Names:
         self.segments_prefix = f"{self.base}segments/"
 
     def pack(self, pack_id: bytes, generation: int) -> str:
-        """A pack. It is written under a new generation after it was deleted, so that no reader meets other bytes."""
+        """Return the key of a pack. After a deletion its generation rises, so the bytes under a key never change."""
         return f"{self.packs_prefix}{pack_id.hex()}-{generation:08x}"
 
     def log(self, name: LogName) -> str:
-        """The index object of a commit."""
+        """Return the key of a commit's index object."""
         return f"{self.log_prefix}i-{name.writer.hex()}-{name.number:012x}"
 
     def manifest_keys(self, name: LogName) -> str:
-        """The keys of the manifests of a commit."""
+        """Return the key of the object with the keys of a commit's manifests."""
         return f"{self.keys_prefix}{name.writer.hex()}-{name.number:012x}"
 
     def root(self, number: int) -> str:
-        """A snapshot's root."""
+        """Return the key of a snapshot's root."""
         return f"{self.log_prefix}s-{number:012x}"
 
     def segment(self, name: str) -> str:
-        """A part of a snapshot."""
+        """Return the key of a snapshot's segment."""
         return f"{self.segments_prefix}{name}"
 
 
 def parse_log(key: str) -> LogName | None:
-    """The commit whose index object this is."""
+    """Return the commit of an index object; None for another key."""
     match = _LOG.fullmatch(key.rpartition("/")[2])
     return None if match is None else LogName(bytes.fromhex(match[1]), int(match[2], 16))
 
 
 def parse_root(key: str) -> int | None:
-    """The number of the snapshot whose root this is."""
+    """Return the number of a snapshot's root; None for another key."""
     match = _ROOT.fullmatch(key.rpartition("/")[2])
     return None if match is None else int(match[1], 16)
 
 
 def parse_pack(key: str) -> tuple[bytes, int] | None:
-    """Pack id and generation."""
+    """Return pack id and generation of a pack object; None for another key."""
     match = _PACK.fullmatch(key.rpartition("/")[2])
     return None if match is None else (bytes.fromhex(match[1]), int(match[2], 16))
 
 
 def parse_identity(key: str) -> bytes | None:
-    """The id of the namespace whose identity this is."""
+    """Return the namespace id of an identity object; None for another key."""
     name = key.rpartition("/")[2]
     return bytes.fromhex(name) if _IDENTITY.fullmatch(name) else None

@@ -19,7 +19,7 @@ from persistkv_s3.log.follower import Follower
 from persistkv_s3.log.layout import Entry, Root, encode_entries, encode_root
 from persistkv_s3.log.names import LogName
 
-_AFTER = (20, 28)  # uncovered index objects; drawn at random each time, so that not all writers start at once
+_AFTER = (20, 28)  # uncovered index objects; drawn at random each time, so that not all writers start at the same time
 _SEGMENTS = 8
 _SEGMENT_BYTES = 64 << 20  # 64 MiB: of a segment, unless one entry is larger
 _TRIM_S = 60.0

@@ -1,7 +1,7 @@
-"""State of a namespace: the entries of all writers, merged.
+"""State of a namespace: the merged entries of all writers.
 
-1. Merging is idempotent and commutative: of two entries about one thing the one with the greater stamp wins, so handles
-   that merged the same entries have the same state.
+1. Merging is idempotent and commutative: of two entries about one object the one with the greater stamp wins, so
+   handles that merged the same entries have the same state.
 2. A pack is held if the newest entry about it adds it, and its table is valid.
 3. Changes are numbered in the order of merging. A cursor is such a number and a digest of the packs, which shows
    whether a cursor of another handle is current.
@@ -26,7 +26,7 @@ from persistkv_s3.log.layout import Entry, EntryBuilder, GoneRow, PackRow, Stamp
 from persistkv_s3.log.names import LogName
 
 CHANGES_KEPT = 4096
-_REMEMBER_S = 7 * 86_400.0  # a week: a handle that slept for longer may list a removed pack again, as a miss
+_REMEMBER_S = 7 * 86_400.0  # one week: after a longer pause, a handle may list a removed pack again, and its reads miss
 _CURSOR = struct.Struct("<8sQ16s")
 _NEVER = Stamp(-1, b"")
 
@@ -40,7 +40,7 @@ class LastUse(NamedTuple):
 
 
 class PackState(NamedTuple):
-    """A pack that is held."""
+    """State of a pack that is held."""
 
     table: PackTable
     generation: int
@@ -49,7 +49,7 @@ class PackState(NamedTuple):
     """Time of the commit that added it."""
     used: LastUse
     table_bytes: int
-    """Of its tags and its table."""
+    """Bytes of its tags and its table."""
     tags: bytes
     """See ``authentication``."""
 
@@ -65,7 +65,7 @@ class PackState(NamedTuple):
 
 
 class ManifestState(NamedTuple):
-    """A manifest that is held."""
+    """State of a manifest that is held."""
 
     head: bytes
     """Sealed; may be damaged."""
@@ -102,7 +102,7 @@ class LogState:
         self.manifests: dict[str, ManifestState] = {}
         self.manifests_gone: dict[str, Removal] = {}
         self.naming: dict[bytes, set[str]] = {}
-        """For each pack, the manifests that name it."""
+        """For each pack, the manifests that reference it."""
         self.moment = 0
         self.time = 0.0
         self.damaged = False
@@ -113,17 +113,17 @@ class LogState:
         self._position = 0
         self._digest = 0
 
-    # What is held
+    # Content
 
     def pinned(self, manifest_id: str) -> bool:
-        """Whether a manifest is kept from eviction."""
+        """Return whether a pin protects a manifest from eviction."""
         stamp, pinned = self._pins.get(manifest_id, (_NEVER, False))
         gone = self.manifests_gone.get(manifest_id)
         return pinned and (gone is None or stamp > gone.stamp)
 
     @property
     def pinned_packs(self) -> set[bytes]:
-        """Packs that a pinned manifest names."""
+        """Packs that pinned manifests reference."""
         names = [name for name in self._pins if name in self.manifests and self.pinned(name)]
         return {pack_id for name in names for pack_id in self.manifests[name].packs}
 
@@ -303,17 +303,17 @@ class LogState:
 
     @property
     def cursor(self) -> bytes:
-        """Cursor after all that was merged."""
+        """Cursor after all merged entries."""
         with self.lock:
             return _CURSOR.pack(self._handle, self._position, self._digest.to_bytes(16, "little"))
 
     def is_current(self, cursor: bytes) -> bool:
-        """Whether nothing changed since."""
+        """Return whether nothing has changed since the cursor."""
         with self.lock:
             return self._behind(cursor) == 0
 
     def _behind(self, cursor: bytes) -> int | None:
-        """Return the number of changes since; None if it is unknown."""
+        """Return the number of changes since the cursor; None if it is unknown."""
         if len(cursor) != _CURSOR.size:
             return None
         handle, position, digest = _CURSOR.unpack(cursor)
@@ -334,7 +334,7 @@ class LogState:
             return Changes(self.cursor, added, [pack_id for pack_id, came in moved if not came])
 
     def entries(self, namespace: bytes) -> list[Entry]:
-        """Return all that is held, as one entry for each stamp and time. Called by the thread that merges."""
+        """Return the whole content, as one entry for each stamp and time. Called by the thread that merges."""
         newest = self.time
         builders: dict[tuple[Stamp, float], EntryBuilder] = {}
 

@@ -15,7 +15,7 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """Subclasses of one base class by name.
 
-    Plug-ins are looked up on each call and imported only when they are asked for. They cannot replace a built-in class.
+    Plug-ins are looked up on each call and imported only when they are requested. They cannot replace a built-in class.
     """
 
     def __init__(

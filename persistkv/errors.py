@@ -64,7 +64,7 @@ class StoreError(PersistKVError):
 
 
 class StoreUnavailableError(StoreError):
-    """The store cannot be opened or reached, for example because of permissions, a file at its path or its host."""
+    """The store cannot be opened or reached: for example no permission, another file at its path, or no such host."""
 
 
 class ProcessIdInUseError(StoreUnavailableError):

@@ -24,7 +24,7 @@ class Registry(Generic[T]):
         """
         :param group: the entry-point group of the plug-ins.
         :param field: the setting that holds the name, for errors.
-        :param base: what each class must derive from.
+        :param base: required base class of all classes.
         """
         self._group = group
         self._field = field
@@ -36,7 +36,7 @@ class Registry(Generic[T]):
         return sorted({*self._built_in, *self._plugins()})
 
     def get(self, name: object) -> type[T]:
-        """Return the class of that name, as the user's configuration gives it.
+        """Return the class of a name from the user's configuration.
 
         :raises ConfigurationError: no such name (the error lists the known ones), a plug-in that cannot be imported
             (the error names its distribution), or one of another kind.

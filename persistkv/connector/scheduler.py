@@ -2,8 +2,8 @@
 
 An engine calls, for each request: ``on_new_request``, ``update_keys``, ``get_num_new_matched_tokens`` (again in each
 step while it returns None), ``update_state_after_alloc``, ``update_computed_tokens`` as blocks fill, and
-``request_finished``. For each step, in this order: ``build_connector_meta``, ``update_connector_output`` with what the
-worker reports, ``take_events``.
+``request_finished``. For each step, in this order: ``build_connector_meta``, ``update_connector_output`` with the
+worker's results, ``take_events``.
 
 Groups differ: full attention needs the whole prefix, a sliding window only its last blocks. A match is a length that
 all groups can serve. All methods are called from one thread, and none of them waits.

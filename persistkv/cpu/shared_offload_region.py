@@ -119,7 +119,7 @@ class SharedOffloadRegion:
     def create_kv_memoryview(self) -> memoryview:
         """Return all rows without a copy: writable, shape (num_blocks, row_stride), format ``B``.
 
-        :raises RegionError: after ``cleanup``, or where the view would not share the region's bytes.
+        :raises RegionError: after ``cleanup``, or if the view would not share the region's bytes.
         """
         rows = self._open_rows()
         view = memoryview(self._open_mmap()).cast("B", (self.num_blocks, self.row_stride))

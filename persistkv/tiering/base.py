@@ -20,7 +20,7 @@ class JobMetadata:
     job_id: int
     """Unique within the manager."""
     keys: Sequence[OffloadKey]
-    """Of one or more KV cache groups."""
+    """Keys of one or more KV cache groups."""
     block_ids: npt.NDArray[np.int64]
     """For each key, its row; int64, shape (keys,)."""
     is_promotion: bool
@@ -106,7 +106,7 @@ class SecondaryTierManager(ABC):
         return ()
 
     def reset_cache(self, weights_changed: bool) -> None:  # noqa: B027
-        """The engine forgot its blocks. With changed weights, all blocks held are misses from now on."""
+        """Process a reset of the engine's cache. With changed weights, all blocks held are misses from now on."""
 
     def has_pending_work(self) -> bool:
         """Return whether the engine should continue to take steps while no request runs."""

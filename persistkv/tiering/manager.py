@@ -1,4 +1,4 @@
-"""The primary tier and the secondary tiers behind it, as one OffloadingManager.
+"""One OffloadingManager for the primary tier and the secondary tiers behind it.
 
 1. A stored block cascades to every secondary tier. Each cascade holds its own reference on the row.
 2. A block that only a secondary tier holds is a *retry later* and is promoted: one job per tier and request, all groups
@@ -451,7 +451,7 @@ class TieringOffloadingManager(OffloadingManager):
                     self.stats.expired_holds += len(request.held)
                     self._let_go(request, set(request.held))
 
-    # The whole
+    # All tiers
 
     def has_pending_work(self) -> bool:
         """Return whether the engine should continue to take steps while no request runs."""

@@ -28,9 +28,7 @@ _FEW_RUNS = 8  # up to this many calls are cheaper than a copy through the buffe
 # patterns are preserved. Element-wise loops are fastest with the widest type; page copies are slow with complex types.
 _WIDE = (torch.int64, torch.int32, torch.int16)
 _WIDEST = (torch.complex128, *_WIDE)
-_MANY_ELEMENTS = (
-    1 << 15
-)  # from this size on, index_select copies each page with all threads and waits for them after each page
+_MANY_ELEMENTS = 1 << 15  # from here on, index_select copies each page with all threads and waits for them each time
 
 logger = logging.getLogger(__name__)
 

@@ -87,9 +87,7 @@ def build_stack(device: PagedKVCache, identity: Mapping[str, Any], options: Stac
             undo.callback(tier.shutdown)
             persistent.append(tier)
         manager: OffloadingManager = TieringOffloadingManager(primary, persistent)
-        handlers = CpuGpuOffloadingHandlers(
-            caches, 1, num_blocks, region
-        )  # last, because it keeps references to the region's memory
+        handlers = CpuGpuOffloadingHandlers(caches, 1, num_blocks, region)  # last: it references the region's memory
         undo.pop_all()
     worker = OffloadingConnectorWorker(
         [

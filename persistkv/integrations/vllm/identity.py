@@ -134,7 +134,7 @@ def _adapters(lora: Any, name: str | None) -> dict[str, Any] | None:
 
 
 def _speculation(speculative: Any, load: Any) -> dict[str, Any] | None:
-    """Return the identity of the draft model, whose layers may keep their KV in the same blocks."""
+    """Return the identity of speculative decoding: a draft model's layers may keep their KV in the same blocks."""
     if speculative is None:
         return None
     draft = getattr(speculative, "draft_model_config", None)

@@ -1,4 +1,4 @@
-"""The entry point of group ``vllm.general_plugins``: vLLM calls it in each of its processes, more than once."""
+"""The entry point in group ``vllm.general_plugins``, which vLLM calls in each of its processes, more than once."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The abstractions of KV offloading: keys, request context, policies, load and store specs, managers, handlers, specs.
 
-Words are those of vLLM. torch is named here for checkers only; importing this module imports no torch.
+Names are those of vLLM. torch is imported for type checkers only, not at run time.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
     import torch
 
 OffloadKey = NewType("OffloadKey", bytes)
-"""Block hash, then the KV cache group's index, 4 bytes big-endian. Equal keys mean equal tokens, never equal model."""
+"""Block hash, then the KV cache group's index, 4 bytes big-endian. Equal keys mean equal tokens, never equal models."""
 
 GROUP_INDEX_BYTES = 4
 
 
 def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
-    """The key of one block of one KV cache group; the hash may have any length.
+    """Return the key of one block of one KV cache group; the hash may have any length.
 
-    :raises OverflowError: where the index is negative or does not fit 4 bytes.
+    :raises OverflowError: if the index is negative or does not fit 4 bytes.
     """
     return OffloadKey(block_hash + group_idx.to_bytes(GROUP_INDEX_BYTES, "big"))
 
 
 def get_offload_block_hash(key: OffloadKey) -> bytes:
-    """The block hash that the key was made of."""
+    """Return the block hash in the key."""
     return key[:-GROUP_INDEX_BYTES]
 
 
 def get_offload_group_idx(key: OffloadKey) -> int:
-    """The KV cache group that the key belongs to."""
+    """Return the index of the key's KV cache group."""
     return int.from_bytes(key[-GROUP_INDEX_BYTES:], "big")
 
 
 def get_offload_group_indices(keys: Sequence[bytes]) -> list[int]:
-    """The groups of many keys, which are of few, mostly of one: several times as fast as one by one."""
+    """Return the groups of many keys. Fast if the keys are of few groups, and fastest if they are of one."""
     first = keys[0][-GROUP_INDEX_BYTES:] if keys else b""
     if len(first) == GROUP_INDEX_BYTES and all(map(bytes.endswith, keys, repeat(first))):
         return [int.from_bytes(first, "big")] * len(keys)
@@ -67,7 +67,7 @@ class RequestDescription:
         self.group_keys: tuple[list[OffloadKey], ...] = tuple([] for _ in range(num_groups))
         """For each KV cache group, the keys of its blocks from the first token on."""
         self.num_tokens = 0
-        """Tokens of the whole context, those of an unfinished block included; the engine sets it."""
+        """Tokens of the whole context, including those of an unfinished block; set by the engine."""
         self.labels: dict[str, str] = dict(labels or {})
         """Stored with the context and shown by tools."""
         _check_labels(self.labels)
@@ -84,7 +84,7 @@ class RequestDescription:
             chain.append(key)
 
     def depth(self, key: OffloadKey) -> int | None:
-        """How many blocks of its group come before this one; None where the key is not of this request."""
+        """Return how many blocks of its group precede this one; None if the key is not of this request."""
         return self._depths.get(key)
 
 
@@ -98,30 +98,30 @@ def _check_labels(labels: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class ReqContext:
-    """The request that a call is made for."""
+    """The request to which a call belongs."""
 
     req_id: str
-    """Unique among the requests that live at one time in one engine."""
+    """Unique among the requests that exist at the same time in one engine."""
     kv_transfer_params: Mapping[str, Any] | None = None
     """Parameters that the caller of the engine attached to the request."""
     description: RequestDescription | None = None
-    """The request's keys in order; None where the engine does not provide them: order and depth are then unknown."""
+    """The request's keys in order; None if the engine does not provide them: then order and depth are unknown."""
     store: bool = True
-    """False: blocks are looked up and loaded for the request, and none of them is handed to a tier for it."""
+    """False: blocks are looked up and loaded for the request, but no block is passed to a tier for it."""
 
 
 class OffloadPolicy(str, Enum):
-    """Which blocks of a request a tier receives."""
+    """The blocks of a request that a tier receives."""
 
     BLOCK_LEVEL = "block_level"
     """Newly computed blocks."""
     REQUEST_LEVEL = "request_level"
-    """Every block of the request, prefix hits included."""
+    """Every block of the request, including prefix hits."""
 
 
 @dataclass(frozen=True)
 class RequestOffloadingContext:
-    """A manager's answer to a new request."""
+    """A manager's result for a new request."""
 
     policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL
 
@@ -192,30 +192,30 @@ TransferSpec = tuple[LoadStoreSpec, LoadStoreSpec]
 
 @dataclass(frozen=True)
 class PrepareStoreOutput:
-    """What ``prepare_store`` allocated."""
+    """Result of ``prepare_store``."""
 
     keys_to_store: list[OffloadKey]
-    """Keys to write, in the order of the call; keys that are held, or that the manager does not store, are left out."""
+    """Keys to write, in the order of the call, without those that are held or that the manager does not store."""
     store_spec: LoadStoreSpec
-    """Where to write them, in the same order."""
+    """Their destinations, in the same order."""
     evicted_keys: list[OffloadKey]
     """Keys that were evicted to make room."""
 
 
 @dataclass(frozen=True)
 class OffloadingEvent:
-    """Blocks that came to a medium or left it."""
+    """Blocks that were stored on a medium or removed from it."""
 
     keys: list[OffloadKey]
     medium: str
-    """A tier's type name, or what ``LoadStoreSpec.medium`` calls the primary tier."""
+    """A secondary tier's type name, or the primary tier's name as returned by ``LoadStoreSpec.medium``."""
     removed: bool
-    """True: they left, and are misses there; False: they can be looked up there."""
+    """True: the blocks were removed and are misses there; False: they can be looked up there."""
 
 
 @dataclass(frozen=True)
 class CanonicalKVCacheTensor:
-    """One KV cache tensor, seen as pages of bytes."""
+    """One KV cache tensor, viewed as pages of bytes."""
 
     tensor: torch.Tensor
     """int8, shape (num_gpu_blocks, at least page_size_bytes), rows contiguous."""
@@ -235,36 +235,36 @@ class CanonicalKVCacheRef:
 
 @dataclass(frozen=True)
 class CanonicalKVCaches:
-    """The engine's KV caches in the one form that workers understand."""
+    """The engine's KV caches in the form that workers require."""
 
     tensors: list[CanonicalKVCacheTensor]
-    """Each tensor once, also where several groups use it."""
+    """Each tensor once, even if several groups use it."""
     group_data_refs: list[list[CanonicalKVCacheRef]]
     """For each KV cache group, its parts of the tensors."""
 
 
 @dataclass
 class TransferResult:
-    """How one transfer ended."""
+    """Result of one transfer."""
 
     job_id: int
     success: bool
-    """False: what the destination holds is undefined."""
+    """False: the content of the destination is undefined."""
     num_bytes: int = 0
     """Bytes copied."""
     seconds: float = 0.0
-    """From its start to its end on the device, or on the thread that copied."""
+    """Duration on the device, or on the thread that copied."""
 
 
 class OffloadingManager(ABC):
-    """The scheduler's side of offloading: which blocks are held, where, and what may be evicted.
+    """The scheduler's side of offloading: tracks the held blocks and their places, and evicts blocks.
 
-    Called from one thread, the scheduler's; no call blocks on I/O, the network, or a lock that is held over I/O.
+    Called from the scheduler's thread only. No call blocks on I/O, the network, or a lock that is held during I/O.
     """
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Whether the block is held and ready to be read; None: it is on its way, ask again in a later step."""
+        """Return whether the block is held and readable; None: it is not ready yet, retry in a later step."""
 
     @abstractmethod
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
@@ -274,25 +274,25 @@ class OffloadingManager(ABC):
         """
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:  # noqa: B027
-        """Mark blocks as used: the first of a prefix outlives the last. Keys that are not held are passed over."""
+        """Mark blocks as used: the first of a prefix is evicted after the last. Keys that are not held are ignored."""
 
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:  # noqa: B027
-        """End the protection that ``prepare_load`` gave.
+        """End the protection by ``prepare_load``.
 
-        :raises KeyError: where a block is not being read; nothing changed then.
+        :raises KeyError: if a block is not being read; nothing changed then.
         """
 
     @abstractmethod
     def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Allocate room for those blocks that are not held.
+        """Allocate room for the blocks that are not held.
 
-        :returns: what to write and where, or None where there is no room even after eviction; nothing changed then.
+        :returns: the blocks to write and their places; None, with no effect, if there is no room even after eviction.
         """
 
     def complete_store(  # noqa: B027
         self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        """End the write of blocks: they are readable now, or forgotten where the write failed.
+        """End the write of blocks: they are readable now, or forgotten if the write failed.
 
         Blocks that are already readable are ignored.
 
@@ -305,7 +305,7 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Announce a request and return which of its blocks to offer to ``prepare_store``.
+        """Announce a request and return the policy by which its blocks are offered to ``prepare_store``.
 
         An unknown request is announced by its first lookup or store. Announcing a request again replaces its context
         and keeps the rest of its state. Each announced request must be ended with ``on_request_finished``.
@@ -323,32 +323,32 @@ class OffloadingManager(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot reset its cache")
 
     def shutdown(self) -> None:  # noqa: B027
-        """Release what the manager holds; idempotent."""
+        """Release the manager's resources; idempotent."""
 
 
 class OffloadingHandler(ABC):
-    """The worker's side: moves bytes, asynchronously."""
+    """The worker's side of offloading: copies bytes asynchronously."""
 
     @abstractmethod
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        """Start a transfer. Source and destination must not change until ``get_finished`` has reported it.
+        """Start a transfer. The caller must not change source or destination until ``get_finished`` has reported it.
 
         :param job_id: unique among the transfers in flight.
-        :returns: False if it could not be started; it is not reported then, and copies nothing. The same holds for a
-            call that raises.
+        :returns: False if the transfer could not be started. Then it is not reported and copies nothing; the same holds
+            for a call that raises.
         :raises ValueError: the specs do not fit each other, or this direction.
         """
 
     @abstractmethod
     def get_finished(self) -> list[TransferResult]:
-        """The transfers that ended since the last call, each once. Does not wait."""
+        """Return the transfers that ended since the last call, each once. Does not wait."""
 
     @abstractmethod
     def wait(self, job_ids: set[int]) -> None:
         """Block until these transfers have ended; they are still reported by ``get_finished``."""
 
     def shutdown(self) -> None:  # noqa: B027
-        """Wait for what runs and release it; idempotent."""
+        """Wait for the transfers in flight and release all resources; idempotent."""
 
 
 @dataclass
@@ -366,4 +366,4 @@ class OffloadingSpec(ABC):
     def get_handlers(
         self, kv_caches: CanonicalKVCaches
     ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
-        """The worker's side: (source spec, destination spec, handler), one entry a direction."""
+        """Yield the worker's side: (source spec, destination spec, handler), one entry per direction."""

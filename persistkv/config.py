@@ -1,4 +1,4 @@
-"""Typed configuration whose errors name the field, the value and what would be right."""
+"""Typed configuration. Its errors name the field, the value and the expected value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from persistkv.errors import ConfigurationError
 
 OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)
 
-PAGE_BYTES = 4 << 10  # 4 KiB: the page of every platform here and the alignment that O_DIRECT asks for
+PAGE_BYTES = 4 << 10  # 4 KiB: the page size of all supported platforms and the alignment that O_DIRECT requires
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGTP", start=1):
@@ -40,9 +40,9 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]?i?B?)\s*", re.ASCII)
 
 
 def parse_size(value: int | str, *, name: str) -> int:
-    """Bytes of a size such as ``100GiB``, ``512 MiB`` or ``4096``.
+    """Return the bytes of a size such as ``100GiB``, ``512 MiB`` or ``4096``.
 
-    :raises ConfigurationError: naming ``name``, where the text is no size or not positive.
+    :raises ConfigurationError: if the text is no size, or not positive; the error contains ``name``.
     """
     expected = "a positive size such as 512MiB or 100GiB"
     if isinstance(value, str):
@@ -58,9 +58,9 @@ def parse_size(value: int | str, *, name: str) -> int:
 
 
 def parse_duration(value: str, *, name: str) -> float:
-    """Seconds of a duration such as ``30s``, ``12h`` or ``7d``.
+    """Return the seconds of a duration such as ``30s``, ``12h`` or ``7d``.
 
-    :raises ConfigurationError: naming ``name``, where the text is no duration or not positive.
+    :raises ConfigurationError: if the text is no duration, or not positive; the error contains ``name``.
     """
     match = _DURATION.fullmatch(value)
     seconds = float(Decimal(match[1]) * _SECONDS[match[2]]) if match else 0.0
@@ -71,21 +71,21 @@ def parse_duration(value: str, *, name: str) -> float:
 
 @dataclass(frozen=True)
 class StoreUrl:
-    """A store's URL, split: ``lmdb:///var/kv?capacity=100GiB`` is scheme, location and options."""
+    """Parsed URL of a store: ``lmdb:///var/kv?capacity=100GiB`` has a scheme, a location and options."""
 
     scheme: str
-    """Names the backend, e.g. ``lmdb``."""
+    """Name of the backend, e.g. ``lmdb``."""
     location: str
-    """What the backend opens: a path (``/var/kv``), or bucket and prefix (``bucket/prefix``)."""
+    """Location that the backend opens: a path (``/var/kv``), or bucket and prefix (``bucket/prefix``)."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """The query, one value a name."""
+    """The query, with one value per name."""
 
     @classmethod
     def parse(cls, url: str) -> StoreUrl:
-        """Split a URL.
+        """Parse a URL.
 
-        :raises ConfigurationError: where there is no scheme, no location, user information (credentials never stand in
-            URLs), or an option that is given twice.
+        :raises ConfigurationError: if there is no scheme, no location, user information (credentials are not allowed in
+            URLs), a fragment, or a repeated option.
         """
         expected = "scheme://location?option=value, e.g. lmdb:///var/cache/kv?capacity=100GiB"
         try:
@@ -110,9 +110,9 @@ class StoreUrl:
 
 
 def convert_options(kind: type[OptionsT], options: Mapping[str, Any], *, where: str) -> OptionsT:
-    """Build the typed options ``kind`` from loose ones; strings become numbers and flags.
+    """Build the typed options ``kind`` from untyped ones; strings are converted to numbers and flags.
 
-    :raises ConfigurationError: naming the option and ``where`` it stood.
+    :raises ConfigurationError: if an option is unknown, missing or invalid; the error contains ``where`` and its name.
     """
     known = {f.encode_name: f for f in msgspec.structs.fields(kind)}
     for name in options:
@@ -148,26 +148,26 @@ def _expected(message: str, kind: Any) -> str:
 
 
 def _plain_boolean(value: Any) -> Any:
-    """URL options spell flags in words that msgspec's lax mode does not know."""
+    """Convert ``yes``, ``on``, ``no`` and ``off`` of URL options, which msgspec's lax mode does not know, to flags."""
     return {"yes": True, "on": True, "no": False, "off": False}.get(value, value) if isinstance(value, str) else value
 
 
 class GroupLayout(msgspec.Struct, frozen=True):
-    """Where the bytes of one KV cache group's block lie in a row of the primary tier."""
+    """The bytes of a primary tier row that a block of one KV cache group uses."""
 
     ranges: tuple[tuple[int, int], ...]
-    """(offset, length) in bytes, ascending, not overlapping. What lies between them is stale and never persisted."""
+    """(offset, length) in bytes, ascending, not overlapping. Bytes between them are stale and never persisted."""
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of this group, what lies between its ranges left out."""
+        """Bytes of one block of this group, without the gaps between its ranges."""
         return sum(length for _, length in self.ranges)
 
 
 class RowLayout(msgspec.Struct, frozen=True):
     """The geometry of the primary tier's rows.
 
-    :raises ConfigurationError: at construction, naming the field that is wrong.
+    :raises ConfigurationError: at construction, naming the invalid field.
     """
 
     row_stride: int
@@ -194,7 +194,7 @@ class RowLayout(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class OffloadingConfig:
-    """What a secondary tier is told about the engine it serves.
+    """Configuration of a secondary tier that describes its engine.
 
     :raises ConfigurationError: at construction, naming the number that is not positive.
     """
@@ -204,11 +204,11 @@ class OffloadingConfig:
     block_size: int
     """Tokens in one offloaded block."""
     layout: RowLayout
-    """Where each group's bytes lie in a row."""
+    """The bytes of each group in a row."""
     num_blocks: int
     """Rows of the primary tier."""
     region_fd: int | None = None
-    """Descriptor of the primary tier's shared memory, which a host process maps; None where it cannot be had."""
+    """Descriptor of the primary tier's shared memory, which a host process maps; None if it is not available."""
 
     def __post_init__(self) -> None:
         if self.block_size <= 0:

@@ -1,7 +1,7 @@
-"""Every error that persistkv raises, in one shallow tree.
+"""All errors that persistkv raises, in one shallow tree.
 
-Vendor exceptions (LMDB, the operating system, msgspec) are translated once, where they enter; nothing above that
-boundary catches them by name.
+Vendor exceptions (LMDB, the operating system, msgspec) are translated once, in the module that calls the vendor's code.
+Other modules do not catch them by name.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ class FieldDifference(NamedTuple):
     field: str
     """Dotted path of the field, e.g. ``config.rope_theta``."""
     ours: object
-    """The value that was asked for; None where only the other side has the field."""
+    """The requested value; None if only the stored identity has the field."""
     theirs: object
-    """The value that is stored; None where only our side has the field."""
+    """The stored value; None if only the requested identity has the field."""
 
     def __str__(self) -> str:
         return f"{self.field}: {self.ours!r} here, {self.theirs!r} stored"
 
 
 class PersistKVError(Exception):
-    """Root of the tree: catches everything that persistkv raises on purpose."""
+    """Base class of all errors that persistkv raises on purpose."""
 
 
 class ConfigurationError(PersistKVError, ValueError):
-    """A value that the caller gave is wrong; nothing was opened and nothing stored was touched."""
+    """A value given by the caller is invalid. Nothing was opened, and no stored data was changed."""
 
     def __init__(self, field: str, value: object, expected: str) -> None:
         super().__init__(f"{field}: {value!r} is not valid; expected {expected}")
@@ -42,15 +42,15 @@ class ConfigurationError(PersistKVError, ValueError):
 
 
 class UnsupportedModelError(PersistKVError):
-    """The model keeps a cache that persistkv cannot hold; the message says which part."""
+    """The model uses a kind of cache that persistkv does not support; the message names it."""
 
 
 class RegionError(PersistKVError):
-    """The shared memory of the primary tier cannot be had or is gone; the message says why."""
+    """The shared memory of the primary tier is not available, or was released; the message contains the reason."""
 
 
 class IdentityMismatchError(PersistKVError):
-    """``strict_identity`` was asked for and the store holds other identities only."""
+    """``strict_identity`` is set and the store contains only other identities."""
 
     def __init__(self, url: str, differences: Sequence[FieldDifference]) -> None:
         lines = "; ".join(str(difference) for difference in differences)
@@ -60,31 +60,31 @@ class IdentityMismatchError(PersistKVError):
 
 
 class StoreError(PersistKVError):
-    """A store could not do what was asked; what was durable before is durable still."""
+    """An operation of a store failed. Everything that was durable before remains durable."""
 
 
 class StoreUnavailableError(StoreError):
-    """The store cannot be opened or reached: permission, a file in the way, no such host."""
+    """The store cannot be opened or reached: for example no permission, another file at its path, or no such host."""
 
 
 class ProcessIdInUseError(StoreUnavailableError):
-    """A process in another PID namespace uses the store under this process's PID. Open it from another process."""
+    """A process in another PID namespace with the same PID uses the store. Open it from another process."""
 
 
 class StoreBusyError(StoreError):
-    """Another process keeps the store from being written, longer than a commit takes. Nothing was done."""
+    """Another process has blocked writes to the store for longer than a commit takes. Nothing was changed."""
 
 
 class StoreFullError(StoreError):
-    """A commit did not fit; all of it was undone."""
+    """A commit did not fit; it was rolled back completely."""
 
 
 class CorruptStoreError(StoreError):
-    """The catalogue of a store does not read as one; it was not changed."""
+    """The catalogue of a store is invalid; it was not changed."""
 
 
 class CorruptPackError(StoreError):
-    """A pack, a frame or a manifest does not read as one. Nothing of it is used."""
+    """A pack, a frame or a manifest is invalid. None of its content is used."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
@@ -93,11 +93,13 @@ class CorruptPackError(StoreError):
 
 
 class HostError(PersistKVError):
-    """The process or thread that runs a store cannot be used: closed, forked away from, or not answering."""
+    """The process or thread that runs a store cannot be used: it is closed, does not answer, or belongs to the process
+    that forked this one.
+    """
 
 
 class MissingExtraError(PersistKVError):
-    """A package that an optional part of persistkv needs is not installed."""
+    """A package that an optional part of persistkv requires is not installed."""
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"{package} is not installed: pip install 'persistkv[{extra}]'")

@@ -1,8 +1,8 @@
-"""Huge pages for memory that disks are read into and written from: the primary tier's, and scratch memory.
+"""Huge pages for memory that is used in disk I/O: the primary tier's rows and scratch memory.
 
-A transfer past the page cache goes straight between a disk and rows, cut where physical memory is: 2 MiB of small pages
-are 512 addresses for the disk, a huge page is one. On a virtual disk 32 MiB were written in 16 ms from small pages and
-in 7 ms from huge ones, and read in 33 and 13 ms.
+Direct I/O transfers bytes between a disk and rows without the page cache, in physically contiguous parts: 2 MiB of
+small pages are 512 addresses for the disk, a huge page is one. On a virtual disk, writing 32 MiB took 16 ms from small
+pages and 7 ms from huge pages; reading took 33 and 13 ms.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _MAX_THREADS = 8
 
 
 def use_huge_pages(fd: int, num_bytes: int, *, threads: int = _MAX_THREADS) -> bool:
-    """Put what a file of shared memory holds into huge pages, for all who map it. No byte changes.
+    """Move the content of a shared memory file into huge pages, for all processes that map it. No byte changes.
 
-    Others may use the memory meanwhile. What is registered with CUDA, or a transfer is going to or from, stays where it
-    is: call it before. Half a gigabyte takes a thread 0.3 s, and 0.3 ms if it lies in huge pages already.
+    The memory may be used during the call. Memory that is registered with CUDA or in use by a transfer cannot be moved,
+    so call this before. Half a gigabyte takes one thread 0.3 s, or 0.3 ms if it is in huge pages already.
 
-    :param fd: writable; of memory that is allocated.
-    :returns: whether all whole huge pages of the file are some now. The kernel may be too old, or have no memory that
-        lies side by side; then some or all of it is as it was.
+    :param fd: writable descriptor of a file whose memory is allocated.
+    :returns: whether the file is in huge pages now, except for a last part that is smaller than one. If False, the
+        kernel is too old or has too little contiguous memory; then all or part of the file is unchanged.
     """
     whole = num_bytes - num_bytes % HUGE_PAGE_BYTES
     with _mapped(fd, whole) as address:
@@ -38,25 +38,26 @@ def use_huge_pages(fd: int, num_bytes: int, *, threads: int = _MAX_THREADS) -> b
 
 
 def collapse(address: int, num_bytes: int, *, threads: int = _MAX_THREADS) -> bool:
-    """As ``use_huge_pages``, where the memory is mapped: our page table then has one entry for each, too.
+    """As ``use_huge_pages``, for mapped memory: the page table of this process then has one entry per huge page, too.
 
-    :param address: a multiple of a huge page; what is no whole huge page behind it stays as it is.
+    :param address: a multiple of ``HUGE_PAGE_BYTES``. A last part that is smaller than a huge page is unchanged.
     """
     whole = num_bytes - num_bytes % HUGE_PAGE_BYTES
     steps = [(address + begin, min(_STEP_BYTES, whole - begin)) for begin in range(0, whole, _STEP_BYTES)]
     with ThreadPoolExecutor(min(threads, os.cpu_count() or 1)) as pool:
-        # where the first cannot be, none can: ask no more
+        # if the first step fails, all would: skip the others
         return not steps or (_collapse(steps[0]) and all(pool.map(_collapse, steps[1:])))
 
 
 def map_aligned(fd: int, num_bytes: int) -> int:
-    """Map a file, shared and writable, as long as this process lives, to a multiple of a huge page: ``mmap.mmap`` does
-    not see to it, and a huge page that is mapped to other addresses is 512 entries of a page table, which each transfer
-    and each checksum looks up. To read and verify 32 MiB took 4.5 ms of processor time so, and 2.1 ms like this.
+    """Map a file, shared and writable, for the life of this process, to a multiple of ``HUGE_PAGE_BYTES``.
+
+    ``mmap.mmap`` does not align. A huge page at an unaligned address takes 512 entries of the page table, which slows
+    down each transfer and checksum: reading and verifying 32 MiB took 4.5 ms of processor time, and 2.1 ms if aligned.
 
     :returns: the address.
-    :raises OSError: it cannot be mapped, or is smaller (what lies behind its end would kill who uses it).
-            Nothing stays mapped then.
+    :raises OSError: the file cannot be mapped, or is smaller than ``num_bytes`` (an access after its end would kill the
+        process). Nothing stays mapped then.
     """
     if (size := os.fstat(fd).st_size) < num_bytes:
         raise OSError(errno.EINVAL, f"{num_bytes} bytes are to be mapped of a file of {size}")
@@ -71,13 +72,13 @@ def map_aligned(fd: int, num_bytes: int) -> int:
 
 
 def huge_memory(num_bytes: int) -> mmap.mmap:
-    """Memory of this process alone, zeroed, page-aligned, in huge pages where the kernel gives some.
+    """Allocate private memory, zeroed and page-aligned, in huge pages if the kernel has some.
 
-    :returns: at least so many bytes, whole huge pages.
+    :returns: at least ``num_bytes`` bytes, a multiple of ``HUGE_PAGE_BYTES``.
     """
     whole = -(-max(num_bytes, 1) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
+    with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
@@ -88,7 +89,7 @@ def _collapse(step: tuple[int, int]) -> bool:
 
 @contextmanager
 def _mapped(fd: int, num_bytes: int) -> Iterator[int]:
-    """Where the file is mapped meanwhile, at a multiple of a huge page; 0: it cannot be."""
+    """Map the file for the block and yield its address, a multiple of ``HUGE_PAGE_BYTES``; 0 if it cannot be mapped."""
     reserved = num_bytes + HUGE_PAGE_BYTES
     somewhere = libc.reserve(reserved)
     if not somewhere:

@@ -15,7 +15,7 @@ class Isolation:
     """Logs the exceptions of one component instead of raising them. Not thread-safe.
 
     A component that fails in every step is reported once a minute for each of its calls. Only ``Exception`` is caught:
-    KeyboardInterrupt and SystemExit pass.
+    KeyboardInterrupt and SystemExit are raised.
 
     :param component: name of the component in log lines.
     """
@@ -28,7 +28,7 @@ class Isolation:
         """Return a context manager around one call of the component.
 
         :param call: name of the call in the log line.
-        :param consequence: what the caller does where the call raises.
+        :param consequence: effect of an exception of the call, for the log line.
         """
         return Guard(self, call, consequence)
 
@@ -41,11 +41,11 @@ class Isolation:
 
 
 class Guard:
-    """Context manager that ends an exception of its block; see ``Isolation.guard``."""
+    """Context manager that logs and suppresses an exception of its block; see ``Isolation.guard``."""
 
     def __init__(self, isolation: Isolation, call: str, consequence: str) -> None:
         self.raised = False
-        """Whether the block raised, once it has ended."""
+        """Whether the block raised; set when the block ends."""
         self._isolation = isolation
         self._call = call
         self._consequence = consequence

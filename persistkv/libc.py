@@ -1,4 +1,4 @@
-"""Memory by its address, and what the mmap module does not ask the kernel about it, or asks while it holds the GIL."""
+"""Memory by its address, and system calls for it that the mmap module lacks or makes while it holds the GIL."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def madvise(address: int, num_bytes: int, advice: int) -> int:
-    """Say how memory is to be treated, without the GIL; 0, or the errno of a kernel that refuses."""
+    """Call ``madvise`` without the GIL; return 0, or the errno if the kernel refuses."""
     return ctypes.get_errno() if _libc().madvise(address, num_bytes, advice) else 0
 
 
 def reserve(num_bytes: int) -> int:
-    """Addresses that nothing lies at yet, up to ``unmap``; 0: there are not as many."""
+    """Reserve unused addresses until ``unmap``; return the first, or 0 if so many are not available."""
     address = _libc().mmap(None, num_bytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     return 0 if address == _MAP_FAILED else int(address)
 
 
 def map_at(address: int, num_bytes: int, fd: int) -> bool:
-    """Map a file, shared and writable, to addresses that were reserved; False: it cannot be."""
+    """Map a file, shared and writable, to reserved addresses; return False if it cannot be mapped."""
     access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
     return bool(_libc().mmap(address, num_bytes, access, flags, fd, 0) == address)
 
 
 def unmap(address: int, num_bytes: int) -> None:
-    """Give back what was reserved or mapped."""
+    """Release reserved or mapped addresses."""
     _libc().munmap(address, num_bytes)
 
 
 def memory_at(address: int, num_bytes: int) -> memoryview:
-    """Writable bytes of this process; whoever asks keeps them mapped for as long as anything refers to the view."""
+    """Return a writable view of mapped memory. The caller must keep it mapped while references to the view exist."""
     return memoryview((ctypes.c_ubyte * num_bytes).from_address(address)).cast("B")
 
 
 def address_of(view: memoryview) -> int:
-    """Where a view lies, which is contiguous and not empty; it says nothing once the memory is gone."""
+    """Return the address of a contiguous, non-empty view. The address is invalid once the memory is released."""
     if not view.readonly:  # five times as fast
         return ctypes.addressof(ctypes.c_char.from_buffer(view))
-    import numpy as np  # commands that write nothing do without it
+    import numpy as np  # commands that write nothing do not need numpy
 
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
 

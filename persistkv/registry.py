@@ -15,7 +15,7 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """Subclasses of one base class by name.
 
-    Plug-ins are looked up on each call and imported only when they are asked for. They cannot replace a built-in class.
+    Plug-ins are looked up on each call and imported only when they are requested. They cannot replace a built-in class.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class Registry(Generic[T]):
         """
         :param group: the entry-point group of the plug-ins.
         :param field: the setting that holds the name, for errors.
-        :param base: what each class must derive from.
+        :param base: required base class of all classes.
         """
         self._group = group
         self._field = field
@@ -36,7 +36,7 @@ class Registry(Generic[T]):
         return sorted({*self._built_in, *self._plugins()})
 
     def get(self, name: object) -> type[T]:
-        """Return the class of that name, as the user's configuration gives it.
+        """Return the class of a name from the user's configuration.
 
         :raises ConfigurationError: no such name (the error lists the known ones), a plug-in that cannot be imported
             (the error names its distribution), or one of another kind.

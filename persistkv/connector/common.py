@@ -1,4 +1,4 @@
-"""What passes between the connector's two sides, and from it to the engine."""
+"""Types exchanged between the connector's two sides and with the engine."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from persistkv.errors import ConfigurationError
 class KVCacheGroupSpec:
     """Layers that share one block table.
 
-    :raises ConfigurationError: where a number is not positive.
+    :raises ConfigurationError: if a number is not positive.
     """
 
     block_size: int
     """Tokens in a device block."""
     sliding_window: int | None = None
-    """Tokens that a token attends to, itself included; None: all before it."""
+    """Tokens that a token attends to, including itself; None: all tokens up to it."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "sliding_window"):
@@ -30,7 +30,7 @@ class KVCacheGroupSpec:
 
 
 class TransferJob(NamedTuple):
-    """One transfer that the scheduler planned and the worker is to run."""
+    """A transfer planned by the scheduler and run by the worker."""
 
     job_id: int
     """Unique within a scheduler."""
@@ -40,29 +40,29 @@ class TransferJob(NamedTuple):
 
 @dataclass(frozen=True)
 class ConnectorMetadata:
-    """What the worker is to start in this step."""
+    """Transfers that the worker must start in this step."""
 
     loads: Sequence[TransferJob] = ()
-    """Primary tier to device; somebody waits for them."""
+    """Primary tier to device; requests wait for them."""
     stores: Sequence[TransferJob] = ()
     """Device to primary tier."""
 
 
 @dataclass(frozen=True)
 class LoadProgress:
-    """How a request's load ended."""
+    """Result of a request's load."""
 
     success: bool
-    """False: what the device blocks hold is undefined, and the tokens are to be computed."""
+    """False: the content of the device blocks is undefined, and the tokens must be computed."""
     num_tokens: int
     """Tokens that the load covered."""
     num_bytes: int
-    """Bytes moved; 0 where it failed."""
+    """Bytes copied; 0 if the load failed."""
 
 
 @dataclass
 class ConnectorOutput:
-    """What a step's finished transfers mean to the engine."""
+    """Results of a step's finished transfers for the engine."""
 
     loads: dict[str, LoadProgress] = field(default_factory=dict)
     """Requests whose load ended, by id."""
@@ -72,17 +72,17 @@ class ConnectorOutput:
 
 @dataclass
 class ConnectorStats:
-    """Totals since the scheduler was made."""
+    """Totals since the scheduler was created."""
 
     stored_blocks: int = 0
-    """Offloaded blocks whose store ended well."""
+    """Offloaded blocks whose store succeeded."""
     dropped_blocks: int = 0
     """Offloaded blocks that were not stored because the primary tier had no room for them."""
     failed_stores: int = 0
     """Store jobs that failed."""
     loaded_blocks: int = 0
-    """Offloaded blocks whose load ended well."""
+    """Offloaded blocks whose load succeeded."""
     failed_loads: int = 0
-    """Load jobs that failed, and prefixes that were gone when they were to be loaded."""
+    """Load jobs that failed, and loads whose blocks were evicted after the match."""
     late_lookups: int = 0
-    """Requests that stopped waiting for blocks on their way."""
+    """Requests that stopped waiting for blocks that were being promoted or written."""

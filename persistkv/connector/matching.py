@@ -1,10 +1,11 @@
-"""How much of a context's begin all KV cache groups can serve.
+"""The longest prefix of a context that all KV cache groups can serve.
 
-1. A full-attention group serves a length where it has every block before it; a sliding-window group, where it has the
-   blocks under the window that ends there.
-2. Full attention is asked first and bounds the length. Window groups are asked from there downward, and only for blocks
-   under the window of a length that the others can serve: what is asked for may be promoted, so nothing is asked idly.
-3. Each block is asked for at most once.
+1. A full-attention group can serve a length if it has every block before it. A sliding-window group can serve a length
+   if it has the blocks in the window that ends there.
+2. Full-attention groups are looked up first and bound the length. Window groups are looked up from there downward, and
+   only for blocks in the window of a length that the others can serve: a lookup may cause a promotion, so a block is
+   looked up only if it can be needed.
+3. Each block is looked up at most once.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ class GroupBlocks(NamedTuple):
 
     geometry: GroupGeometry
     keys: Sequence[bytes]
-    """The offloaded blocks from the first on."""
+    """Keys of the offloaded blocks, starting with the first."""
     is_there: Callable[[Any], bool]
-    """Whether a block, named by its key, can be served."""
+    """Return whether the block of a key can be served."""
 
 
 def longest_match(groups: Sequence[GroupBlocks], unit: int, start: int, limit: int) -> int:
-    """The longest length, a multiple of ``unit``, that all groups can serve.
+    """Return the longest length, a multiple of ``unit``, that all groups can serve.
 
     :param unit: tokens, a multiple of each group's offloaded block.
-    :param start: tokens that the caller has: blocks that end there are not asked for.
-    :param limit: tokens that are not to be exceeded.
-    :returns: tokens from the context's begin; 0 where nothing behind ``start`` can be served.
+    :param start: tokens that the caller has already: blocks that end up to there are not looked up.
+    :param limit: maximum length in tokens.
+    :returns: tokens from the start of the context; 0 if no length above ``start`` can be served.
     """
     length = min(limit, *(len(group.keys) * group.geometry.offloaded_tokens for group in groups))
     length -= length % unit
@@ -51,7 +52,7 @@ def longest_match(groups: Sequence[GroupBlocks], unit: int, start: int, limit: i
 
 
 def longest_that_fits(geometries: Sequence[GroupGeometry], unit: int, start: int, limit: int, max_blocks: int) -> int:
-    """The longest length, a multiple of ``unit``, that needs at most ``max_blocks`` from ``start`` on."""
+    """Return the longest length, a multiple of ``unit``, that needs at most ``max_blocks`` from ``start`` on."""
 
     def num_blocks(units: int) -> int:
         return sum(len(geometry.offloaded_blocks(units * unit, start)) for geometry in geometries)
@@ -69,7 +70,7 @@ def _served_by_full_attention(group: GroupBlocks, unit: int, start: int, length:
 
 
 class _WindowRun:
-    """The lowest unbroken run of a window group's blocks that were asked for and are there. It only ever moves down."""
+    """The lowest contiguous run of a window group's blocks that were looked up and found. It only moves downward."""
 
     def __init__(self, group: GroupBlocks, unit: int, start: int) -> None:
         self._group = group
@@ -78,7 +79,7 @@ class _WindowRun:
         self._first = len(group.keys)
 
     def longest(self, length: int) -> int:
-        """The longest length up to ``length`` whose window is there; what is at most the start needs nothing."""
+        """Return the longest length up to ``length`` whose window was found. Lengths up to the start need no block."""
         geometry, keys, is_there = self._group
         while length > self._start:
             needed = geometry.offloaded_blocks(length, self._start)

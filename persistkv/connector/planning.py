@@ -1,4 +1,4 @@
-"""From tokens to keys and device blocks: arithmetic over the groups' geometries, without state."""
+"""Conversion of tokens to keys and device blocks: stateless arithmetic over the groups' geometries."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ class Offer(NamedTuple):
 
     keys: Sequence[OffloadKey]
     positions: Sequence[int]
-    """For each, the offloaded blocks of the group before it; ascending."""
+    """Index of each block among the group's offloaded blocks; ascending."""
 
     def front_half(self) -> Offer:
-        """The first half, rounded down."""
+        """Return the first half, rounded down."""
         half = len(self.keys) // 2
         return Offer(self.keys[:half], self.positions[:half])
 
     def only(self, wanted: Collection[OffloadKey]) -> Offer:
-        """Those whose keys are wanted."""
+        """Return the blocks whose keys are in ``wanted``."""
         kept = [(key, position) for key, position in zip(*self, strict=True) if key in wanted]
         return Offer([key for key, _ in kept], [position for _, position in kept])
 
 
 def check_tables(geometries: Sequence[GroupGeometry], device_block_ids: Sequence[BlockTable], num_tokens: int) -> None:
-    """See that block tables cover tokens.
+    """Check that the block tables cover ``num_tokens``.
 
-    :raises ValueError: where they do not.
+    :raises ValueError: if they do not.
     """
     if len(device_block_ids) != len(geometries):
         raise ValueError(f"{len(device_block_ids)} block tables for {len(geometries)} KV cache groups")
@@ -42,7 +42,7 @@ def check_tables(geometries: Sequence[GroupGeometry], device_block_ids: Sequence
 def group_without_blocks(
     geometries: Sequence[GroupGeometry], tables: Sequence[BlockTable], start: int, stop: int
 ) -> int | None:
-    """The first group whose table lacks a block that tokens up to ``stop`` need from ``start`` on."""
+    """Return the first group whose table lacks a block that tokens up to ``stop`` need from ``start`` on, or None."""
     for group, (table, geometry) in enumerate(zip(tables, geometries, strict=True)):
         needed = geometry.device_blocks(stop, start)
         if None in table[needed.start : needed.stop]:
@@ -53,7 +53,7 @@ def group_without_blocks(
 def needed_keys(
     geometries: Sequence[GroupGeometry], chains: Sequence[Sequence[OffloadKey]], start: int, stop: int
 ) -> list[OffloadKey]:
-    """The keys of the offloaded blocks that tokens up to ``stop`` need from ``start`` on, group after group."""
+    """Return the keys of the offloaded blocks that tokens up to ``stop`` need from ``start`` on, in order of groups."""
     needed: list[OffloadKey] = []
     for keys, geometry in zip(chains, geometries, strict=True):
         blocks = geometry.offloaded_blocks(stop, start)
@@ -62,9 +62,9 @@ def needed_keys(
 
 
 def load_target(geometries: Sequence[GroupGeometry], state: RequestOffloadState) -> GPULoadStoreSpec:
-    """The device blocks to be loaded, of a sliding window only those under it.
+    """Return the device blocks to load; of a sliding-window group, only the blocks in the window.
 
-    They may begin within an offloaded block.
+    The first of them may start within an offloaded block.
     """
     block_ids: list[int] = []
     sizes, indices = [], []
@@ -78,9 +78,10 @@ def load_target(geometries: Sequence[GroupGeometry], state: RequestOffloadState)
 
 
 def num_promoted_tokens(geometries: Sequence[GroupGeometry], state: RequestOffloadState) -> int:
-    """Of a request's external tokens, those whose blocks a tier behind the primary one had to bring.
+    """Return how many of a request's external tokens were promoted from a secondary tier.
 
-    A full-attention group tells. Where there is none, a window's first block stands for what the window has passed by.
+    The first full-attention group is counted. If there is none, a window group is: the state of its first block then
+    counts for the tokens before the window.
     """
     full = (group for group, geometry in enumerate(geometries) if geometry.spec.sliding_window is None)
     group = next(full, 0)
@@ -94,9 +95,9 @@ def num_promoted_tokens(geometries: Sequence[GroupGeometry], state: RequestOfflo
 
 
 def filled_blocks(geometries: Sequence[GroupGeometry], state: RequestOffloadState) -> list[Offer]:
-    """For each group, the offloaded blocks that became full since the last call and whose device blocks are there.
+    """Return, for each group, the offloaded blocks that became full since the last call and have device blocks.
 
-    What a sliding window had passed by before it could be stored is passed over for good.
+    Blocks that left a sliding window before they could be stored are never returned.
     """
     offers = []
     for group, geometry in enumerate(geometries):
@@ -118,7 +119,10 @@ def filled_blocks(geometries: Sequence[GroupGeometry], state: RequestOffloadStat
 def store_source(
     geometries: Sequence[GroupGeometry], state: RequestOffloadState, offers: Sequence[Offer]
 ) -> GPULoadStoreSpec:
-    """The device blocks of whole offloaded blocks: each group begins at a multiple of the factor and skips nothing."""
+    """Return the device blocks of whole offloaded blocks.
+
+    Each group starts at a multiple of the factor and skips no device block of an offloaded block.
+    """
     block_ids: list[int] = []
     sizes, indices = [], []
     for offer, table, geometry in zip(offers, state.block_tables, geometries, strict=True):

@@ -1,4 +1,4 @@
-"""What the connector's scheduler remembers of one request."""
+"""Per-request state of the connector's scheduler."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from persistkv.base import OffloadKey, OffloadPolicy, ReqContext, RequestDescrip
 from persistkv.connector.common import KVCacheGroupSpec
 
 BlockTable = Sequence[int | None]
-"""A request's device blocks of one group in order, from its first token on; None where the engine has none: a
-sliding window has passed by."""
+"""A request's device blocks of one group in order, from its first token on. None: the engine has no block there,
+because the block has left a sliding window."""
 
 
 @dataclass(frozen=True)
 class GroupGeometry:
-    """How one KV cache group's tokens are cut, and which of them a context needs."""
+    """Division of one KV cache group's tokens into blocks, and the tokens that a context needs."""
 
     spec: KVCacheGroupSpec
     factor: int
@@ -32,16 +32,16 @@ class GroupGeometry:
         return self.spec.block_size * self.factor
 
     def first_needed(self, num_tokens: int, start: int = 0) -> int:
-        """The first token, from ``start`` on, whose KV the token behind the first ``num_tokens`` attends to."""
+        """Return the first token, from ``start`` on, that the token after the first ``num_tokens`` attends to."""
         window = self.spec.sliding_window
         return start if window is None else min(max(start, num_tokens - window + 1), num_tokens)
 
     def device_blocks(self, num_tokens: int, start: int = 0) -> range:
-        """Which device blocks hold what the first ``num_tokens`` need from ``start`` on."""
+        """Return the device blocks that a context of ``num_tokens`` needs from ``start`` on."""
         return range(self.first_needed(num_tokens, start) // self.block_size, num_tokens // self.block_size)
 
     def offloaded_blocks(self, num_tokens: int, start: int = 0) -> range:
-        """Which offloaded blocks hold what the first ``num_tokens`` need from ``start`` on; parts of blocks count."""
+        """Return the offloaded blocks that a context of ``num_tokens`` needs, even in part, from ``start`` on."""
         first = self.first_needed(num_tokens, start)
         if first == num_tokens:
             return range(0)
@@ -50,7 +50,7 @@ class GroupGeometry:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What has to be told to the manager when a job ends."""
+    """Data that the manager needs when a job ends."""
 
     req_id: str
     keys: Sequence[OffloadKey]
@@ -65,19 +65,19 @@ class RequestOffloadState:
     description: RequestDescription
     policy: OffloadPolicy
     stores: bool
-    """Whether its blocks are stored. Where not, the manager is not given the description: no context is to be kept."""
+    """Whether its blocks are stored. If not, the manager does not get the description, so that no context is kept."""
     block_tables: Sequence[BlockTable]
     """For each group, the device blocks of the context."""
     next_store: list[int]
-    """For each group, the first offloaded block that was not yet offered to the manager."""
+    """For each group, the index of the first offloaded block that was not offered to the manager yet."""
     num_local_tokens: int = 0
-    """Tokens that the engine had on the device when it asked for more."""
+    """Tokens that the engine had on the device at its last call of ``get_num_new_matched_tokens``."""
     num_external_tokens: int = 0
-    """Tokens that are being loaded behind them, or were."""
+    """Tokens after the local ones that are being loaded, or were loaded."""
     num_computed_tokens: int = 0
-    """Tokens whose KV lies in the device blocks."""
+    """Tokens whose KV is in the device blocks."""
     promoted: set[OffloadKey] = field(default_factory=set)
-    """Blocks that were not ready at the first look: a tier behind the primary one brought them."""
+    """Blocks that were not ready at their first lookup, and so were promoted from a secondary tier."""
     jobs: set[int] = field(default_factory=set)
     """Transfers in flight."""
     gave_up_waiting: bool = False
@@ -85,18 +85,18 @@ class RequestOffloadState:
 
     @property
     def num_matched_tokens(self) -> int:
-        """Tokens that are on the device once what is being loaded has arrived."""
+        """Tokens that are on the device once the load has ended."""
         return self.num_local_tokens + self.num_external_tokens
 
     @classmethod
     def make(
         cls, context: ReqContext, description: RequestDescription, policy: OffloadPolicy, *, stores: bool
     ) -> RequestOffloadState:
-        """The state of a request that nothing is known of but its description."""
+        """Create the state of a new request."""
         groups = len(description.group_keys)
         return cls(context, description, policy, stores, [[] for _ in range(groups)], [0] * groups)
 
     def skip_stores(self, geometries: Sequence[GroupGeometry], num_held_tokens: int) -> None:
-        """Unless every block is wanted, offer only those behind the tokens that are held already."""
+        """If the policy is block-level, offer only the blocks after the first ``num_held_tokens``."""
         if self.policy is OffloadPolicy.BLOCK_LEVEL:
             self.next_store = [num_held_tokens // geometry.offloaded_tokens for geometry in geometries]

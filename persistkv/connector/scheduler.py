@@ -1,12 +1,12 @@
-"""The scheduler's side of the connector: which blocks to load, which to store, and what their ends mean.
+"""The scheduler's side of the connector: plans loads and stores, and processes their results.
 
 An engine calls, for each request: ``on_new_request``, ``update_keys``, ``get_num_new_matched_tokens`` (again in each
-step while it answers None), ``update_state_after_alloc``, ``update_computed_tokens`` as blocks fill, and
-``request_finished``. For each step, in this order: ``build_connector_meta``, ``update_connector_output`` with what the
-worker reports, ``take_events``.
+step while it returns None), ``update_state_after_alloc``, ``update_computed_tokens`` as blocks fill, and
+``request_finished``. For each step, in this order: ``build_connector_meta``, ``update_connector_output`` with the
+worker's results, ``take_events``.
 
-Groups differ: full attention needs the whole prefix, a sliding window only the blocks under its end. What is matched is
-what all of them can serve. Everything here is called from one thread and none of it waits.
+Groups differ: full attention needs the whole prefix, a sliding window only its last blocks. A match is a length that
+all groups can serve. All methods are called from one thread, and none of them waits.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from persistkv.errors import ConfigurationError
 class OffloadingConnectorScheduler:
     """Plans transfers between the device and a manager's primary tier.
 
-    But for ``on_new_request``, methods that take a ``req_id`` raise KeyError where no such request lives.
+    Methods that take a ``req_id``, except ``on_new_request``, raise KeyError if there is no such request.
 
-    :param manager: what holds the blocks; the connector owns it from here on and shuts it down.
+    :param manager: manager of the blocks; owned by the connector, which shuts it down.
     :param groups: the engine's KV cache groups in order.
     :param block_size_factor: device blocks in one offloaded block.
     :param max_load_blocks: offloaded blocks that one request may have in the primary tier, such as all its rows. It
-        matters to sliding windows: what cannot all be there at once is no match, and of a context that does not fit
-        another length is to be asked for in the first place. None: no bound.
-    :raises ConfigurationError: where there is no group, or a number is not positive.
+        matters for sliding windows: a length whose blocks do not fit at once is no match, and a context that does not
+        fit must be looked up at a shorter length from the start. None: no bound.
+    :raises ConfigurationError: if there is no group, or a number is not positive.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class OffloadingConnectorScheduler:
     ) -> ReqContext:
         """Announce a request; the first call for each request.
 
-        :param store: False: blocks are looked up and loaded for it, and none stored.
-        :raises ValueError: a request of this id exists; one that has finished exists until its transfers have ended.
+        :param store: False: the request's blocks are looked up and loaded, but not stored.
+        :raises ValueError: a request of this id exists. A finished request exists until its transfers have ended.
         """
         if req_id in self._requests:
             raise ValueError(f"a request {req_id!r} lives already")
@@ -110,19 +110,19 @@ class OffloadingConnectorScheduler:
         return context
 
     def update_keys(self, req_id: str, group_idx: int, keys: Iterable[OffloadKey], num_tokens: int) -> None:
-        """Append the keys of a group's next offloaded blocks, known by their tokens, computed or not.
+        """Append the keys of a group's next offloaded blocks. Their tokens are known, but need not be computed.
 
-        :param num_tokens: tokens of the whole context now, those of an unfinished block included.
+        :param num_tokens: tokens of the whole context now, including those of an unfinished block.
         """
         description = self._requests[req_id].description
         description.extend(group_idx, keys)
         description.num_tokens = num_tokens
 
     def get_num_new_matched_tokens(self, req_id: str, num_computed_tokens: int) -> int | None:
-        """How many tokens behind those that the device holds can be loaded; at least one is always left to compute.
+        """Return how many tokens after those on the device can be loaded. At least one token remains to be computed.
 
         :param num_computed_tokens: tokens on the device, a multiple of each group's device block.
-        :returns: None while blocks of the prefix are on their way: ask again in a later step.
+        :returns: None while blocks of the prefix are being promoted or written: retry in a later step.
         """
         state = self._requests[req_id]
         state.num_local_tokens = state.num_computed_tokens = num_computed_tokens
@@ -130,21 +130,21 @@ class OffloadingConnectorScheduler:
         return self._match(state, max(state.description.num_tokens - 1, 0))
 
     def needed_device_blocks(self, req_id: str, num_external_tokens: int) -> list[range]:
-        """For each group, which of the request's device blocks a load of so many tokens fills, counted from its first.
+        """Return, for each group, the indices of the request's device blocks that a load of so many tokens fills.
 
-        :param num_external_tokens: a whole number of blocks behind the tokens on the device.
+        :param num_external_tokens: a whole number of blocks after the tokens on the device.
         """
         start = self._requests[req_id].num_local_tokens
         return [geometry.device_blocks(start + num_external_tokens, start) for geometry in self._geometries]
 
     def give_up_waiting(self, req_id: str) -> None:
-        """From now on ``get_num_new_matched_tokens`` counts only what is ready, and never answers None."""
+        """Make ``get_num_new_matched_tokens`` count only ready blocks from now on, and never return None."""
         state = self._requests[req_id]
         self.stats.late_lookups += not state.gave_up_waiting
         state.gave_up_waiting = True
 
     def num_promoted_tokens(self, req_id: str) -> int:
-        """Of the tokens that the last load covers, how many a tier behind the primary one had to bring."""
+        """Return how many tokens of the last load were promoted from a secondary tier."""
         return num_promoted_tokens(self._geometries, self._requests[req_id])
 
     def update_state_after_alloc(
@@ -154,10 +154,10 @@ class OffloadingConnectorScheduler:
 
         :param device_block_ids: for each group, the request's device blocks from its first token on. A sliding window
             needs those of ``needed_device_blocks``; the others may be None.
-        :param num_external_tokens: what ``get_num_new_matched_tokens`` answered, or less.
-        :returns: tokens that will be loaded: fewer, where blocks went meanwhile, and none where a window would then
+        :param num_external_tokens: the result of ``get_num_new_matched_tokens``, or less.
+        :returns: tokens that will be loaded: fewer if blocks were evicted since the match, and 0 if a window would then
             need device blocks that the engine did not allocate.
-        :raises ValueError: where the blocks do not cover the tokens, or these end within a block; nothing is planned.
+        :raises ValueError: if the blocks do not cover the tokens, or these end within a block; nothing is planned.
         """
         state = self._requests[req_id]
         end = state.num_local_tokens + num_external_tokens
@@ -180,11 +180,11 @@ class OffloadingConnectorScheduler:
     def update_computed_tokens(
         self, req_id: str, num_computed_tokens: int, device_block_ids: Sequence[BlockTable]
     ) -> None:
-        """Tell that the KV of the first ``num_computed_tokens`` lies in the device blocks (loads have ended).
+        """Report that the KV of the first ``num_computed_tokens`` is in the device blocks (loads have ended).
 
-        :param device_block_ids: for each group, the request's device blocks from its first token on; None where the
-            group has none any more, or never had: these are not stored.
-        :raises ValueError: where the blocks do not cover the tokens.
+        :param device_block_ids: for each group, the request's device blocks from its first token on; None if the
+            group no longer has the block, or never had it: it is not stored.
+        :raises ValueError: if the blocks do not cover the tokens.
         """
         state = self._requests[req_id]
         check_tables(self._geometries, device_block_ids, num_computed_tokens)
@@ -193,16 +193,16 @@ class OffloadingConnectorScheduler:
         self._to_plan[req_id] = state
 
     def request_finished(self, req_id: str) -> None:
-        """Nothing more is computed or loaded for the request; what is filled and not stored yet is stored still.
+        """End a request: no further tokens are computed or loaded. Its full blocks that are not stored yet are stored.
 
-        Its device blocks belong to the connector until ``ConnectorOutput.released`` names it.
+        Its device blocks must not be reused until ``ConnectorOutput.released`` contains its id.
         """
         state = self._requests[req_id]
         state.finished = True
         self._to_plan[req_id] = state
 
     def build_connector_meta(self) -> ConnectorMetadata:
-        """The transfers to start in this step: planned loads, and a store for each request with newly filled blocks."""
+        """Return the transfers to start in this step: planned loads, and one store per request with new full blocks."""
         loads, self._loads = self._loads, []
         planned, self._to_plan = self._to_plan, {}
         stores = [job for state in planned.values() if (job := self._plan_store(state)) is not None]
@@ -211,9 +211,9 @@ class OffloadingConnectorScheduler:
         return ConnectorMetadata(loads, stores)
 
     def update_connector_output(self, results: Iterable[TransferResult]) -> ConnectorOutput:
-        """Take in how transfers ended.
+        """Process the results of transfers.
 
-        :raises KeyError: where a result names a job that is not in flight; the ones before it were taken in.
+        :raises KeyError: if a result names a job that is not in flight; the results before it were processed.
         """
         output = ConnectorOutput()
         for result in results:
@@ -229,12 +229,12 @@ class OffloadingConnectorScheduler:
         return output
 
     def take_events(self) -> list[OffloadingEvent]:
-        """End the step. Call it once in each, always."""
+        """End the step and return its events. Must be called once in each step."""
         return list(self.manager.take_events())
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request lives, or has transfers in flight."""
+        """Whether any request exists, including finished requests with transfers in flight."""
         return bool(self._requests)
 
     def shutdown(self) -> None:
@@ -242,7 +242,7 @@ class OffloadingConnectorScheduler:
         self.manager.shutdown()
 
     def _match(self, state: RequestOffloadState, limit: int) -> int | None:
-        """What ``get_num_new_matched_tokens`` answers, for tokens up to ``limit``."""
+        """Return the result of ``get_num_new_matched_tokens`` for tokens up to ``limit``."""
         local, waiting = state.num_local_tokens, set[OffloadKey]()
         chains = state.description.group_keys
         is_there = self._probe(state, waiting)
@@ -259,10 +259,10 @@ class OffloadingConnectorScheduler:
         return matched - local
 
     def _probe(self, state: RequestOffloadState, waiting: set[OffloadKey]) -> Callable[[OffloadKey], bool]:
-        """Whether a block can be served, now or soon; those that come soon are put into ``waiting``.
+        """Return a function that says whether a block can be served now or later; the latter are added to ``waiting``.
 
-        A block on its way does not end the search: the manager learns of all that is needed in one step and promotes
-        it in one piece.
+        A block that is not ready yet does not end the search: so the manager sees all needed blocks in one step and
+        promotes them in one job.
         """
         lookup, context, waits = self.manager.lookup, state.context, not state.gave_up_waiting
 
@@ -282,7 +282,7 @@ class OffloadingConnectorScheduler:
         return self._keys(state, state.num_local_tokens, state.num_matched_tokens)
 
     def _prepare_load(self, state: RequestOffloadState) -> LoadStoreSpec | None:
-        """Protect the blocks to load. Where some went since they were matched, try once more with what is left."""
+        """Protect the blocks to load. If some were evicted since the match, retry once with the remaining blocks."""
         for _ in range(2):
             if not state.num_external_tokens:
                 return None
@@ -299,7 +299,7 @@ class OffloadingConnectorScheduler:
         return None
 
     def _plan_store(self, state: RequestOffloadState) -> TransferJob | None:
-        """Offer each filled block once."""
+        """Plan the store of newly full blocks; each block is offered to the manager once."""
         if not state.stores:
             return None
         offers, output = self._prepare_store(state, filled_blocks(self._geometries, state))
@@ -314,9 +314,10 @@ class OffloadingConnectorScheduler:
     def _prepare_store(
         self, state: RequestOffloadState, offers: list[Offer]
     ) -> tuple[list[Offer], PrepareStoreOutput | None]:
-        """Ask for room; where there is not enough, for each group's front half: a prefix is worth more than a suffix.
+        """Allocate rows. If there is not enough room, retry with the front half of each group, because a prefix is
+        worth more than a suffix.
 
-        :returns: what room was asked for at last, and the manager's answer.
+        :returns: the blocks of the last attempt, and the manager's result.
         """
         offered = asked = sum(len(offer.keys) for offer in offers)
         output = None
@@ -356,7 +357,7 @@ class OffloadingConnectorScheduler:
             self.stats.failed_stores += 1
 
     def _release_if_done(self, state: RequestOffloadState) -> None:
-        """The manager hears of the end after the last store was completed, so that all of it was handed on by then."""
+        """End a finished request at the manager, after its last store was completed and cascaded."""
         req_id = state.context.req_id
         if state.finished and not state.jobs and req_id not in self._to_plan:
             del self._requests[req_id]

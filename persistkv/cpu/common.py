@@ -1,4 +1,4 @@
-"""What the scheduler's and the worker's side of the primary tier share."""
+"""Types shared by the scheduler's and the worker's side of the primary tier."""
 
 from __future__ import annotations
 

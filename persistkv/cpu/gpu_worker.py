@@ -27,7 +27,7 @@ __all__ = ["CpuGpuOffloadingHandlers", "SingleDirectionOffloadingHandler", "comp
 
 
 class SingleDirectionOffloadingHandler(OffloadingHandler):
-    """Transfers one way, first in, first out. Called from one thread."""
+    """Transfers in one direction, first in, first out. Called from one thread."""
 
     def __init__(self, kv_caches: CanonicalKVCaches, engine: CopyEngine) -> None:
         self._kv_caches = kv_caches
@@ -36,11 +36,11 @@ class SingleDirectionOffloadingHandler(OffloadingHandler):
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         """Start a transfer of blocks of all groups between their pages and rows.
 
-        Pages and rows must stay as they are until the job is reported. It sees what the caller's current stream was
-        given before.
+        Pages and rows must not change until the job is reported. The transfer sees all work that was enqueued on the
+        caller's current stream before this call.
 
-        :returns: False where it could not be started, and always after ``shutdown``.
-        :raises ValueError: where the specs are not of this direction, or do not fit each other or the caches; nothing
+        :returns: False if the transfer could not be started, and always after ``shutdown``.
+        :raises ValueError: if the specs are not of this direction, or do not fit each other or the caches; nothing
             was started.
         """
         if self._engine is None:
@@ -65,14 +65,14 @@ class SingleDirectionOffloadingHandler(OffloadingHandler):
 class CpuGpuOffloadingHandlers:
     """The two handlers of one worker, ``gpu_to_cpu_handler`` and ``cpu_to_gpu_handler``.
 
-    "GPU" stands for the device of the engine's tensors (``devices``).
+    "GPU" means the device of the engine's tensors, which may also be a CPU (``devices``).
 
-    :param kv_caches: the engine's tensors and which group uses which of them.
+    :param kv_caches: the engine's tensors, and the tensors that each group uses.
     :param block_size_factor: GPU blocks in one offloaded block.
     :param num_cpu_blocks: rows.
-    :param mmap_region: memory of the rows; pinned here if there is a GPU. Without it, each tensor gets rows that are
-        private to this process.
-    :raises ConfigurationError: where the caches, the factor, the rows and the region do not fit each other.
+    :param mmap_region: memory of the rows; pinned here if the tensors are on a GPU. Without it, each tensor gets rows
+        that are private to this process.
+    :raises ConfigurationError: if the caches, the factor, the rows and the region do not fit each other.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class CpuGpuOffloadingHandlers:
         )
 
     def shutdown(self) -> None:
-        """Wait for the transfers in flight and release the handlers; idempotent. Then the region may be cleaned up.
+        """Wait for the transfers in flight and release the handlers; idempotent. The region can be cleaned up after it.
 
         An exception of one handler is logged and does not affect the other.
         """
@@ -124,7 +124,7 @@ def _rows(
     if region.num_blocks != num_cpu_blocks:
         raise ConfigurationError("num_cpu_blocks", num_cpu_blocks, f"{region.num_blocks}, as the region has")
     if device.type == "cuda":
-        with torch.cuda.device(device):  # registering memory makes a context on the current device
+        with torch.cuda.device(device):  # registering memory creates a context on the current device
             pin_mmap_region(region)
     cell = region.create_next_view(cell_bytes(kv_caches, block_size_factor))
     offsets = tensor_offsets(kv_caches, block_size_factor)

@@ -1,7 +1,7 @@
-"""The geometry of a row: for each KV tensor, ``block_size_factor`` pages side by side, worker after worker.
+"""The geometry of a row: one cell per worker, which holds ``block_size_factor`` consecutive pages of each KV tensor.
 
-A row holds one block of one group. Tensors that no group uses together lie in the same place, so a row is as wide as
-the widest group, not as all groups together.
+A row holds one block of one group. Tensors that no group uses together share the same offset, so a row is as wide as
+the widest group, not as the sum of all groups.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from persistkv.errors import ConfigurationError
 
 
 def cell_bytes(kv_caches: CanonicalKVCaches, block_size_factor: int) -> int:
-    """Bytes of one worker's cell in a row, the ``cpu_page_size`` of a region.
+    """Return the bytes of one worker's cell in a row, the ``cpu_page_size`` of a region.
 
-    :raises ConfigurationError: where the caches or the factor cannot be.
+    :raises ConfigurationError: if the caches or the factor are invalid.
     """
     offsets = tensor_offsets(kv_caches, block_size_factor)
     sizes = [tensor.page_size_bytes * block_size_factor for tensor in kv_caches.tensors]
@@ -24,9 +24,9 @@ def cell_bytes(kv_caches: CanonicalKVCaches, block_size_factor: int) -> int:
 
 
 def tensor_offsets(kv_caches: CanonicalKVCaches, block_size_factor: int) -> list[int]:
-    """Where each tensor's pages begin in a cell: behind those that any group uses beside them.
+    """Return the offset of each tensor's pages in a cell: after earlier tensors that share a group with the tensor.
 
-    :raises ConfigurationError: where the caches or the factor cannot be.
+    :raises ConfigurationError: if the caches or the factor are invalid.
     """
     check_kv_caches(kv_caches, block_size_factor)
     users = [{ref.tensor_idx for ref in refs} for refs in kv_caches.group_data_refs]
@@ -43,9 +43,9 @@ def tensor_offsets(kv_caches: CanonicalKVCaches, block_size_factor: int) -> list
 def group_layouts(
     kv_caches: CanonicalKVCaches, block_size_factor: int, num_workers: int = 1
 ) -> tuple[GroupLayout, ...]:
-    """Which bytes of a row belong to each KV cache group: what the group uses of each page, in every worker's cell.
+    """Return the bytes of a row that each KV cache group uses: its part of each page, in every worker's cell.
 
-    :raises ConfigurationError: where the caches or the factor cannot be.
+    :raises ConfigurationError: if the caches or the factor are invalid.
     """
     cell = cell_bytes(kv_caches, block_size_factor)
     sizes = [tensor.page_size_bytes for tensor in kv_caches.tensors]
@@ -63,9 +63,9 @@ def group_layouts(
 
 
 def check_kv_caches(kv_caches: CanonicalKVCaches, block_size_factor: int) -> None:
-    """See that tensors are pages of bytes on one device, and that groups refer to them within bounds.
+    """Check that tensors are pages of bytes on one device, and that groups refer to them within bounds.
 
-    :raises ConfigurationError: naming the first thing that is wrong.
+    :raises ConfigurationError: if they are not; names the first invalid value.
     """
     if block_size_factor <= 0:
         raise ConfigurationError("block_size_factor", block_size_factor, "a positive number of GPU blocks")
@@ -101,7 +101,7 @@ def _check_refs(kv_caches: CanonicalKVCaches) -> None:
 
 
 def _merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Ascending, with those that touch or overlap made one."""
+    """Return the ranges in ascending order, with adjacent and overlapping ones merged."""
     merged: list[tuple[int, int]] = []
     for offset, length in sorted(ranges):
         if merged and offset <= sum(merged[-1]):

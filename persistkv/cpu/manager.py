@@ -1,10 +1,10 @@
 """Allocation, protection and eviction of the primary tier's rows.
 
 1. A row is in one of three states: free, holding a block of this epoch, or holding one of an earlier epoch until the
-   jobs that use it end.
+   jobs that use it end. ``reset_cache`` begins an epoch.
 2. A block that is being written is not readable; a block that is being read or written is not evicted.
-3. A key has at most one row, over all epochs: a job that ends names keys, and each names one row beyond doubt.
-4. No call costs more than its own keys do, amortised; ``reset_cache`` alone walks over the rows.
+3. A key has at most one row over all epochs, so the keys that a job names at its end identify its rows.
+4. The amortised cost of a call is proportional to its number of keys; only ``reset_cache`` iterates over all rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BEING_WRITTEN = -1  # in place of a number of readers
 class CPUOffloadingManager(OffloadingManager):
     """Manager of the rows of the primary tier.
 
-    Not thread-safe: the scheduler's thread calls it. A call that raises changed nothing.
+    Not thread-safe: the scheduler's thread calls it. A call that raises changes nothing.
 
     :param num_blocks: number of rows.
     :param cache_policy: ``lru``, ``arc``, or the name of an installed policy.
@@ -43,9 +43,9 @@ class CPUOffloadingManager(OffloadingManager):
         self.num_blocks = num_blocks
         self._rows: dict[OffloadKey, int] = {}
         self._earlier_rows: dict[OffloadKey, int] = {}
-        # So that a lookup, of which there are most, does not have to follow the key to its row.
+        # Spares lookups, the most frequent calls, the access by row.
         self._being_written: set[OffloadKey] = set()
-        # By row, plain numbers: a million objects would cost the engine dearly at each full garbage collection.
+        # By row. Plain numbers, because a million objects would slow down each full garbage collection of the engine.
         self._refs: list[int] = [0] * num_blocks
         self._free: list[int] = list(range(num_blocks - 1, -1, -1))
         self._num_evictable = 0
@@ -58,22 +58,25 @@ class CPUOffloadingManager(OffloadingManager):
         return None if key in self._being_written else True
 
     def is_ready(self, key: OffloadKey) -> bool:
-        """Whether the block is held and readable."""
+        """Return whether the block is held and readable."""
         return key in self._rows and key not in self._being_written
 
     def num_free_or_evictable(self) -> int:
-        """Rows that a ``prepare_store`` could have now, exactly and in O(1); held blocks that it names do not count."""
+        """Return the exact number of rows that ``prepare_store`` could allocate now, in O(1).
+
+        Held blocks among its keys are not evicted for it and reduce this number.
+        """
         return len(self._free) + self._num_evictable
 
     def num_evictable_of(self, keys: Sequence[OffloadKey]) -> int:
-        """How many of these blocks, each named once, are held and unprotected."""
+        """Return how many of these distinct blocks are held and unprotected."""
         rows, refs = self._rows, self._refs
         return sum(not refs[rows[key]] for key in keys if key in rows)
 
     def get_block_id(self, key: OffloadKey, req_context: ReqContext) -> int:
-        """The row of a block that is held, readable or being written.
+        """Return the row of a held block, which may still be being written.
 
-        :raises KeyError: where it is not held.
+        :raises KeyError: if the block is not held.
         """
         return self._rows_of((key,))[0]
 
@@ -93,9 +96,9 @@ class CPUOffloadingManager(OffloadingManager):
         self._policy.touch(keys)
 
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """End the protection that ``prepare_load`` gave.
+        """End the protection by ``prepare_load``.
 
-        :raises KeyError: where a block is not being read.
+        :raises KeyError: if a block is not being read.
         """
         keys, earlier = self._split_by_epoch(keys, reading=True)
         refs = self._refs
@@ -142,10 +145,10 @@ class CPUOffloadingManager(OffloadingManager):
         self.end_writes(keys, success)
 
     def end_writes(self, keys: Sequence[OffloadKey], success: bool) -> tuple[list[OffloadKey], Sequence[OffloadKey]]:
-        """``complete_store``, for a caller that needs to know which writes ended.
+        """Do the work of ``complete_store`` and return the blocks whose writes ended.
 
-        :returns: blocks that were being written, each once: those of this epoch, which are readable now if ``success``,
-            and those of an earlier epoch, which are misses.
+        :returns: distinct blocks that were being written: the blocks of this epoch, which are readable now if
+            ``success``, and the blocks of an earlier epoch, which are misses.
         :raises KeyError: a block is not held; nothing changed.
         """
         distinct, earlier = self._split_by_epoch(list(dict.fromkeys(keys)), reading=False)
@@ -180,9 +183,9 @@ class CPUOffloadingManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def reset_cache(self, weights_changed: bool = True) -> None:
-        """Forget every block at once. Rows that jobs use come free as those jobs end, by their keys as always.
+        """Forget all blocks. Rows that jobs use become free when those jobs are completed with their keys, as usual.
 
-        Never waits; costs a walk over the rows.
+        Never waits. Iterates over all rows.
         """
         refs = self._refs
         self._record([key for key, row in self._rows.items() if refs[row] >= 0], removed=True)
@@ -207,7 +210,7 @@ class CPUOffloadingManager(OffloadingManager):
         return rows
 
     def _evict(self, count: int, spared: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Free ``count`` rows, none of ``spared``; the caller has checked that there are enough."""
+        """Free ``count`` rows, except those of ``spared``. The caller has checked that there are enough."""
         refs, held = self._refs, self._rows
         for key in spared:
             refs[held[key]] = 1
@@ -226,7 +229,7 @@ class CPUOffloadingManager(OffloadingManager):
     def _split_by_epoch(
         self, keys: Sequence[OffloadKey], *, reading: bool
     ) -> tuple[Sequence[OffloadKey], Sequence[OffloadKey]]:
-        """The keys whose rows are this epoch's, and those whose rows a job of an earlier epoch reads or writes."""
+        """Split keys into those with rows of this epoch and those whose rows a job of an earlier epoch uses."""
         if not self._earlier_rows:
             return keys, ()
         current: list[OffloadKey] = []

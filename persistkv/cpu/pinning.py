@@ -1,4 +1,4 @@
-"""Registering host memory with CUDA, so that the GPU copies from and to it without a detour."""
+"""Registration of host memory with CUDA, so that the GPU accesses it directly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CudaRuntime(Protocol):
 
 
 class PinnedMemory:
-    """Ranges that are registered, until ``release``."""
+    """Ranges that stay registered until ``release``."""
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self._runtime = runtime
@@ -34,7 +34,7 @@ class PinnedMemory:
     def add(self, address: int, size: int) -> int:
         """Register one range.
 
-        :returns: CUDA's error code; only with 0 is it registered.
+        :returns: CUDA's error code; the range is registered only if it is 0.
         """
         code = int(self._runtime.cudaHostRegister(address, size, _PORTABLE))
         if code == 0:
@@ -42,7 +42,7 @@ class PinnedMemory:
         return code
 
     def release(self) -> None:
-        """Unregister all ranges, the last one first. A failure is logged, and the others follow. Idempotent."""
+        """Unregister all ranges, the last one first. A failure is logged and does not affect the others. Idempotent."""
         failed = False
         while self._addresses:
             address = self._addresses.pop()
@@ -55,15 +55,15 @@ class PinnedMemory:
 
 
 def rows_per_registration(row_stride: int) -> int:
-    """Rows of a region that one call registers."""
+    """Return the number of rows of a region that one call registers."""
     return max(1, _RANGE_BYTES // row_stride)
 
 
 def pin_mmap_region(region: SharedOffloadRegion, runtime: CudaRuntime | None = None) -> bool:
     """Register a region's mapping with CUDA; ``cleanup`` of the region unregisters it.
 
-    Ranges end between two rows, since no single copy may touch two registrations. Where CUDA refuses one, the ranges
-    before it are unregistered, one warning is logged, and copies use unpinned memory, which is slower.
+    Ranges end between two rows, since a single copy must not touch two registrations. If CUDA refuses a range, the
+    ranges before it are unregistered, one warning is logged, and copies use unpinned memory, which is slower.
 
     :param runtime: for tests; by default the CUDA runtime of torch.
     :returns: whether the region is pinned.
@@ -95,7 +95,7 @@ def pin_mmap_region(region: SharedOffloadRegion, runtime: CudaRuntime | None = N
 
 
 def _clear_cuda_error() -> None:
-    """Consume the error of a refused call, which CUDA reports again at this thread's next kernel launch."""
+    """Consume the error of a refused call, which CUDA would report again at this thread's next kernel launch."""
     if not torch.cuda.is_available():
         return
     try:

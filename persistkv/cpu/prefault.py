@@ -1,4 +1,4 @@
-"""Making memory resident before it is needed: the first touch of a shared page costs many times a copy into it."""
+"""Makes memory resident before it is used. The first access to a shared page takes many times as long as a copy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from persistkv.libc import MADV_POPULATE_WRITE, address_of, madvise
 
-_CHUNK_BYTES = 64 << 20  # 64 MiB, what one thread takes at a time
+_CHUNK_BYTES = 64 << 20  # 64 MiB, the work of one thread at a time
 _MAX_THREADS = 16
 
 logger = logging.getLogger(__name__)
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 def prefault(memory: memoryview, first: int, length: int, stride: int) -> None:
     """Make ``length`` bytes at ``first``, and again every ``stride`` bytes, resident in this process, in parallel.
 
-    No byte changes, not even one that another process writes at the same time. Where the kernel cannot do it, the pages
-    are read instead, which is enough for memory that is allocated. The time it took is logged.
+    It changes no bytes, so other processes may write at the same time. If the kernel does not support it, the pages are
+    read instead, which suffices for allocated memory. The time taken is logged.
 
     :param memory: one-dimensional, writable, page-aligned.
     """
@@ -46,7 +46,7 @@ Spans = list[tuple[int, int]]
 
 
 def _chunks(total: int, first: int, length: int, stride: int) -> Iterator[Spans]:
-    """Whole pages that cover what is asked for, cut into pieces of work of similar size."""
+    """Yield the whole pages that cover the requested ranges, in chunks of similar size."""
     chunk: Spans = []
     size = 0
     for begin, end in _page_spans(total, first, length, stride):
@@ -79,7 +79,7 @@ def _covered(chunks: list[Spans]) -> int:
 
 
 def _populate(address: int, spans: Spans) -> int:
-    """0, or the errno of the first span that the kernel refused."""
+    """Return 0, or the errno of the first span that the kernel refused."""
     for begin, end in spans:
         if problem := madvise(address + begin, end - begin, MADV_POPULATE_WRITE):
             return problem

@@ -1,4 +1,4 @@
-"""The primary tier as secondary tiers meet it: its rows' bytes, and words for reading and writing them."""
+"""The primary tier's interface to secondary tiers: the bytes of its rows, and methods to read and write them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from persistkv.errors import ConfigurationError
 
 
 class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
-    """The rows of a region, as the tier in front of all others.
+    """Manager of a region's rows, the tier in front of all others.
 
     A cascade to a secondary tier reads rows (``prepare_read``), a promotion writes them (``prepare_write``).
-    It owns the region that it is given: ``shutdown`` gives it back.
+    The manager owns the region: ``shutdown`` releases it.
 
     :param mmap_region: holds the bytes; must have ``num_blocks`` rows.
-    :raises ConfigurationError: where it has not, and as ``CPUOffloadingManager`` does.
+    :raises ConfigurationError: if the region has another number of rows, and as ``CPUOffloadingManager`` does.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
     complete_write = CPUOffloadingManager.complete_store
 
     def get_kv_memoryview(self) -> memoryview:
-        """All rows, writable, shape (num_blocks, row_stride), format ``B``; the same object at each call.
+        """Return all rows, writable, shape (num_blocks, row_stride), format ``B``; the same object at each call.
 
         :raises RegionError: after ``shutdown``.
         """
@@ -47,10 +47,10 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         return self._kv_memoryview
 
     def shutdown(self) -> None:
-        """Release the view, then the region. Whoever reads rows must have ended before."""
+        """Release the view, then the region. All readers of rows must have ended before."""
         view, self._kv_memoryview = self._kv_memoryview, None
         if view is not None:
-            # An array over the view keeps it from being released; the region then says so, and outlives the array.
+            # An array over the view prevents its release. Then the region logs a warning and its memory stays mapped.
             with contextlib.suppress(BufferError):
                 view.release()
         self.mmap_region.cleanup()

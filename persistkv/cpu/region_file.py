@@ -1,10 +1,11 @@
-"""The file behind a shared region: created once, attached by others, told from a leftover by its lock.
+"""The file behind a shared region: created by one process and attached by others; a lock shows that it is in use.
 
-1. Whoever uses the region holds a shared ``flock`` on a descriptor that is for nothing else, so a lock ends with its
-   process and no descriptor that is handed on can keep it alive.
-2. Only who holds the exclusive lock (so nobody uses it), or who created it and could not allocate it, unlinks the file.
-3. A file is used only when, with the lock held, the path still leads to it: between creation and lock it looks like a
-   leftover, and whoever took it away made room for another attempt.
+1. Each process that uses the region holds a shared ``flock`` on a descriptor that has no other use. So a lock ends with
+   its process, and a descriptor passed to another process cannot keep it alive.
+2. A process unlinks the file only if it holds the exclusive lock (so the file is unused), or if it created the file and
+   could not allocate it.
+3. A process uses a file only if the path still leads to it after the process has locked it. Between its creation and
+   its locking, a file looks like a leftover, and another process may remove it; then the creator retries.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 
 def region_path(instance_id: str, directory: str = SHARED_MEMORY_DIRECTORY) -> str:
-    """Where the region of an instance lies.
+    """Return the path of an instance's region.
 
-    :raises ConfigurationError: where the instance's name cannot be part of a file's name.
+    :raises ConfigurationError: if the instance's name cannot be part of a file name.
     """
     if not instance_id or "/" in instance_id or "\0" in instance_id:
         raise ConfigurationError("instance_id", instance_id, "a name without '/' that is not empty")
@@ -39,20 +40,20 @@ def region_path(instance_id: str, directory: str = SHARED_MEMORY_DIRECTORY) -> s
 
 
 def remove_leftover_regions(directory: str = SHARED_MEMORY_DIRECTORY) -> list[str]:
-    """Unlink the regions that killed processes left; those in use, and those of other users, stay.
+    """Unlink the regions that killed processes left. Regions in use and regions of other users are kept.
 
-    :returns: the paths that were removed.
+    :returns: the removed paths.
     """
     return [str(path) for path in sorted(Path(directory).glob(f"{_PREFIX}*{_SUFFIX}")) if _remove_leftover(str(path))]
 
 
 class RegionFile:
-    """An allocated file and this process's lock on it. Make one with ``open``. Not thread-safe."""
+    """An allocated file and this process's lock on it, created with ``open``. Not thread-safe."""
 
     def __init__(self, path: str, lock_fd: int, fd: int, created: bool) -> None:
         self.path = path
         self.fd = fd
-        """Descriptor to map and to hand on; carries no lock, closes on exec unless passed on."""
+        """Descriptor to map or to pass to another process. It carries no lock and is close-on-exec."""
         self.created = created
         """Whether this process created the file."""
         self._lock_fd = lock_fd
@@ -61,12 +62,12 @@ class RegionFile:
 
     @classmethod
     def open(cls, path: str, size: int, timeout_s: float) -> RegionFile:
-        """Create the file with ``size`` bytes allocated, or attach to the one that another process made or is making.
+        """Create the file with ``size`` bytes allocated, or attach to the file of another process.
 
-        A leftover is replaced. Others are waited for until the file has its size.
+        A leftover is replaced. If another process is creating the file, the call waits until the file has its size.
 
-        :raises ConfigurationError: where there is too little space; nothing is left of the file.
-        :raises RegionError: where the file did not get its size in time, or the directory cannot be used.
+        :raises ConfigurationError: if there is too little space; the file is removed.
+        :raises RegionError: if the file did not reach its size in time, or the directory cannot be used.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -81,9 +82,9 @@ class RegionFile:
             time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
-        """Give the lock back; the last process to do so removes the file. Idempotent.
+        """Release the lock; the last process to do so removes the file. Idempotent.
 
-        In a process forked off later nothing but its own descriptors is closed.
+        In a process forked after ``open``, it only closes that process's descriptors.
         """
         if self._closed:
             return
@@ -95,7 +96,7 @@ class RegionFile:
 
     @classmethod
     def _create(cls, path: str, size: int) -> RegionFile | None:
-        """None where the file is there already, or was taken for a leftover before it was locked."""
+        """Create the file. None if it exists, or if another process removed it as a leftover before it was locked."""
         try:
             lock_fd = os.open(path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
@@ -106,7 +107,7 @@ class RegionFile:
 
     @classmethod
     def _attach(cls, path: str, size: int) -> RegionFile | None:
-        """None where the file is not there, not ready, or was a leftover and has been removed."""
+        """Attach to the file. None if it does not exist, is not ready, or was a leftover and has been removed."""
         if _remove_leftover(path):
             return None
         try:
@@ -122,7 +123,7 @@ class RegionFile:
 
     @classmethod
     def _adopt(cls, path: str, lock_fd: int, size: int, *, created: bool) -> RegionFile | None:
-        """Lock the file and use it. None, with the descriptor closed, where somebody else locked or removed it."""
+        """Lock and use the file. If another process locked or removed it, close the descriptor and return None."""
         try:
             if _lock(lock_fd, fcntl.LOCK_SH) and _is_at(lock_fd, path):
                 if created:
@@ -136,7 +137,7 @@ class RegionFile:
 
 
 def _allocate(fd: int, path: str, size: int) -> None:
-    """Back every byte by memory now, since a sparse file kills whoever touches it with SIGBUS when memory runs out."""
+    """Allocate memory for every byte now. In a sparse file, an access without free memory kills a process by SIGBUS."""
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
@@ -152,7 +153,7 @@ def _allocate(fd: int, path: str, size: int) -> None:
 
 
 def _remove_leftover(path: str) -> bool:
-    """Unlink the file if nobody uses it."""
+    """Unlink the file if no process uses it; return whether it was unlinked."""
     try:
         fd = os.open(path, _OPEN_FLAGS)
     except OSError:

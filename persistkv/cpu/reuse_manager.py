@@ -23,9 +23,9 @@ MAX_TRACKER_SIZE = 64_000  # blocks: about 10 MiB
 class FilterReusedOffloadingManager(OffloadingManager):
     """Stores a block only after ``store_threshold`` lookups, so that blocks used once do not evict blocks used often.
 
-    Each lookup counts for its block, whatever its answer. A request with a description counts once for each of its
+    Each lookup counts for its block, regardless of its result. A request with a description counts once for each of its
     blocks, at its first lookup: engines stop looking up a prefix at its first miss, and repeat lookups while blocks are
-    promoted. Neither decides whether a block is reused. The request's own blocks that fill later are not counted.
+    promoted, and neither shows whether a block is reused. Blocks that the request fills later are not counted.
 
     ``prepare_store`` leaves blocks below the threshold out of ``keys_to_store``, like blocks that are held. They get no
     row, evict nothing, and must not be named in ``complete_store``. All other calls reach ``backing`` unchanged; none

@@ -29,18 +29,18 @@ def row_stride_bytes(num_workers: int, cpu_page_size: int) -> int:
 class SharedOffloadRegion:
     """Rows of shared memory. A row is one offloaded block; each worker has a cell of ``cpu_page_size`` bytes in it.
 
-    The first process to come creates and allocates the file, the others attach. A file that a killed process left is
-    replaced, one in use never touched; the last process to leave removes it. Not thread-safe, but rows may be read and
-    written from any thread. If construction fails, nothing is left behind.
+    The first process creates and allocates the file, the others attach. A file that a killed process left is replaced;
+    a file in use is never changed. The last process to release the file removes it. Not thread-safe, but rows may be
+    read and written from any thread. If construction fails, the file and the mapping are released.
 
-    :param instance_id: what the processes of one engine have in common; part of the file's name.
+    :param instance_id: the same in all processes of one engine; part of the file's name.
     :param total_size_bytes: must be ``num_blocks`` rows of ``row_stride_bytes(num_workers, cpu_page_size)``.
-    :param rank: which worker this is, 0 to ``num_workers - 1``; None for the scheduler, which has no cell.
+    :param rank: number of this worker, 0 to ``num_workers - 1``; None for the scheduler, which has no cell.
     :param cpu_page_size: bytes of one worker's cell.
-    :param directory: where the file lies: a tmpfs.
+    :param directory: directory of the file, on a tmpfs.
     :param timeout_s: seconds to wait for the process that creates the file.
-    :raises ConfigurationError: where the numbers do not agree, or there is too little shared memory.
-    :raises RegionError: where the file did not become ready in time or cannot be opened.
+    :raises ConfigurationError: if the numbers do not agree, or there is too little shared memory.
+    :raises RegionError: if the file did not become ready in time or cannot be opened.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class SharedOffloadRegion:
 
     @property
     def fd(self) -> int:
-        """Descriptor of the file, for a process that maps it too. It carries no lock: an heir cannot make a region that
-        its engine left look alive.
+        """Descriptor of the file, for another process that maps it. It carries no lock, so a process that inherits it
+        does not make a leftover look like a region in use.
 
         :raises RegionError: after ``cleanup``.
         """
@@ -92,18 +92,18 @@ class SharedOffloadRegion:
 
     @property
     def address(self) -> int:
-        """Where the mapping begins in this process.
+        """Address of the mapping in this process.
 
         :raises RegionError: after ``cleanup``.
         """
         return self._open_rows().data_ptr()
 
     def create_next_view(self, page_size: int) -> torch.Tensor:
-        """The next part of this worker's cell in every row.
+        """Reserve the next ``page_size`` bytes of this worker's cell in every row.
 
         :returns: int8, shape (num_blocks, page_size), strides (row_stride, 1).
-        :raises ConfigurationError: where the cell has fewer bytes left, or the region has no cell for this process;
-            nothing is taken then.
+        :raises ConfigurationError: if the cell has fewer bytes left, or the region has no cell for this process;
+            nothing is reserved then.
         :raises RegionError: after ``cleanup``.
         """
         rows = self._open_rows()
@@ -117,9 +117,9 @@ class SharedOffloadRegion:
         return rows[:, begin : begin + page_size]
 
     def create_kv_memoryview(self) -> memoryview:
-        """All rows without a copy: writable, shape (num_blocks, row_stride), format ``B``.
+        """Return all rows without a copy: writable, shape (num_blocks, row_stride), format ``B``.
 
-        :raises RegionError: after ``cleanup``, or where the view would not share the region's bytes.
+        :raises RegionError: after ``cleanup``, or if the view would not share the region's bytes.
         """
         rows = self._open_rows()
         view = memoryview(self._open_mmap()).cast("B", (self.num_blocks, self.row_stride))
@@ -128,14 +128,14 @@ class SharedOffloadRegion:
         return view
 
     def adopt_pinned(self, pinned: PinnedMemory) -> None:
-        """Take over memory that was registered with CUDA, to unregister it at ``cleanup``."""
+        """Own memory that was registered with CUDA, and unregister it at ``cleanup``."""
         self._pinned = pinned
 
     def cleanup(self) -> None:
-        """Unpin, drop the region's tensor, unmap, and leave the file, which the last process removes. Idempotent.
+        """Unpin, drop the region's tensor, unmap, and release the file, which the last process removes. Idempotent.
 
-        Whoever uses the rows must have ended before. Where a tensor or view that was given out is still held, the
-        memory stays mapped until that is gone, and a warning is logged.
+        All users of the rows must have ended before. If a tensor or view of the rows still exists, the memory stays
+        mapped until it is deleted, and a warning is logged.
         """
         if self._pinned is not None:
             self._pinned.release()
@@ -149,8 +149,8 @@ class SharedOffloadRegion:
     def _map(self, timeout_s: float) -> None:
         self._file = RegionFile.open(self.mmap_path, self.total_size_bytes, timeout_s)
         self._mmap = mmap.mmap(self._file.fd, self.total_size_bytes)
-        # torch keeps the object that it is given but not its buffer. A memoryview that nobody else can release keeps
-        # the buffer, so that the mapping outlives the last tensor.
+        # torch references the object passed to it, but not its buffer. A private memoryview keeps the buffer exported,
+        # so that the mapping outlives the last tensor.
         self._rows = torch.frombuffer(memoryview(self._mmap), dtype=torch.int8).view(self.num_blocks, self.row_stride)
         first, length = (
             (0, self.row_stride) if self.rank is None else (self.rank * self.cpu_page_size, self.cpu_page_size)

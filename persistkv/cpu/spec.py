@@ -1,4 +1,4 @@
-"""The primary tier from one configuration dictionary."""
+"""Builds the primary tier from one configuration dictionary."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class CPUOffloadingOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of the primary tier."""
 
     cpu_bytes_to_use: int | str
-    """Size of the primary tier, all workers together, such as ``100GiB``."""
+    """Size of the primary tier for all workers together, such as ``100GiB``."""
     block_size: int | None = None
     """Tokens in an offloaded block, a multiple of the GPU's; by default the GPU's."""
     eviction_policy: str = "lru"
-    """``lru``, ``arc``, or the name of a policy from outside."""
+    """``lru``, ``arc``, or the name of an installed policy."""
     enable_events: bool = False
     """Whether to report stored and evicted blocks."""
     store_threshold: int = 0
@@ -50,13 +50,13 @@ class WorkerGeometry:
     """Geometry of an engine and of one of its processes, known before KV caches are allocated."""
 
     instance_id: str
-    """The same in all processes of one engine, and in no other engine of the machine."""
+    """Id of the engine: the same in all of its processes, and unique on the machine."""
     gpu_block_size: int
     """Tokens in a GPU block."""
     gpu_block_bytes: int
-    """Bytes of a GPU block in the KV tensors of one worker, padding included; of the widest KV cache group."""
+    """Bytes of a GPU block of the widest KV cache group in the KV tensors of one worker, including padding."""
     rank: int | None = 0
-    """Which worker this process is; None where it is the scheduler only."""
+    """Number of this worker; None if the process is only the scheduler."""
     num_workers: int = 1
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class CPUOffloadingSpec(OffloadingSpec):
     """
 
     options_type: ClassVar[type[CPUOffloadingOptions]] = CPUOffloadingOptions
-    """A subclass with more options says so here."""
+    """Type of ``options``; a subclass with more options overrides it."""
 
     geometry: WorkerGeometry
     options: CPUOffloadingOptions = field(init=False)
@@ -110,7 +110,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         return row_stride_bytes(self.geometry.num_workers, self.cpu_page_size)
 
     def get_region(self) -> SharedOffloadRegion:
-        """The primary tier's memory; the same object at each call, errors as ``SharedOffloadRegion``."""
+        """Return the primary tier's memory, the same object at each call. Raises as ``SharedOffloadRegion`` does."""
         if self._region is None:
             self._region = SharedOffloadRegion(
                 self.geometry.instance_id,
@@ -140,9 +140,9 @@ class CPUOffloadingSpec(OffloadingSpec):
     def get_handlers(
         self, kv_caches: CanonicalKVCaches
     ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
-        """The worker's side, the same at each call.
+        """Yield the worker's handlers, the same at each call.
 
-        :raises ConfigurationError: where the caches are not of the size that the geometry tells.
+        :raises ConfigurationError: if the caches are not of the size given in the geometry.
         """
         if self._handlers is None:
             cell = cell_bytes(kv_caches, self.block_size_factor)
@@ -160,7 +160,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         )
 
     def shutdown(self) -> None:
-        """End the transfers, then the manager, then the region; idempotent.
+        """Shut down the handlers, then the manager, then the region; idempotent.
 
         Exceptions of the handlers and of the manager are logged, and the region is released regardless of them.
         """

@@ -1,4 +1,4 @@
-"""What a transfer comes down to: for each KV tensor, which of its pages go with which sub-blocks of which rows."""
+"""Plans of transfers: for each KV tensor, pairs of its pages and sub-blocks of rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class KVMemory:
     block_size_factor: int
     """GPU blocks in one offloaded block."""
     rows_per_registration: int | None = None
-    """Consecutive rows that are registered with CUDA in one call, from row 0 on. None: all rows."""
+    """Consecutive rows that one call registers with CUDA, starting at row 0. None: all rows."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,11 @@ def plan_copies(
 ) -> list[PageCopies]:
     """Pair the GPU blocks of all groups with places in the rows.
 
-    A group takes as many rows as its blocks need, the first of which begins ``block_indices % block_size_factor``
-    sub-blocks in; the rows of group 0 come first. What groups copy of the same tensor is put together.
+    A group uses as many rows as its blocks need. Its first block is paired with sub-block
+    ``block_indices % block_size_factor`` of its first row. The rows of group 0 are first. Copies of several groups with
+    the same tensor and page size are merged.
 
-    :raises ValueError: where groups, rows or numbers of blocks do not fit the caches.
+    :raises ValueError: if groups, rows or numbers of blocks do not fit the caches.
     """
     if len(gpu.group_sizes) != len(kv_caches.group_data_refs):
         raise ValueError(f"{len(gpu.group_sizes)} groups in {gpu}, the caches have {len(kv_caches.group_data_refs)}")
@@ -95,9 +96,9 @@ def compute_sub_block_ptrs(
     :param block_ids: rows of ``tensor``, in the order wanted.
     :param block_size_factor: sub-blocks in a row.
     :param output: int64, one entry for each address wanted; may end before the last sub-block.
-    :param tensor: int8, shape (rows, bytes), whose rows need not lie beside each other.
-    :param skip_count: sub-blocks of the first rows to pass over.
-    :raises ValueError: where the rows cannot be cut evenly or have too few sub-blocks.
+    :param tensor: int8, shape (rows, bytes); there may be gaps between its rows.
+    :param skip_count: sub-blocks to skip at the begin of the first rows.
+    :raises ValueError: if the rows cannot be cut evenly or have too few sub-blocks.
     """
     row_bytes = tensor.shape[1]
     if row_bytes % block_size_factor:
@@ -113,6 +114,6 @@ def compute_sub_block_ptrs(
 
 
 def _check_bounds(what: str, ids: IntArray, count: int) -> None:
-    """Addresses are computed from these numbers, so a wrong one would write anywhere."""
+    """Raise ValueError if a number is out of range: a wrong one would become an address outside the memory."""
     if len(ids) and (ids.min() < 0 or ids.max() >= count):
         raise ValueError(f"{what} {ids.min() if ids.min() < 0 else ids.max()} is not one of {count}")

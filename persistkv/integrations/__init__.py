@@ -1,1 +1,1 @@
-"""Engines that persistkv is built into."""
+"""Integrations of persistkv into inference engines."""

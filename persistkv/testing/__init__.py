@@ -2,7 +2,7 @@
 
 Conformance suites, sample packs, a backend in memory, and a wrapper that injects faults into any backend.
 
-``BackendConformance`` needs pytest, and is imported where it is asked for.
+``BackendConformance`` needs pytest, and is imported on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A backend that fails, delays or tears chosen calls of another one."""
+"""A wrapper of a backend that makes chosen calls fail, delays them or tears their effects."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ B = TypeVar("B", bound=Backend)
 class FaultyBackend(Backend, Generic[B]):
     """Wrapper of an open backend that injects faults into its calls.
 
-    It has every public method and attribute of the wrapped backend's class, optional protocols included, and passes all
-    calls on. Faults are added and removed at any time, from any thread::
+    It has every public method and attribute of the wrapped backend's class, including optional protocols, and forwards
+    all calls. Faults can be added and removed at any time, from any thread::
 
         backend = FaultyBackend.of(MemoryBackend())
         backend.fail("commit", StoreFullError("no room"), times=1)  # the next commit fails, and commits nothing
@@ -32,7 +32,7 @@ class FaultyBackend(Backend, Generic[B]):
     inner: B
     """The wrapped backend."""
     calls: list[str]
-    """Names of the called methods, in order, failed calls included."""
+    """Names of the called methods, in order, including failed calls."""
 
     @classmethod
     def of(cls, inner: B) -> FaultyBackend[B]:
@@ -46,7 +46,7 @@ class FaultyBackend(Backend, Generic[B]):
         return wrapper(inner)
 
     def __init__(self, inner: B) -> None:
-        """Use ``of``: it makes the class that has the methods."""
+        """Use ``of``, which creates the class with the backend's methods."""
         self.inner = inner
         self.calls = []
         self._before: dict[str, list[Callable[..., object]]] = defaultdict(list)
@@ -84,7 +84,7 @@ class FaultyBackend(Backend, Generic[B]):
         self.before(method, raise_next)
 
     def heal(self, method: str | None = None) -> None:
-        """Remove all faults of a method; None: of all methods. Calls that are already running keep theirs."""
+        """Remove all faults of a method; None: of all methods. Calls that are already running keep their faults."""
         for faults in (self._before, self._after):
             if method is None:
                 faults.clear()
@@ -97,7 +97,7 @@ class FaultyBackend(Backend, Generic[B]):
 
 
 def _copied(error: BaseException) -> BaseException:
-    """Return an error without traceback, also of a class whose constructor takes other arguments than ``args``."""
+    """Copy an error without its traceback, even if its class has a constructor that does not accept ``args``."""
     copy = type(error).__new__(type(error), *error.args)
     copy.__dict__.update(error.__dict__)
     return copy

@@ -1,6 +1,6 @@
 """A store in memory, for tests: the shortest driver.
 
-Each open is a store of its own, which ends with its handle.
+Each ``open`` creates a separate store, which ends with its handle.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from persistkv.storage.codec import Buffer
 
 
 class MemoryOptions(msgspec.Struct, frozen=True):
-    """What a URL such as ``memory://test?capacity=64MiB`` may set."""
+    """Options of a URL such as ``memory://test?capacity=64MiB``."""
 
     capacity: str | None = None
-    """Bytes of all rows, payloads included; None: no bound."""
+    """Bound on the bytes of all rows, including payloads; None: no bound."""
     ttl: str | None = None
     """Time after its last use until content expires, a duration such as ``7d``; None: never."""
 
 
 class MemoryRows(Rows):
-    """Sorted tables. Tests may damage what is stored through ``put``."""
+    """Sorted tables. Tests can damage stored data through ``put``."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -37,7 +37,7 @@ class MemoryRows(Rows):
         self._keys: dict[str, list[bytes]] = {table: [] for table in TABLES}
 
     def copy(self) -> MemoryRows:
-        """Return rows that can be changed while these stay as they are."""
+        """Return a copy that can be changed without an effect on these rows."""
         made = MemoryRows()
         made.num_bytes = self.num_bytes
         made._rows = {table: dict(rows) for table, rows in self._rows.items()}
@@ -102,7 +102,7 @@ class MemoryBackend(RowBackend):
             yield self._rows
             return
         with self._writing:
-            changed = self._rows.copy()  # readers do not wait: they see the rows as they were
+            changed = self._rows.copy()  # readers do not wait: they see the rows before the transaction
             yield changed
             self._rows = changed
 

@@ -1,4 +1,4 @@
-"""Packs and manifests of a seed: what tests store. The same seed makes the same keys and bytes."""
+"""Packs and manifests for tests, generated from a seed. The same seed generates the same keys and bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from persistkv.storage.pack_writer import NewPack, PackWriter, Segment
 
 
 class ArraySource:
-    """Blocks that lie in one array.
+    """Source of blocks in one array.
 
     :param blocks: shape (blocks, bytes of a block).
     """
@@ -25,20 +25,20 @@ class ArraySource:
         self.blocks = blocks
 
     def gather(self, start: int, stop: int) -> ByteArray:
-        """As ``BlockSource.gather``."""
+        """See ``BlockSource.gather``."""
         return self.blocks[start:stop].reshape(-1)
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
-        """As ``BlockSource.pieces``."""
+        """See ``BlockSource.pieces``."""
         return [self.gather(start, stop).data.cast("B")]
 
 
 class SourceFailure(Exception):
-    """What a ``FailingSource`` raises."""
+    """Exception raised by ``FailingSource``."""
 
 
 class FailingSource(ArraySource):
-    """Raises where block ``fails_at`` is asked for."""
+    """Source that raises if block ``fails_at`` is requested."""
 
     def __init__(self, blocks: ByteArray, fails_at: int) -> None:
         super().__init__(blocks)
@@ -51,13 +51,13 @@ class FailingSource(ArraySource):
 
 
 def sample_keys(seed: int, count: int, *, group: int = 0, hash_bytes: int = 32) -> list[bytes]:
-    """Keys of one group."""
+    """Return keys of one group."""
     rng = np.random.default_rng(seed)
     return [make_offload_key(rng.bytes(hash_bytes), group) for _ in range(count)]
 
 
 def sample_blocks(seed: int, count: int, block_bytes: int) -> ByteArray:
-    """Random bytes, shape (count, block_bytes); each block's second half repeats one byte, so that codecs have work."""
+    """Return random bytes, shape (count, block_bytes). Half of each block repeats one byte, so that it compresses."""
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (count, block_bytes), dtype=np.uint8)
     blocks[:, block_bytes // 2 :] = blocks[:, :1]
@@ -74,9 +74,9 @@ def sample_segment(
     content: int | None = None,
     depth: int = 0,
 ) -> Segment:
-    """Consecutive blocks.
+    """Return a segment of consecutive blocks.
 
-    :param content: the seed of the bytes, where it is not that of the keys.
+    :param content: seed of the bytes; None: the seed of the keys.
     """
     source = ArraySource(sample_blocks(seed if content is None else content, blocks, block_bytes))
     keys = sample_keys(seed, blocks, group=group, hash_bytes=hash_bytes)
@@ -93,13 +93,13 @@ def sample_pack(
     content: int | None = None,
     depth: int = 0,
 ) -> PackWriter:
-    """A pack of one segment."""
+    """Return a pack of one segment."""
     segment = sample_segment(seed, blocks=blocks, block_bytes=block_bytes, content=content, depth=depth)
     return PackWriter(namespace, codec or RawCodec(), [segment])
 
 
 def payload_of(pack: NewPack) -> bytes:
-    """What the pack streams."""
+    """Return the bytes that the pack streams."""
     return b"".join(map(bytes, pack.stream()))
 
 
@@ -112,9 +112,9 @@ def sample_manifest(
     packs: Sequence[bytes] = (),
     ordered: bool = True,
 ) -> ManifestWrite:
-    """A manifest of one group.
+    """Return a manifest of one group.
 
-    :param packs: ids of the packs that it names.
+    :param packs: ids of the packs that the manifest names.
     """
     keys = PackedKeys.of(sample_keys(seed, blocks))
     manifest = RequestManifest(

@@ -1,6 +1,6 @@
-"""The contract of ``SecondaryTierManager`` as tests, for any tier.
+"""Tests of the contract of ``SecondaryTierManager``, for any tier.
 
-Subclass ``SecondaryTierConformance`` and give it ``open_tier``. Needs pytest and numpy; no torch.
+Subclass ``SecondaryTierConformance`` and implement ``open_tier``. Needs pytest and numpy; no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TIMEOUT_S = 90.0
 
 
 class TierRig:
-    """A tier and the rows that it works on."""
+    """A tier and its primary tier rows."""
 
     def __init__(self, tier: SecondaryTierManager, rows: npt.NDArray[np.uint8]) -> None:
         self.tier = tier
@@ -33,11 +33,11 @@ class TierRig:
         self._job_ids = itertools.count()
 
     def store(self, keys: Sequence[OffloadKey], block_ids: Sequence[int], req: ReqContext) -> int:
-        """Submit; returns the job's id."""
+        """Submit a store; return the job's id."""
         return self._submit(keys, block_ids, req, is_promotion=False)
 
     def load(self, keys: Sequence[OffloadKey], block_ids: Sequence[int], req: ReqContext) -> int:
-        """Submit; returns the job's id."""
+        """Submit a load; return the job's id."""
         return self._submit(keys, block_ids, req, is_promotion=True)
 
     def _submit(self, keys: Sequence[OffloadKey], rows: Sequence[int], req: ReqContext, *, is_promotion: bool) -> int:
@@ -46,7 +46,7 @@ class TierRig:
         return job.job_id
 
     def results(self, job_ids: Collection[int]) -> dict[int, JobResult]:
-        """Poll until each of the jobs has its one result."""
+        """Poll until each of the jobs has a result; return the results by job id."""
         found: dict[int, JobResult] = {}
         deadline = time.monotonic() + TIMEOUT_S
         while len(found) < len(job_ids):
@@ -59,11 +59,11 @@ class TierRig:
         return found
 
     def run(self, job_id: int) -> JobResult:
-        """The result of one job."""
+        """Wait for one job and return its result."""
         return self.results([job_id])[job_id]
 
     def wait_held(self, keys: Sequence[OffloadKey], req: ReqContext) -> None:
-        """Poll until a lookup finds all keys: a tier may need its time to make them durable."""
+        """Poll until lookups find all keys: a tier may need time to make them durable."""
         deadline = time.monotonic() + TIMEOUT_S
         while not all(self.tier.lookup(key, req) for key in keys):
             assert not list(self.tier.get_finished_jobs())
@@ -73,23 +73,23 @@ class TierRig:
 
 
 def block_bytes(rows: npt.NDArray[np.uint8], key: OffloadKey, row: int) -> bytes:
-    """What of a row belongs to the block."""
+    """Return the bytes of a row that belong to the block."""
     return b"".join(rows[row, offset : offset + size].tobytes() for offset, size in LAYOUT.groups[key[-1]].ranges)
 
 
 class SecondaryTierConformance(ABC):
-    """Run by pytest in a subclass whose name begins with ``Test``."""
+    """The tests. pytest runs them in a subclass whose name begins with ``Test``."""
 
     num_blocks = 16
-    """Blocks that the tier must be able to hold."""
+    """Number of blocks that the tier must be able to hold."""
 
     @abstractmethod
     def open_tier(self, config: OffloadingConfig, view: memoryview) -> SecondaryTierManager:
-        """A fresh, empty tier on these rows."""
+        """Create an empty tier with these rows."""
 
     @pytest.fixture
     def rig(self) -> Iterator[TierRig]:
-        """An open tier on rows of random bytes."""
+        """An open tier with rows of random bytes."""
         memory = bytearray(np.random.default_rng(11).integers(0, 256, NUM_ROWS * STRIDE, dtype=np.uint8).tobytes())
         view = memoryview(memory).cast("B", (NUM_ROWS, STRIDE))
         config = OffloadingConfig({"weights": "w"}, 16, LAYOUT, NUM_ROWS)
@@ -99,11 +99,11 @@ class SecondaryTierConformance(ABC):
         tier.drain_jobs(TIMEOUT_S)
         tier.shutdown()
         tier.shutdown()  # idempotent
-        view.release()  # raises BufferError where the tier still holds the rows
+        view.release()  # raises BufferError if the tier still references the rows
 
     @pytest.fixture
     def request_of(self, rig: TierRig) -> Iterator[ReqContext]:
-        """A request of two groups with eight blocks each, which the tier knows."""
+        """A request with two groups of eight blocks each, announced to the tier."""
         description = RequestDescription(2)
         for group in range(2):
             keys = [make_offload_key(bytes((depth + 1,)) * 32, group) for depth in range(self.num_blocks // 2)]
@@ -116,7 +116,7 @@ class SecondaryTierConformance(ABC):
 
     @staticmethod
     def keys_of(context: ReqContext) -> list[OffloadKey]:
-        """All keys of a described request."""
+        """Return all keys of a request with a description."""
         assert context.description is not None
         return [key for chain in context.description.group_keys for key in chain]
 
@@ -154,7 +154,7 @@ class SecondaryTierConformance(ABC):
         keys = self.keys_of(request_of)
         jobs = [
             rig.store(keys[:4], range(4), request_of),
-            rig.store(keys[:4], range(4), request_of),  # held, or on its way
+            rig.store(keys[:4], range(4), request_of),  # held, or being stored
             rig.store(keys[2:6], range(2, 6), request_of),
             rig.store([], [], request_of),
             rig.load([], [], request_of),

@@ -1,1 +1,1 @@
-"""Secondary tiers behind the primary one: the contract they keep, the manager that joins them, the persistent tier."""
+"""Secondary tiers behind the primary one: their contract, the manager of all tiers, and the persistent tier."""

@@ -20,13 +20,13 @@ class JobMetadata:
     job_id: int
     """Unique within the manager."""
     keys: Sequence[OffloadKey]
-    """Of one or more KV cache groups."""
+    """Keys of one or more KV cache groups."""
     block_ids: npt.NDArray[np.int64]
     """For each key, its row; int64, shape (keys,)."""
     is_promotion: bool
     """True: the tier fills the rows; False: it reads them."""
     req_context: ReqContext
-    """The request that it is for."""
+    """The request to which the job belongs."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class JobResult:
     failed_keys: Collection[OffloadKey] = ()
     """Exceptions to ``success``. Without ``success`` all keys have failed."""
     num_bytes: int = field(default=0, compare=False)
-    """Raw bytes that were copied; 0 where the tier does not count them."""
+    """Raw bytes that were copied; 0 if the tier does not count them."""
     seconds: float = field(default=0.0, compare=False)
-    """From the submission to the end; 0 where the tier does not measure it."""
+    """From the submission to the end; 0 if the tier does not measure it."""
 
 
 class SecondaryTierManager(ABC):
-    """One tier.
+    """Interface of one secondary tier.
 
     Called from the scheduler's thread. Except for ``drain_jobs`` and ``shutdown``, no call waits for I/O, the network,
     or a lock that is held during I/O. **Every submitted job gets exactly one result**, including empty jobs and jobs
@@ -75,7 +75,7 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Whether a load of the block may succeed; None: ask again in a later step. Must cost about a microsecond."""
+        """Return whether a load of the block may succeed; None: retry in a later step. Must take about 1 µs."""
 
     @abstractmethod
     def submit_store(self, job_metadata: JobMetadata) -> None:
@@ -106,7 +106,7 @@ class SecondaryTierManager(ABC):
         return ()
 
     def reset_cache(self, weights_changed: bool) -> None:  # noqa: B027
-        """The engine forgot its blocks. With changed weights, all blocks held are misses from now on."""
+        """Process a reset of the engine's cache. With changed weights, all blocks held are misses from now on."""
 
     def has_pending_work(self) -> bool:
         """Return whether the engine should continue to take steps while no request runs."""

@@ -45,7 +45,7 @@ class ExampleSecondaryTier(SecondaryTierManager):
         return "example"
 
     def get_num_blocks(self) -> int:
-        """Number of blocks held."""
+        """Return the number of blocks held."""
         return len(self.blocks)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
@@ -140,7 +140,7 @@ class ExampleSecondaryTier(SecondaryTierManager):
         return failed
 
     def _ranges(self, key: OffloadKey, row: int) -> list[memoryview]:
-        """Valid bytes of the block's row: those of its group."""
+        """Return the valid bytes of the block's row: those of its group."""
         layout = self.config.layout
         base = row * layout.row_stride
         group = layout.groups[get_offload_group_idx(key)]

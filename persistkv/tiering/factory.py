@@ -28,7 +28,7 @@ def create_secondary_tier(
 
     :param primary_kv_view: the primary tier's rows, (num_blocks, row_stride) bytes.
     :raises ConfigurationError: no type, an unknown one (the error lists the known ones), or an option that the tier
-        does not know. Errors of the tier's construction come through.
+        does not know. Errors of the tier's constructor are raised unchanged.
     """
     options = dict(tier_config)
     kind = options.pop("type", None)
@@ -38,7 +38,7 @@ def create_secondary_tier(
 
 
 def _check_options(kind: str, tier: type[SecondaryTierManager], options: Mapping[str, Any]) -> None:
-    """A tier that takes named options gets no others; one that takes any checks them itself."""
+    """Reject options that the tier's constructor does not name. A tier with ``**options`` checks them itself."""
     parameters = list(signature(tier).parameters.values())[2:]
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
         return

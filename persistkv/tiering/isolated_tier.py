@@ -14,12 +14,12 @@ logger = logging.getLogger(__name__)
 
 
 class IsolatedTier:
-    """One secondary tier. Each call logs an exception of the tier and returns the answer of an empty tier.
+    """One secondary tier. Each call logs an exception of the tier and returns the result of an empty tier.
 
     A tier is unusable, which means that it gets no lookups and no jobs,
 
-    - while it cannot be polled: rows of its jobs would stay reserved without end;
-    - after a failed reset for changed weights, until a later one succeeds: it may hold blocks of the old weights.
+    - while it cannot be polled, because rows of its jobs would stay reserved forever;
+    - after a failed reset for changed weights, until a later one succeeds, because it may hold blocks of old weights.
     """
 
     def __init__(self, tier: SecondaryTierManager) -> None:
@@ -53,7 +53,7 @@ class IsolatedTier:
     def submit(self, job: JobMetadata) -> bool:
         """Submit a load or a store.
 
-        :returns: whether the tier has the job; a tier that raises has not.
+        :returns: whether the tier accepted the job; False if it raised.
         """
         try:
             if job.is_promotion:

@@ -1,4 +1,4 @@
-"""The primary tier and the secondary tiers behind it, as one OffloadingManager.
+"""One OffloadingManager for the primary tier and the secondary tiers behind it.
 
 1. A stored block cascades to every secondary tier. Each cascade holds its own reference on the row.
 2. A block that only a secondary tier holds is a *retry later* and is promoted: one job per tier and request, all groups
@@ -203,7 +203,7 @@ class TieringOffloadingManager(OffloadingManager):
                 request.missed.add(key)
 
     def _submit(self, job: TierJob, spec: LoadStoreSpec) -> bool:
-        """Submit a job; where the tier raises, the job has failed and False is returned."""
+        """Submit a job. If the tier raises, finish the job as failed and return False."""
         job_id = next(self._job_ids)
         self._jobs[job_id] = job
         if job.tier.submit(JobMetadata(job_id, job.keys, _block_ids(spec), job.is_promotion, job.req_context)):
@@ -281,7 +281,7 @@ class TieringOffloadingManager(OffloadingManager):
     def _cascade(self, tier: IsolatedTier, ready: list[OffloadKey], req_context: ReqContext) -> bool:
         """Submit readable blocks to a tier, unless its cascades hold their share of the rows.
 
-        :returns: whether the tier has the job.
+        :returns: whether the tier accepted the job.
         """
         if not ready or not tier.is_usable:
             return False
@@ -307,7 +307,7 @@ class TieringOffloadingManager(OffloadingManager):
         return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL if wants_all else OffloadPolicy.BLOCK_LEVEL)
 
     def _begin(self, req_context: ReqContext) -> TieringRequest:
-        """Announce a request to the tiers, whose contract it is to know it before its first lookup or job."""
+        """Announce a request to the tiers, as their contract requires before its first lookup or job."""
         wanting = [tier for tier in self._tiers if tier.on_new_request(req_context) is OffloadPolicy.REQUEST_LEVEL]
         request = self._requests[req_context.req_id] = TieringRequest(req_context, wanting)
         return request
@@ -409,7 +409,7 @@ class TieringOffloadingManager(OffloadingManager):
     def _cascade_promoted(self, source: IsolatedTier, keys: Sequence[OffloadKey]) -> None:
         """Submit promoted blocks to request-level tiers, for the requests that offered them or wait for them.
 
-        The tier that a block comes from receives it only where the request offered it.
+        The tier that a block was loaded from receives it only if the request offered it.
         """
         if len(self._tiers) == 1 and not self._awaited:
             return
@@ -451,7 +451,7 @@ class TieringOffloadingManager(OffloadingManager):
                     self.stats.expired_holds += len(request.held)
                     self._let_go(request, set(request.held))
 
-    # The whole
+    # All tiers
 
     def has_pending_work(self) -> bool:
         """Return whether the engine should continue to take steps while no request runs."""

@@ -1,7 +1,7 @@
-"""The persistent tier: request-level, and thin over a hosted store.
+"""The persistent tier: a thin, request-level adapter of a hosted store.
 
-It translates: jobs to messages, outcomes to results, requests to manifests. What is stored, when, and how, is the
-store's affair (``persistkv.storage``).
+It translates jobs to messages, outcomes to results, and requests to manifests. The store (``persistkv.storage``)
+decides which blocks are stored, when, and how.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 logger = logging.getLogger(__name__)
 
 _NAP_S = 0.0005
-_REMEMBERED_ENDS = 4_096  # ended requests whose fate can still be asked for
+_REMEMBERED_ENDS = 4_096  # ended requests whose persistence ``wait_persisted`` can still report
 
 
 class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,40 +47,42 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     """The store, e.g. ``lmdb:///var/cache/kv?capacity=100GiB``."""
     codec: str = "raw"
-    """What new packs are written with."""
+    """Codec of new packs."""
     host: str = "process"
-    """Where the store runs: ``process``, ``thread`` or ``inline``."""
+    """Execution context of the store: ``process``, ``thread`` or ``inline``."""
     strict_identity: bool = False
-    """Refuse a store that holds other identities only."""
+    """Refuse a store that contains only other identities."""
     queue_bytes: int | str = "1GiB"
-    """Bound on the raw bytes of stores in flight; past it they are dropped."""
+    """Bound on the raw bytes of stores in flight; further stores are dropped."""
     staging_bytes: int | str = "256MiB"
     """Bound on all memory of the store's host beyond its index: 64MiB or more, and 32 of the largest blocks."""
     max_age_s: float = 2.0
-    """Seconds that a small job waits for company before it is written."""
+    """Maximum seconds that a small job waits to be written together with others."""
     durability: str = "commit"
-    """``commit``: what is worth a write is written at once. ``interval:5s``: what was taken is written together when
-    the oldest of it is so old; a crash of the host loses no more than that. Either way, what counts as persisted, and
-    what a lookup finds, is on disk. See ``persistkv.storage.records.parse_durability``."""
+    """``commit``: blocks are written as soon as they are worth a write. ``interval:5s``: accepted blocks are written
+    together when the oldest of them reaches that age; a crash of the host loses at most that interval. In both
+    modes, blocks that count as persisted or that a lookup finds are on disk. See
+    ``persistkv.storage.records.parse_durability``."""
     io_threads: int = 2
-    """Threads of the store's host that read, verify, encode and decode, beside the one that writes."""
+    """Threads of the store's host that read, verify, encode and decode, in addition to the one that writes."""
     open_timeout_s: float = 60.0
-    """Seconds to wait at construction for the store to open. A host process goes on opening it after that, and lookups
-    miss meanwhile."""
+    """Seconds to wait at construction for the store to open. After that, a host process continues to open it, and
+    lookups miss until it is open."""
     watchdog_s: float = 60.0
-    """Seconds without an answer after which the host process is killed and started again; at least 60 while it starts.
-    One whose medium does not end a call, or does not open, is given ten times as long."""
+    """Seconds without an answer after which the host process is killed and restarted; at least 60 while it starts.
+    Ten times as long if a call to the medium hangs, or the store does not open."""
 
 
 class PersistentTier(SecondaryTierManager):
-    """Whole requests, kept over restarts.
+    """Keeps whole requests over restarts of the engine.
 
-    Construction opens the store and waits for it, for a bounded time; later calls never wait, but those that say so.
+    The constructor opens the store and waits for it at most ``open_timeout_s``. Later calls never wait, unless their
+    description says so.
 
-    :raises ConfigurationError: naming the option.
-    :raises IdentityMismatchError: as ``strict_identity`` asks.
+    :raises ConfigurationError: an option is invalid; the error names it.
+    :raises IdentityMismatchError: ``strict_identity`` is set and the store contains only other identities.
     :raises StoreError: the store cannot be opened.
-    :raises HostError: its host does not start.
+    :raises HostError: the store's host does not start.
     """
 
     def __init__(self, config: OffloadingConfig, primary_kv_view: memoryview, **options: Any) -> None:
@@ -132,13 +134,13 @@ class PersistentTier(SecondaryTierManager):
 
     @property
     def notices(self) -> Sequence[str]:
-        """Lines for a person that opening gave."""
+        """Messages for the user from the opening of the store."""
         return self._client.notices
 
     # Lookups and jobs
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        return key in self._held[key[0] & PART_MASK]  # ``client.contains``, without a call of it for each block
+        return key in self._held[key[0] & PART_MASK]  # ``client.contains``, inlined to save a call per block
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
         keys, req_context = job_metadata.keys, job_metadata.req_context
@@ -185,7 +187,7 @@ class PersistentTier(SecondaryTierManager):
         return bool(self._finished) or self._client.has_pending_work
 
     def drain_jobs(self, timeout_s: float) -> bool:
-        """Wait until all that was submitted is durable or dropped, and its rows are free."""
+        """Wait until all submitted blocks are durable or dropped, and their rows are free."""
         deadline = time.monotonic() + timeout_s
         self._client.flush(timeout_s)
         while self._client.num_jobs and time.monotonic() < deadline:
@@ -233,18 +235,18 @@ class PersistentTier(SecondaryTierManager):
         if len(self._ended) > _REMEMBERED_ENDS:
             del self._ended[next(iter(self._ended))]
 
-    # What was used last
+    # Recently used contexts
 
     def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
-        """Ask for the contexts that were used last, to be promoted before a request wants them.
+        """Request the most recently used contexts, to be promoted before a request looks them up.
 
-        :param only_asked: only for those that somebody asked for with ``persistkv warm``.
-        :returns: False where the store is not open yet: ask again.
+        :param only_asked: only the contexts that were requested with ``persistkv warm``.
+        :returns: False if the store is not open yet: retry later.
         """
         return not self._detached and self._client.ask_recent(max_blocks, only_asked=only_asked)
 
     def take_recent(self) -> list[list[OffloadKey]] | None:
-        """Their keys, the last one first; None while nothing is known. A step's ``get_finished_jobs`` learns them."""
+        """Return the keys of these contexts, the most recent first; None until ``get_finished_jobs`` received them."""
         recent = self._client.take_recent()
         return None if recent is None else [[OffloadKey(key) for key in keys] for keys in recent]
 
@@ -261,7 +263,9 @@ class PersistentTier(SecondaryTierManager):
         return events
 
     def reset_cache(self, weights_changed: bool) -> None:
-        """With changed weights this tier's identity is no longer the engine's: it serves and takes nothing more."""
+        """Detach the tier if weights changed, since its identity is no longer the engine's: it then loads and stores
+        no further blocks.
+        """
         if weights_changed and not self._detached:
             self._detached = True
             self._held = KeySet().parts
@@ -270,7 +274,7 @@ class PersistentTier(SecondaryTierManager):
     def wait_persisted(self, req_id: str, timeout_s: float) -> bool:
         """Wait until a finished request's context is durable.
 
-        :returns: whether all of it is; False also where it was dropped, or the time was too short.
+        :returns: whether all of it is; False also if part of it was dropped, or at the timeout.
         """
         deadline = time.monotonic() + timeout_s
         while req_id not in self._ended and time.monotonic() < deadline:
@@ -280,20 +284,20 @@ class PersistentTier(SecondaryTierManager):
         return self._ended.get(req_id, False)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all that was submitted is durable or dropped; False where the time was too short."""
+        """Wait until all submitted blocks are durable or dropped; return False at the timeout."""
         return self._client.flush(timeout_s)
 
     def store_stats(self, timeout_s: float = 5.0) -> StoreStats:
-        """Totals of both sides of the store; waits for the host's answer."""
+        """Return the totals of both sides of the store; waits for the host's answer."""
         return self._client.stats(timeout_s)
 
     def glance(self) -> StoreStats:
-        """Totals of both sides, without waiting: those of the store's side may be some seconds old, or missing."""
+        """Return the totals of both sides without waiting: the host's may be some seconds old, or missing."""
         return self._client.glance()
 
     @property
     def num_held_blocks(self) -> int:
-        """Blocks that a lookup finds."""
+        """Number of blocks that a lookup finds."""
         return len(self._client)
 
     def shutdown(self) -> None:

@@ -1,4 +1,4 @@
-"""Contexts that are promoted before anyone asks for them: which, and when it is the next one's turn."""
+"""Selection of the contexts that are promoted before a request looks them up."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from persistkv.base import OffloadKey
 logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 60.0
-_LOOK_S = 5.0  # between looks for what somebody wants warmed up: a listing of small rows by the store's process
+_LOOK_S = 5.0  # between polls for contexts requested with ``persistkv warm``: the store's process lists small rows
 
 
 @runtime_checkable
 class RecentContexts(Protocol):
-    """A tier that knows what was used last; see ``PersistentTier``."""
+    """Optional interface of a tier that lists recently used contexts; see ``PersistentTier``."""
 
     def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
-        """Ask; False: not yet."""
+        """Request the contexts; return False if the tier is not ready yet."""
         ...
 
     def take_recent(self) -> list[list[OffloadKey]] | None:
-        """The answer, once it is there."""
+        """Return the requested contexts, or None if they have not arrived yet."""
         ...
 
 
 class Prewarming:
-    """One context after the other, the last used first; after that, those that ``persistkv warm`` asks for meanwhile.
+    """Queue of contexts, the most recently used first; afterwards the contexts requested with ``persistkv warm``.
 
-    :param max_blocks: how many blocks to promote in all, and of what is asked for later each time.
+    :param max_blocks: blocks to request at the start, and again in each later request.
     """
 
     def __init__(self, tier: RecentContexts, max_blocks: int) -> None:
@@ -43,11 +43,11 @@ class Prewarming:
         self._gives_up = self._next_look + _PATIENCE_S
         self._learned = False
         self.ended = max_blocks <= 0
-        """Whether those used last were handed over; or the tier has not answered for a minute, since an engine must not
-        take steps for ever because of it."""
+        """Whether all recently used contexts were returned, or the tier has not answered for a minute: an engine must
+        not take steps forever because of it."""
 
     def next_context(self) -> list[OffloadKey] | None:
-        """The keys of the next context; None: there is none, or not yet. Call it when the one before has ended."""
+        """Return the keys of the next context; None if there is none (yet). Call it when the previous one has ended."""
         if not self._contexts and self._max_blocks > 0:
             self.ended = self.ended or self._learned
             self._learn()
@@ -55,7 +55,7 @@ class Prewarming:
 
     @property
     def is_due(self) -> bool:
-        """Whether ``next_context`` may have something to do: cheap, for each step of an engine."""
+        """Whether ``next_context`` may have work to do. Cheap enough for each step of an engine."""
         waits = self._asked_at is not None or bool(self._contexts)
         return waits or not self.ended or time.monotonic() >= self._next_look
 
@@ -70,7 +70,7 @@ class Prewarming:
             self.ended = self.ended or not recent
             if recent:
                 logger.info("promoting %d blocks before they are asked for", sum(map(len, recent)))
-        elif self._asked_at is not None and now > self._asked_at + _PATIENCE_S:  # the store's process may be another
+        elif self._asked_at is not None and now > self._asked_at + _PATIENCE_S:  # the store's process may be new
             self._asked_at = None
         if not self.ended and not self._learned and now > self._gives_up:
             logger.warning("what was used last is not known after %.0f s: nothing is promoted", _PATIENCE_S)

@@ -34,7 +34,7 @@ class TieringRequest:
 
     context: ReqContext
     request_level_tiers: list[IsolatedTier] = field(default_factory=list)
-    """Tiers that receive every block of the request, prefix hits included."""
+    """Tiers that receive every block of the request, including prefix hits."""
     storing: int = 0
     """Blocks of the request that are being written to the primary tier."""
     awaiting: set[OffloadKey] = field(default_factory=set)
@@ -42,7 +42,7 @@ class TieringRequest:
     after these blocks do."""
     finished: bool = False
     missed: set[OffloadKey] = field(default_factory=set)
-    """Blocks whose promotion failed or found no row: misses for this request, so that it does not retry for ever."""
+    """Blocks whose promotion failed or found no row: misses for this request, so that it does not retry forever."""
     held: set[OffloadKey] = field(default_factory=set)
     """Promoted blocks that stay referenced until the request loads them."""
     held_until: float = 0.0

@@ -1,4 +1,4 @@
-"""The whole stack from one configuration dictionary: the primary tier, and secondary tiers behind it."""
+"""Builds the primary tier and the secondary tiers behind it from one configuration dictionary."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class TieringOffloadingOptions(CPUOffloadingOptions, frozen=True, kw_only=True):
     """Options of the tiers, in addition to those of the primary tier."""
 
     secondary_tiers: tuple[dict[str, Any], ...] = ()
-    """``{"type": NAME, option: value, …}`` each, asked in this order; none by default."""
+    """One ``{"type": NAME, option: value, …}`` per tier, in the order of lookups; none by default."""
     cascade_share: float = 0.5
     """Part of the primary tier's rows that cascades may keep from eviction."""
     hold_s: float = 30.0
     """Seconds that promoted rows wait for their request."""
     prewarm_share: float = 0.0
-    """Part of the primary tier's rows to fill, in the first steps, with the contexts that were used last."""
+    """Part of the primary tier's rows to fill, in the first steps, with the most recently used contexts."""
 
 
 @dataclass(kw_only=True)
@@ -42,7 +42,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
     identity: Mapping[str, Any] = field(default_factory=dict)
     """Everything that must match for KV bytes to be valid. A tier that outlives the process needs it."""
     group_layouts: tuple[GroupLayout, ...] = ()
-    """Where each group's bytes lie in a row; by default one group, which fills it."""
+    """The bytes of each group in a row; by default one group, which uses the whole row."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

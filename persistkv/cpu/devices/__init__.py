@@ -1,1 +1,1 @@
-"""How bytes move between an engine's KV tensors and the primary tier's rows, one strategy a kind of device."""
+"""Copies between an engine's KV tensors and the primary tier's rows: one strategy per kind of device."""

@@ -11,7 +11,7 @@ from persistkv.cpu.transfer import KVMemory, PageCopies
 
 
 class Direction(Enum):
-    """Which way bytes go."""
+    """Direction of a transfer."""
 
     STORE = "store"
     """From the engine's pages to the primary tier's rows."""
@@ -28,19 +28,19 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def submit(self, job_id: int, copies: Sequence[PageCopies]) -> bool:
-        """Start a job; whatever the engine computed before this call is seen by it.
+        """Start a job. It sees everything that the engine computed before this call.
 
-        :returns: False where it could not be started; then no byte moves any more and it is not reported.
+        :returns: False if the job could not be started. Then it copies no further byte and is not reported.
         """
 
     @abstractmethod
     def finished(self) -> list[TransferResult]:
-        """The jobs that ended since the last call, in order. Does not wait."""
+        """Return the jobs that ended since the last call, in order. Does not wait."""
 
     @abstractmethod
     def wait(self, job_ids: set[int]) -> None:
-        """Block until these jobs have ended; unknown ones are passed over."""
+        """Block until these jobs have ended; unknown ones are ignored."""
 
     @abstractmethod
     def drain(self) -> None:
-        """Block until all jobs have ended, and take no more; idempotent."""
+        """Block until all jobs have ended; later jobs are not accepted. Idempotent."""

@@ -1,9 +1,9 @@
-"""Transfers where the engine's KV tensors lie in CPU memory: a thread, and as few calls as the job allows.
+"""Transfers of KV tensors in CPU memory: one thread, and as few copy calls as possible.
 
-Each call drops the GIL for as long as it copies, and may wait milliseconds to get it back beside a busy scheduler. So
-calls must not grow with the number of pages. One call copies what lies in order on both sides, or reads or writes pages
-at any places on one side where they lie in order on the other; jobs are sorted and cut into runs for which that holds.
-Where both sides are scattered, pages go through a buffer.
+Each call releases the GIL while it copies, and may wait milliseconds to reacquire it from a busy scheduler. Therefore
+the number of calls must not grow with the number of pages. One call copies a run that is contiguous on both sides, or a
+run that is contiguous on one side and scattered on the other. Jobs are sorted and cut into such runs. Pages that are
+scattered on both sides are copied through a buffer.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from persistkv.base import TransferResult
 from persistkv.cpu.devices.base import CopyEngine, Direction
 from persistkv.cpu.transfer import IntArray, KVMemory, PageCopies
 
-_BUFFER_BYTES = 8 << 20  # 8 MiB: stays in the last-level cache between being written and read
-_FEW_RUNS = 8  # so few calls are always worth the copy that the buffer would cost
-# torch's loops cost by the element, so pages are moved as wide ones, which are never computed with: any bits survive.
-# Loops that go element by element gain from the widest; those that copy whole pages are slower on complex numbers.
+_BUFFER_BYTES = 8 << 20  # 8 MiB: small enough to stay in the last-level cache between the write and the read
+_FEW_RUNS = 8  # up to this many calls are cheaper than a copy through the buffer
+# The cost of torch's loops is per element, so pages are copied as wide elements. Nothing is computed, so all bit
+# patterns are preserved. Element-wise loops are fastest with the widest type; page copies are slow with complex types.
 _WIDE = (torch.int64, torch.int32, torch.int16)
 _WIDEST = (torch.complex128, *_WIDE)
-_MANY_ELEMENTS = 1 << 15  # from here on index_select runs each page in parallel, and waits for all threads after each
+_MANY_ELEMENTS = 1 << 15  # from here on, index_select copies each page with all threads and waits for them each time
 
 logger = logging.getLogger(__name__)
 
 
 class CPUCopyEngine(CopyEngine):
-    """One thread a direction, or none; torch spreads large copies over its own threads."""
+    """One thread per direction, or none; torch spreads large copies over its own threads."""
 
     def __init__(self, memory: KVMemory, direction: Direction, *, in_place: bool = False) -> None:
-        """:param in_place: a job is done when ``submit`` returns. Beside an engine that polls without a pause, a thread
-        may wait a thousand times as long for the GIL as its copy takes: whenever somebody lets go of it for a moment,
-        the wait for it begins anew.
+        """:param in_place: copy in ``submit`` instead of a thread. If the engine polls without a pause, a thread may
+        wait a thousand times as long for the GIL as its copy takes, because its wait restarts whenever another thread
+        briefly releases the GIL.
         """
         super().__init__(memory, direction)
         self._copies = _InPlace() if in_place else futures.ThreadPoolExecutor(1, f"persistkv-{direction.value}")
@@ -65,7 +65,7 @@ class CPUCopyEngine(CopyEngine):
     def _run(self, job_id: int, copies: Sequence[PageCopies]) -> TransferResult:
         started = time.perf_counter()
         try:
-            # An engine may have made its tensors in inference mode, and only in that mode may they be written.
+            # Tensors that the engine created in inference mode can only be written in that mode.
             with torch.inference_mode():
                 for part in copies:
                     self._copy(part)
@@ -98,7 +98,7 @@ class CPUCopyEngine(CopyEngine):
     def _copy_runs(
         self, pages: torch.Tensor, rows: torch.Tensor, blocks: IntArray, sub_blocks: IntArray, runs: list[slice]
     ) -> None:
-        """Both sides in order."""
+        """Copy runs that are contiguous on both sides."""
         for run in runs:
             first = int(blocks[run.start])
             for begin, end, rectangle in _rectangles(int(sub_blocks[run.start]), run.stop - run.start, rows):
@@ -111,7 +111,7 @@ class CPUCopyEngine(CopyEngine):
     def _copy_row_runs(
         self, pages: torch.Tensor, rows: torch.Tensor, blocks: IntArray, sub_blocks: IntArray, runs: list[slice]
     ) -> None:
-        """Sub-blocks in order, pages anywhere."""
+        """Copy runs of contiguous sub-blocks and scattered pages."""
         for run in runs:
             first = int(sub_blocks[run.start])
             for begin, end, rectangle in _rectangles(first, run.stop - run.start, rows):
@@ -127,7 +127,7 @@ class CPUCopyEngine(CopyEngine):
     def _copy_page_runs(
         self, pages: torch.Tensor, rows: torch.Tensor, blocks: IntArray, sub_blocks: IntArray, runs: list[slice]
     ) -> None:
-        """Pages in order, sub-blocks anywhere."""
+        """Copy runs of contiguous pages and scattered sub-blocks."""
         for run in runs:
             first = int(blocks[run.start])
             in_order = pages[first : first + run.stop - run.start]
@@ -138,7 +138,7 @@ class CPUCopyEngine(CopyEngine):
                 _gather(rows, index, in_order)
 
     def _copy_buffered(self, pages: torch.Tensor, rows: torch.Tensor, blocks: IntArray, sub_blocks: IntArray) -> None:
-        """Nothing in order: into the buffer, and from there to where it belongs."""
+        """Copy pages and sub-blocks that are scattered on both sides: gather into the buffer, then scatter."""
         page_bytes = pages.shape[1]
         step = max(1, _BUFFER_BYTES // page_bytes)
         if self._buffer is None or len(self._buffer) < step * page_bytes:
@@ -157,7 +157,7 @@ class CPUCopyEngine(CopyEngine):
 
 
 class _InPlace(futures.Executor):
-    """Runs each call in ``submit``; the calls raise nothing."""
+    """Executor that runs each call in ``submit``; the calls must not raise."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
         future: futures.Future[Any] = futures.Future()
@@ -169,17 +169,17 @@ Index = tuple[torch.Tensor, ...]
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """``target[...] = source``, both of shape (rows, positions, page)."""
+    """Perform ``target[...] = source``, both of shape (rows, positions, page)."""
     source, target = _widened(_WIDE, source, target)
     if source.shape[1] == 1 and source.shape[2] < _MANY_ELEMENTS:
-        # Measured 5 to 10 % faster than copy_ where rows have gaps, as they have wherever there is another tensor.
+        # Measured 5 to 10 % faster than copy_ if rows have gaps, which they have as soon as there is a second tensor.
         torch.index_select(source[:, 0], 0, torch.arange(len(source)), out=target[:, 0])
     else:
         target.copy_(source)
 
 
 def _gather(source: torch.Tensor, index: Index, out: torch.Tensor) -> None:
-    """``out[...] = source[index]``, without a copy in between."""
+    """Perform ``out[...] = source[index]`` without an intermediate copy."""
     wide_source, wide_out = _widened(_WIDE, source, out)
     if len(index) == 1 and index[0].dim() == 1 and wide_out.shape[-1] < _MANY_ELEMENTS:
         torch.index_select(wide_source, 0, index[0], out=wide_out)
@@ -189,7 +189,7 @@ def _gather(source: torch.Tensor, index: Index, out: torch.Tensor) -> None:
 
 
 def _scatter(source: torch.Tensor, target: torch.Tensor, index: Index) -> None:
-    """``target[index] = source``"""
+    """Perform ``target[index] = source``."""
     source, target = _widened(_WIDEST, source, target)
     if len(index) == 1 and index[0].dim() == 1:
         target.index_copy_(0, index[0], source)
@@ -203,12 +203,12 @@ def _row_index(sub_blocks: IntArray, rows: torch.Tensor) -> Index:
 
 
 def _in_order(ids: IntArray) -> slice | IntArray:
-    """What puts the numbers into ascending order; nothing is moved where they are."""
+    """Return an index that sorts the numbers in ascending order: a full slice, without a copy, if they are sorted."""
     return slice(None) if bool((ids[1:] > ids[:-1]).all()) else np.argsort(ids, kind="stable")
 
 
 def _runs(*sides: IntArray) -> list[slice]:
-    """The parts in which, on every side, each number is one more than that before it."""
+    """Return the runs in which, on every side, each number is the previous one plus 1."""
     breaks = np.logical_or.reduce([np.diff(ids) != 1 for ids in sides])
     ends = [*(np.flatnonzero(breaks) + 1).tolist(), len(sides[0])]
     return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
@@ -217,7 +217,7 @@ def _runs(*sides: IntArray) -> list[slice]:
 def _rectangles(first: int, count: int, rows: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Cut consecutive sub-blocks into a part of the first row, whole rows, and a part of the last row.
 
-    :returns: where each begins and ends among the ``count``, and its bytes, shape (rows, positions, page).
+    :returns: for each, its begin and end within the ``count``, and its bytes, shape (rows, positions, page).
     """
     factor = rows.shape[1]
     done = 0
@@ -234,7 +234,7 @@ def _rectangles(first: int, count: int, rows: torch.Tensor) -> Iterator[tuple[in
 
 
 def _widened(types: Sequence[torch.dtype], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same bytes in the first of the types that all of them can be seen as."""
+    """Return views of the tensors in the first of the types that fits all of them; unchanged if none fits."""
     for dtype in types:
         if all(
             tensor.data_ptr() % dtype.itemsize == 0

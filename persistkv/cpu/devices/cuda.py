@@ -28,14 +28,14 @@ class _Job:
 
 
 class CUDACopyEngine(CopyEngine):
-    """A stream of its own, which joins the caller's current stream at each job.
+    """Copies on a separate stream, which waits for the caller's current stream at each job.
 
     A store must see computed pages, and a load must not overwrite pages that a kernel reads: both wait for that stream.
 
     An error that breaks the device, such as a failed assertion in a kernel of the model, fails the jobs in flight. No
-    copy runs after it, and no call here raises it: the engine learns of it from its own kernels.
+    copy runs after it, and no method of this class raises it: the engine gets the error from its own kernels.
 
-    :param copier: by default the batched one, where memory is pinned and a trial copy succeeds.
+    :param copier: by default the batched one if memory is pinned and a trial copy succeeds, else one copy at a time.
     """
 
     def __init__(self, memory: KVMemory, direction: Direction, copier: PageCopier | None = None) -> None:
@@ -59,7 +59,7 @@ class CUDACopyEngine(CopyEngine):
                 end.record(self._stream)
         except (OSError, RuntimeError):
             logger.exception("%s job %d could not be started", self.direction.value, job_id)
-            self.drain()  # copies that were enqueued must not touch rows of a job that has failed
+            self.drain()  # enqueued copies must not access the rows after the job is reported as failed
             return False
         self._jobs.append(_Job(job_id, sum(part.num_bytes for part in copies), begin, end))
         return True

@@ -1,4 +1,4 @@
-"""Many copies between pinned memory and a GPU in one call, and the slower way where the driver has no such call."""
+"""Batches of copies between pinned memory and a GPU: one driver call, or a slower fallback for older drivers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ SOURCE_IN_STREAM_ORDER = 1
 PREFER_OVERLAP_WITH_COMPUTE = 1
 """``CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE``"""
 
-# The symbol of CUDA 12.8, kept by later drivers. CUDA 13 added _v2, which does not report the failed copy.
+# The symbol of CUDA 12.8, which later drivers keep. CUDA 13 added _v2, which does not report the failed copy.
 _FUNCTION = "cuMemcpyBatchAsync"
-_NO_COPY = ctypes.c_size_t(-1).value  # the index where an error is not that of one copy
+_NO_COPY = ctypes.c_size_t(-1).value  # the index that is reported if an error does not belong to one copy
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Copies between two tensors, in bytes; those that continue each other on both sides are one."""
+    """Copies between two tensors, in bytes; copies that are adjacent on both sides are merged."""
 
     targets: IntArray
     """Addresses."""
@@ -64,13 +64,13 @@ class Batch:
 
 
 class PageCopier(ABC):
-    """A way to run a batch on a stream."""
+    """Interface that runs a batch on a stream."""
 
     @abstractmethod
     def copy(self, batch: Batch, stream: torch.cuda.Stream) -> None:
         """Enqueue the copies; the device and the stream are current.
 
-        :raises RuntimeError: where CUDA refuses; copies before the refused one may run.
+        :raises RuntimeError: if CUDA refuses a copy; the copies before it may run.
         """
 
 
@@ -94,13 +94,13 @@ class CopyAttributes(ctypes.Structure):
 class DriverBatchCopier(PageCopier):
     """``cuMemcpyBatchAsync`` of the driver. Memory must be pinned.
 
-    Called through ctypes, with the addresses as arrays: cuda-bindings takes lists, whose conversion costs by the page
-    and under the GIL. The driver reads the arrays during the call.
+    It is called through ctypes with arrays of addresses. cuda-bindings takes lists; their conversion takes time per
+    page and holds the GIL. The driver reads the arrays during the call.
 
     :param library: the driver's library.
     :param flags: ``PREFER_OVERLAP_WITH_COMPUTE``, or 0.
-    :raises OSError: where there is no driver.
-    :raises AttributeError: where the driver is older than the function.
+    :raises OSError: if there is no driver.
+    :raises AttributeError: if the driver is older than the function.
     """
 
     def __init__(self, library: str = DRIVER_LIBRARY, flags: int = 0) -> None:
@@ -108,7 +108,8 @@ class DriverBatchCopier(PageCopier):
         self._function = getattr(ctypes.CDLL(library), _FUNCTION)
         pointer = ctypes.c_void_p
         count = ctypes.c_size_t
-        # targets, sources, sizes, their count, attributes, first copy of each, their count, failed copy, stream
+        # targets, sources, sizes, number of copies, attributes, first copy of each attribute, number of attributes,
+        # failed copy, stream
         self._function.argtypes = (pointer, pointer, pointer, count, pointer, pointer, count, pointer, pointer)
         self._function.restype = ctypes.c_int
 
@@ -148,7 +149,7 @@ class TorchCopier(PageCopier):
 
 
 def choose_copier(device: torch.device, pinned: bool) -> PageCopier:
-    """The batched way where memory is pinned and a trial copy arrives, else one copy at a time."""
+    """Return the batched copier if memory is pinned and a trial copy succeeds, else one that copies one at a time."""
     if not pinned:
         return TorchCopier()
     try:
@@ -161,7 +162,7 @@ def choose_copier(device: torch.device, pinned: bool) -> PageCopier:
 
 
 def _try(copier: PageCopier, device: torch.device) -> None:
-    """:raises RuntimeError: where a copy to the device and back does not bring the bytes back."""
+    """:raises RuntimeError: if a copy to the device and back does not preserve the bytes."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     sent = torch.arange(64, dtype=torch.int8).view(1, 64).pin_memory()
     received = torch.zeros(1, 64, dtype=torch.int8).pin_memory()
@@ -176,6 +177,6 @@ def _try(copier: PageCopier, device: torch.device) -> None:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes from the tensor's first to its last, with those between its rows."""
+    """Return all bytes from the tensor's first to its last, including gaps between its rows."""
     length = (tensor.shape[0] - 1) * tensor.stride(0) + tensor.shape[1]
     return tensor.as_strided((length,), (1,))

@@ -1,4 +1,4 @@
-"""Which strategy serves which kind of device."""
+"""Selects the transfer strategy of a device."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _ENGINES = MappingProxyType[str, type[CopyEngine]]({"cpu": CPUCopyEngine, "cuda"
 
 
 def copy_engine_class(device: torch.device) -> type[CopyEngine]:
-    """The strategy for tensors on a device.
+    """Return the strategy for tensors on a device.
 
-    :raises ConfigurationError: where there is none.
+    :raises ConfigurationError: if the kind of device has none.
     """
     if device.type not in _ENGINES:
         raise ConfigurationError("kv_caches device", str(device), f"one of {', '.join(_ENGINES)}")

@@ -1,4 +1,4 @@
-"""Which block leaves the primary tier next: one interface, LRU and ARC, and a registry for others."""
+"""Eviction policies of the primary tier: one interface, LRU and ARC, and a registry for others."""
 
 from __future__ import annotations
 

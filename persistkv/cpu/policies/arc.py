@@ -10,10 +10,10 @@ from persistkv.cpu.policies.base import CachePolicy, EvictionOrder
 
 
 class ARCCachePolicy(CachePolicy):
-    """Blocks used once and blocks used again, each in recency order, and the keys that each of the two gave up lately.
+    """Two lists in recency order, blocks used once and blocks used again, and the keys recently evicted from each.
 
-    A block that comes back soon after it was given up tells which of the two was too small, and moves the target. A
-    scan of blocks that nobody asks for again passes through the first list and leaves the second alone.
+    If a block is stored again soon after its eviction, the list it was evicted from was too small, and the target size
+    moves in favour of that list. A scan of blocks that are used once only affects the first list.
     """
 
     def __init__(self, num_blocks: int, refs: Sequence[int]) -> None:
@@ -22,7 +22,7 @@ class ARCCachePolicy(CachePolicy):
         self._again = EvictionOrder(refs)
         self._gone_once: OrderedDict[OffloadKey, None] = OrderedDict()
         self._gone_again: OrderedDict[OffloadKey, None] = OrderedDict()
-        self._target = 0.0  # blocks that the first list should have
+        self._target = 0.0  # target number of blocks in the first list
 
     def insert(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
         for key, row in zip(reversed(keys), reversed(rows), strict=True):
@@ -37,7 +37,7 @@ class ARCCachePolicy(CachePolicy):
                 continue
             row = self._once.discard(key)
             if row is not None:
-                # Whoever stores a block touches it too: only a use of a block that can be read is a second one.
+                # Storing a block also touches it. Only a use of a readable block counts as a second use.
                 part = self._once if self._refs[row] < 0 else self._again
                 part.append((key,), (row,))
 
@@ -66,7 +66,7 @@ class ARCCachePolicy(CachePolicy):
         self._target = 0.0
 
     def _learn_from_return(self, key: OffloadKey) -> bool:
-        """Whether the key was given up lately; moves the target towards the list that should have kept it."""
+        """Return whether the key was recently evicted. If so, move the target in favour of the list that evicted it."""
         once, again = len(self._gone_once), len(self._gone_again)
         if key in self._gone_once:
             del self._gone_once[key]
@@ -88,7 +88,9 @@ class ARCCachePolicy(CachePolicy):
         return None
 
     def _trim_gone(self) -> None:
-        """As many keys are remembered as there are rows: with the first list at most one such number, in all two."""
+        """Drop the oldest evicted keys, so that the first list and its evicted keys together have at most
+        ``num_blocks`` entries, and both lists with theirs at most twice as many.
+        """
         while self._gone_once and len(self._once) + len(self._gone_once) > self._num_blocks:
             self._gone_once.popitem(last=False)
         held = len(self._once) + len(self._again)

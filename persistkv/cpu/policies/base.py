@@ -1,4 +1,4 @@
-"""The interface of a cache policy, and the recency order that policies are made of."""
+"""The interface of a cache policy, and the recency order from which policies are built."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from persistkv.base import OffloadKey
 
 
 class CachePolicy(ABC):
-    """Decides in which order blocks leave the primary tier.
+    """Decides the order in which blocks are evicted from the primary tier.
 
-    It is told of every block that has a row, from the moment the row is given out. Wherever several keys are given,
-    the first is the start of a prefix and must outlive the last. No call may cost more than its own keys do, amortised.
-    Not thread-safe. Whatever a call raises leaves the policy unusable, since its manager would disagree with it.
+    It knows every block that has a row, from the allocation of the row on. If a call passes several keys, the first is
+    the start of a prefix and must be evicted after the last. The amortised cost of a call must be proportional to its
+    number of keys. Not thread-safe. After a call that raised, the policy is unusable, because its state may differ from
+    its manager's.
 
     :param num_blocks: rows of the primary tier.
-    :param refs: one number per row, kept by the manager: 0 where the row may be taken, anything else where it must not.
+    :param refs: one number per row, kept by the manager: 0 if the row can be evicted, any other value if it cannot.
     """
 
     def __init__(self, num_blocks: int, refs: Sequence[int]) -> None:
@@ -27,44 +28,44 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def insert(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
-        """Take up blocks that it does not know, with their rows, as the most recently used ones."""
+        """Add blocks that the policy does not know, with their rows, as the most recently used ones."""
 
     @abstractmethod
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Count a use of each of these blocks; unknown keys are passed over."""
+        """Count a use of each of these blocks; unknown keys are ignored."""
 
     @abstractmethod
     def release(self, keys: Sequence[OffloadKey]) -> None:
-        """Learn that the rows of these blocks may be taken again; not in itself a use. Unknown keys are passed over."""
+        """Note that the rows of these blocks can be evicted again. This is not a use. Unknown keys are ignored."""
 
     @abstractmethod
     def remove(self, keys: Sequence[OffloadKey]) -> None:
-        """Forget blocks whose write failed; unknown keys are passed over."""
+        """Forget blocks whose write failed; unknown keys are ignored."""
 
     @abstractmethod
     def evict(self, count: int) -> list[tuple[OffloadKey, int]]:
-        """Choose and forget ``count`` blocks whose rows may be taken, the first to go first.
+        """Choose and forget ``count`` blocks whose rows can be evicted, in eviction order.
 
-        :returns: key and row of each; fewer than ``count`` only where there are fewer.
+        :returns: key and row of each; fewer than ``count`` only if there are fewer.
         """
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget every block and whatever was learnt from their use."""
+        """Forget all blocks and all statistics of their use."""
 
 
 class EvictionOrder:
-    """Keys from the least to the most recently used, where a protected key keeps its place without being in the way.
+    """Keys from the least to the most recently used; evictions skip a protected key without losing its place.
 
-    A protected key that comes to the cold end is set aside, so that it is passed over once and not by every eviction
-    after it; when its protection ends it returns to the very place it had, which is ahead of all that were not set
-    aside. Every operation is amortised O(1), or O(log n) for keys that come back from being set aside.
+    A protected key that reaches the cold end is parked, so that only one eviction has to skip it. When its protection
+    ends, it regains its former place, which precedes all keys that were not parked. Every operation is amortised O(1),
+    or O(log n) for keys that were parked.
     """
 
     def __init__(self, refs: Sequence[int]) -> None:
         self._refs = refs
         self._order: OrderedDict[OffloadKey, int] = OrderedDict()
-        # (place, row) of the keys set aside: still protected, or due again and then in the heap too.
+        # (place, row) of parked keys: ``_aside`` while they are protected, ``_due`` and the heap afterwards.
         self._aside: dict[OffloadKey, tuple[int, int]] = {}
         self._due: dict[OffloadKey, tuple[int, int]] = {}
         self._heap: list[tuple[int, int, OffloadKey]] = []
@@ -77,11 +78,11 @@ class EvictionOrder:
         return key in self._order or key in self._aside or key in self._due
 
     def append(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
-        """Put new keys at the hot end, the first of them hottest."""
+        """Add new keys at the hot end, the first key as the most recently used."""
         self._order.update(zip(reversed(keys), reversed(rows), strict=True))
 
     def refresh(self, keys: Sequence[OffloadKey]) -> None:
-        """Move the keys it holds to the hot end, the first of them hottest."""
+        """Move known keys to the hot end, the first key as the most recently used; unknown keys are ignored."""
         order = self._order
         for key in reversed(keys):
             if key in order:
@@ -92,7 +93,7 @@ class EvictionOrder:
                     order[key] = row
 
     def release(self, keys: Sequence[OffloadKey]) -> None:
-        """Let those of the keys that were set aside be found again."""
+        """Make parked keys available to ``pop_coldest`` again; other keys are ignored."""
         if not self._aside:
             return
         for key in keys:
@@ -102,20 +103,20 @@ class EvictionOrder:
                 heapq.heappush(self._heap, (*entry, key))
 
     def discard(self, key: OffloadKey) -> int | None:
-        """Take a key out.
+        """Remove a key.
 
-        :returns: its row; None where it is not held.
+        :returns: its row; None if the key is unknown.
         """
         row = self._order.pop(key, None)
         return self._take_aside(key) if row is None else row
 
     def pop_coldest(self) -> tuple[OffloadKey, int] | None:
-        """Take out the least recently used key that is not protected; None where every key is."""
+        """Remove and return the least recently used key that is not protected; None if all keys are protected."""
         refs = self._refs
         while self._heap:
             place, row, key = heapq.heappop(self._heap)
             if self._due.get(key) != (place, row):
-                continue  # used or taken out since
+                continue  # used or removed since
             del self._due[key]
             if not refs[row]:
                 return key, row

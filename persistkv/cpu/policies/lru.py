@@ -1,4 +1,4 @@
-"""Least recently used goes first."""
+"""Eviction of the least recently used block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from persistkv.cpu.policies.base import CachePolicy, EvictionOrder
 
 
 class LRUCachePolicy(CachePolicy):
-    """One recency order; being stored is the first use."""
+    """One recency order; a store counts as the first use."""
 
     def __init__(self, num_blocks: int, refs: Sequence[int]) -> None:
         super().__init__(num_blocks, refs)

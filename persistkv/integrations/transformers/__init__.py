@@ -1,4 +1,4 @@
-"""A small real engine around Hugging Face models. Needs the extra ``persistkv[transformers]``.
+"""A small engine for Hugging Face models. Needs the extra ``persistkv[transformers]``.
 
 Names are resolved when they are first used, so that the demo's command can be listed without torch.
 """

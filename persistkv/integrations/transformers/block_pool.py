@@ -1,4 +1,4 @@
-"""The device's blocks: which are free, which are in use, and which still hold the KV of earlier requests."""
+"""The device's blocks: free blocks, blocks in use, and idle blocks with the KV of earlier requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class BlockPool:
-    """Reference counts over device blocks, with reuse by hash and LRU eviction of what nobody refers to.
+    """Reference counts of device blocks, with reuse by hash and LRU eviction of unreferenced blocks.
 
     Not thread-safe.
 
@@ -21,28 +21,28 @@ class BlockPool:
         self._by_hash: dict[bytes, int] = {}
         self._hashes: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
-        """Published blocks that nobody refers to, the next to evict first."""
+        """Published blocks without references, in eviction order."""
 
     @property
     def num_available(self) -> int:
-        """Blocks that ``allocate`` could give."""
+        """Number of blocks that ``allocate`` could return."""
         return len(self._free) + len(self._idle)
 
     @property
     def num_resident(self) -> int:
-        """Published blocks, in use or not."""
+        """Number of published blocks, in use or not."""
         return len(self._by_hash)
 
     def resident(self) -> dict[bytes, int]:
-        """Published blocks by hash: a copy."""
+        """Return a copy of the published blocks by hash."""
         return dict(self._by_hash)
 
     def holds(self, block_hash: bytes) -> bool:
-        """Whether a block of this hash is resident."""
+        """Return whether a block of this hash is resident."""
         return block_hash in self._by_hash
 
     def acquire(self, block_hash: bytes) -> int | None:
-        """Refer to the resident block of this hash; None where there is none."""
+        """Add a reference to the resident block of this hash and return the block; None if there is none."""
         block_id = self._by_hash.get(block_hash)
         if block_id is not None:
             self._idle.pop(block_id, None)
@@ -50,7 +50,7 @@ class BlockPool:
         return block_id
 
     def allocate(self, count: int) -> list[int] | None:
-        """Refer to ``count`` blocks to be written, evicting idle ones; None, and no change, where there are too few."""
+        """Reference and return ``count`` blocks to write, evicting idle ones; None, with no effect, if too few."""
         if count > self.num_available:
             return None
         while len(self._free) < count:
@@ -63,13 +63,13 @@ class BlockPool:
         return allocated
 
     def publish(self, block_id: int, block_hash: bytes) -> None:
-        """Make a written block reusable; where its hash is resident already, the first one stays."""
+        """Make a written block reusable; no effect if its hash is resident already."""
         if block_hash not in self._by_hash:
             self._by_hash[block_hash] = block_id
             self._hashes[block_id] = block_hash
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Drop one reference to each block of a context, given in its order: its end is evicted before its begin."""
+        """Drop one reference to each block of a context, given in order. Its last blocks are evicted first."""
         for block_id in reversed(block_ids):
             self._references[block_id] -= 1
             if self._references[block_id]:
@@ -80,7 +80,7 @@ class BlockPool:
                 self._free.append(block_id)
 
     def forget(self) -> None:
-        """Let go of all idle blocks, so that nothing of earlier requests is reused on the device."""
+        """Free all idle blocks, so that no block of an earlier request is reused on the device."""
         for block_id in self._idle:
             del self._by_hash[self._hashes.pop(block_id)]
             self._free.append(block_id)

@@ -1,4 +1,4 @@
-"""A small real engine around a Hugging Face model: paged KV cache, prefix reuse, and tiers that outlive the process."""
+"""A small engine for a Hugging Face model, with a paged KV cache, prefix reuse, and tiers that outlive the process."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ STORE_PARAM = "persistkv.store"
 
 
 class Engine:
-    """Answers one request at a time; what it computed is kept on the device, in the primary tier, and in a store.
+    """Runs one request at a time; computed KV is kept on the device, in the primary tier, and in a store.
 
-    Made by ``Engine.open``; to be closed, or used in a ``with`` statement. Called from one thread, never after a fork.
+    Created with ``Engine.open``. Must be closed, or used in a ``with`` statement. Called from one thread, and never
+    after a fork.
     """
 
     def __init__(self, model: Any, device: PagedKVCache, stack: OffloadingStack, lookup_deadline_s: float) -> None:
@@ -64,25 +65,25 @@ class Engine:
         attn_implementation: str | None = None,
         device: torch.device | str | None = None,
     ) -> Engine:
-        """Open a model, and the store that keeps its KV.
+        """Open a model, and the store for its KV.
 
         :param model: a directory with a checkpoint, a name that transformers knows, or a model object, which is put
-            into evaluation mode. A checkpoint's KV is shared between all that open these weights; that of an object is
-            known by its state dict.
-        :param url: the store, such as ``lmdb:///var/kv?capacity=100GiB``; None keeps nothing beyond this process. With
-            several, the nearest first: each keeps all contexts, and what a later one alone holds is written to the
-            others when it is used.
+            into evaluation mode. All engines that open the same checkpoint share its KV; the KV of a model object is
+            identified by its state dict.
+        :param url: the store, such as ``lmdb:///var/kv?capacity=100GiB``; None: nothing outlives this process. Several
+            stores are given nearest first: each stores all contexts, and a context that only a later store holds is
+            written to the others when it is used.
         :param block_size: tokens in a block.
         :param device_blocks: blocks of the device cache for each KV cache group; by default enough for 8,192 tokens.
         :param cpu_bytes: size of the primary tier.
-        :param codec: what new packs are written with: ``raw``, ``zstd`` or ``planes``; ``zstd:LEVEL``,
-            ``planes:WIDTH``. Packs of any codec are read.
-        :param host: where the store runs: ``process``, ``thread`` or ``inline``.
-        :param strict_identity: refuse a store that holds KV of other identities only.
-        :param lookup_deadline_s: seconds that a request waits for blocks on their way from the store.
-        :param dtype: of a model that is loaded here, as are ``attn_implementation`` and ``device``.
-        :raises ConfigurationError: an option is wrong.
-        :raises UnsupportedModelError: the model keeps a cache that this engine cannot hold.
+        :param codec: codec of new packs: ``raw``, ``zstd`` or ``planes``; ``zstd:LEVEL``, ``planes:WIDTH``. Packs of
+            any codec can be read.
+        :param host: execution context of the store: ``process``, ``thread`` or ``inline``.
+        :param strict_identity: refuse a store that contains only KV of other identities.
+        :param lookup_deadline_s: seconds that a request waits for blocks being promoted from the store.
+        :param dtype: data type of a model that is loaded by name; ``attn_implementation`` and ``device`` likewise.
+        :raises ConfigurationError: an option is invalid.
+        :raises UnsupportedModelError: the model uses a kind of cache that this engine does not support.
         :raises IdentityMismatchError: see ``strict_identity``.
         :raises StoreUnavailableError: the store cannot be opened.
         """
@@ -118,16 +119,16 @@ class Engine:
     ) -> GenerateResult:
         """Continue a prompt.
 
-        Blocks are stored while it runs; they are durable some time later (``wait_persisted``).
+        Blocks are stored while the request runs; they are durable some time later (``wait_persisted``).
 
         :param temperature: 0 chooses the most likely token.
-        :param stop_token_ids: tokens that end the answer; by default the model's own.
-        :param salt: contexts of different salt share nothing.
-        :param labels: stored beside the context, for people.
-        :param reuse: False computes the whole prompt. The key ``persistkv.lookup`` of ``kv_transfer_params`` says the
-            same to an engine behind a server.
-        :param store: False hands nothing of this request on to the tiers; also as the key ``persistkv.store``.
-        :raises ConfigurationError: an option is wrong, or the context does not fit the device cache. Nothing ran then.
+        :param stop_token_ids: tokens that end the generation; by default the model's own.
+        :param salt: contexts of different salts share no blocks.
+        :param labels: stored with the context and shown by tools.
+        :param reuse: False computes the whole prompt; also available as the key ``persistkv.lookup`` of
+            ``kv_transfer_params``, for an engine behind a server.
+        :param store: False stores no block of this request in the tiers; also available as the key ``persistkv.store``.
+        :raises ConfigurationError: an option is invalid, or the context does not fit the device cache. Nothing was run.
         """
         self._check_open()
         prompt = self._checked_prompt(token_ids, max_new_tokens)
@@ -151,7 +152,10 @@ class Engine:
             self._parts.loop.step()
 
     def wait_persisted(self, request: GenerateResult | str, timeout_s: float = 60.0) -> bool:
-        """Wait until a request's context is durable in every store; False: not in time, dropped, or there is none."""
+        """Wait until a request's context is durable in every store.
+
+        :returns: False at the timeout, if part of the context was dropped, or if there is no store.
+        """
         self._check_open()
         req_id = request if isinstance(request, str) else request.req_id
         deadline = time.monotonic() + timeout_s
@@ -162,7 +166,7 @@ class Engine:
         )
 
     def flush(self, timeout_s: float = 60.0) -> bool:
-        """Wait until all that was handed on is durable; False where it is not in time."""
+        """Wait until all submitted blocks are durable; return False at the timeout."""
         self._check_open()
         deadline = time.monotonic() + timeout_s
         if not self._parts.loop.drain(deadline):
@@ -171,7 +175,7 @@ class Engine:
         return all(flushed)
 
     def stats(self) -> EngineStats:
-        """Totals since the engine was opened. Waits for the stores' answers, some seconds at most."""
+        """Return totals since the engine was opened. Waits for the stores' answers, some seconds at most."""
         pools = [group.pool for group in self._parts.device.groups]
         return EngineStats(
             self._num_requests,
@@ -185,12 +189,12 @@ class Engine:
 
     @property
     def notices(self) -> Sequence[str]:
-        """What a person should know of the stores, such as why one holds nothing for this model."""
+        """Messages of the stores for the user, such as the reason why a store contains nothing for this model."""
         return tuple(notice for tier in self._stack.persistent for notice in tier.notices)
 
     @property
     def model(self) -> Any:
-        """The model that answers."""
+        """The model."""
         return self._parts.model
 
     @property
@@ -199,7 +203,7 @@ class Engine:
         return self._parts.device.geometry
 
     def resident_pages(self, group_idx: int = 0) -> dict[bytes, torch.Tensor]:
-        """A group's reusable pages by block hash: views of shape (layers, 2, kv_heads, block_size, head_dim).
+        """Return a group's reusable pages by block hash: views of (layers, 2, kv_heads, block_size, head_dim).
 
         :param group_idx: index into ``geometry``.
         """
@@ -207,17 +211,17 @@ class Engine:
         return {block_hash: group.pages[index] for block_hash, index in group.pool.resident().items()}
 
     def forget_device(self) -> None:
-        """Let go of what the device kept of finished requests, transfers from it awaited; the tiers keep theirs."""
+        """Drop the device's blocks of finished requests, after their transfers have ended; the tiers keep theirs."""
         self._check_open()
         self._parts.loop.drain(math.inf)
         for group in self._parts.device.groups:
             group.pool.forget()
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """Flush all stores, then release everything. Idempotent.
+        """Flush all stores, then release all resources. Idempotent.
 
-        :param timeout_s: for the flush. A store that hangs takes up to two minutes more, until its process is killed:
-            it may use rows until then.
+        :param timeout_s: timeout of the flush. A store that hangs takes up to two minutes more, until its process is
+            killed, because it may use rows until then.
         """
         if self._closed:
             return

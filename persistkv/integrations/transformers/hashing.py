@@ -1,4 +1,4 @@
-"""Block hashes: a chain, so that a block's hash stands for all tokens up to its end."""
+"""Block hashes: a chain, so that a block's hash identifies all tokens up to its end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BlockHashChain:
         self._parent = hashlib.sha256(_ROOT + salted).digest()
 
     def extend(self, token_ids: Sequence[int]) -> list[bytes]:
-        """Append tokens; the hashes of the blocks that became full by them."""
+        """Append tokens; return the hashes of the blocks that they made full."""
         data = self._tail + np.asarray(token_ids, dtype="<u4").tobytes()
         full = len(data) - len(data) % self._block_bytes
         new = []
@@ -40,5 +40,5 @@ class BlockHashChain:
 
 
 def offload_keys(hashes: Sequence[bytes], group_idx: int = 0) -> list[OffloadKey]:
-    """The offload keys of one group's blocks."""
+    """Return the offload keys of one group's blocks."""
     return [make_offload_key(block_hash, group_idx) for block_hash in hashes]

@@ -1,4 +1,4 @@
-"""The identity of a model's KV bytes, from the model and the checkpoint that it was loaded from."""
+"""The identity of a model's KV bytes, computed from the model and its checkpoint."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ KV_LAYOUT = "per group: block, layer, key or value, head, token, head size"
 
 
 def model_identity(model: Any, checkpoint: Path | None, geometry: KVGeometry, block_size: int) -> dict[str, Any]:
-    """Everything that must match for this model's KV bytes to be valid, as JSON values.
+    """Return everything that must match for this model's KV bytes to be valid, as JSON values.
 
     :param checkpoint: the directory that the model was loaded from; None hashes the state dict instead.
-    :raises ConfigurationError: where the checkpoint does not read.
-    :raises UnsupportedModelError: where a weight's bytes cannot be had.
+    :raises ConfigurationError: if the checkpoint cannot be read.
+    :raises UnsupportedModelError: if a weight's bytes are not available.
     """
     weights = fingerprint_checkpoint(checkpoint) if checkpoint else fingerprint_tensors(_state(model))
     return {

@@ -1,4 +1,4 @@
-"""The device's KV cache: pages that outlive requests, and the contiguous buffers that a model works on."""
+"""The device's KV cache: pages that outlive requests, and the contiguous buffers that a model uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from persistkv.integrations.transformers.block_pool import BlockPool
 
 @dataclass(frozen=True)
 class KVGroupGeometry:
-    """Layers of one kind, and the shape of one token's KV, alike in all of them: a KV cache group."""
+    """A KV cache group: layers of one kind, and the shape of one token's KV, the same in all of them."""
 
     layers: tuple[int, ...]
     """Indices of the model's layers, ascending."""
@@ -25,7 +25,7 @@ class KVGroupGeometry:
     """KV heads of a layer."""
     head_dim: int
     sliding_window: int | None
-    """Tokens that a token attends to, itself included; None: all before it."""
+    """Tokens that a token attends to, including itself; None: all tokens up to it."""
     dtype: torch.dtype
     device: torch.device
 
@@ -42,8 +42,8 @@ KVGeometry = tuple[KVGroupGeometry, ...]
 class RequestLayer(DynamicLayer):  # type: ignore[misc]
     """One layer of a request's cache: a view into buffers that were allocated once.
 
-    The buffers hold each token at its own position, those that a sliding window has passed by included: these are kept
-    for the pages and never shown to the model.
+    The buffers hold each token at its own position, including tokens that have left a sliding window: these are kept
+    for the pages and never passed to the model.
     """
 
     def __init__(self, buffer: torch.Tensor, sliding_window: int | None) -> None:
@@ -57,37 +57,37 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
         self.set_length(0)
 
     def set_length(self, length: int) -> None:
-        """Say how many tokens the layer has seen."""
+        """Set the number of tokens in the layer."""
         self._length = length
         self.keys, self.values = self._buffer[:, :, :, self._first_visible(length) : length]
 
     def _first_visible(self, length: int) -> int:
-        """The first token that the one behind ``length`` others attends to."""
+        """Return the first token that the token after ``length`` tokens attends to."""
         return 0 if self.sliding_window is None else max(0, length - self.sliding_window + 1)
 
     def get_seq_length(self) -> int:
-        """Tokens that the layer has seen, no longer visible ones included."""
+        """Return the number of tokens in the layer, including those that are no longer visible."""
         return self._length
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        """Tokens that ``update`` will return, and the position of the first of them.
+        """Return the number of tokens that ``update`` will return, and the position of the first of them.
 
-        :param query_length: the number of new tokens, or, as transformers 4 has it, their positions.
+        :param query_length: the number of new tokens; their positions in transformers 4.
         """
         num_new = query_length if isinstance(query_length, int) else len(query_length)
         first = self._first_visible(self._length)
         return self._length - first + num_new, first
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: the buffer is there."""
+        """Do nothing: the buffer is allocated already."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append tokens.
 
-        :param key_states: shape (1, kv_heads, tokens, head_dim), as ``value_states``.
-        :returns: keys and values of all tokens that one of the new ones attends to.
+        :param key_states: shape (1, kv_heads, tokens, head_dim), the same as ``value_states``.
+        :returns: keys and values of all tokens that at least one of the new tokens attends to.
         """
         start, stop = self._length, self._length + key_states.shape[-2]
         self._buffer[0, :, :, start:stop] = key_states
@@ -100,13 +100,13 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class RequestCache(Cache):  # type: ignore[misc]
-    """The cache that a model is given for one request.
+    """The cache that is passed to a model for one request.
 
     :ivar buffers: for each group, shape (layers, 2, kv_heads, capacity, head_dim).
     """
 
     def __init__(self, geometry: KVGeometry, capacity: int) -> None:
-        """:param capacity: tokens that fit."""
+        """:param capacity: maximum number of tokens."""
         self.buffers = [
             torch.empty(
                 (len(group.layers), 2, group.num_heads, capacity, group.head_dim),
@@ -123,7 +123,7 @@ class RequestCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[layers[layer_idx] for layer_idx in sorted(layers)])
 
     def set_length(self, length: int) -> None:
-        """Say how many tokens the layers have seen."""
+        """Set the number of tokens in the layers."""
         for layer in self.layers:
             layer.set_length(length)
 
@@ -132,8 +132,8 @@ class GroupPages:
     """The pages of one group, ``block_size`` tokens each, all layers of a page contiguous.
 
     :ivar pages: shape (num_blocks, layers, 2, kv_heads, block_size, head_dim).
-    :ivar pool: who uses which page.
-    :ivar blocks: how a context is cut, and which blocks it needs.
+    :ivar pool: reference counts of the pages.
+    :ivar blocks: division of a context into blocks, and the blocks that it needs.
     """
 
     def __init__(self, geometry: KVGroupGeometry, num_blocks: int, block_size: int) -> None:
@@ -148,7 +148,7 @@ class GroupPages:
         """Fill a request's buffer from pages.
 
         :param buffer: shape (layers, 2, kv_heads, capacity, head_dim).
-        :param positions: for each page, the blocks of the request before it.
+        :param positions: for each page, its block index in the request.
         """
         for start, length in _runs(positions, block_ids):
             pages = self.pages[block_ids[start] : block_ids[start] + length]
@@ -161,17 +161,17 @@ class GroupPages:
             pages.copy_(self._paged(buffer, positions[start], length).permute(3, 0, 1, 2, 4, 5))
 
     def _paged(self, buffer: torch.Tensor, first_block: int, count: int) -> torch.Tensor:
-        """Blocks of a buffer as (layers, 2, kv_heads, blocks, block_size, head_dim), without a copy."""
+        """Return a view of blocks of a buffer, shape (layers, 2, kv_heads, blocks, block_size, head_dim)."""
         start, stop = first_block * self.block_size, (first_block + count) * self.block_size
         run = buffer[:, :, :, start:stop]
         return run.view(*run.shape[:3], -1, self.block_size, run.shape[4])
 
 
 class PagedKVCache:
-    """The pages of all groups, a pool for each, as large as each other in blocks.
+    """The pages of all groups; each group has a pool with the same number of blocks.
 
-    A group's pages are a KV tensor of their own: on the device no page is larger than its group needs. Rows of the
-    primary tier are as wide as ``cpu.layout`` makes them for such tensors.
+    Each group's pages are a separate KV tensor, so no page on the device is larger than its group needs. ``cpu.layout``
+    determines the width of the primary tier's rows for such tensors.
     """
 
     def __init__(self, geometry: KVGeometry, num_blocks: int, block_size: int) -> None:
@@ -187,11 +187,11 @@ class PagedKVCache:
         return sum(group.page_bytes for group in self.groups)
 
     def specs(self) -> list[KVCacheGroupSpec]:
-        """The groups as the connector knows them."""
+        """Return the specs of the groups for the connector."""
         return [group.blocks.spec for group in self.groups]
 
     def canonical(self) -> CanonicalKVCaches:
-        """The pages as the workers see them: for each group a tensor of bytes."""
+        """Return the pages in the form for workers: one tensor of bytes per group."""
         tensors = [
             CanonicalKVCacheTensor(group.pages.view(torch.int8).view(self.num_blocks, -1), group.page_bytes)
             for group in self.groups
@@ -201,7 +201,7 @@ class PagedKVCache:
 
 
 def _runs(*columns: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(position, length) of each stretch in which all columns count up by one: it is copied in one piece."""
+    """Yield (position, length) of each run in which all columns increase by one per row; a run needs one copy."""
     rows = list(zip(*columns, strict=True))
     start = 0
     for position in range(1, len(rows) + 1):

@@ -1,4 +1,4 @@
-"""Models from checkpoints, and where their weights lie."""
+"""Loading of models, and the location of their weights."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def load_model(
     """Load a model for inference.
 
     :param source: a directory with a checkpoint, or a name that transformers knows.
-    :returns: the model and the directory of its weights; None for the directory where adapters were put on top of them:
-        these weights are known by their state dict only.
-    :raises ConfigurationError: where nothing can be loaded from there.
+    :returns: the model and the directory of its weights. The directory is None if adapters were loaded on top of them:
+        such weights can be identified by their state dict only.
+    :raises ConfigurationError: if no model can be loaded from there.
     """
     extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:

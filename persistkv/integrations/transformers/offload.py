@@ -1,4 +1,4 @@
-"""The engine's step: what the connector's two sides do between two forward passes."""
+"""The offloading part of the engine's step, between two forward passes."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from persistkv.connector.request_state import BlockTable
 from persistkv.connector.scheduler import OffloadingConnectorScheduler
 from persistkv.connector.worker import OffloadingConnectorWorker
 
-_POLL_S = 0.0005  # far below a forward pass, far above what a poll costs
+_POLL_S = 0.0005  # far below the time of a forward pass, far above the time of a poll
 
 
 class LoadedPrefix(NamedTuple):
-    """What the tiers gave to a request."""
+    """The prefix that the tiers loaded for a request."""
 
     num_tokens: int
     num_promoted_tokens: int
-    """Of these, the tokens that came from behind the primary tier."""
+    """Of these, the tokens that were promoted from a secondary tier."""
     num_bytes: int
 
 
 class OffloadLoop:
     """Drives scheduler and worker. Called from one thread.
 
-    :param on_released: told the ids of finished requests whose device blocks are no longer read.
-    :param lookup_deadline_s: how long a request waits for blocks that are on their way.
+    :param on_released: called with the id of each finished request whose device blocks are no longer read.
+    :param lookup_deadline_s: maximum seconds that a request waits for blocks that are not ready yet.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class OffloadLoop:
         self._live: set[str] = set()
 
     def begin(self, req_id: str) -> None:
-        """Remember that a request lives, for ``drain``."""
+        """Register a request for ``drain``."""
         self._live.add(req_id)
 
     def step(self, *, wait: bool = False) -> dict[str, LoadProgress]:
-        """Start what is planned, take in what ended, end the step.
+        """Start planned transfers, process finished ones, and end the step.
 
         :param wait: block until all transfers have ended.
         :returns: the loads that ended, by request.
@@ -67,7 +67,7 @@ class OffloadLoop:
         return output.loads
 
     def match(self, req_id: str, num_computed_tokens: int) -> int:
-        """Tokens behind the computed ones that can be loaded. Waits for blocks on their way, up to the deadline."""
+        """Return how many tokens after the computed ones can be loaded. Waits for blocks up to the deadline."""
         deadline = time.monotonic() + self._lookup_deadline_s
         while (matched := self.scheduler.get_num_new_matched_tokens(req_id, num_computed_tokens)) is None:
             if time.monotonic() >= deadline:
@@ -78,10 +78,10 @@ class OffloadLoop:
         return matched
 
     def load(self, req_id: str, tables: Sequence[BlockTable], num_tokens: int) -> LoadedPrefix:
-        """Load matched tokens into device blocks, and wait for it.
+        """Load matched tokens into device blocks, and wait for the load.
 
         :param tables: for each group, the request's device blocks from its first token on.
-        :returns: what was loaded; nothing where it failed: the blocks are undefined then.
+        :returns: the loaded prefix; zeros if the load failed: then the content of the blocks is undefined.
         """
         if not self.scheduler.update_state_after_alloc(req_id, tables, num_tokens):
             return LoadedPrefix(0, 0, 0)
@@ -96,10 +96,10 @@ class OffloadLoop:
         return LoadedPrefix(progress.num_tokens, promoted, progress.num_bytes)
 
     def drain(self, deadline: float, req_id: str | None = None) -> bool:
-        """Step until a finished request, or every one, has handed on its blocks.
+        """Step until the transfers of a finished request, or of all requests, have ended.
 
         :param deadline: a ``time.monotonic`` time.
-        :returns: whether that was so in time.
+        :returns: False if the deadline passed before.
         """
         while self._live if req_id is None else req_id in self._live:
             if time.monotonic() >= deadline:

@@ -1,6 +1,6 @@
-"""Which models the engine can serve: those whose whole state is keys and values of full or sliding-window attention.
+"""Check of models: the engine supports those whose whole state is the KV of full or sliding-window attention.
 
-What a configuration says is checked first, then one token is run with a cache that records what each layer does.
+The configuration is checked first. Then one token is run with a cache that records the KV of each layer.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def probe_model(model: Any) -> KVGeometry:
-    """A model's KV cache groups, in the order of their first layers.
+    """Return a model's KV cache groups, in the order of their first layers.
 
     :param model: a Hugging Face decoder-only model on its device.
-    :raises UnsupportedModelError: naming the part that the engine cannot hold.
+    :raises UnsupportedModelError: if the engine does not support the model; names the unsupported part.
     """
     config = model.config.get_text_config(decoder=True)
     _check_config(model, config)
@@ -46,7 +46,7 @@ def _check_config(model: Any, config: Any) -> None:
 
 
 def _sliding_windows(model: Any, config: Any) -> list[int | None]:
-    """Of each layer the window, None for full attention, as transformers itself would cache it."""
+    """Return the window of each layer as transformers would cache it; None for full attention."""
     name = type(model).__name__
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()) or getattr(
         config, "attention_chunk_size", None
@@ -69,7 +69,7 @@ def _sliding_windows(model: Any, config: Any) -> list[int | None]:
 
 
 def _rope_types(config: Any) -> set[str]:
-    """All rope types that stand in a configuration, in the form of transformers 4 or 5, per layer type or not."""
+    """Return all RoPE types of a configuration of transformers 4 or 5, including those per layer type."""
     found: set[str] = set()
     todo = [getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)]
     while todo:
@@ -81,7 +81,7 @@ def _rope_types(config: Any) -> set[str]:
 
 
 class _RecordingLayer(DynamicLayer):  # type: ignore[misc]
-    """Remembers the shapes that a layer was given."""
+    """Records the keys and values that a layer receives."""
 
     def __init__(self) -> None:
         super().__init__()

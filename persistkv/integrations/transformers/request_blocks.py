@@ -9,16 +9,16 @@ from persistkv.integrations.transformers.block_pool import BlockPool
 from persistkv.integrations.transformers.kv_cache import GroupPages, PagedKVCache, RequestCache
 
 Allocate = Callable[[BlockPool, int], list[int]]
-"""Gives blocks of a pool to write, or raises."""
+"""Returns blocks of a pool to write, or raises."""
 
 
 class RequestBlocks:
-    """The block tables of one request, and what of them is copied to and from its cache.
+    """The block tables of one request, and the copies between their blocks and its cache.
 
-    Blocks in the tables are referred to until ``release``. A call that raises leaves tables that can be released.
+    Blocks in the tables stay referenced until ``release``. After a call that raised, the tables can still be released.
 
-    :ivar tables: for each group, the device blocks of the context's full blocks, in order. None stands for what a
-        sliding window had passed by when the request began: the request never had it.
+    :ivar tables: for each group, the device blocks of the context's full blocks, in order. None: the block was outside
+        of the sliding window when the request began, so the request never had it.
     """
 
     def __init__(self, device: PagedKVCache, allocate: Allocate) -> None:
@@ -28,15 +28,15 @@ class RequestBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the context, the same in each group."""
+        """Number of blocks of the context, the same in each group."""
         return len(self.tables[0])
 
     def acquire_resident(self, hashes: Sequence[bytes], limit: int) -> int:
-        """Refer to what the device holds of the longest begin that all its groups can serve.
+        """Reference the device's blocks of the longest prefix that all groups can serve.
 
-        :param hashes: of the context's full blocks.
-        :param limit: tokens that are not to be exceeded.
-        :returns: tokens.
+        :param hashes: hashes of the context's full blocks.
+        :param limit: maximum length in tokens.
+        :returns: length of the prefix in tokens.
         """
         groups = [GroupBlocks(group.blocks, hashes, group.pool.holds) for group in self._device.groups]
         num_tokens = longest_match(groups, self._device.block_size, 0, limit)
@@ -49,27 +49,27 @@ class RequestBlocks:
     def make_room(self, needed: Sequence[range]) -> None:
         """Append blocks to write.
 
-        :param needed: for each group, the positions of the blocks; None is put into the table before them.
+        :param needed: for each group, the positions of the blocks. Table entries before them are filled with None.
         """
         for (group, table), positions in zip(self._groups(), needed, strict=True):
             table += [None] * (positions.start - len(table))
             table += self._allocate(group.pool, len(positions))
 
     def truncate(self, num_blocks: int) -> None:
-        """Let go of all but the first blocks of the context."""
+        """Release all blocks of the context after the first ``num_blocks``."""
         for group, table in self._groups():
             group.pool.release(_there(table[num_blocks:]))
             del table[num_blocks:]
 
     def publish(self, hashes: Sequence[bytes], first: int) -> None:
-        """Make the blocks from position ``first`` on, which are written, reusable."""
+        """Make the written blocks from position ``first`` on reusable."""
         for group, table in self._groups():
             for block_id, block_hash in zip(table[first:], hashes[first : len(table)], strict=True):
                 if block_id is not None:
                     group.pool.publish(block_id, block_hash)
 
     def gather(self, cache: RequestCache) -> None:
-        """Fill the begin of a request's cache with all that its next token attends to."""
+        """Fill a request's cache with the blocks that its next token attends to."""
         num_tokens = self.num_blocks * self._device.block_size
         for (group, table), buffer in zip(self._groups(), cache.buffers, strict=True):
             needed = group.blocks.device_blocks(num_tokens)
@@ -79,7 +79,7 @@ class RequestBlocks:
     def keep(self, cache: RequestCache, hashes: Sequence[bytes], num_blocks: int) -> None:
         """Copy blocks that became full to pages, and publish them.
 
-        A block that the device holds already is referred to, not written: everybody then sees the same bytes.
+        A block that is resident already is referenced, not written, so that all requests use the same bytes.
 
         :param num_blocks: full blocks of the context now.
         """
@@ -96,7 +96,7 @@ class RequestBlocks:
         self.publish(hashes, first)
 
     def release(self) -> None:
-        """Let go of all blocks."""
+        """Release all blocks."""
         self.truncate(0)
 
     def _groups(self) -> Iterable[tuple[GroupPages, list[int | None]]]:

@@ -21,7 +21,7 @@ from persistkv.integrations.transformers.sampling import TokenChooser
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What all requests of an engine share."""
+    """Objects that all requests of an engine share."""
 
     model: Any
     forward_options: dict[str, Any]
@@ -30,7 +30,7 @@ class EngineParts:
 
 
 class RequestRun:
-    """A request on its way through the engine.
+    """Run of one request.
 
     :ivar blocks: the request's device blocks: the caller releases them when the connector releases the request.
     """
@@ -45,7 +45,7 @@ class RequestRun:
     def run(
         self, prompt: Sequence[int], max_new_tokens: int, chooser: TokenChooser, stop: Collection[int], reuse: bool
     ) -> GenerateResult:
-        """Answer. The caller has told the connector of the request, and finishes it whatever happens here."""
+        """Run the request. The caller has announced it to the connector, and must finish it even if this raises."""
         begin = time.perf_counter()
         self._stats.prompt_tokens = len(prompt)
         self._know(prompt, len(prompt))
@@ -73,7 +73,7 @@ class RequestRun:
             self._parts.loop.scheduler.update_keys(self._req_id, group, offload_keys(hashes, group), num_tokens)
 
     def _restore(self, num_tokens: int) -> int:
-        """Refer to, and load, the longest begin that the device and the tiers have; one token is left to compute."""
+        """Reference and load the longest prefix on the device and in the tiers; one token is left to compute."""
         blocks, size = self.blocks, self._parts.device.block_size
         on_device = self._stats.device_tokens = blocks.acquire_resident(self._chain.hashes, num_tokens - 1)
         matched = self._parts.loop.match(self._req_id, on_device)
@@ -90,7 +90,7 @@ class RequestRun:
         return on_device + loaded.num_tokens
 
     def _forward(self, token_ids: Sequence[int], cache: RequestCache) -> torch.Tensor:
-        """Logits behind the last token, shape (vocabulary,); the cache grows by the tokens."""
+        """Return the logits after the last token, shape (vocabulary,). The tokens are appended to the cache."""
         model = self._parts.model
         inputs = torch.tensor([list(token_ids)], dtype=torch.long, device=model.device)
         output = model(input_ids=inputs, past_key_values=cache, use_cache=True, **self._parts.forward_options)
@@ -98,7 +98,7 @@ class RequestRun:
         return logits
 
     def _keep(self, cache: RequestCache, num_tokens: int) -> None:
-        """Copy blocks that became full to pages, tell the connector, and step."""
+        """Copy blocks that became full to pages, report them to the connector, and step."""
         num_blocks = num_tokens // self._parts.device.block_size
         if num_blocks > self.blocks.num_blocks:
             self.blocks.keep(cache, self._chain.hashes, num_blocks)
@@ -106,7 +106,7 @@ class RequestRun:
         self._parts.loop.step()
 
     def _allocate(self, pool: BlockPool, count: int) -> list[int]:
-        """Device blocks to write; blocks of earlier requests that are being stored may have to be waited for."""
+        """Return device blocks to write. May wait for blocks of earlier requests that are being stored."""
         allocated = pool.allocate(count)
         if allocated is None:
             self._parts.loop.step(wait=True)

@@ -1,4 +1,4 @@
-"""What the engine answers."""
+"""Results and statistics of the engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from persistkv.storage.host.client import StoreStats
 
 @dataclass
 class RequestStats:
-    """Where one request's prompt came from, and how long it took."""
+    """Sources of one request's prompt tokens, and its times."""
 
     prompt_tokens: int = 0
     device_tokens: int = 0
@@ -21,13 +21,13 @@ class RequestStats:
     cpu_tokens: int = 0
     """Restored from the primary tier, which had them ready."""
     persistent_tokens: int = 0
-    """Restored from a tier behind the primary one."""
+    """Restored from a secondary tier."""
     computed_tokens: int = 0
     """Prompt tokens that the model computed; at least one."""
     bytes_loaded: int = 0
     """Bytes copied from the primary tier to the device."""
     lookup_s: float = 0.0
-    """Seconds until it was known what can be restored, promotion included."""
+    """Seconds until the restorable prefix was known, including promotions."""
     load_s: float = 0.0
     """Seconds of the load onto the device."""
     ttft_s: float = 0.0
@@ -43,13 +43,13 @@ class RequestStats:
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """One answer."""
+    """Result of one request."""
 
     req_id: str
     tokens: Sequence[int]
     """The generated tokens."""
     logits: torch.Tensor = field(repr=False)
-    """Logits that the first generated token was chosen from: shape (vocabulary,), on the CPU."""
+    """Logits from which the first generated token was chosen: shape (vocabulary,), on the CPU."""
     block_hashes: Sequence[bytes] = field(repr=False)
     """Hashes of the context's full blocks whose KV was computed, in order."""
     stats: RequestStats
@@ -70,4 +70,4 @@ class EngineStats:
     """Bytes of one block of each KV cache group together."""
     connector: ConnectorStats
     persistent: tuple[StoreStats, ...]
-    """What both sides of each store count, in the order that the stores were given in."""
+    """Totals of both sides of each store, in the order of the stores' URLs."""

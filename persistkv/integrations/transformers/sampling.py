@@ -11,7 +11,7 @@ from persistkv.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen."""
+    """Parameters of the choice of tokens."""
 
     temperature: float = 0.0
     """0: always the most likely token."""
@@ -27,7 +27,7 @@ class Sampling:
             raise ConfigurationError("top_p", self.top_p, "more than 0, at most 1")
 
     def chooser(self, device: torch.device) -> TokenChooser:
-        """A chooser with a random sequence of its own."""
+        """Return a chooser with its own random sequence."""
         return TokenChooser(self, torch.Generator(device).manual_seed(self.seed))
 
 
@@ -39,7 +39,7 @@ class TokenChooser:
     generator: torch.Generator
 
     def choose(self, logits: torch.Tensor) -> int:
-        """The next token.
+        """Return the next token.
 
         :param logits: shape (vocabulary,).
         """

@@ -25,10 +25,10 @@ from persistkv.tiering.persistent import PersistentTier
 
 @dataclass(frozen=True)
 class StackOptions:
-    """How the tiers are built."""
+    """Options of the tiers."""
 
     cpu_bytes: int
-    """Size of the primary tier; rows of less than it all are left out."""
+    """Size of the primary tier, rounded down to whole rows."""
     urls: tuple[str, ...]
     """The stores, nearest first: each is a persistent tier."""
     codec: str
@@ -43,7 +43,7 @@ class OffloadingStack:
     scheduler: OffloadingConnectorScheduler
     worker: OffloadingConnectorWorker
     persistent: list[PersistentTier]
-    """In the order that they are asked in."""
+    """In the order of lookups."""
     num_cpu_blocks: int
 
     def close(self) -> None:
@@ -55,10 +55,10 @@ class OffloadingStack:
 
 
 def build_stack(device: PagedKVCache, identity: Mapping[str, Any], options: StackOptions) -> OffloadingStack:
-    """Build what lies behind a paged cache; nothing is left behind where a part cannot be built.
+    """Build the tiers behind a paged cache. If one part cannot be built, the others are released.
 
-    :param identity: of the KV bytes, as JSON values.
-    :raises ConfigurationError: where not one block fits the primary tier, or an option is wrong.
+    :param identity: identity of the KV bytes, as JSON values.
+    :raises ConfigurationError: if the primary tier is too small for one block, or an option is invalid.
     """
     caches = device.canonical()
     cell = cell_bytes(caches, 1)
@@ -66,7 +66,7 @@ def build_stack(device: PagedKVCache, identity: Mapping[str, Any], options: Stac
     num_blocks = options.cpu_bytes // stride
     if not num_blocks:
         raise ConfigurationError("cpu_bytes", options.cpu_bytes, f"room for one block, {stride} bytes, or more")
-    remove_leftover_regions()  # each engine's file has a name of its own: nobody else takes over what a killed one left
+    remove_leftover_regions()  # file names are unique per engine, so no engine replaces a killed engine's file
     with ExitStack() as undo:
         region = SharedOffloadRegion(uuid.uuid4().hex, num_blocks * stride, num_blocks, 0, 1, cell)
         undo.callback(region.cleanup)
@@ -87,7 +87,7 @@ def build_stack(device: PagedKVCache, identity: Mapping[str, Any], options: Stac
             undo.callback(tier.shutdown)
             persistent.append(tier)
         manager: OffloadingManager = TieringOffloadingManager(primary, persistent)
-        handlers = CpuGpuOffloadingHandlers(caches, 1, num_blocks, region)  # last: it holds on to the region's memory
+        handlers = CpuGpuOffloadingHandlers(caches, 1, num_blocks, region)  # last: it references the region's memory
         undo.pop_all()
     worker = OffloadingConnectorWorker(
         [

@@ -1,7 +1,7 @@
 """vLLM: persistkv as a secondary tier of its KV offloading. See docs/vllm.md.
 
-``{"type": "persistkv", …}`` among ``secondary_tiers`` is enough where the package is installed beside vLLM. Names are
-resolved when they are first used: the rest of this package needs no vLLM.
+If the package is installed in vLLM's environment, an entry ``{"type": "persistkv", …}`` of ``secondary_tiers`` enables
+it. Names are resolved when they are first used, because the rest of this package does not need vLLM.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What vLLM's own process tells of itself: its configuration, its release, its platform."""
+"""Configuration, release and platform of the vLLM process."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 from persistkv.errors import ConfigurationError
 
 _CPU_FLAGS = ("amx_bf16", "amx_tile", "avx512_bf16", "avx512f", "avx2", "sve", "bf16")
-"""What vLLM's CPU kernels are chosen by, and with them the order of bytes in a block."""
+"""CPU flags by which vLLM selects its kernels, and with them the order of bytes in a block."""
 
 
 def find_vllm_config() -> Any:
-    """The ``VllmConfig`` of the engine that is being built.
+    """Return the ``VllmConfig`` of the engine that is being built.
 
-    vLLM hands a secondary tier a summary that knows neither weights nor RoPE. The whole is with those who build the
-    tier, further up the stack: the connector, the scheduler, the engine.
+    vLLM passes a secondary tier a summary without weights and RoPE. The full configuration is in the callers further up
+    the stack: the connector, the scheduler, the engine.
 
-    :raises ConfigurationError: nobody up the stack has one.
+    :raises ConfigurationError: no caller on the stack has one.
     """
     from vllm.config import VllmConfig, get_current_vllm_config_or_none
 
@@ -41,7 +41,7 @@ def _config_in(frame: FrameType, kind: type) -> Any:
 
 
 def engine_facts() -> dict[str, Any]:
-    """The release without its last number, and the device."""
+    """Return the release without its last number, and the device; for a CPU also its type and flags."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -63,7 +63,7 @@ def _cpu_flags() -> list[str]:
 
 
 def fixes_hash_seed() -> bool:
-    """Whether this vLLM gives cryptographic block hashes a fixed seed where the environment names none."""
+    """Return whether this vLLM release fixes the seed of cryptographic block hashes if the environment sets none."""
     from vllm.v1.core import kv_cache_utils
 
     return hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")

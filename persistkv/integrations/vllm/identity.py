@@ -1,7 +1,7 @@
 """The identity of KV bytes in vLLM, from its configuration.
 
-Where a model lies and what it is called is not part of it: its weights' bytes are. vLLM's release is: what a block's
-bytes mean is vLLM's own matter, and it says nowhere when that changes.
+A model's path and name are not part of it; the bytes of its weights are. vLLM's release is part of it, because the
+meaning of a block's bytes is internal to vLLM and changes without notice.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ logger = logging.getLogger(__name__)
 IDENTITY_VERSION = 1
 
 _READABLE_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "runai_streamer")
-"""Formats in which vLLM loads the files that ``fingerprint_checkpoint`` takes."""
+"""Load formats for which ``fingerprint_checkpoint`` reads the files that vLLM loads."""
 _SEED_VARIABLE = "PYTHONHASHSEED"
 _FIXED_HASHES = ("sha256", "sha256_cbor")
-"""Algorithms whose seed vLLM fixes where the environment does not."""
+"""Algorithms whose seed vLLM fixes if the environment does not set one."""
 
 
 def engine_identity(
     config: Any, offloading: Any, facts: Mapping[str, Any], *, weights: str | None = None, adapters: str | None = None
 ) -> dict[str, Any]:
-    """Everything that must match for the engine's KV bytes to be valid, as JSON values.
+    """Return everything that must match for the engine's KV bytes to be valid, as JSON values.
 
     :param config: vLLM's ``VllmConfig``.
     :param offloading: its ``OffloadingConfig``.
-    :param facts: of the release and the platform, see ``engine.engine_facts``.
-    :param weights: a name that stands for the weights; None fingerprints their files.
-    :param adapters: a name that stands for the LoRA adapters.
+    :param facts: release and platform, see ``engine.engine_facts``.
+    :param weights: a name that identifies the weights; None fingerprints their files.
+    :param adapters: a name that identifies the LoRA adapters.
     :raises ConfigurationError: the weights cannot be fingerprinted, or adapters are enabled and not named.
     """
     model, cache = config.model_config, config.cache_config
@@ -68,9 +68,9 @@ def engine_identity(
 
 
 def has_random_hashes(algorithm: str, *, fixes_seed: bool) -> bool:
-    """Whether block hashes differ from one start of the engine to the next, so that nothing is ever found again.
+    """Return whether block hashes differ between starts of the engine, so that no stored block is found again.
 
-    :param fixes_seed: whether this vLLM fixes the seed of cryptographic algorithms; older ones do not.
+    :param fixes_seed: whether this vLLM release fixes the seed of cryptographic algorithms; older ones do not.
     """
     if os.environ.get(_SEED_VARIABLE) is not None:
         return False
@@ -91,7 +91,7 @@ def _weights(model: Any, load: Any, name: str | None) -> str:
 
 
 def _directory(model: str, revision: str | None, load: Any) -> Path:
-    """Where the engine, which has loaded them before, read the weights from."""
+    """Return the directory from which the engine has loaded the weights."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -134,7 +134,7 @@ def _adapters(lora: Any, name: str | None) -> dict[str, Any] | None:
 
 
 def _speculation(speculative: Any, load: Any) -> dict[str, Any] | None:
-    """A draft model's layers may keep their KV in the same blocks."""
+    """Return the identity of speculative decoding: a draft model's layers may keep their KV in the same blocks."""
     if speculative is None:
         return None
     draft = getattr(speculative, "draft_model_config", None)

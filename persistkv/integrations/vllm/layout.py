@@ -1,4 +1,4 @@
-"""The geometry of vLLM's primary tier, as far as a secondary tier is told."""
+"""The geometry of vLLM's primary tier, limited to the data that a secondary tier receives."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from persistkv.config import GroupLayout, RowLayout
 
 
 def row_layout(offloading: Any, row_stride: int) -> RowLayout:
-    """Every byte of a row, for every group: a tier is not told where workers' cells and groups' tensors begin.
+    """Return a layout in which every group uses the whole row.
 
-    What is padding is less than a page per worker.
+    A tier does not know the offsets of workers' cells and groups' tensors. The padding is less than a page per worker.
 
     :param offloading: vLLM's ``OffloadingConfig``.
     :param row_stride: bytes from one row to the next.
@@ -19,7 +19,7 @@ def row_layout(offloading: Any, row_stride: int) -> RowLayout:
 
 
 def group_tokens(offloading: Any) -> tuple[int, ...]:
-    """Tokens of one chunk, per group index that a key may have."""
+    """Return the tokens of one chunk, for each group index that a key may have."""
     chunk = offloading.cache.blocks_per_chunk
     tokens: dict[int, int] = {group.group_id: group.tokens_per_block * chunk for group in offloading.groups}
     first = offloading.groups[0].tokens_per_block * chunk
@@ -27,6 +27,6 @@ def group_tokens(offloading: Any) -> tuple[int, ...]:
 
 
 def _num_groups(offloading: Any) -> int:
-    """A key's group index may be that of vLLM's own list of groups, of which not all need be offloaded."""
+    """Return the number of group indices. A key's index may refer to all groups of vLLM, offloaded or not."""
     last: int = max(group.group_id for group in offloading.groups)
     return max(len(offloading.groups), last + 1)

@@ -1,8 +1,9 @@
 """Regions that killed engines left under /dev/shm.
 
 1. Only a file of this user that no process maps is removed.
-2. Processes of other containers may share /dev/shm and not be visible here. Where that may be, only a file that nobody
-   has touched for ten minutes is removed: an engine maps its region while it starts, and what is mapped stays valid.
+2. Processes of other containers may share /dev/shm and be invisible here. If this is possible, a file is removed only
+   if it has not been modified for ten minutes: an engine maps its region while it starts, and a mapping stays valid
+   after the file is removed.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ _FIRST_PID_NAMESPACE = 0xEFFFFFFC  # its inode number, fixed by the kernel
 
 
 def remove_leftovers(directory: str = SHARED_MEMORY_DIRECTORY) -> list[str]:
-    """Remove what belongs to nobody.
+    """Remove the files of regions that no process uses.
 
-    :returns: the paths that were removed.
+    :returns: the removed paths.
     """
     left = [path for path in sorted(Path(directory).glob(_PATTERN)) if _may_be_removed(path)]
     used = _mapped_files() if left else set()
@@ -60,7 +61,7 @@ def _sees_all_processes() -> bool:
 
 
 def _mapped_files() -> set[tuple[int, int]]:
-    """Device and inode of every file that a process here maps, or has open."""
+    """Return device and inode of every file that a visible process maps or has open."""
     used: set[tuple[int, int]] = set()
     for process in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -69,5 +70,5 @@ def _mapped_files() -> set[tuple[int, int]]:
                 status = os.stat(f"/proc/{process}/fd/{name}")
                 used.add((status.st_dev, status.st_ino))
         except OSError:
-            continue  # it has ended, or is another user's, who cannot use a file of ours
+            continue  # the process has ended, or is another user's, which cannot use a file of this user
     return used

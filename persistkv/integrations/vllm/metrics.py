@@ -1,4 +1,4 @@
-"""The tier's counters and gauges, in the forms that vLLM exports to Prometheus. Each carries the kind of store."""
+"""The tier's counters and gauges, in the form that vLLM exports to Prometheus, labelled with the kind of store."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _BREAKER = {"half-open": 1.0, "open": 2.0}
 
 @dataclass
 class Observed:
-    """What the tier itself counts."""
+    """Totals counted by the tier itself."""
 
     lookup_hits: int = 0
     lookup_misses: int = 0
@@ -55,7 +55,7 @@ class Observed:
 
 
 def metric_definitions() -> dict[str, Any]:
-    """What ``build_metric_definitions`` gives to vLLM."""
+    """Return the metric definitions for ``build_metric_definitions``."""
     from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
     counters = {PREFIX + name: OffloadingCounterMetadata(text, LABELS) for name, text in COUNTERS.items()}
@@ -63,7 +63,7 @@ def metric_definitions() -> dict[str, Any]:
 
 
 class MetricsReader:
-    """Turns totals into what vLLM adds up: how much each grew since the last reading.
+    """Converts totals to increments since the last reading, which vLLM adds up.
 
     :param store: the kind of store, e.g. ``lmdb``.
     """
@@ -75,11 +75,11 @@ class MetricsReader:
         self._next_s = 0.0
 
     def is_due(self, observed: Observed, now: float) -> bool:
-        """Whether a reading is worth its time: the tier counted something, or a second has passed.
+        """Return whether a reading is worth its time: the tier's totals changed, or a second has passed.
 
-        It is asked in every step, and in most of them nothing happened.
+        Called in every step, in most of which nothing has changed.
 
-        :param now: seconds, of a clock that never goes back.
+        :param now: seconds of a monotonic clock.
         """
         counted = tuple(vars(observed).values())
         if counted == self._observed and now < self._next_s:
@@ -88,7 +88,7 @@ class MetricsReader:
         return True
 
     def read(self, observed: Observed, stats: StoreStats, held_chunks: int) -> Any:
-        """An ``OffloadingConnectorStats``."""
+        """Return an ``OffloadingConnectorStats`` with the increments and the gauges."""
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 
         reading = OffloadingConnectorStats()
@@ -99,14 +99,14 @@ class MetricsReader:
         return reading
 
     def growth(self, now: Mapping[str, float]) -> dict[str, float]:
-        """Of each total that grew. One that shrank began anew, with the store's process."""
+        """Return the increments of totals that grew. A total that shrank restarted at 0 with the store's process."""
         last, self._last = self._last, {**self._last, **now}
         grown = {name: value - (last.get(name, 0) if value >= last.get(name, 0) else 0) for name, value in now.items()}
         return {name: value for name, value in grown.items() if value}
 
 
 def totals(observed: Observed, stats: StoreStats) -> dict[str, float]:
-    """Counters since the tier was built; those of the store's process since that was started, where it has told."""
+    """Return the tier's counters since its construction and, if known, the store process's counters since its start."""
     found: dict[str, float] = {**vars(observed)}
     found["stores_refused"] = stats.client.refused_jobs
     found["restarts"] = stats.client.restarts
@@ -120,7 +120,7 @@ def totals(observed: Observed, stats: StoreStats) -> dict[str, float]:
 
 
 def levels(stats: StoreStats, held_chunks: int) -> dict[str, float]:
-    """Gauges."""
+    """Return the gauges; those of the store's process are missing until it has reported them."""
     found: dict[str, float] = {
         "queued_bytes": stats.queued_bytes,
         "held_chunks": held_chunks,

@@ -1,4 +1,4 @@
-"""What a ``persistkv`` entry of ``secondary_tiers`` may set, and what a request may."""
+"""Options of a ``persistkv`` entry of ``secondary_tiers``, and options of a request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from persistkv.config import StoreUrl, convert_options
 from persistkv.errors import ConfigurationError
 
 REQUEST_PARAMETER = "persistkv"
-"""Where a request says something to this tier, among its ``kv_transfer_params``."""
+"""Key of this tier's options in a request's ``kv_transfer_params``."""
 
 _WHERE = "secondary tier persistkv"
 _URL_OPTIONS = ("capacity", "ttl", "deadline")
@@ -22,42 +22,42 @@ class VllmTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of the tier."""
 
     url: str
-    """The store, e.g. ``lmdb:///var/cache/kv`` or ``s3://bucket/prefix``, with options of its own."""
+    """The store, e.g. ``lmdb:///var/cache/kv`` or ``s3://bucket/prefix``, with options of its backend."""
     capacity: int | str | None = None
     """The same as in the URL: bound on the bytes of the store."""
     ttl: str | None = None
-    """The same as in the URL: how long what nobody uses is kept."""
+    """The same as in the URL: time after its last use until content expires."""
     deadline: str | None = None
-    """The same as in the URL, for a store behind a network: time for one operation, its retries included."""
+    """The same as in the URL, for a remote store: time limit of one operation, including its retries."""
     codec: str = "raw"
-    """What new packs are written with: ``raw``, ``planes`` or ``zstd``."""
+    """Codec of new packs: ``raw``, ``planes`` or ``zstd``."""
     durability: str = "commit"
     """``commit``, or ``interval:5s``."""
     policy: Literal["request", "chunk"] = "request"
-    """``request``: every chunk of a request is offered, prefix hits included, and its context is listed as a whole.
+    """``request``: every chunk of a request is offered, including prefix hits, and its whole context is listed.
     ``chunk``: newly computed chunks only."""
     min_tokens: int = 0
     """Requests that have fewer tokens when their first chunks arrive are not persisted."""
     io_threads: int = 2
-    """Threads of the store's process that read, verify, encode and decode, beside the one that writes."""
+    """Threads of the store's process that read, verify, encode and decode, in addition to the one that writes."""
     labels: dict[str, str] = {}
-    """Shown with each context that is stored."""
+    """Stored with each context and shown by tools."""
     strict_identity: bool = False
-    """Refuse a store that holds what other models left, and nothing of this one."""
+    """Refuse a store that contains only KV of other identities."""
     weights: str | None = None
-    """A name for the weights, to be changed whenever they change. For weights that are not files on this machine, which
-    are fingerprinted; where it is set, nothing is."""
+    """A name for the weights, which must change whenever they change. Needed for weights that are not files on this
+    machine. If it is set, the weights are not fingerprinted."""
     adapters: str | None = None
-    """A name for the set of LoRA adapters, to be changed whenever one of them changes under its name: vLLM's keys
-    tell adapters apart by name only. Required where LoRA is enabled."""
+    """A name for the set of LoRA adapters, which must change whenever an adapter changes without a new name, because
+    vLLM's keys distinguish adapters only by name. Required if LoRA is enabled."""
     host: Literal["process", "thread"] = "process"
-    """Where the store runs."""
+    """Execution context of the store."""
     queue_bytes: int | str = "1GiB"
-    """Bound on the raw bytes of stores in flight; past it they are dropped."""
+    """Bound on the raw bytes of stores in flight; further stores are dropped."""
     staging_bytes: int | str = "256MiB"
     """Bound on the memory of the store's process beyond its index."""
     locality: Literal["LOCAL", "REMOTE"] | None = None
-    """vLLM's own: what events say of where the store is. None: ``REMOTE`` for ``s3://``, else ``LOCAL``."""
+    """Locality of the store in vLLM's events. None: ``REMOTE`` if the backend is remote, else ``LOCAL``."""
 
     def __post_init__(self) -> None:
         if self.min_tokens < 0:
@@ -70,9 +70,9 @@ class VllmTierOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def full_url(self) -> str:
-        """The URL with the options that stand beside it.
+        """The URL with the options that are set outside of it.
 
-        :raises ConfigurationError: one stands in both places.
+        :raises ConfigurationError: an option is set both in the URL and outside of it.
         """
         known = StoreUrl.parse(self.url).options
         url = self.url
@@ -89,7 +89,7 @@ class VllmTierOptions(msgspec.Struct, frozen=True, kw_only=True):
 def tier_options(options: Mapping[str, Any]) -> VllmTierOptions:
     """Check the options of a tier's entry.
 
-    :raises ConfigurationError: naming the option.
+    :raises ConfigurationError: an option is invalid; the error names it.
     """
     if "url" not in options:
         raise ConfigurationError(f"{_WHERE} option url", None, "a store's URL, e.g. lmdb:///var/cache/kv")
@@ -99,7 +99,7 @@ def tier_options(options: Mapping[str, Any]) -> VllmTierOptions:
 
 
 class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``kv_transfer_params={"persistkv": {"store": false}}``; ``{"persistkv": false}`` is both."""
+    """``kv_transfer_params={"persistkv": {"store": false}}``; ``{"persistkv": false}`` sets both options to false."""
 
     store: bool = True
     """Whether the request's context may be persisted."""
@@ -112,9 +112,9 @@ NEITHER = RequestOptions(store=False, load=False)
 
 
 def request_options(parameters: Mapping[str, Any] | None) -> RequestOptions:
-    """What a request asks for.
+    """Return a request's options.
 
-    :raises ConfigurationError: it is not understood.
+    :raises ConfigurationError: they are invalid.
     """
     asked = parameters.get(REQUEST_PARAMETER, True) if parameters else True
     if isinstance(asked, bool):

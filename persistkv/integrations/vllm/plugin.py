@@ -1,4 +1,4 @@
-"""The entry point of group ``vllm.general_plugins``: vLLM calls it in each of its processes, more than once."""
+"""The entry point in group ``vllm.general_plugins``, which vLLM calls in each of its processes, more than once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PACKAGE = "persistkv.integrations.vllm"
 
 
 def register() -> None:
-    """Make the tiers known by short names, and the spec as ``PersistKVSpec``; remove what killed engines left."""
+    """Register the tiers by short names and the spec as ``PersistKVSpec``; remove the regions of killed engines."""
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 

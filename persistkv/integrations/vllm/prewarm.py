@@ -1,8 +1,8 @@
-"""Promotes what a store holds before a request asks for it.
+"""Promotes recently used contexts of a store before a request looks them up.
 
-vLLM promotes what somebody looks up, and a tier cannot look up its own chunks. But a tier may serve requests from
-elsewhere, for which it looks up what the *other* tiers hold. This one holds nothing, and does so for the contexts
-that were used last: vLLM's manager promotes them as it does for a request, and stays free to evict them.
+vLLM promotes chunks that are looked up, and a tier cannot look up its own chunks. However, a tier may serve external
+requests, for which it looks up chunks of the *other* tiers. This tier holds no chunks, and looks up the most recently
+used contexts: vLLM's manager promotes them as for a request, and may evict them at any time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from persistkv.integrations.vllm.tier import tiers_of
 from persistkv.tiering.prewarming import Prewarming
 
 _WHERE = "secondary tier persistkv-prewarm"
-_PATIENCE_S = 30.0  # for one context, which may find no room
+_PATIENCE_S = 30.0  # limit for one context, which may find no room
 _ON_ITS_WAY = (LookupResult.RETRY, LookupResult.HIT_PENDING)
 
 
@@ -29,7 +29,7 @@ class PrewarmOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of the tier."""
 
     share: float = 0.5
-    """Of the CPU tier, to be filled."""
+    """Part of the CPU tier to fill."""
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
@@ -39,9 +39,9 @@ class PrewarmOptions(msgspec.Struct, frozen=True, kw_only=True):
 class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed where types are checked
     """``{"type": "persistkv-prewarm", "share": 0.5}`` among ``secondary_tiers``, after the ``persistkv`` ones.
 
-    The first of those tells what was used last.
+    The first ``persistkv`` tier lists the recently used contexts.
 
-    :raises ConfigurationError: naming the option, or that there is no such tier.
+    :raises ConfigurationError: an option is invalid, or there is no ``persistkv`` tier before it.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]  # vLLM is n
     def has_pending_work(self) -> bool:
         return bool(self._passed_over) or not self._prewarming.ended
 
-    # It holds nothing
+    # Methods of a tier that holds no chunks
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         return LookupResult.MISS
@@ -101,4 +101,4 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]  # vLLM is n
         return RequestOffloadingContext(OffloadPolicy.CHUNK_LEVEL)
 
     def drain_jobs(self) -> None:
-        """There are none."""
+        """Do nothing: there are no jobs."""

@@ -1,4 +1,4 @@
-"""The descriptor behind the primary tier's memory, which vLLM does not tell: found by where the memory is mapped."""
+"""Finds the file behind the primary tier's memory by its mapping, since vLLM does not pass its descriptor."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Mapping(NamedTuple):
     device: int
     inode: int
     path: str
-    """Empty for memory without a file; ends in ``(deleted)`` where the file was unlinked."""
+    """Empty for memory without a file; ends in ``(deleted)`` if the file was unlinked."""
 
 
 def mappings(process: str = "self") -> Iterator[Mapping]:
-    """The mappings of a process, by address.
+    """Yield the mappings of a process in order of their addresses.
 
-    :raises OSError: the process is gone, or not ours to look at.
+    :raises OSError: the process has ended, or its mappings must not be read.
     """
     with open(f"/proc/{process}/maps") as lines:
         for line in lines:
@@ -44,10 +44,10 @@ def mappings(process: str = "self") -> Iterator[Mapping]:
 
 
 def open_region(rows: memoryview) -> int | None:
-    """A descriptor of the file that the rows are mapped from, whose first byte is theirs; the caller closes it.
+    """Open the file from which the rows are mapped, starting at its first byte. The caller closes the descriptor.
 
     :param rows: the whole region, contiguous, writable.
-    :returns: None where the rows are not mapped, shared, from one file alone.
+    :returns: None if the rows are not a shared mapping of exactly one file.
     """
     source = _source(address_of(rows), rows.nbytes)
     if source is None:
@@ -65,13 +65,13 @@ def open_region(rows: memoryview) -> int | None:
 
 
 def ready(rows: memoryview) -> None:
-    """Have the rows in huge pages, and all of them in this process's page table, before they are first used.
+    """Move the rows into huge pages, and map all of them in this process's page table, before they are first used.
 
-    The store's process asks for huge pages, too, but later: what the kernel then moves leaves the page tables of all,
-    and each small page of it is a fault of some microseconds in the step of an engine that next copies into it. Where
-    the pages are huge by then, nothing is moved.
+    The store's process also requests huge pages, but later. The kernel would then move the rows and drop them from the
+    page tables of all processes, and the engine's next copy to each small page would take a fault of some microseconds.
+    If the rows are in huge pages by then, nothing is moved.
 
-    :param rows: as of ``open_region``; others may use them meanwhile, no byte changes.
+    :param rows: as in ``open_region``. They may be used during the call; no byte changes.
     """
     fd = open_region(rows)
     if fd is None:
@@ -80,11 +80,11 @@ def ready(rows: memoryview) -> None:
         use_huge_pages(fd, rows.nbytes)
     finally:
         os.close(fd)
-    madvise(address_of(rows), rows.nbytes, MADV_POPULATE_WRITE)  # where it cannot be, the first use of each row does it
+    madvise(address_of(rows), rows.nbytes, MADV_POPULATE_WRITE)  # if it fails, the first use of each row does it
 
 
 def _source(address: int, num_bytes: int) -> Mapping | None:
-    """The first of the mappings that cover the bytes, all of one file and in its order, from its beginning."""
+    """Return the first of the mappings that cover the bytes with one file from its start, in order; None: none do."""
     first: Mapping | None = None
     covered = address
     for mapping in mappings():
@@ -103,7 +103,7 @@ def _source(address: int, num_bytes: int) -> Mapping | None:
 
 
 def _candidates(source: Mapping) -> Iterator[str]:
-    """Paths that may lead to the file: that of the mapping, and this process's descriptors of a file without one."""
+    """Yield paths that may lead to the file: the mapping's, and those of this process's descriptors of the file."""
     yield source.path
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):

@@ -1,4 +1,4 @@
-"""What the tier keeps of a request while it lives."""
+"""The tier's state of a request until it ends."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from persistkv.integrations.vllm.options import NEITHER, RequestOptions, request
 logger = logging.getLogger(__name__)
 
 Position = Callable[[OffloadKey], "int | None"]
-"""The number of tokens up to the end of a key's chunk; None where the engine does not know it."""
+"""The number of tokens up to the end of a key's chunk; None if the engine does not know it."""
 
 
 class LiveRequest:
-    """One request. Keys may come in any order; their positions bring them into that of the context.
+    """One request. Keys may arrive in any order; their positions determine the order in the context.
 
-    :param position: as the engine tells it; None where it tells nothing.
+    :param position: function of the engine; None if it has none.
     :param group_tokens: tokens of one chunk, per group.
     """
 
@@ -39,10 +39,10 @@ class LiveRequest:
             self.context = ReqContext(req_id, description=self._description)
         self._is_long: bool | None = None
         self.has_stored = False
-        """Whether anything of it was handed to the store."""
+        """Whether any chunk of it was submitted to the store."""
 
     def wants(self, keys: Sequence[OffloadKey], min_tokens: int) -> bool:
-        """Whether these keys are to be stored, which the first ones of a request decide for all."""
+        """Return whether these keys must be stored. The first keys of a request decide on all of them."""
         if not self.options.store:
             return False
         if self._is_long is None:
@@ -54,18 +54,18 @@ class LiveRequest:
         return max((float("inf") if end is None else end for end in ends), default=0)
 
     def learn(self, keys: Sequence[OffloadKey]) -> ReqContext:
-        """The request's context, these keys among it."""
+        """Add keys to the request's context and return it."""
         self.has_stored = True
         if self._description is not None:
             try:
                 self._description.learn(keys)
-            except LookupError:  # without all positions none are of use
+            except LookupError:  # positions are only useful if all are known
                 self._description = None
                 self.context = ReqContext(self.context.req_id)
         return self.context
 
     def end(self) -> ReqContext:
-        """The whole context, in order."""
+        """Return the whole context, in order."""
         if self._description is not None:
             self._description.sort()
         return self.context
@@ -81,9 +81,9 @@ class _Description(RequestDescription):
         self._ends: dict[OffloadKey, int] = {}
 
     def learn(self, keys: Sequence[OffloadKey]) -> None:
-        """Take keys in; those that are known are passed over.
+        """Add keys; known keys are ignored.
 
-        :raises LookupError: the engine does not know where one lies; those before it are taken in.
+        :raises LookupError: the engine does not know the position of a key; the keys before it were added.
         """
         for key in keys:
             if key in self._ends:
@@ -100,14 +100,14 @@ class _Description(RequestDescription):
         return None if end is None else max(0, end // self._group_tokens[get_offload_group_idx(key)] - 1)
 
     def sort(self) -> None:
-        """Bring each group's keys into the order of the context."""
+        """Sort each group's keys in the order of the context."""
         for chain in self.group_keys:
             chain.sort(key=self._ends.__getitem__)
 
 
 def options_of(req_id: str, parameters: Mapping[str, Any] | None) -> RequestOptions:
-    """What a request asks for. One that cannot be understood is served without the store: it wanted something else
-    than the default, and no request fails for it."""
+    """Return a request's options. If they are invalid, log a warning and use neither stores nor loads: the request
+    does not want the default, and must not fail because of its options."""
     try:
         return request_options(parameters)
     except ConfigurationError as error:

@@ -14,9 +14,9 @@ from persistkv.libc import memory_at
 
 
 class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """``"spec_name": "PersistKVSpec"`` in the place of ``TieringOffloadingSpec``; the same options.
+    """``"spec_name": "PersistKVSpec"`` instead of ``TieringOffloadingSpec``, with the same options.
 
-    Where KV tensors lie in device memory it is the stock spec.
+    If KV tensors are in device memory, it behaves like the stock spec.
     """
 
     def get_worker(self, kv_caches: Any) -> Any:
@@ -36,6 +36,6 @@ class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not
 
 
 def _memory_of(rows: torch.Tensor) -> memoryview:
-    """All of the memory that a tensor is a part of, bytes."""
+    """Return all bytes of the storage that contains a tensor."""
     storage = rows.untyped_storage()
     return memory_at(storage.data_ptr(), storage.nbytes())

@@ -1,13 +1,13 @@
-"""vLLM's secondary tier over ``PersistentTier``: it translates names, and that is all.
+"""vLLM's secondary tier over ``PersistentTier``: it only translates names.
 
 | vLLM | persistkv |
 |---|---|
 | ``LookupResult.HIT``, ``MISS`` | ``True``, ``False`` |
 | ``TransferJob.chunk_ids`` | ``JobMetadata.block_ids`` |
 | ``JobResult.successful_keys`` | ``JobResult.failed_keys``, the others |
-| positions of keys, as requests go on | ``RequestDescription`` |
+| positions of keys, as requests grow | ``RequestDescription`` |
 
-Called from the scheduler's thread; nothing waits but construction, ``drain_jobs`` and ``shutdown``.
+Called from the scheduler's thread. Only the constructor, ``drain_jobs`` and ``shutdown`` wait.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _DRAIN_S = 60.0
 class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed where types are checked
     """``{"type": "persistkv", "url": "lmdb:///var/cache/kv"}`` among ``secondary_tiers``; see ``VllmTierOptions``.
 
-    :raises ConfigurationError: naming the option.
-    :raises IdentityMismatchError: as ``strict_identity`` asks.
+    :raises ConfigurationError: an option is invalid; the error names it.
+    :raises IdentityMismatchError: ``strict_identity`` is set and the store contains only other identities.
     :raises StoreError: the store cannot be opened.
     """
 
@@ -201,7 +201,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         if request is not None and request.has_stored:
             self._tier.on_request_finished(request.end())
 
-    # What was used last, for ``PersistKVPrewarm``
+    # Recently used contexts, for ``PersistKVPrewarm``
 
     def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
         """See ``PersistentTier.ask_recent``."""
@@ -224,15 +224,15 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         return metric_definitions()
 
     def get_stats(self) -> Any:
-        """What changed; None where nothing did since the last call, or only what can be told a moment later."""
+        """Return metrics; None if the tier's totals have not changed since the last reading, which is under 1 s old."""
         if not self._metrics.is_due(self._observed, time.monotonic()):
             return None
         return self._metrics.read(self._observed, self._tier.glance(), self._tier.num_held_blocks)
 
     def shutdown(self) -> None:
-        """Let the store's process commit what it was given, a minute at most, and end; idempotent.
+        """Wait until the store's process has committed the submitted blocks and ended; idempotent.
 
-        Requests that have not ended end here: their contexts so far are listed.
+        After a minute the process is killed. Unfinished requests are ended: their contexts so far are listed.
         """
         isolation = Isolation("tier persistkv")
         for request in self._requests.values():
@@ -256,6 +256,6 @@ def _job(job: TransferJob, keys: Sequence[OffloadKey], context: ours.ReqContext)
 
 
 def tiers_of(offloading_spec: Any) -> list[PersistKVTier]:
-    """The tiers of this kind that one engine has, in their order: they know of each other by what built them."""
+    """Return the list of this engine's tiers of this kind, in order; it is an attribute of the engine's spec."""
     tiers: list[PersistKVTier] = vars(offloading_spec).setdefault("_persistkv_tiers", [])
     return tiers

@@ -15,11 +15,11 @@ from persistkv.isolation import Isolation
 
 
 class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """Copies at once, in the step that asks for it: the engine computes on the same processors.
+    """Copies synchronously in the submitting step, because the engine computes on the same processors.
 
     :param kv_caches: vLLM's ``CanonicalKVCaches``, in CPU memory.
-    :param rows: for each tensor of them, its part of the rows: int8, shape (chunks, blocks_per_chunk * page bytes).
-    :param release: called at the end, when nothing refers to the rows any more.
+    :param rows: for each tensor, its part of the rows: int8, shape (chunks, blocks_per_chunk * page bytes).
+    :param release: called at the end, when no reference to the rows remains.
     """
 
     def __init__(self, kv_caches: Any, rows: Sequence[torch.Tensor], blocks_per_chunk: int, release: Any) -> None:

@@ -1,6 +1,6 @@
-"""What every driver has to do, as one test class.
+"""Conformance suite of drivers, as one test class.
 
-A driver's tests subclass it, say which driver it is and where its stores lie:
+A driver's tests subclass it, and define the driver and the URLs of its stores:
 
     class TestMyBackend(BackendConformance):
         driver = MyBackend
@@ -13,7 +13,7 @@ A driver's tests subclass it, say which driver it is and where its stores lie:
         def raw(self, url, backend):
             return MyRawStore(url)  # the medium's own client, without the driver
 
-What a driver cannot do, by its ``Capabilities``, is skipped.
+Tests of features that a driver's ``Capabilities`` exclude are skipped.
 """
 
 from persistkv.testing.conformance.changes import ChangesTests
@@ -32,4 +32,4 @@ __all__ = ["BackendConformance", "RawKind", "RawStore"]
 class BackendConformance(
     OpeningTests, CommitTests, EvictionTests, ChangesTests, ReadTests, ManifestTests, StatusTests, ProcessTests
 ):
-    """Each sentence of ``persistkv.storage.backend``, as a test."""
+    """Tests of each statement in the contract of ``persistkv.storage.backend``."""

@@ -1,4 +1,4 @@
-"""How a catalogue is followed."""
+"""Following the changes of a catalogue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 
 
 class ChangesTests(BackendSuite):
-    """``changes``."""
+    """Tests of ``changes``."""
 
     def test_first_call_is_the_whole_catalogue(self, backend: InspectableBackend, namespace: bytes) -> None:
         empty = backend.changes(namespace, None)

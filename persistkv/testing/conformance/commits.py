@@ -26,7 +26,7 @@ from persistkv.testing.samples import (
 
 
 class CommitTests(BackendSuite):
-    """``commit`` and ``stats``."""
+    """Tests of ``commit`` and ``stats``."""
 
     @pytest.mark.parametrize("codec", [RawCodec(), ZstdCodec(1)], ids=str)
     def test_pack_of_two_groups(

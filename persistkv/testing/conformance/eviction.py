@@ -1,4 +1,4 @@
-"""Eviction: its order, what goes with what, pins, ttl, and the bound."""
+"""Eviction: order, dependencies, pins, ttl, and capacity."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _HOUR_S = 3600
 
 
 class EvictionTests(BackendSuite):
-    """The rules at the top of ``persistkv.storage.backend``."""
+    """Tests of the rules at the top of ``persistkv.storage.backend``."""
 
     @pytest.fixture
     def small(self, small_url: str | None) -> Iterator[InspectableBackend]:
-        """A store of 4 MiB: some 10 packs of 3 blocks."""
+        """A store of 4 MiB, which holds about 10 packs of 3 blocks."""
         if small_url is None:
             pytest.skip("the driver knows no bound")
         backend = self.open(small_url)
@@ -48,7 +48,7 @@ class EvictionTests(BackendSuite):
 
     @pytest.fixture
     def later(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-        """Let so many seconds pass since the begin of the test, on the clocks that drivers use."""
+        """Return a function that sets the clocks of drivers to the given number of seconds after the real time."""
         wall, elapsed = time.time, time.clock_gettime
 
         def later(seconds: float) -> None:
@@ -59,7 +59,7 @@ class EvictionTests(BackendSuite):
 
     @pytest.fixture
     def set_wall_clock(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-        """Set the wall clock so many seconds ahead, while no time passes."""
+        """Return a function that sets the wall clock ahead by the given seconds, and no other clock."""
         wall = time.time
 
         def set_wall_clock(seconds: float) -> None:
@@ -400,9 +400,9 @@ def _pack(namespace: bytes, seed: int, *, blocks: int = 3, depth: int = 0) -> Pa
 
 
 def _press(backend: InspectableBackend, namespace: bytes, *, until: bytes = b"", rounds: int = 100) -> list[bytes]:
-    """Write new packs until a certain one is evicted, or so many; the ids of those that went, in order."""
+    """Write new packs until ``until`` is evicted, or ``rounds`` packs; return the ids of evicted packs, in order."""
     gone: list[bytes] = []
-    first = 1000 + 1000 * backend.stats().packs  # never the same twice in a test
+    first = 1000 + 1000 * backend.stats().packs  # unique within a test
     for seed in range(first, first + rounds):
         if until in gone:
             return gone

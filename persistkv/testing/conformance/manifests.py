@@ -1,4 +1,4 @@
-"""Manifests."""
+"""Storing, listing and reading of manifests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from persistkv.testing.samples import sample_keys, sample_manifest, sample_pack
 
 
 class ManifestTests(BackendSuite):
-    """``manifests`` and ``manifest_keys``."""
+    """Tests of ``manifests`` and ``manifest_keys``."""
 
     @pytest.mark.parametrize("manifest_id", ["engine-1/0", "größe ✓", "x" * 5000, " "])
     def test_round_trip(self, backend: InspectableBackend, namespace: bytes, manifest_id: str) -> None:
@@ -70,7 +70,7 @@ class ManifestTests(BackendSuite):
         seen = []
         for count, manifest in enumerate(backend.manifests(namespace)):
             seen.append(manifest.id)
-            if count % 100 == 0:  # the iteration holds nothing that this would wait for
+            if count % 100 == 0:  # the iteration must not hold a lock that this call waits for
                 backend.commit(namespace, CommitBatch([sample_pack(namespace, count)]))
         assert sorted(seen) == sorted(write.manifest.id for write in writes)
 

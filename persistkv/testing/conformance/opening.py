@@ -1,4 +1,4 @@
-"""Open, close, namespaces."""
+"""Opening and closing of stores, and namespaces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 
 
 class OpeningTests(BackendSuite):
-    """``open``, ``close``, ``namespaces``, ``open_namespace``."""
+    """Tests of ``open``, ``close``, ``namespaces`` and ``open_namespace``."""
 
     def test_reopened_store_holds_what_was_committed(self, url: str) -> None:
         self.need_persistence()

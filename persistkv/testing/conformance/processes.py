@@ -17,7 +17,7 @@ _PATIENCE_S = 60
 
 
 class ProcessTests(BackendSuite):
-    """What ``Capabilities.shared`` and durability promise."""
+    """Tests of the guarantees of ``Capabilities.shared`` and of durability."""
 
     def test_two_handles(self, url: str) -> None:
         self.need_sharing()
@@ -88,7 +88,7 @@ def _batch(namespace: bytes, number: int) -> CommitBatch:
 
 
 def _held(backend: InspectableBackend, namespace: bytes, batch: CommitBatch) -> list[bool]:
-    """For each pack and manifest of a batch, whether it is there and right."""
+    """Return, for each pack and manifest of a batch, whether it is stored with the right content."""
     payloads = [payload_of(pack) for pack in batch.packs]  # the tables exist once the streams have run
     packs = [read_pack(backend, namespace, pack.table) for pack in batch.packs]
     keys = [backend.manifest_keys(namespace, [write.manifest.id])[0] for write in batch.manifests]
@@ -100,7 +100,7 @@ def _held(backend: InspectableBackend, namespace: bytes, batch: CommitBatch) -> 
 
 @contextmanager
 def _other_process(driver: type[InspectableBackend], url: str, numbers: range) -> Iterator[Iterator[int]]:
-    """A process that commits a batch per number; yields the numbers whose commits returned. It is killed at the end."""
+    """Start a process that commits a batch per number; yield the numbers whose commits returned. Kill it at the end."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_commit_all, args=(driver, url, numbers, theirs), daemon=True)

@@ -21,12 +21,12 @@ Reader = Callable[[InspectableBackend, bytes, Sequence[ReadSpan]], list[bool]]
 
 
 def read_spans(backend: InspectableBackend, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-    """``Backend.read``, called as ``scan`` is."""
+    """Call ``Backend.read`` with the same parameters as ``scan``."""
     return backend.read(namespace, spans)
 
 
 class ReadTests(BackendSuite):
-    """``read``."""
+    """Tests of ``read``."""
 
     @pytest.mark.parametrize(
         ("offset", "lengths"),
@@ -132,7 +132,7 @@ class ReadTests(BackendSuite):
         assert hit == payload
 
     def test_a_scan_of_all_packs_in_its_order(self, backend: InspectableBackend, namespace: bytes) -> None:
-        """Whole payloads into memory that begins and ends with pages, as ``verify`` reads them; one pack went."""
+        """Reads whole payloads into page-aligned memory, as ``verify`` does. One pack was deleted."""
         packs = [sample_pack(namespace, seed, blocks=3, block_bytes=5000 + seed) for seed in range(12)]
         backend.commit(namespace, CommitBatch(packs))
         backend.commit(namespace, CommitBatch(deletions=[packs[4].pack_id]))

@@ -1,4 +1,4 @@
-"""What engines show of themselves."""
+"""Status of engines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from persistkv.testing.conformance.suite import BackendSuite
 
 
 class StatusTests(BackendSuite):
-    """``publish_status`` and ``statuses``."""
+    """Tests of ``publish_status`` and ``statuses``."""
 
     def test_rows_are_shown_replaced_and_taken_away(self, backend: InspectableBackend) -> None:
         if not isinstance(backend, SupportsStatus):

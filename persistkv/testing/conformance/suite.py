@@ -1,4 +1,4 @@
-"""What the parts of the suite share: fixtures, and the medium without the driver."""
+"""Shared parts of the suite: fixtures, and access to the medium without the driver."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from persistkv.storage.pack import PackTable
 
 
 class RawKind(Enum):
-    """What a store keeps."""
+    """Kind of stored data."""
 
     PAYLOAD = "payload"
-    """Name: a pack id; the frames with their padding."""
+    """Frames of a pack with their padding; the name is the pack id."""
     TABLE = "table"
-    """Name: a pack id; the catalogue's row, whatever the driver puts around the table."""
+    """Catalogue row of a pack, with all data that the driver adds to the table; the name is the pack id."""
     MANIFEST = "manifest"
-    """Name: a manifest's id, UTF-8; its head."""
+    """Head of a manifest; the name is its id in UTF-8."""
     MANIFEST_KEYS = "manifest keys"
-    """Name: a manifest's id, UTF-8; its keys."""
+    """Keys of a manifest; the name is its id in UTF-8."""
 
 
 class RawStore(ABC):
-    """The medium through its own client. It works while the store is open."""
+    """Access to the medium through its own client. It works while the store is open."""
 
     @abstractmethod
     def get(self, kind: RawKind, namespace: bytes, name: bytes) -> bytes:
-        """What lies there."""
+        """Return the stored bytes."""
 
     @abstractmethod
     def put(self, kind: RawKind, namespace: bytes, name: bytes, data: bytes) -> None:
-        """Put something of the same length in its place."""
+        """Replace the stored bytes by others of the same length."""
 
     def flip(self, kind: RawKind, namespace: bytes, name: bytes, offset: int) -> None:
         """Invert one byte; a negative offset counts from the end."""
@@ -48,26 +48,26 @@ class RawStore(ABC):
 
 
 class BackendSuite:
-    """Fixtures. A driver's tests override ``driver``, ``url``, ``raw``, and what follows from its options."""
+    """Fixtures. A driver's tests override ``driver``, ``url``, ``raw``, and fixtures for options that it supports."""
 
     driver: ClassVar[type[InspectableBackend]]
-    """What is tested."""
+    """The driver under test."""
     changes_kept: ClassVar[int | None] = None
-    """Changes after which a cursor is too old at the latest; None: never."""
+    """Number of changes after which a cursor is certainly too old; None: never."""
 
     @pytest.fixture
     def url(self) -> str:
-        """A store that is not there yet, with room for 256 MiB."""
+        """URL of a store that does not exist yet, with room for 256 MiB."""
         raise NotImplementedError
 
     @pytest.fixture
     def small_url(self) -> str | None:
-        """Another one, with a capacity of 4 MiB; None where the driver knows no bound."""
+        """URL of another store, with a capacity of 4 MiB; None if the driver does not support a capacity."""
         return None
 
     @pytest.fixture
     def ttl_url(self) -> str | None:
-        """Another one, with a ttl of an hour by ``time.time``; None where the driver knows none."""
+        """URL of another store, with a ttl of an hour by ``time.time``; None if the driver does not support ttl."""
         return None
 
     @pytest.fixture
@@ -84,45 +84,45 @@ class BackendSuite:
 
     @pytest.fixture
     def namespace(self, backend: InspectableBackend) -> bytes:
-        """The id of a namespace in it."""
+        """The id of a namespace in ``backend``."""
         return backend.open_namespace(sample_identity()).id
 
     def open(self, url: str, *, read_only: bool = False) -> InspectableBackend:
-        """Open with the driver under test."""
+        """Open a store with the driver under test."""
         backend = self.driver.open(StoreUrl.parse(url), read_only=read_only)
         assert isinstance(backend, InspectableBackend)
         return backend
 
     def need_persistence(self) -> None:
-        """Skip where a store ends with its handle."""
+        """Skip the test if a store ends with its handle."""
         if not self.driver.capabilities.persistent:
             pytest.skip("the driver keeps nothing")
 
     def need_sharing(self) -> None:
-        """Skip where a store has one process."""
+        """Skip the test if only one process can use a store."""
         if not self.driver.capabilities.shared:
             pytest.skip("the driver's stores are not shared")
 
 
 def sample_identity(number: int = 0) -> Identity:
-    """One of many identities."""
+    """Return an identity; different numbers have different identities."""
     return Identity.of({"weights": f"sha256:{number:064x}", "config": {"rope_theta": 1e4, "größe": [1, None, True]}})
 
 
 def read_pack(backend: InspectableBackend, namespace: bytes, table: PackTable) -> bytes | None:
-    """A whole payload; None: a miss."""
+    """Return a whole payload; None if it is a miss."""
     buffer = bytearray(table.payload_length)
     span = ReadSpan(table.pack_id, 0, [memoryview(buffer)])
     return bytes(buffer) if backend.read(namespace, [span]) == [True] else None
 
 
 def tables(backend: InspectableBackend, namespace: bytes) -> dict[bytes, PackTable]:
-    """The whole catalogue, by pack id."""
+    """Return the whole catalogue, by pack id."""
     return {table.pack_id: table for table in backend.changes(namespace, None).added}
 
 
 def check_totals(backend: InspectableBackend) -> BackendStats:
-    """Compare the totals with a recount."""
+    """Compare the totals with a recount and return them."""
     names = [namespace.id for namespace in backend.namespaces()]
     found = [table for name in names for table in tables(backend, name).values()]
     stats = backend.stats()

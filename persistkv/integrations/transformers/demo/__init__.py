@@ -1,1 +1,1 @@
-"""The demo: a process answers and is killed, the next one answers warm. ``persistkv demo``."""
+"""The demo ``persistkv demo``: a process answers prompts and is killed; the next process answers with restored KV."""

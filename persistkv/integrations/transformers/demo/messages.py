@@ -1,4 +1,4 @@
-"""What the demo's processes tell each other: the task as an argument, then a JSON line for each thing that happens."""
+"""Messages between the demo's processes: the task as an argument, then one JSON line per event."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import msgspec
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What a process is to do."""
+    """Task of a process."""
 
     role: str
-    """``cold``: the process that is killed; ``warm``: the one after it."""
+    """``cold``: the first process, which is killed; ``warm``: the second process."""
     url: str
     model: str
     tokens: int
@@ -24,7 +24,7 @@ class Answer(msgspec.Struct, frozen=True):
     question: str
     tokens: list[int]
     logits_digest: str
-    """SHA-256 of the logits that the first token was chosen from."""
+    """SHA-256 of the logits from which the first token was chosen."""
     logits: list[float]
     prompt_tokens: int
     device_tokens: int
@@ -43,31 +43,31 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
-    """A line for people."""
+    """A line of progress for the user."""
 
     text: str
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
-    """The process gives up."""
+    """The process failed."""
 
     text: str
 
 
 class ColdReport(msgspec.Struct, frozen=True, tag="cold"):
-    """The first process has done all it was to do, and waits to be killed."""
+    """Results of the first process, which then waits to be killed."""
 
     cold: list[Answer]
     """Computed in full."""
     resident: list[Answer]
-    """The same prompts, and the further ones, on the cache that they left on the device."""
+    """The same prompts, and the further ones, answered with the KV that the first run left on the device."""
     pages: dict[str, str]
     """Digest of each resident page by block hash, both hexadecimal."""
     start_to_first_token_s: float
 
 
 class WarmReport(msgspec.Struct, frozen=True, tag="warm"):
-    """The second process is done."""
+    """Results of the second process."""
 
     answers: list[Answer]
     pages: dict[str, str]

@@ -1,4 +1,4 @@
-"""The demo's model: a Llama of a fixed seed, made once and kept as a checkpoint."""
+"""The demo's model: a Llama with a fixed seed, created once and kept as a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SEED = 20_240_229
 
 
 def make_checkpoint(directory: Path) -> None:
-    """Make the checkpoint. Another run sees all of it or nothing."""
+    """Create the checkpoint atomically: another run sees all of it or nothing."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
     try:

@@ -1,4 +1,4 @@
-"""Starting the demo's processes, listening to them, and killing the first one."""
+"""Starts the demo's processes, reads their messages, and kills the first one."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def run_process(
 ) -> Report:
     """Run one process up to its report.
 
-    :param tell: takes lines for people.
-    :param kill: end it by SIGKILL as soon as it has reported.
-    :raises PersistKVError: where it fails, or did not die of the signal.
+    :param tell: called with lines for the user.
+    :param kill: kill the process by SIGKILL as soon as it has reported.
+    :raises PersistKVError: if the process failed, or was not ended by the signal.
     """
     role = "cold" if kind is ColdReport else "warm"
     task = msgspec.json.encode(Task(role, url, model, tokens, codec, time.monotonic())).decode()

@@ -37,7 +37,7 @@ _FURTHER = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question behind the shared context."""
+    """The shared context followed by one question."""
 
     question: str
     token_ids: Sequence[int]
@@ -45,20 +45,20 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Prompts:
-    """What both processes ask."""
+    """The prompts of both processes."""
 
     shared_tokens: int
-    """Tokens of the context that all prompts begin with."""
+    """Tokens of the context at the start of all prompts."""
     first: Sequence[Prompt]
     """Answered by both processes."""
     further: Sequence[Prompt]
-    """Stored by nobody; answered by the second process."""
+    """Not stored by the first process; answered by the second process."""
 
 
 def build_prompts(num_tokens: int) -> Prompts:
-    """Prompts that share their first ``num_tokens`` tokens.
+    """Return prompts that share their first ``num_tokens`` tokens.
 
-    :raises ConfigurationError: where there is no text of that length.
+    :raises ConfigurationError: if there is no text of that length.
     """
     text = _library_text()
     if not MIN_TOKENS <= num_tokens <= len(text):

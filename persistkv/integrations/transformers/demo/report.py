@@ -1,4 +1,4 @@
-"""What the demo found: as one JSON object, as a table, as a chart."""
+"""The demo's results: as one JSON object, a table, and a chart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from persistkv.storage.extensions import BackendStats
 
 
 class RequestReport(msgspec.Struct, frozen=True):
-    """One prompt, answered cold (where it was), on the resident cache, and warm."""
+    """One prompt, answered cold (first prompts only), on the resident cache, and warm."""
 
     question: str
     prompt_tokens: int
@@ -32,18 +32,18 @@ class RequestReport(msgspec.Struct, frozen=True):
     lookup_s: float
     load_s: float
     same_split: bool
-    """The resident run restored as many tokens as the warm one: only then may they be compared bit by bit."""
+    """The resident run restored as many tokens as the warm one: only then can they be compared bit by bit."""
     tokens_identical: bool
-    """To the resident run."""
+    """Whether the warm run's tokens equal those of the resident run."""
     logits_identical: bool
     agrees_with_cold: bool | None
-    """The same tokens as the cold run, which computed in one piece and so rounded differently."""
+    """Whether the tokens equal those of the cold run, which computed the prompt at once and so rounded differently."""
     max_logit_difference: float | None
-    """From the cold run."""
+    """Largest difference from the cold run's logits."""
 
 
 class DemoReport(msgspec.Struct, frozen=True):
-    """Everything; seconds and bytes."""
+    """All results; times in seconds, sizes in bytes."""
 
     url: str
     model: str
@@ -52,7 +52,7 @@ class DemoReport(msgspec.Struct, frozen=True):
     """Of the first prompt."""
     shared_tokens: int
     restored_tokens: int
-    """Of the first prompt, which finds nothing on the device or in the primary tier."""
+    """Of the first prompt, for which the device and the primary tier are empty."""
     restored_shared_share: float
     """Share of the shared tokens that was restored for the first prompt."""
     cold_ttft_s: float
@@ -61,7 +61,7 @@ class DemoReport(msgspec.Struct, frozen=True):
     """Of the first prompt of the new process."""
     speed_up: float
     cold_start_to_first_token_s: float
-    """From the start of the process, imports and warm-up included."""
+    """From the start of the process, including imports and warm-up."""
     warm_start_to_first_token_s: float
     tokens_identical: bool
     logits_identical: bool
@@ -78,14 +78,14 @@ class DemoReport(msgspec.Struct, frozen=True):
 
     @property
     def good(self) -> bool:
-        """Whether everything that must be identical is."""
+        """Whether all results that must be identical are."""
         return self.tokens_identical and self.logits_identical and self.pages_identical
 
 
 def build_report(
     cold: ColdReport, warm: WarmReport, stats: BackendStats, *, url: str, model: str, codec: str, shared_tokens: int
 ) -> DemoReport:
-    """Compare what the two processes said."""
+    """Compare the reports of the two processes."""
     computed = {answer.question: answer for answer in cold.cold}
     requests = [
         _compare(computed.get(answer.question), resident, answer)
@@ -149,7 +149,7 @@ def _distance(ours: list[float], theirs: list[float]) -> float:
 
 
 def print_report(report: DemoReport, console: Console) -> None:
-    """The requests, then the totals."""
+    """Print the requests, then the totals, then the notices."""
     console.print(_requests_table(report))
     console.print(_totals_table(report))
     for notice in report.notices:
@@ -164,7 +164,7 @@ def _requests_table(report: DemoReport) -> Table:
     for request in report.requests:
         same = request.same_split and request.tokens_identical and request.logits_identical
         table.add_row(
-            Text(request.question, no_wrap=True, overflow="ellipsis"),  # it gives way where the terminal is narrow
+            Text(request.question, no_wrap=True, overflow="ellipsis"),  # truncated if the terminal is narrow
             f"{request.prompt_tokens:,}",
             f"{request.restored_tokens:,}",
             f"{request.computed_tokens:,}",
@@ -209,7 +209,7 @@ def _yes(value: bool) -> str:
 
 
 def write_chart(report: DemoReport, path: Path) -> bool:
-    """A bar chart of the times to first token; False, and no chart, where matplotlib is not installed."""
+    """Write a bar chart of the times to first token; return False, without a chart, if matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -35,7 +35,7 @@ _WARM_UP_TOKENS = 1024
 
 
 def main() -> None:
-    """Run the task; end by what it says, or wait to be killed."""
+    """Run the task. The cold process then waits to be killed; the warm one exits."""
     task = msgspec.json.decode(sys.argv[1], type=Task)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -62,7 +62,7 @@ def _open(task: Task) -> Engine:
 
 
 def _warm_up(engine: Engine, num_tokens: int) -> None:
-    """Threads, kernels and allocator are ready before the clock starts. Nothing of it reaches the engine's cache."""
+    """Warm up threads, kernels and the allocator before the measurement. The engine's own cache is not used."""
     _tell(Progress("warming the model up"))
     cache = RequestCache(engine.geometry, num_tokens + _WARM_UP_TOKENS)
     for buffer in cache.buffers:
@@ -74,7 +74,7 @@ def _warm_up(engine: Engine, num_tokens: int) -> None:
 
 
 def _run_cold(engine: Engine, task: Task) -> None:
-    """Answer computing everything, then again on what that left, and once all is durable, wait for the end."""
+    """Compute all answers in full, then answer again on the resident cache, report when all is durable, and wait."""
     prompts = build_prompts(task.tokens)
     results: list[GenerateResult] = []
     since_start = 0.0

@@ -54,7 +54,7 @@ def main() -> None:
     title = f"{len(requests):,} requests, {asked:,} blocks, {distinct:,} distinct; unbounded {1 - distinct / asked:.2%}"
     columns = ["capacity, block", "pack", "blocks: nominal, held", "not blocks", "prefix hits"]
     columns += ["LRU, nominal", "LRU, held", "best possible"]
-    show(title, [*columns, ">= LRU", "÷ best", "not served", "on disk ÷ capacity"], rows)
+    show(title, [*columns, "points against LRU", "÷ best", "not served", "on disk ÷ capacity"], rows)
     columns = ["blocks", *(name.upper() for name in OTHER_POLICIES)]
     sizes = sorted({int(distinct * share) for share in arguments.share})
     show("hits of caches of whole blocks, by policy", columns, [policy_cells(requests, blocks) for blocks in sizes])
@@ -72,7 +72,7 @@ def columns_of(found: Run, requests: Sequence[Request]) -> list[str]:
         f"{lru / asked:.2%}",
         f"{lru_hits(requests, held) / asked:.2%}",
         f"{best / asked:.2%}",
-        "yes" if found.hits >= lru else "NO",
+        f"{100 * (found.hits - lru) / asked:+.2f}",
         f"{found.hits / max(1, best):.3f}",
         f"{found.wrong_blocks}",
         f"{found.disk_bytes / (found.capacity or 1):.4f}",

@@ -60,6 +60,7 @@ class BatchCommit:
         self._goals: dict[int, Amount] = {}  # bound on the used bytes, by entry of _MORE
         self._freed_by = 0
         """Number of the last transaction that evicted for this batch."""
+        self._attempted = False
         self._keep = kept_names(namespace, batch)
 
     def run(self) -> CommitResult:
@@ -138,8 +139,9 @@ class BatchCommit:
         :raises StoreFullError: it does not fit; nothing was changed.
         """
         environment = self._environment
-        for pack in self._batch.packs:
-            pack.restart()  # another process may have stored it since an attempt that failed
+        for pack in self._batch.packs if self._attempted else ():
+            pack.restart()  # another process may have stored it since the attempt that failed
+        self._attempted = True
         with environment.transaction(write=True) as transaction:
             payloads = environment.payloads(transaction)
             commit = self._begin(transaction, payloads)

@@ -129,7 +129,7 @@ class InPlaceExecutor(Executor):
 
 
 class ThreadExecutor(Executor):
-    """One thread for writes, some for reads."""
+    """One thread writes, ``threads`` threads read and encode."""
 
     def __init__(self, threads: int, wake: Callable[[], None]) -> None:
         """:param wake: called from any thread when ``run_ready`` has something to do."""
@@ -233,15 +233,19 @@ class ThreadPool:
         return future
 
     def begin(self, future: Future[T], call: Callable[[], T]) -> None:
-        """Queue a call for a future of the caller's, which an interrupt after this line cannot lose."""
+        """Queue a call for a future that the caller already holds, so that an interrupt cannot separate the two.
+
+        :raises RuntimeError: the pool is shut down; the future stays pending.
+        """
         if self._closed:
             raise RuntimeError("the thread pool is shut down")
         self._queue.put((future, call))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the threads after the queued calls, or cancel these. Idempotent.
+        """End the threads once the queued calls have run. Idempotent.
 
-        :param wait: until the calls that run have ended.
+        :param wait: block until the threads have ended.
+        :param cancel_futures: cancel the queued calls instead of running them.
         """
         self._closed = True
         while cancel_futures and not self._queue.empty():

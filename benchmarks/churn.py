@@ -16,12 +16,12 @@ import numpy as np
 
 from benchmarks.rig import show
 from persistkv.config import parse_size
+from persistkv.storage import open_inspectable
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.codec import RawCodec
 from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.format.codec import RawCodec
+from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.identity import Identity
-from persistkv.storage.pack_writer import PackWriter, Segment
-from persistkv.storage.registry import open_inspectable
 from persistkv.testing.samples import ArraySource
 
 TARGET = 0.8

@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from benchmarks.real_kv import make_kv, missing_packages
 from benchmarks.rig import show
-from persistkv.storage.codec import Codec, PlanesCodec, RawCodec, ZstdCodec
-from persistkv.storage.pack import FRAME_BYTES, align
+from persistkv.storage.format.codec import Codec, PlanesCodec, RawCodec, ZstdCodec
+from persistkv.storage.format.pack import FRAME_BYTES, align
 
 BOUND_TARGET = 0.98
 DECODE_TARGET = 1.5

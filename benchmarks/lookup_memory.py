@@ -21,10 +21,10 @@ from benchmarks.rig import anonymous_bytes, show
 from benchmarks.store_rig import Rig, fresh_keys
 from persistkv.base import OffloadKey, ReqContext
 from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
+from persistkv.memory.rows import Rows
+from persistkv.storage import open_backend
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
-from persistkv.storage.registry import open_backend
-from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.tiering.persistent import PersistentTier
 

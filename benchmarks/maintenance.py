@@ -16,10 +16,10 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from benchmarks.rig import show
+from persistkv.storage import open_inspectable
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.extensions import InspectableBackend, SupportsCompaction
 from persistkv.storage.identity import Identity
-from persistkv.storage.registry import open_inspectable
 from persistkv.testing.samples import sample_manifest, sample_pack
 
 IDENTITY = Identity.of({"benchmark": "maintenance"})
@@ -27,7 +27,7 @@ AT_ONCE = 100
 OTHER = """
 import sys, threading, time
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.registry import open_inspectable
+from persistkv.storage import open_inspectable
 from benchmarks.maintenance import IDENTITY
 backend = open_inspectable(sys.argv[1])
 name = backend.open_namespace(IDENTITY).id

@@ -21,10 +21,10 @@ from benchmarks.s3_proxy import CountingProxy
 from benchmarks.s3_rig import make_bucket, pack_of, server
 from benchmarks.store_rig import Rig, fresh_keys
 from persistkv.config import GroupLayout, RowLayout, StoreUrl
+from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
-from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.testing.samples import sample_manifest
 from persistkv_s3 import S3Backend

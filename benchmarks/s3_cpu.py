@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.rig import show
 from benchmarks.s3_rig import make_bucket, pack_of, plain_client, server
 from persistkv.config import StoreUrl
-from persistkv.storage.arrays import ByteArray
+from persistkv.memory.rows import ByteArray
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.identity import Identity
 from persistkv_s3 import S3Backend

@@ -15,9 +15,9 @@ from typing import Any
 import boto3
 
 from benchmarks.store_rig import fresh_keys
-from persistkv.storage.arrays import ByteArray
-from persistkv.storage.codec import RawCodec
-from persistkv.storage.pack_writer import PackWriter, Segment
+from persistkv.memory.rows import ByteArray
+from persistkv.storage.format.codec import RawCodec
+from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.testing.samples import ArraySource
 
 

@@ -26,9 +26,9 @@ from contextlib import contextmanager, suppress
 from benchmarks.rig import median_interval, show, touch_memory
 from benchmarks.store_rig import Job, fresh_keys
 from persistkv.config import parse_size
+from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import EndRequest
-from persistkv.storage.keys import PackedKeys
 
 JOB_BYTES = 32 << 20  # 32 MiB
 BLOCK_BYTES = 64 << 10  # 64 KiB

@@ -26,13 +26,13 @@ import numpy as np
 
 from benchmarks.rig import show
 from persistkv.config import parse_size
+from persistkv.storage import open_inspectable
 from persistkv.storage.backend import CommitBatch, ManifestWrite
-from persistkv.storage.codec import RawCodec
+from persistkv.storage.format.codec import RawCodec
+from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.manifest import RequestManifest
+from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.identity import Identity
-from persistkv.storage.keys import PackedKeys
-from persistkv.storage.manifest import RequestManifest
-from persistkv.storage.pack_writer import PackWriter, Segment
-from persistkv.storage.registry import open_inspectable
 from persistkv.testing.samples import ArraySource
 from persistkv_tools.inspect.bench import drop_page_cache
 

@@ -18,6 +18,7 @@ from persistkv.errors import ConfigurationError
 OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)
 
 PAGE_BYTES = 4 << 10  # 4 KiB: the page size of all supported platforms and the alignment that O_DIRECT requires
+MAX_PACK_BYTES = 64 << 20  # 64 MiB: maximum raw bytes of a pack
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGTP", start=1):

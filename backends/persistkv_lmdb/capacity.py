@@ -17,7 +17,7 @@ from persistkv.errors import StoreFullError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.catalog.pieces import page_bytes
 from persistkv.storage.catalog.transaction import rows_bound
-from persistkv.storage.pack_writer import NewPack
+from persistkv.storage.format.pack_writer import NewPack
 from persistkv_lmdb.layout import Transaction, read_capacity, read_catalogue_bytes, read_placement, used_bytes
 from persistkv_lmdb.options import Placement
 from persistkv_lmdb.segments.allocator import read_extents, recorded_bytes, recorded_used_bytes

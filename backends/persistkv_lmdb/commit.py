@@ -20,7 +20,7 @@ from persistkv.storage.backend import CommitBatch, CommitResult
 from persistkv.storage.catalog import CatalogTransaction, Evicted
 from persistkv.storage.catalog.rows import LINKS
 from persistkv.storage.catalog.transaction import kept_names
-from persistkv.storage.pack import PackTable
+from persistkv.storage.format.pack import PackTable
 from persistkv_lmdb.capacity import Amount, Goal, Room
 from persistkv_lmdb.environment.environment import Environment
 from persistkv_lmdb.environment.errors import met_the_maps_end

@@ -16,8 +16,8 @@ import lmdb
 
 from persistkv.errors import CorruptStoreError
 from persistkv.storage.catalog.rows import TABLES, Rows
-from persistkv.storage.codec import Buffer
 from persistkv.storage.extensions import Policy
+from persistkv.storage.format.codec import Buffer
 from persistkv_lmdb.files import write_durably
 from persistkv_lmdb.options import DEFAULT_CAPACITY, MAX_CAPACITY, MIN_CAPACITY, Placement
 

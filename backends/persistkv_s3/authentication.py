@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha256
 
 from persistkv.errors import CorruptPackError
-from persistkv.storage.codec import Buffer
-from persistkv.storage.pack import Frame, PackTable
+from persistkv.storage.format.codec import Buffer
+from persistkv.storage.format.pack import Frame, PackTable
 from persistkv_s3.client.bucket import Bucket
 from persistkv_s3.log.names import Names
 

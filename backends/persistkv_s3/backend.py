@@ -17,9 +17,9 @@ from persistkv.config import StoreUrl
 from persistkv.errors import CorruptPackError, CorruptStoreError, StoreError, StoreUnavailableError
 from persistkv.storage.backend import Capabilities, Changes, CommitBatch, CommitResult, Namespace, ReadSpan
 from persistkv.storage.extensions import BackendStats, InspectableBackend, Policy, RequestUse
+from persistkv.storage.format.manifest import ManifestKeys, RequestManifest, decode_manifest
+from persistkv.storage.format.pack import Frame, PackTable
 from persistkv.storage.identity import Identity
-from persistkv.storage.manifest import ManifestKeys, RequestManifest, decode_manifest
-from persistkv.storage.pack import Frame, PackTable
 from persistkv_s3.authentication import Authenticator, SignedObjects
 from persistkv_s3.client.boto import BotoClient, PlainBucket
 from persistkv_s3.client.breaker import Breaker

@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from persistkv.errors import CorruptPackError
 from persistkv.storage.backend import ReadSpan
-from persistkv.storage.codec import Buffer
-from persistkv.storage.pack import Frame, PackTable
-from persistkv.storage.pack_writer import NewPack
+from persistkv.storage.format.codec import Buffer
+from persistkv.storage.format.pack import Frame, PackTable
+from persistkv.storage.format.pack_writer import NewPack
 from persistkv_s3.authentication import Authenticator, SignedObjects
 from persistkv_s3.client.errors import ObjectExistsError, ObjectMissingError, S3Error
 from persistkv_s3.client.transport import FrameSink

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.extensions import Policy
-from persistkv.storage.pack import UNKNOWN_DEPTH
+from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv_s3.client.bucket import Bucket
 from persistkv_s3.client.errors import ObjectExistsError
 from persistkv_s3.client.transport import ObjectInfo

@@ -20,9 +20,9 @@ from collections.abc import Iterable, Sequence
 
 from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.backend import CommitBatch, CommitResult
-from persistkv.storage.manifest import ManifestKeys, decode_manifest_keys, encode_manifest, encode_manifest_keys
-from persistkv.storage.pack import PackTable
-from persistkv.storage.pack_writer import NewPack
+from persistkv.storage.format.manifest import ManifestKeys, decode_manifest_keys, encode_manifest, encode_manifest_keys
+from persistkv.storage.format.pack import PackTable
+from persistkv.storage.format.pack_writer import NewPack
 from persistkv_s3.authentication import Authenticator, SignedObjects
 from persistkv_s3.client.errors import ObjectExistsError, ObjectMissingError
 from persistkv_s3.log.cache import IndexCache

@@ -26,10 +26,10 @@ from benchmarks.gpu.rig import PinnedCopies
 from benchmarks.store_rig import fresh_keys
 from persistkv.base import OffloadKey
 from persistkv.errors import ConfigurationError
-from persistkv.huge_pages import huge_memory
 from persistkv.integrations.transformers.kv_cache import KVGroupGeometry, PagedKVCache
 from persistkv.integrations.transformers.offload import OffloadLoop
 from persistkv.integrations.transformers.stack import StackOptions, build_stack
+from persistkv.memory.huge_pages import huge_memory
 
 TARGET = 0.85
 

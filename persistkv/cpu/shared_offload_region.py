@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from persistkv.config import PAGE_BYTES
-from persistkv.cpu.prefault import prefault
 from persistkv.cpu.region_file import SHARED_MEMORY_DIRECTORY, RegionFile, region_path, remove_leftover_regions
 from persistkv.errors import ConfigurationError, RegionError
+from persistkv.memory.prefault import prefault
 
 if TYPE_CHECKING:
     from persistkv.cpu.pinning import PinnedMemory

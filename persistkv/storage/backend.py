@@ -23,11 +23,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from persistkv.config import StoreUrl
+from persistkv.config import MAX_PACK_BYTES, StoreUrl
+from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
+from persistkv.storage.format.pack import PackTable
+from persistkv.storage.format.pack_writer import NewPack
 from persistkv.storage.identity import Identity
-from persistkv.storage.manifest import ManifestKeys, RequestManifest
-from persistkv.storage.pack import MAX_PACK_BYTES, PackTable
-from persistkv.storage.pack_writer import NewPack
 
 
 @dataclass(frozen=True)

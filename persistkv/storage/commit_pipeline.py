@@ -16,14 +16,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from persistkv.config import RowLayout
+from persistkv.config import MAX_PACK_BYTES, RowLayout
 from persistkv.errors import StoreError
+from persistkv.memory.rows import RowBlocks, Rows, StagedBlocks
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.format.pack import UNKNOWN_DEPTH
+from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.namespace_view import ManifestMaker, NamespaceView
-from persistkv.storage.pack import MAX_PACK_BYTES, UNKNOWN_DEPTH
-from persistkv.storage.pack_writer import PackWriter, Segment
 from persistkv.storage.records import RequestEnd
-from persistkv.storage.rows import RowBlocks, Rows, StagedBlocks
 
 TARGET_PACK_BYTES = 32 << 20  # 32 MiB: the largest pack that a cut at fixed depths makes
 DIRECT_BYTES = 4 << 20  # 4 MiB: smaller packs wait in staging, to be written together

@@ -14,8 +14,8 @@ from typing import Protocol, runtime_checkable
 from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError
 from persistkv.storage.backend import Backend, ReadSpan
-from persistkv.storage.manifest import ManifestKeys, RequestManifest
-from persistkv.storage.pack import Frame
+from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
+from persistkv.storage.format.pack import Frame
 
 
 @dataclass(frozen=True)

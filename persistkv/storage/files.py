@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from persistkv.storage.codec import Buffer
+from persistkv.storage.format.codec import Buffer
 
 
 def replace_file(target: Path, pieces: Iterable[Buffer]) -> None:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from itertools import repeat
 
-from persistkv.storage.pack import Frame, PackTable, unpack_frames
+from persistkv.storage.format.pack import Frame, PackTable, unpack_frames
 
 
 class HeldPack:

@@ -17,14 +17,14 @@ import msgspec
 
 from persistkv.config import RowLayout
 from persistkv.errors import StoreError, StoreFullError
+from persistkv.memory.budget import give_back, no_collections
 from persistkv.storage.backend import Backend, Changes, CommitBatch, CommitResult, ManifestWrite
 from persistkv.storage.executor import Executor
 from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
+from persistkv.storage.format.pack_writer import NewPack, PackWriter
 from persistkv.storage.index import HeldPack, Index
-from persistkv.storage.keys import PackedKeys
-from persistkv.storage.manifest import ManifestKeys, RequestManifest
-from persistkv.storage.memory import give_back, no_collections
-from persistkv.storage.pack_writer import NewPack, PackWriter
 from persistkv.storage.records import News, RequestEnd, StoreCounters
 
 logger = logging.getLogger(__name__)

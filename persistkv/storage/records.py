@@ -18,7 +18,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     codec: str = "raw"
     """Codec of new packs; packs of any codec are read."""
     staging_bytes: int = 256 << 20  # 256 MiB
-    """Bound on all memory of the host except its index; see ``persistkv.storage.memory``."""
+    """Bound on all memory of the host except its index; see ``persistkv.memory.budget``."""
     max_age_s: float = 2.0
     """Longest time, in seconds, that a small job waits to be written together with others."""
     durability: str = "commit"

@@ -26,8 +26,9 @@ from itertools import islice
 
 from persistkv.base import get_offload_group_indices
 from persistkv.errors import IdentityMismatchError, StoreError
+from persistkv.memory.budget import MemoryShares
+from persistkv.memory.rows import Rows
 from persistkv.storage.backend import Backend
-from persistkv.storage.codec import parse_codec
 from persistkv.storage.commit_pipeline import (
     DIRECT_BYTES,
     Blocks,
@@ -40,16 +41,15 @@ from persistkv.storage.commit_pipeline import (
 )
 from persistkv.storage.executor import Executor, InPlaceExecutor
 from persistkv.storage.extensions import BackendStats, InspectableBackend
+from persistkv.storage.format.codec import parse_codec
+from persistkv.storage.format.pack import UNKNOWN_DEPTH
+from persistkv.storage.format.pack_writer import PackWriter, Segment
+from persistkv.storage.host.prewarm import recent_contexts
 from persistkv.storage.identity import Identity
 from persistkv.storage.index import Index
-from persistkv.storage.memory import MemoryShares
+from persistkv.storage.load import ReadOutcome, make_scratch, part_bytes, plan_reads, read_part
 from persistkv.storage.namespace_view import NamespaceView
-from persistkv.storage.pack import UNKNOWN_DEPTH
-from persistkv.storage.pack_writer import PackWriter, Segment
-from persistkv.storage.prewarm import recent_contexts
-from persistkv.storage.reading import ReadOutcome, make_scratch, part_bytes, plan_reads, read_part
 from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions, parse_durability
-from persistkv.storage.rows import Rows
 
 _TOUCH_S = 2.0  # seconds that uses wait for a commit of blocks
 _MAX_TOUCHED = 4096  # bound on packs with a pending use: each costs the commit about 10 µs

@@ -16,7 +16,7 @@ from persistkv.config import StoreUrl, convert_options, parse_duration, parse_si
 from persistkv.errors import StoreError, StoreUnavailableError
 from persistkv.storage.backend import Capabilities
 from persistkv.storage.catalog import TABLES, RowBackend, Rows
-from persistkv.storage.codec import Buffer
+from persistkv.storage.format.codec import Buffer
 
 
 class MemoryOptions(msgspec.Struct, frozen=True):

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from persistkv.base import make_offload_key
-from persistkv.storage.arrays import ByteArray
+from persistkv.memory.rows import ByteArray
 from persistkv.storage.backend import ManifestWrite
-from persistkv.storage.codec import Codec, RawCodec
-from persistkv.storage.keys import PackedKeys
-from persistkv.storage.manifest import RequestManifest
-from persistkv.storage.pack_writer import NewPack, PackWriter, Segment
+from persistkv.storage.format.codec import Codec, RawCodec
+from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.manifest import RequestManifest
+from persistkv.storage.format.pack_writer import NewPack, PackWriter, Segment
 
 
 class ArraySource:

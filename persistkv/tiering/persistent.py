@@ -24,14 +24,14 @@ from persistkv.base import (
 )
 from persistkv.config import OffloadingConfig, RowLayout, convert_options, parse_size
 from persistkv.errors import ConfigurationError
-from persistkv.storage.codec import parse_codec
+from persistkv.memory.budget import BLOCKS_STAGED, MAX_IO_THREADS, MIN_STAGING_BYTES
+from persistkv.storage.format.codec import parse_codec
+from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.host.client import JobOutcome, StoreClient, StoreStats
 from persistkv.storage.host.protocol import EndRequest, Hello
 from persistkv.storage.host.replica import PART_MASK, KeySet
 from persistkv.storage.host.supervisor import Host, InlineHost, ProcessHost, ThreadHost
 from persistkv.storage.identity import Identity
-from persistkv.storage.keys import PackedKeys
-from persistkv.storage.memory import BLOCKS_STAGED, MAX_IO_THREADS, MIN_STAGING_BYTES
 from persistkv.storage.records import StoreOptions, parse_durability
 from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 

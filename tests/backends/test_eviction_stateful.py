@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv.storage.identity import Identity
-from persistkv.storage.pack import UNKNOWN_DEPTH
-from persistkv.storage.registry import open_backend
 from persistkv.testing.conformance.suite import check_totals, tables
 from persistkv.testing.samples import sample_manifest, sample_pack
 

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend
 from persistkv.storage.catalog import LOG_ENTRIES
-from persistkv.storage.registry import open_backend
 from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.memory import MemoryBackend

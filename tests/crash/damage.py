@@ -25,11 +25,11 @@ from typing import Any
 
 from persistkv.config import PAGE_BYTES, GroupLayout, RowLayout
 from persistkv.errors import StoreError
+from persistkv.memory.rows import Rows
+from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
-from persistkv.storage.registry import open_backend
-from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.testing.samples import sample_blocks, sample_keys, sample_manifest, sample_pack
 from tests.crash.forks import Outcome, run_in_fork

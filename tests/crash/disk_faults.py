@@ -41,15 +41,15 @@ import numpy as np
 
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import StoreError
+from persistkv.memory.rows import Rows
+from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.host.client import JobOutcome, StoreClient
 from persistkv.storage.host.protocol import EndRequest, Hello
 from persistkv.storage.host.supervisor import InlineHost, ProcessHost, State
 from persistkv.storage.identity import Identity
-from persistkv.storage.keys import PackedKeys
 from persistkv.storage.records import StoreOptions
-from persistkv.storage.registry import open_backend
-from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import check_totals
 from persistkv.testing.samples import sample_blocks, sample_keys

@@ -30,8 +30,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend, CommitBatch
-from persistkv.storage.registry import open_backend
 from persistkv.testing.conformance.suite import check_totals, read_pack
 from persistkv.testing.samples import payload_of
 from tests.crash.disk import FAILED, Disk, Record, read_log

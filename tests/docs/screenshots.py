@@ -22,8 +22,8 @@ from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
 from benchmarks.tools_beside import Engine
-from persistkv.storage.codec import ZstdCodec
-from persistkv.storage.registry import open_backend
+from persistkv.storage import open_backend
+from persistkv.storage.format.codec import ZstdCodec
 from tests.tools.contexts import Contexts
 from tests.tools.terminals import on_terminal
 

@@ -18,21 +18,21 @@ import xxhash
 from persistkv.base import make_offload_key
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import ConfigurationError, CorruptPackError
+from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch, ManifestWrite
-from persistkv.storage.codec import Codec, PlanesCodec, RawCodec, ZstdCodec, parse_codec
-from persistkv.storage.identity import Identity
-from persistkv.storage.keys import PackedKeys
-from persistkv.storage.manifest import (
+from persistkv.storage.format.codec import Codec, PlanesCodec, RawCodec, ZstdCodec, parse_codec
+from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.manifest import (
     RequestManifest,
     decode_manifest,
     decode_manifest_keys,
     encode_manifest,
     encode_manifest_keys,
 )
-from persistkv.storage.pack import FRAME_BYTES, PackTable, align, frame_seed, pack_frames
-from persistkv.storage.pack_writer import PackWriter, Segment
+from persistkv.storage.format.pack import FRAME_BYTES, PackTable, align, frame_seed, pack_frames
+from persistkv.storage.format.pack_writer import PackWriter, Segment
+from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
-from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.testing.memory import MemoryBackend
 from persistkv.testing.samples import ArraySource

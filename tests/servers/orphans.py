@@ -18,9 +18,9 @@ import numpy as np
 
 from benchmarks.store_rig import fresh_keys
 from persistkv.config import StoreUrl
-from persistkv.storage.codec import RawCodec
+from persistkv.storage.format.codec import RawCodec
+from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.identity import Identity
-from persistkv.storage.pack_writer import PackWriter, Segment
 from persistkv.testing.samples import ArraySource
 from persistkv_s3 import S3Backend
 from tests.servers.fault_load import BLOCK, JOB_BLOCKS, PATIENCE_S, Contents

@@ -28,9 +28,9 @@ import numpy.typing as npt
 from persistkv.base import make_offload_key
 from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.errors import StoreError
+from persistkv.memory.rows import Rows
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
-from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv_s3 import S3Backend
 from persistkv_s3.log.names import Names, parse_pack

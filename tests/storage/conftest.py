@@ -11,10 +11,10 @@ import pytest
 
 from persistkv.base import make_offload_key
 from persistkv.config import GroupLayout, RowLayout
+from persistkv.memory.rows import Rows
+from persistkv.storage import open_backend
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
-from persistkv.storage.registry import open_backend
-from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 
 IDENTITY = Identity.of({"weights": "w", "dtype": "float32"})

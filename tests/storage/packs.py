@@ -5,13 +5,13 @@ import struct
 import xxhash
 from hypothesis import strategies as st
 
-from persistkv.storage.codec import RawCodec
-from persistkv.storage.pack import (
+from persistkv.storage.format.codec import RawCodec
+from persistkv.storage.format.pack import (
     decode_frame,
     frame_seed,
     verify_frame,
 )
-from persistkv.storage.pack_writer import PackWriter
+from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.testing.samples import sample_segment
 
 NAMESPACE = bytes(range(16))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from persistkv.storage.host.status import EngineStatus
 from persistkv.storage.records import StoreCounters
-from persistkv.storage.status import EngineStatus
 
 
 def make_status(engine: str = "e1", **changes) -> EngineStatus:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from persistkv.storage.backend import Backend, ReadSpan
-from persistkv.storage.manifest import RequestManifest
+from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.records import RequestEnd
 from persistkv.storage.store import Store
 from persistkv.testing import FaultyBackend

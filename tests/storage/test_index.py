@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persistkv.storage.codec import RawCodec
+from persistkv.memory.rows import StagedBlocks
+from persistkv.storage.format.codec import RawCodec
+from persistkv.storage.format.pack import PackTable
+from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.index import Index
-from persistkv.storage.pack import PackTable
-from persistkv.storage.pack_writer import PackWriter, Segment
-from persistkv.storage.rows import StagedBlocks
 
 NAMESPACE = b"n" * 16
 

@@ -1,7 +1,7 @@
 import pytest
 
 from persistkv.errors import ConfigurationError, StoreUnavailableError
-from persistkv.storage.registry import BACKENDS, open_backend
+from persistkv.storage import BACKENDS, open_backend
 from persistkv.testing.memory import MemoryBackend
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from persistkv.errors import ConfigurationError
-from persistkv.storage.rows import RowBlocks, Rows, StagedBlocks
+from persistkv.memory.rows import RowBlocks, Rows, StagedBlocks
 
 TWO_GROUPS = (((0, 4096), (8192, 100)), ((4096, 4096),))
 

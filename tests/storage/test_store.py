@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from persistkv.errors import ConfigurationError, CorruptPackError, IdentityMismatchError
+from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.storage.format.pack import PackTable
 from persistkv.storage.identity import Identity
-from persistkv.storage.pack import PackTable
-from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import tables
 from tests.memory_rows import payload

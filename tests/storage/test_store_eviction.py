@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from persistkv.memory.rows import Rows
 from persistkv.storage.records import RequestEnd
-from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from tests.storage.stores import end, manifests
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from persistkv.errors import ConfigurationError, StoreError, StoreFullError
+from persistkv.memory.rows import Rows
 from persistkv.storage.backend import Backend, CommitBatch
-from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.testing import FaultyBackend
 from persistkv.testing.conformance.suite import tables
@@ -153,7 +153,7 @@ def test_a_codec_of_another_release_is_a_miss_and_no_damage(
         raise ConfigurationError("codec", text, "one that this release knows")
 
     with monkeypatch.context() as patch:
-        patch.setattr("persistkv.storage.codec.parse_codec", unknown)
+        patch.setattr("persistkv.storage.format.codec.parse_codec", unknown)
         assert store.read(names, range(64)) == names
     assert store.counters.verification_failures == 0
     assert store.read(names, range(64)) == []

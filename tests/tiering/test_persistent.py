@@ -16,7 +16,7 @@ import pytest
 from persistkv.base import OffloadKey, OffloadPolicy, ReqContext
 from persistkv.config import OffloadingConfig
 from persistkv.errors import ConfigurationError, IdentityMismatchError
-from persistkv.storage.registry import open_backend
+from persistkv.storage import open_backend
 from persistkv.testing.tier_conformance import SecondaryTierConformance
 from persistkv.tiering.persistent import PersistentTier
 

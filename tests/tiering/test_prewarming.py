@@ -13,9 +13,9 @@ import pytest
 
 from persistkv.base import OffloadKey, ReqContext
 from persistkv.errors import ConfigurationError
+from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend
-from persistkv.storage.prewarm import WarmRequest, request_warm, warm_answers
-from persistkv.storage.registry import open_backend
+from persistkv.storage.host.prewarm import WarmRequest, request_warm, warm_answers
 from persistkv.tiering import prewarming as prewarming_module
 from persistkv.tiering.persistent import PersistentTier
 from persistkv.tiering.prewarming import Prewarming

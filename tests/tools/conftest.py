@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
-from persistkv.storage.registry import open_backend
 from persistkv.testing.samples import sample_manifest, sample_pack
 from persistkv_tools.cli import main
 from tests.tools.contexts import Contexts

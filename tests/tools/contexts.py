@@ -10,11 +10,11 @@ import numpy as np
 
 from persistkv.base import make_offload_key
 from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
-from persistkv.storage.codec import Codec, RawCodec
+from persistkv.storage.format.codec import Codec, RawCodec
+from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.manifest import RequestManifest
+from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.identity import Identity
-from persistkv.storage.keys import PackedKeys
-from persistkv.storage.manifest import RequestManifest
-from persistkv.storage.pack_writer import PackWriter, Segment
 from persistkv.testing.samples import ArraySource
 
 BLOCK_BYTES = 4096

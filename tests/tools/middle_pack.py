@@ -8,10 +8,10 @@ from contextlib import closing
 import numpy as np
 
 from benchmarks.store_rig import Job, finish, fresh_keys
+from persistkv.storage import open_backend
+from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import EndRequest
-from persistkv.storage.keys import PackedKeys
-from persistkv.storage.registry import open_backend
 
 BLOCKS = 2
 """Of each pack."""

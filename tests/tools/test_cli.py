@@ -90,7 +90,7 @@ def run_script(script, *arguments):
 # Root is left only where the store is opened: the interpreter's own files may lie where an ordinary user cannot read.
 AS_ORDINARY_USER = f"""
 import os
-from persistkv.storage.registry import BACKENDS
+from persistkv.storage import BACKENDS
 from persistkv_tools import cli, options
 BACKENDS.get("lmdb")
 open_backend = options.open_inspectable

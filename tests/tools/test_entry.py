@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from persistkv.config import StoreUrl
-from persistkv.storage.registry import open_backend
+from persistkv.storage import open_backend
 from tests.tools.contexts import Contexts
 from tests.tools.signals import obey_ctrl_c
 

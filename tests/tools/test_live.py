@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from persistkv.storage.registry import open_backend
+from persistkv.storage import open_backend
 from tests.tools.contexts import Contexts
 
 

@@ -11,10 +11,10 @@ from contextlib import closing
 
 import pytest
 
-from persistkv.printable import printable
+from persistkv.errors import printable
+from persistkv.storage import open_backend
+from persistkv.storage.host.prewarm import acknowledge_warm, request_warm
 from persistkv.storage.identity import Identity
-from persistkv.storage.prewarm import acknowledge_warm, request_warm
-from persistkv.storage.registry import open_backend
 from tests.storage.statuses import make_status
 from tests.tools.contexts import Contexts
 from tests.tools.damage import Damage

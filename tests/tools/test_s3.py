@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 
-from persistkv.storage.prewarm import pending_warm
-from persistkv.storage.registry import open_backend
+from persistkv.storage import open_backend
+from persistkv.storage.host.prewarm import pending_warm
 from tests.storage.statuses import make_status
 from tests.tools.contexts import Contexts
 from tests.tools.middle_pack import MiddlePack

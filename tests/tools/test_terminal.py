@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from persistkv.storage.registry import open_backend
+from persistkv.storage import open_backend
 from persistkv_tools.cli import COMMANDS
 from tests.tools.contexts import Contexts
 from tests.tools.damage import store_with_a_bad_pack

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 
 from persistkv.storage.extensions import InspectableBackend
-from persistkv.storage.manifest import ManifestKeys
-from persistkv.storage.pack import PackTable
+from persistkv.storage.format.manifest import ManifestKeys
+from persistkv.storage.format.pack import PackTable
 
 _AT_ONCE = 256
 

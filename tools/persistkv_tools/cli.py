@@ -18,8 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from persistkv import __version__
-from persistkv.errors import PersistKVError, ProcessIdInUseError, StoreError
-from persistkv.printable import printable
+from persistkv.errors import PersistKVError, ProcessIdInUseError, StoreError, printable
 
 _BAD_INPUT = 2
 _STORE_FAILED = 3

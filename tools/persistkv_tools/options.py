@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from persistkv.errors import ConfigurationError, StoreUnavailableError
+from persistkv.storage import open_inspectable
 from persistkv.storage.extensions import InspectableBackend
-from persistkv.storage.registry import open_inspectable
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="The store, e.g. lmdb:///var/cache/kv", show_default=False)]
 Request = Annotated[

@@ -17,7 +17,7 @@ import msgspec
 from persistkv.errors import CorruptPackError
 from persistkv.storage.backend import ReadSpan
 from persistkv.storage.extensions import InspectableBackend, scan
-from persistkv.storage.pack import Frame, PackTable, align, decode_frame, frame_seed, pack_id, verify_frame
+from persistkv.storage.format.pack import Frame, PackTable, align, decode_frame, frame_seed, pack_id, verify_frame
 
 _READ_BYTES = 8 << 20  # 8 MiB: past it, larger reads gain nothing
 

@@ -13,7 +13,7 @@ from persistkv.config import parse_duration, parse_size
 from persistkv.errors import ConfigurationError, PersistKVError
 from persistkv.storage.backend import Namespace
 from persistkv.storage.extensions import InspectableBackend, RequestUse
-from persistkv.storage.manifest import RequestManifest
+from persistkv.storage.format.manifest import RequestManifest
 
 _NAMED_AT_MOST = 5
 _AT_ONCE = 256

@@ -24,7 +24,7 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreBusyError, StoreError, StoreFullError
 from persistkv.storage.catalog.records import read_clock, write_clock
 from persistkv.storage.extensions import Policy
-from persistkv.storage.pack import align
+from persistkv.storage.format.pack import align
 from persistkv_lmdb.capacity import LOCK_FILE_BYTES, Shares, read_shares, wanted_catalogue_bytes
 from persistkv_lmdb.environment.errors import free_disk_bytes, translated, translated_at_open
 from persistkv_lmdb.environment.opening import open_environment

@@ -39,8 +39,8 @@ from persistkv.storage.catalog.records import (
     pack_table,
     read_clock,
 )
-from persistkv.storage.manifest import decode_manifest, decode_manifest_keys
-from persistkv.storage.pack import ID_BYTES
+from persistkv.storage.format.manifest import decode_manifest, decode_manifest_keys
+from persistkv.storage.format.pack import ID_BYTES
 from persistkv_lmdb.layout import (
     DATA_FILE,
     Databases,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptStoreError
-from persistkv.storage.codec import Buffer
+from persistkv.storage.format.codec import Buffer
 from persistkv_lmdb.layout import Transaction, rows
 
 _EXTENT = struct.Struct("<III")

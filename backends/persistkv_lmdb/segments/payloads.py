@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreFullError
 from persistkv.storage.catalog.pieces import RowPayloads
-from persistkv.storage.codec import Buffer
+from persistkv.storage.format.codec import Buffer
 from persistkv_lmdb.layout import Transaction
 from persistkv_lmdb.options import Placement
 from persistkv_lmdb.segments.allocator import Allocator, pages_of, read_extents

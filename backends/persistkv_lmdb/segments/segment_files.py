@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreError
-from persistkv.storage.codec import Buffer
 from persistkv.storage.executor import ThreadPool
+from persistkv.storage.format.codec import Buffer
 from persistkv_lmdb.environment.errors import translated_io
 from persistkv_lmdb.files import open_directory, open_regular
 from persistkv_lmdb.segments.allocator import Extent

@@ -12,9 +12,9 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 
 from persistkv.config import PAGE_BYTES
-from persistkv.libc import address_of
-from persistkv.storage.codec import Buffer
-from persistkv.storage.pack import align
+from persistkv.memory.libc import address_of
+from persistkv.storage.format.codec import Buffer
+from persistkv.storage.format.pack import align
 
 MOST_BUFFERS = 1024  # per call: IOV_MAX
 _BOUNCE_BYTES = 4 << 20  # 4 MiB

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from typing import TypeVar
 
-from persistkv.storage.codec import Buffer
 from persistkv.storage.executor import ThreadPool
+from persistkv.storage.format.codec import Buffer
 from persistkv_s3.client.transport import (
     MOST_DELETED,
     Body,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from persistkv.errors import CorruptPackError
-from persistkv.storage.codec import Buffer
+from persistkv.storage.format.codec import Buffer
 from persistkv_s3.client.errors import BrokenError, LateError
 
 _PIECE_BYTES = 1 << 20  # 1 MiB: maximum of one write to a socket, so that a stalled upload is detected

@@ -18,10 +18,10 @@ import xxhash
 
 from persistkv.errors import CorruptPackError, CorruptStoreError
 from persistkv.storage.backend import Namespace
-from persistkv.storage.codec import Buffer
 from persistkv.storage.extensions import Policy
+from persistkv.storage.format.codec import Buffer
+from persistkv.storage.format.pack import ID_BYTES
 from persistkv.storage.identity import Identity
-from persistkv.storage.pack import ID_BYTES
 
 VERSION = 1
 _MAGIC = b"PKVS3IX1"

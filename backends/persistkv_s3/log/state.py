@@ -21,7 +21,7 @@ from typing import NamedTuple
 from persistkv.errors import CorruptPackError
 from persistkv.storage.backend import Changes
 from persistkv.storage.extensions import RequestUse
-from persistkv.storage.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
+from persistkv.storage.format.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
 from persistkv_s3.log.layout import Entry, EntryBuilder, GoneRow, PackRow, Stamp, split_ids, tags_before
 from persistkv_s3.log.names import LogName
 

@@ -27,7 +27,7 @@ from persistkv.errors import (
 )
 from persistkv.storage.backend import Capabilities
 from persistkv.storage.catalog import TABLES, RowBackend, Rows
-from persistkv.storage.codec import Buffer
+from persistkv.storage.format.codec import Buffer
 
 APPLICATION_ID = 0x504B5653  # "PKVS": what `PRAGMA application_id` of our files says
 VERSION = 1

@@ -10,7 +10,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from persistkv.integrations.vllm.regions import ready
 from persistkv.integrations.vllm.worker import CPUOffloadingWorker
-from persistkv.libc import memory_at
+from persistkv.memory.libc import memory_at
 
 
 class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not installed where types are checked

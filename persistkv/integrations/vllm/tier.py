@@ -42,7 +42,7 @@ from persistkv.integrations.vllm.options import tier_options
 from persistkv.integrations.vllm.regions import open_region
 from persistkv.integrations.vllm.requests import LiveRequest, options_of
 from persistkv.isolation import Isolation
-from persistkv.storage.registry import BACKENDS
+from persistkv.storage import BACKENDS
 from persistkv.tiering.base import JobMetadata
 from persistkv.tiering.base import JobResult as TierResult
 from persistkv.tiering.persistent import PersistentTier

@@ -31,9 +31,9 @@ from persistkv.storage.catalog.transaction import (
     rows_bound,
 )
 from persistkv.storage.extensions import BackendStats, InspectableBackend, RequestUse
+from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
+from persistkv.storage.format.pack import PackTable
 from persistkv.storage.identity import Identity
-from persistkv.storage.manifest import ManifestKeys, RequestManifest
-from persistkv.storage.pack import PackTable
 
 _AT_ONCE = 256  # manifests or tables per read transaction
 _EXPIRED_AT_ONCE = 128  # packs and manifests that one commit expires, at less than 1 ms each

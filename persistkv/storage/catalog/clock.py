@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from persistkv.storage.codec import Buffer
+from persistkv.storage.format.codec import Buffer
 
 logger = logging.getLogger(__name__)
 

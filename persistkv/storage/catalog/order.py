@@ -19,7 +19,7 @@ from typing import NamedTuple
 from persistkv.storage.catalog.clock import Reading
 from persistkv.storage.catalog.records import MANIFEST, ORDER_KEY, Chain, Use, read_clock, write_clock
 from persistkv.storage.catalog.rows import CHAINS, ORDER, USES, Rows
-from persistkv.storage.pack import ID_BYTES
+from persistkv.storage.format.pack import ID_BYTES
 
 _SKEW_S = 1.0  # seconds: a larger change of ``StoreClock.skew`` is recorded
 _MAX_PINS = (1 << 32) - 1

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from persistkv.config import PAGE_BYTES
 from persistkv.storage.catalog.rows import PIECES, Rows
-from persistkv.storage.codec import Buffer
+from persistkv.storage.format.codec import Buffer
 
 PIECE_BYTES = 256 << 10  # 256 KiB: small enough to find contiguous room in a store of a few MiB
 _INDEX = struct.Struct(">I")

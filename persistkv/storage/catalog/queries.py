@@ -34,8 +34,8 @@ from persistkv.storage.catalog.rows import (
     Rows,
 )
 from persistkv.storage.extensions import RequestUse
-from persistkv.storage.manifest import ManifestKeys, RequestManifest, decode_manifest, decode_manifest_keys
-from persistkv.storage.pack import ID_BYTES, PackTable, table_lengths
+from persistkv.storage.format.manifest import ManifestKeys, RequestManifest, decode_manifest, decode_manifest_keys
+from persistkv.storage.format.pack import ID_BYTES, PackTable, table_lengths
 
 
 def find_namespace(rows: Rows, name: bytes) -> Namespace | None:

@@ -11,9 +11,9 @@ from persistkv.errors import CorruptPackError, CorruptStoreError
 from persistkv.storage.backend import Namespace
 from persistkv.storage.catalog.clock import Reading, StoreClock
 from persistkv.storage.catalog.rows import LINKS, META, Rows
-from persistkv.storage.codec import Buffer
+from persistkv.storage.format.codec import Buffer
+from persistkv.storage.format.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
 from persistkv.storage.identity import Identity
-from persistkv.storage.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
 
 SEQUENCE = struct.Struct("<Q")
 LOG_KEY = struct.Struct(">16sQ")

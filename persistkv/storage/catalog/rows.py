@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
-from persistkv.storage.codec import Buffer
+from persistkv.storage.format.codec import Buffer
 
 # The tables. Except in META, keys begin with the namespace's id (16 bytes), so a namespace is one range of each table.
 META = "meta"

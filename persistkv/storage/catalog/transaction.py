@@ -23,10 +23,10 @@ from persistkv.storage.catalog.records import (
     pack_table,
 )
 from persistkv.storage.catalog.rows import LINKS, LOG, MANIFEST_KEYS, MANIFESTS, PACKS, STATES, Rows
-from persistkv.storage.codec import Buffer
-from persistkv.storage.manifest import encode_manifest, encode_manifest_keys
-from persistkv.storage.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
-from persistkv.storage.pack_writer import NewPack
+from persistkv.storage.format.codec import Buffer
+from persistkv.storage.format.manifest import encode_manifest, encode_manifest_keys
+from persistkv.storage.format.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
+from persistkv.storage.format.pack_writer import NewPack
 
 LOG_ENTRIES = 4096
 """Changes per namespace that the log keeps. For an older cursor, ``changes`` returns the whole catalogue."""

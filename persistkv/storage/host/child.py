@@ -12,12 +12,12 @@ import signal
 import socket
 import threading
 
-from persistkv.huge_pages import collapse, map_aligned
-from persistkv.libc import MADV_POPULATE_READ, madvise, memory_at
+from persistkv.memory.budget import keep_out_of_collections
+from persistkv.memory.huge_pages import collapse, map_aligned
+from persistkv.memory.libc import MADV_POPULATE_READ, madvise, memory_at
 from persistkv.storage.host.connection import SocketConnection
 from persistkv.storage.host.protocol import ToStore
 from persistkv.storage.host.server import NoticeHandler, serve
-from persistkv.storage.memory import keep_out_of_collections
 
 _STEP_BYTES = 16 << 20  # 16 MiB: takes 2 ms, during which no other memory of this process can be mapped
 

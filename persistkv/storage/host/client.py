@@ -27,10 +27,10 @@ from persistkv.errors import (
     PersistKVError,
     ProcessIdInUseError,
 )
+from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.host import protocol
 from persistkv.storage.host.replica import Replica
 from persistkv.storage.host.supervisor import KILL_S, Host, State, Supervisor
-from persistkv.storage.keys import PackedKeys
 
 logger = logging.getLogger(__name__)
 
@@ -464,7 +464,7 @@ class StoreClient:
         return self.state is State.OPEN
 
     def take_recent(self) -> list[list[bytes]] | None:
-        """Return the answer to ``ask_recent`` once; None if it has not arrived. See ``persistkv.storage.prewarm``."""
+        """Return the answer to ``ask_recent`` once; None if it has not arrived. See ``prewarm``."""
         recent, self._recent = self._recent, None
         return recent
 

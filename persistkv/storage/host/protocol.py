@@ -21,7 +21,7 @@ from persistkv.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
-from persistkv.storage.keys import PackedKeys
+from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.records import StoreCounters, StoreOptions
 
 _ERRORS: dict[str, type[PersistKVError]] = {
@@ -217,7 +217,7 @@ class Recent(_Message):
     """The answer to ``AskRecent``."""
 
     contexts: tuple[PackedKeys, ...]
-    """See ``persistkv.storage.prewarm``; empty if the medium failed."""
+    """See ``persistkv.storage.host.prewarm``; empty if the medium failed."""
 
 
 class Pong(_Message):

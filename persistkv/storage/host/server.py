@@ -26,19 +26,19 @@ from itertools import islice
 from typing import Any
 
 from persistkv.errors import HostError, PersistKVError, StoreError
+from persistkv.memory.budget import MAX_IO_THREADS
+from persistkv.memory.rows import Rows
+from persistkv.storage import open_backend
 from persistkv.storage.executor import Executor, InPlaceExecutor, ThreadExecutor
 from persistkv.storage.extensions import SupportsCounters
+from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.host import protocol
 from persistkv.storage.host.connection import ServedConnection
 from persistkv.storage.host.protocol import Notice
+from persistkv.storage.host.status import StatusPublisher
 from persistkv.storage.identity import Identity
-from persistkv.storage.keys import PackedKeys
-from persistkv.storage.memory import MAX_IO_THREADS
-from persistkv.storage.reading import ReadOutcome
+from persistkv.storage.load import ReadOutcome
 from persistkv.storage.records import RequestEnd
-from persistkv.storage.registry import open_backend
-from persistkv.storage.rows import Rows
-from persistkv.storage.status import StatusPublisher
 from persistkv.storage.store import Store
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ import pytest
 
 from persistkv.errors import StoreFullError
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.codec import RawCodec, ZstdCodec
 from persistkv.storage.extensions import InspectableBackend
-from persistkv.storage.pack_writer import PackWriter, Segment
+from persistkv.storage.format.codec import RawCodec, ZstdCodec
+from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.testing.conformance.suite import BackendSuite, check_totals, read_pack, sample_identity, tables
 from persistkv.testing.samples import (
     FailingSource,

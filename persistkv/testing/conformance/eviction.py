@@ -11,8 +11,8 @@ import pytest
 from persistkv.errors import StoreFullError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.extensions import InspectableBackend
-from persistkv.storage.pack import UNKNOWN_DEPTH
-from persistkv.storage.pack_writer import PackWriter
+from persistkv.storage.format.pack import UNKNOWN_DEPTH
+from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.testing.conformance.suite import BackendSuite, check_totals, read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 

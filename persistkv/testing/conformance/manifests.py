@@ -8,9 +8,9 @@ import pytest
 
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.extensions import InspectableBackend
-from persistkv.storage.keys import PackedKeys
-from persistkv.storage.manifest import RequestManifest
-from persistkv.storage.pack_writer import PackWriter
+from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.manifest import RequestManifest
+from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.testing.conformance.suite import BackendSuite, RawKind, RawStore, check_totals
 from persistkv.testing.samples import sample_keys, sample_manifest, sample_pack
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from persistkv.storage.backend import CommitBatch, ReadSpan
-from persistkv.storage.codec import ZstdCodec
 from persistkv.storage.extensions import InspectableBackend, read_frames, scan, scan_order
+from persistkv.storage.format.codec import ZstdCodec
 from persistkv.testing.conformance.suite import BackendSuite, RawKind, RawStore, read_pack
 from persistkv.testing.samples import payload_of, sample_pack
 

@@ -12,8 +12,8 @@ import pytest
 from persistkv.config import StoreUrl
 from persistkv.storage.backend import ReadSpan
 from persistkv.storage.extensions import BackendStats, InspectableBackend
+from persistkv.storage.format.pack import PackTable
 from persistkv.storage.identity import Identity
-from persistkv.storage.pack import PackTable
 
 
 class RawKind(Enum):

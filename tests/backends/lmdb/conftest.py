@@ -5,8 +5,8 @@ import pytest
 
 from persistkv.config import StoreUrl
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.identity import Identity
-from persistkv.storage.pack_writer import PackWriter
 from persistkv.testing.samples import sample_pack
 from persistkv_lmdb import LmdbBackend
 

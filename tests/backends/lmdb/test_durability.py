@@ -92,7 +92,7 @@ def test_what_a_killed_writer_left_is_synced_by_who_goes_on(backend, namespace, 
 
 def test_what_a_killed_writer_left_is_synced_by_who_opens_or_closes(open_store, backend, namespace, path, synced):
     die_in_a_commit(path, namespace)
-    code = "import sys; from persistkv.storage.registry import open_backend; open_backend(sys.argv[1])"
+    code = "import sys; from persistkv.storage import open_backend; open_backend(sys.argv[1])"
     assert (path / "writer.lock").read_bytes() == b"+"
     subprocess.run([sys.executable, "-c", code, f"lmdb://{path}"], check=True)  # beside us
     assert (path / "writer.lock").read_bytes() == b"-"

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from persistkv.config import GroupLayout, RowLayout
+from persistkv.memory.rows import Rows
 from persistkv.storage.executor import ThreadExecutor
-from persistkv.storage.pack import FRAME_BYTES
+from persistkv.storage.format.pack import FRAME_BYTES
 from persistkv.storage.records import StoreOptions
-from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 
 BLOCK = 64 << 10

@@ -12,11 +12,11 @@ import pytest
 
 from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.errors import ConfigurationError, CorruptPackError
+from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.pack import PackTable
-from persistkv.storage.pack_writer import PackWriter
+from persistkv.storage.format.pack import PackTable
+from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.records import StoreOptions
-from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack

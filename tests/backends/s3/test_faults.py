@@ -15,9 +15,9 @@ import pytest
 
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import StoreError
+from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.records import StoreOptions
-from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import check_totals, read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack

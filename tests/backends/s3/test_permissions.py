@@ -17,9 +17,9 @@ import pytest
 
 from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.errors import StoreError
+from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.records import RequestEnd, StoreOptions
-from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import check_totals, read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_blocks, sample_keys, sample_manifest, sample_pack

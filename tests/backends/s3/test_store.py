@@ -15,13 +15,13 @@ import pytest
 
 from persistkv.base import make_offload_key
 from persistkv.config import GroupLayout, RowLayout
+from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.codec import ZstdCodec
 from persistkv.storage.executor import ThreadExecutor
+from persistkv.storage.format.codec import ZstdCodec
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
-from persistkv.storage.rows import Rows
 from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.samples import sample_pack
@@ -140,7 +140,7 @@ def test_promotion_of_encoded_blocks_is_one_request_for_each_run(
     rows.array[:] = 0
     client.take()
     lent: list[int] = []
-    monkeypatch.setattr("persistkv.storage.reading.huge_memory", lambda size: lent.append(size) or mmap(-1, size))
+    monkeypatch.setattr("persistkv.storage.load.huge_memory", lambda size: lent.append(size) or mmap(-1, size))
     assert store.read(keys, range(256)) == []
     assert client.take() == {"GET": 2}, "two packs of 32 MiB raw"
     assert (rows.array == expected).all()

@@ -29,7 +29,7 @@ from persistkv.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from persistkv.cpu.pinning import pin_mmap_region, rows_per_registration
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion
 from persistkv.cpu.transfer import KVMemory, PageCopies
-from persistkv.huge_pages import HUGE_PAGE_BYTES, use_huge_pages
+from persistkv.memory.huge_pages import HUGE_PAGE_BYTES, use_huge_pages
 
 pytestmark = [
     pytest.mark.cuda,
@@ -258,7 +258,7 @@ def test_unmapped_memory_is_refused_and_the_next_job_runs() -> None:
     ended = in_new_process(
         """
 from persistkv.cpu.devices.cuda_batch import Batch
-from persistkv import libc
+from persistkv.memory import libc
 good = pinned_memory(16, 16, 4096)
 nowhere = libc.reserve(1 << 20)
 batch = Batch.of_pages(

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from persistkv.errors import StoreError
-from persistkv.storage.registry import open_backend
-from persistkv.storage.status import read_statuses
+from persistkv.storage import open_backend
+from persistkv.storage.host.status import read_statuses
 from tests.integrations.vllm.engines import ENVIRONMENT, Engine, spawn_engine
 from tests.integrations.vllm.programs import Zygote
 from tests.integrations.vllm.tiny_model import VOCABULARY, make_model

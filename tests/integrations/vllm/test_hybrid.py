@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from persistkv.storage.registry import open_backend
+from persistkv.storage import open_backend
 from tests.integrations.vllm.conftest import prompt, tier, wait_stored
 from tests.integrations.vllm.tiny_model import make_hybrid_model
 

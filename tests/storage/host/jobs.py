@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import EndRequest
 from persistkv.storage.host.supervisor import ProcessHost, State
-from persistkv.storage.keys import PackedKeys
 
 KINDS = ["process", "thread", "inline"]
 BLOCK = 64 << 10

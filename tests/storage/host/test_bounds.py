@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import EndRequest, Touch
 from persistkv.storage.host.supervisor import State
-from persistkv.storage.keys import PackedKeys
 from tests.storage.host.jobs import BLOCK, names, pid_of
 
 

@@ -15,11 +15,11 @@ import pytest
 
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import HostError
+from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.connection import SocketConnection
 from persistkv.storage.host.protocol import Hello, JobDone, Opened, Ping, Pong, Stored, ToEngine, ToStore
 from persistkv.storage.host.supervisor import InlineHost, State
-from persistkv.storage.keys import PackedKeys
 from persistkv.storage.records import StoreOptions
 from tests.storage.host.jobs import BLOCK, KINDS, end, names, pid_of, wait_for
 
@@ -281,7 +281,7 @@ from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.supervisor import InlineHost, ProcessHost
 from persistkv.storage.host.protocol import EndRequest, Hello
 from persistkv.storage.identity import Identity
-from persistkv.storage.keys import PackedKeys
+from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.records import StoreOptions
 fd = os.memfd_create("rows")
 os.ftruncate(fd, 128 * {BLOCK})

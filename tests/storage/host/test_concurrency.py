@@ -11,9 +11,9 @@ import pytest
 
 from persistkv.errors import StoreError
 from persistkv.storage.backend import ReadSpan
+from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import EndRequest
-from persistkv.storage.keys import PackedKeys
 from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv.testing.conformance.suite import tables
 from tests.memory_rows import flip

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from persistkv.storage.executor import InPlaceExecutor
+from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import JobDone, LoadJob, Opened, Removed
 from persistkv.storage.host.server import StoreServer
 from persistkv.storage.host.supervisor import State
-from persistkv.storage.keys import PackedKeys
 
 COUNT = 32
 KEYS = [number.to_bytes(32, "little") + bytes(4) for number in range(COUNT)]

@@ -9,10 +9,10 @@ import threading
 import pytest
 
 from persistkv.errors import HostError
+from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.host.connection import SocketConnection
 from persistkv.storage.host.protocol import Flush, JobDone, Stored, ToEngine, ToStore
 from persistkv.storage.host.server import serve
-from persistkv.storage.keys import PackedKeys
 
 
 def pair() -> tuple[SocketConnection, SocketConnection]:

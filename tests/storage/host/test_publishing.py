@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from persistkv.errors import StoreError
-from persistkv.storage.status import StatusPublisher
+from persistkv.storage.host.status import StatusPublisher
 from tests.storage.stores import inject_faults
 
 

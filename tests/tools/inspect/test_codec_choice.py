@@ -9,12 +9,12 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from persistkv.storage.arrays import ByteArray
+from persistkv.memory.rows import ByteArray
+from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.codec import Codec, PlanesCodec, RawCodec
+from persistkv.storage.format.codec import Codec, PlanesCodec, RawCodec
+from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.identity import Identity
-from persistkv.storage.pack_writer import PackWriter, Segment
-from persistkv.storage.registry import open_backend
 from persistkv.testing.samples import ArraySource, sample_keys
 from persistkv_tools.inspect.codec_choice import CODECS, CodecFigure, recommend
 from tests.tools.conftest import Run

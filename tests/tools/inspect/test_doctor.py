@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from persistkv.cpu.region_file import RegionFile, region_path
+from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
-from persistkv.storage.registry import open_backend
 from persistkv.testing.samples import sample_manifest
 from persistkv_tools.inspect import doctor
 from persistkv_tools.inspect.doctor import Level, examine

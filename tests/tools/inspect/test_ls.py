@@ -6,9 +6,9 @@ from contextlib import closing
 
 import pytest
 
+from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
-from persistkv.storage.registry import open_backend
 from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv.testing.samples import sample_manifest
 from persistkv_tools.inspect.ls import Sort, list_requests

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from persistkv.storage import open_backend
 from persistkv.storage.records import StoreCounters
-from persistkv.storage.registry import open_backend
 from tests.storage.statuses import make_status
 from tests.tools.signals import obey_ctrl_c
 

@@ -10,7 +10,7 @@ from contextlib import closing
 
 import pytest
 
-from persistkv.storage.registry import open_backend
+from persistkv.storage import open_backend
 from persistkv_tools.inspect.replay import distinct_blocks, read_trace
 from tests.tools.signals import interrupt, obey_ctrl_c
 

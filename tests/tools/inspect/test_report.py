@@ -10,8 +10,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from persistkv.storage.codec import ZstdCodec
-from persistkv.storage.registry import open_backend
+from persistkv.storage import open_backend
+from persistkv.storage.format.codec import ZstdCodec
 from persistkv_tools import render
 from persistkv_tools.inspect.report import report_data
 from tests.tools.contexts import Contexts

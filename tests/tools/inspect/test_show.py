@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.registry import open_backend
 from persistkv.testing.samples import sample_manifest
 from tests.tools.contexts import Contexts, chain
 

@@ -5,10 +5,10 @@ from contextlib import closing
 
 import pytest
 
+from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.codec import ZstdCodec
+from persistkv.storage.format.codec import ZstdCodec
 from persistkv.storage.identity import Identity
-from persistkv.storage.registry import open_backend
 from tests.tools.contexts import Contexts
 
 

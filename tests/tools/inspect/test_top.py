@@ -13,11 +13,11 @@ from contextlib import closing
 import pytest
 
 from benchmarks.store_rig import Job, fresh_keys
+from persistkv.storage import open_backend
+from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.host.protocol import EndRequest
-from persistkv.storage.keys import PackedKeys
+from persistkv.storage.host.status import read_statuses
 from persistkv.storage.records import StoreCounters
-from persistkv.storage.registry import open_backend
-from persistkv.storage.status import read_statuses
 from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv_tools.inspect.top import Watch, hit_rate
 from tests.storage.statuses import make_status

@@ -6,9 +6,9 @@ from contextlib import closing
 
 import pytest
 
-from persistkv.storage.fingerprint import fingerprint_checkpoint
+from persistkv.storage import open_backend
 from persistkv.storage.identity import Identity
-from persistkv.storage.registry import open_backend
+from persistkv.storage.identity.fingerprint import fingerprint_checkpoint
 
 CONFIG = {"rope_theta": 10000.0, "hidden_size": 64, "rope_scaling": {"factor": 2.0, "type": "linear"}}
 

@@ -8,8 +8,8 @@ from contextlib import closing
 
 import pytest
 
+from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.registry import open_backend
 from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv_tools.maintain.prune import Pruning
 from persistkv_tools.selection import Selection

@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from persistkv.storage.registry import open_backend
+from persistkv.storage import open_backend
 
 GIB = 1 << 30
 DAY_S = 86_400

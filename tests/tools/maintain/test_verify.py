@@ -10,9 +10,9 @@ from contextlib import closing
 import pytest
 
 from persistkv.config import StoreUrl
+from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.codec import ZstdCodec
-from persistkv.storage.registry import open_backend
+from persistkv.storage.format.codec import ZstdCodec
 from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv.testing.samples import sample_manifest, sample_pack
 from persistkv_tools.catalogue import LivePacks

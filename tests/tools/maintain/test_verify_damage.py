@@ -6,7 +6,7 @@ import json
 import random
 from contextlib import closing
 
-from persistkv.storage.registry import open_backend
+from persistkv.storage import open_backend
 from tests.tools.contexts import Contexts
 from tests.tools.damage import Damage
 

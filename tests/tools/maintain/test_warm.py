@@ -7,8 +7,8 @@ from contextlib import closing
 
 import pytest
 
-from persistkv.storage.prewarm import acknowledge_warm, pending_warm
-from persistkv.storage.registry import open_backend
+from persistkv.storage import open_backend
+from persistkv.storage.host.prewarm import acknowledge_warm, pending_warm
 from tests.storage.statuses import make_status
 
 

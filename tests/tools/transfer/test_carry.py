@@ -10,10 +10,10 @@ import pytest
 import xxhash
 
 from persistkv.errors import ConfigurationError
+from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch, ReadSpan
-from persistkv.storage.codec import ZstdCodec
+from persistkv.storage.format.codec import ZstdCodec
 from persistkv.storage.identity import Identity
-from persistkv.storage.registry import open_backend
 from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_tools.selection import FoundRequest, Selection

@@ -31,8 +31,9 @@ import xxhash
 
 from persistkv.config import GroupLayout, RowLayout, StoreUrl, parse_size
 from persistkv.errors import ConfigurationError, StoreError
-from persistkv.huge_pages import use_huge_pages
-from persistkv.libc import address_of
+from persistkv.memory.huge_pages import use_huge_pages
+from persistkv.memory.libc import address_of
+from persistkv.storage import BACKENDS, open_inspectable
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.commit_pipeline import DIRECT_BYTES
 from persistkv.storage.extensions import InspectableBackend, PlainMedium, SupportsPlainMedium
@@ -41,7 +42,6 @@ from persistkv.storage.host.protocol import Hello
 from persistkv.storage.host.supervisor import Host, ProcessHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
-from persistkv.storage.registry import BACKENDS, open_inspectable
 from persistkv_tools import render
 from persistkv_tools.inspect.codec_choice import CODECS, Advice, CodecFigure, recommend, sample_store
 from persistkv_tools.options import Json, Url

@@ -14,8 +14,8 @@ import msgspec
 
 from persistkv.errors import CorruptPackError
 from persistkv.storage.backend import Backend, ReadSpan
-from persistkv.storage.codec import parse_codec
-from persistkv.storage.pack import FRAME_BYTES, Frame, PackTable, align, decode_frame
+from persistkv.storage.format.codec import parse_codec
+from persistkv.storage.format.pack import FRAME_BYTES, Frame, PackTable, align, decode_frame
 
 CODECS = ("raw", "zstd:1", "planes:2", "planes:4")
 _SAMPLE_PACKS = 64

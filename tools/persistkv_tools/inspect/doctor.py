@@ -24,7 +24,7 @@ from rich.text import Text
 
 from persistkv.config import PAGE_BYTES, StoreUrl
 from persistkv.errors import PersistKVError
-from persistkv.storage.registry import open_inspectable
+from persistkv.storage import open_inspectable
 from persistkv_tools import render
 from persistkv_tools.inspect.codec_choice import LEAST_GAIN, sample_store, smallest
 from persistkv_tools.options import Json

@@ -31,10 +31,10 @@ from rich.progress import Progress
 
 from persistkv.config import PAGE_BYTES, StoreUrl, parse_size
 from persistkv.errors import ConfigurationError, StoreError
+from persistkv.storage import open_inspectable
+from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.host.protocol import EndRequest, HostStats
 from persistkv.storage.host.supervisor import InlineHost
-from persistkv.storage.keys import PackedKeys
-from persistkv.storage.registry import open_inspectable
 from persistkv_tools import render
 from persistkv_tools.inspect.bench import finish, store_client
 from persistkv_tools.options import Json

@@ -17,10 +17,9 @@ import msgspec
 import typer
 
 from persistkv import __version__
-from persistkv.errors import ConfigurationError
-from persistkv.printable import printable
+from persistkv.errors import ConfigurationError, printable
 from persistkv.storage.extensions import InspectableBackend
-from persistkv.storage.manifest import RequestManifest
+from persistkv.storage.format.manifest import RequestManifest
 from persistkv_tools import render
 from persistkv_tools.catalogue import all_keys
 from persistkv_tools.inspect.show import TreeNode, prefix_tree

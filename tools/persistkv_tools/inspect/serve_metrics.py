@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from persistkv.errors import ConfigurationError, MissingExtraError, StoreError
+from persistkv.storage import open_inspectable
 from persistkv.storage.extensions import BackendStats, InspectableBackend
-from persistkv.storage.registry import open_inspectable
-from persistkv.storage.status import EngineStatus, read_statuses
+from persistkv.storage.host.status import EngineStatus, read_statuses
 from persistkv_tools import render
 from persistkv_tools.options import Json, Url, opened
 

@@ -16,9 +16,9 @@ import typer
 from rich.text import Text
 from rich.tree import Tree
 
+from persistkv.memory.budget import no_collections
 from persistkv.storage.extensions import InspectableBackend
-from persistkv.storage.memory import no_collections
-from persistkv.storage.pack import Frame, PackTable
+from persistkv.storage.format.pack import Frame, PackTable
 from persistkv_tools import render
 from persistkv_tools.catalogue import keys_of
 from persistkv_tools.options import InNamespace, Json, Request, Url, opened

@@ -10,9 +10,9 @@ import msgspec
 from rich.table import Table
 
 from persistkv.storage.backend import Namespace
-from persistkv.storage.codec import RawCodec
 from persistkv.storage.extensions import FreeSpace, InspectableBackend, SupportsCompaction
-from persistkv.storage.pack import PackTable
+from persistkv.storage.format.codec import RawCodec
+from persistkv.storage.format.pack import PackTable
 from persistkv_tools import render
 from persistkv_tools.options import Json, Url, opened
 

@@ -13,8 +13,8 @@ from rich.live import Live
 
 from persistkv.config import parse_duration
 from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.host.status import EngineStatus, read_statuses
 from persistkv.storage.records import StoreCounters
-from persistkv.storage.status import EngineStatus, read_statuses
 from persistkv_tools import render
 from persistkv_tools.options import Json, Url, opened
 

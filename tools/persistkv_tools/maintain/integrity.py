@@ -30,14 +30,14 @@ import xxhash
 
 from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError, CorruptPackError
-from persistkv.huge_pages import huge_memory
+from persistkv.memory.budget import no_collections
+from persistkv.memory.huge_pages import huge_memory
 from persistkv.storage.backend import ReadSpan
 from persistkv.storage.executor import ThreadPool
 from persistkv.storage.extensions import BackendStats, InspectableBackend, scan, scan_order
-from persistkv.storage.keys import PackedKeys
-from persistkv.storage.manifest import ManifestKeys
-from persistkv.storage.memory import no_collections
-from persistkv.storage.pack import Frame, PackTable, align, decode_frame, frame_seed, pack_id
+from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.manifest import ManifestKeys
+from persistkv.storage.format.pack import Frame, PackTable, align, decode_frame, frame_seed, pack_id
 from persistkv_tools.catalogue import LivePacks, keys_of
 from persistkv_tools.pack_check import Finding, OtherReleaseError, Problem, check_pack, frame_runs
 

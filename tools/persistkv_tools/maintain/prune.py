@@ -25,8 +25,8 @@ from persistkv.config import parse_size
 from persistkv.errors import ConfigurationError, StoreFullError
 from persistkv.storage.backend import CommitBatch, Namespace
 from persistkv.storage.extensions import InspectableBackend, RequestUse, SupportsCompaction, SupportsQuarantine
-from persistkv.storage.manifest import RequestManifest
-from persistkv.storage.pack import PackTable
+from persistkv.storage.format.manifest import RequestManifest
+from persistkv.storage.format.pack import PackTable
 from persistkv_tools import render
 from persistkv_tools.catalogue import Catalogue, all_keys, keys_of
 from persistkv_tools.options import (

@@ -24,8 +24,10 @@ from persistkv.config import parse_size
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.format.manifest import RequestManifest
+from persistkv.storage.format.pack import PackTable
+from persistkv.storage.host.status import read_statuses
 from persistkv.storage.index import Index
-from persistkv.storage.manifest import RequestManifest
 from persistkv.storage.namespace_view import (
     SHORTENED_AT_ONCE,
     ManifestMaker,
@@ -33,8 +35,6 @@ from persistkv.storage.namespace_view import (
     read_requests,
     shortened,
 )
-from persistkv.storage.pack import PackTable
-from persistkv.storage.status import read_statuses
 from persistkv_tools import render
 from persistkv_tools.catalogue import LivePacks
 from persistkv_tools.maintain.integrity import (

@@ -11,8 +11,8 @@ import typer
 from persistkv.config import parse_duration
 from persistkv.errors import ConfigurationError
 from persistkv.storage.extensions import InspectableBackend
-from persistkv.storage.prewarm import WarmAnswer, WarmRequest, request_warm, warm_answers, withdraw_warm
-from persistkv.storage.status import read_statuses
+from persistkv.storage.host.prewarm import WarmAnswer, WarmRequest, request_warm, warm_answers, withdraw_warm
+from persistkv.storage.host.status import read_statuses
 from persistkv_tools import render
 from persistkv_tools.options import InNamespace, Json, Labels, Url, opened
 from persistkv_tools.selection import FoundRequest, Selection, chosen_requests

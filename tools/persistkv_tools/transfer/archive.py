@@ -22,9 +22,8 @@ import xxhash
 
 from persistkv import __version__
 from persistkv.errors import ConfigurationError, CorruptPackError, PersistKVError
-from persistkv.storage.codec import Buffer
-from persistkv.storage.identity import Identity
-from persistkv.storage.manifest import (
+from persistkv.storage.format.codec import Buffer
+from persistkv.storage.format.manifest import (
     ManifestKeys,
     RequestManifest,
     decode_manifest,
@@ -32,7 +31,8 @@ from persistkv.storage.manifest import (
     encode_manifest,
     encode_manifest_keys,
 )
-from persistkv.storage.pack import PackTable
+from persistkv.storage.format.pack import PackTable
+from persistkv.storage.identity import Identity
 
 ARCHIVE_VERSION = 1
 _MAGIC = b"PKVARCH1"

@@ -13,8 +13,8 @@ from persistkv.config import parse_size
 from persistkv.errors import ConfigurationError
 from persistkv.storage.backend import Namespace
 from persistkv.storage.extensions import InspectableBackend
-from persistkv.storage.manifest import ManifestKeys, RequestManifest
-from persistkv.storage.pack_writer import PackCopy
+from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
+from persistkv.storage.format.pack_writer import PackCopy
 from persistkv_tools import render
 from persistkv_tools.catalogue import Catalogue, all_keys
 from persistkv_tools.options import InNamespace, Json, Labels, Rate, Url, opened

@@ -12,11 +12,11 @@ import typer
 
 from persistkv.config import StoreUrl
 from persistkv.errors import FieldDifference, IdentityMismatchError
+from persistkv.storage import open_inspectable
 from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.format.pack import PackTable
+from persistkv.storage.format.pack_writer import PackCopy
 from persistkv.storage.identity import Identity
-from persistkv.storage.pack import PackTable
-from persistkv.storage.pack_writer import PackCopy
-from persistkv.storage.registry import open_inspectable
 from persistkv_tools import render
 from persistkv_tools.catalogue import all_keys
 from persistkv_tools.options import Json, Url, opened_if_there

@@ -10,10 +10,10 @@ import typer
 
 from persistkv.config import StoreUrl, parse_size
 from persistkv.errors import ConfigurationError
+from persistkv.storage import open_inspectable
 from persistkv.storage.backend import Namespace
 from persistkv.storage.extensions import InspectableBackend
-from persistkv.storage.manifest import RequestManifest
-from persistkv.storage.registry import open_inspectable
+from persistkv.storage.format.manifest import RequestManifest
 from persistkv_tools import render
 from persistkv_tools.catalogue import all_keys
 from persistkv_tools.options import InNamespace, Json, Labels, NewerThan, OlderThan, Rate, opened, opened_if_there

@@ -17,16 +17,16 @@ from typing import Annotated, NamedTuple
 import msgspec
 import typer
 
-from persistkv.config import StoreUrl
+from persistkv.config import MAX_PACK_BYTES, StoreUrl
 from persistkv.errors import PersistKVError
+from persistkv.storage import BACKENDS
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.extensions import InspectableBackend, SupportsCompaction, SupportsPolicy
+from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
+from persistkv.storage.format.pack import PackTable
+from persistkv.storage.format.pack_writer import PackCopy
 from persistkv.storage.identity import Identity
 from persistkv.storage.index import Index
-from persistkv.storage.manifest import ManifestKeys, RequestManifest
-from persistkv.storage.pack import MAX_PACK_BYTES, PackTable
-from persistkv.storage.pack_writer import PackCopy
-from persistkv.storage.registry import BACKENDS
 from persistkv_tools import render
 from persistkv_tools.catalogue import Catalogue
 

@@ -20,8 +20,8 @@ from persistkv.integrations.transformers.demo.messages import ColdReport, WarmRe
 from persistkv.integrations.transformers.demo.processes import run_process
 from persistkv.integrations.transformers.demo.prompts import build_prompts
 from persistkv.integrations.transformers.demo.report import DemoReport, build_report, print_report, write_chart
-from persistkv.storage.codec import parse_codec
-from persistkv.storage.registry import open_inspectable
+from persistkv.storage import open_inspectable
+from persistkv.storage.format.codec import parse_codec
 
 Tell = Callable[[str], None]
 

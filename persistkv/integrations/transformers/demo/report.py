@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from persistkv.errors import printable
 from persistkv.integrations.transformers.demo.messages import Answer, ColdReport, WarmReport
-from persistkv.printable import printable
 from persistkv.storage.extensions import BackendStats
 
 

@@ -1,0 +1,1 @@
+"""Memory: huge pages, prefaulting, rows, and the budget of a host process."""

@@ -1,0 +1,140 @@
+"""Rows of the primary tier as storage uses them: gather blocks, scatter blocks, and views for direct reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from persistkv.config import RowLayout
+
+ByteArray = npt.NDArray[np.uint8]
+
+
+class Rows:
+    """Shared byte array of shape (num_blocks, row_stride), and the layout of its rows.
+
+    Holds a reference to its buffer: drop this object before the mapping is closed.
+    """
+
+    def __init__(self, buffer: memoryview, layout: RowLayout) -> None:
+        """Wrap a writable, contiguous buffer.
+
+        :raises ValueError: its size is not a multiple of the row stride.
+        """
+        flat = np.frombuffer(buffer, dtype=np.uint8)
+        if flat.size % layout.row_stride:
+            raise ValueError(f"{flat.size} bytes are no multiple of the row stride {layout.row_stride}")
+        self.layout = layout
+        self.array: ByteArray = flat.reshape(-1, layout.row_stride)
+        self._flat = buffer.cast("B") if buffer.ndim != 1 or buffer.format != "B" else buffer
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def check(self, block_ids: Sequence[int]) -> None:
+        """Check that rows exist.
+
+        :raises ValueError: with the lowest and highest row, if one of them does not exist.
+        """
+        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < len(self):
+            raise ValueError(f"rows {min(block_ids)} to {max(block_ids)} do not lie within {len(self)}")
+
+    def places(self, group: int, block_id: int) -> list[memoryview]:
+        """Return writable views of the valid byte ranges of one block of the group, in order."""
+        base = block_id * self.layout.row_stride
+        return [self._flat[base + offset : base + offset + size] for offset, size in self.layout.groups[group].ranges]
+
+    def pieces(self, group: int, block_ids: Sequence[int]) -> list[memoryview]:
+        """Return writable views of the valid byte ranges of blocks, in order. If whole rows are valid, consecutive rows
+        are one view.
+        """
+        layout, stride = self.layout.groups[group], self.layout.row_stride
+        if layout.ranges == ((0, stride),):
+            return [self._flat[first * stride : end * stride] for first, end in runs(block_ids)]
+        return [place for block_id in block_ids for place in self.places(group, block_id)]
+
+    def gather(self, group: int, block_ids: Sequence[int]) -> ByteArray:
+        """Return blocks as an array of shape (n, block_bytes): a view if they are consecutive rows of one range, else a
+        copy.
+        """
+        layout = self.layout.groups[group]
+        first, count = block_ids[0], len(block_ids)
+        offset, length = layout.ranges[0]
+        whole_row = length == self.layout.row_stride
+        if (whole_row or count == 1) and len(layout.ranges) == 1 and _consecutive(block_ids):
+            return self.array[first : first + count, offset : offset + length]
+        if len(layout.ranges) == 1:
+            return self.array[np.asarray(block_ids), offset : offset + length]
+        ids = np.asarray(block_ids)
+        return np.concatenate([self.array[ids, start : start + size] for start, size in layout.ranges], axis=1)
+
+    def scatter(self, group: int, block_ids: Sequence[int], blocks: ByteArray) -> None:
+        """Write blocks, an array of shape (n, block_bytes), into rows."""
+        ids = np.asarray(block_ids)
+        start = 0
+        for offset, size in self.layout.groups[group].ranges:
+            self.array[ids, offset : offset + size] = blocks[:, start : start + size]
+            start += size
+
+
+def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (first, end) of each run of consecutive numbers. ``numbers`` must not be empty."""
+    found: list[tuple[int, int]] = []
+    first = end = numbers[0]
+    for number in numbers:
+        if number != end:
+            found.append((first, end))
+            first = number
+        end = number + 1
+    return [*found, (first, end)]
+
+
+def _consecutive(block_ids: Sequence[int]) -> bool:
+    first = block_ids[0]
+    return block_ids[-1] - first == len(block_ids) - 1 and list(block_ids) == list(range(first, first + len(block_ids)))
+
+
+@dataclass(frozen=True)
+class RowBlocks:
+    """Block source of packs that are written straight from rows of the primary tier."""
+
+    rows: Rows
+    group: int
+    block_ids: Sequence[int]
+
+    def gather(self, start: int, stop: int) -> ByteArray:
+        """Return blocks ``start`` to ``stop``."""
+        return self.rows.gather(self.group, self.block_ids[start:stop])
+
+    def pieces(self, start: int, stop: int) -> list[memoryview]:
+        """Return views of the same bytes; never a copy."""
+        return self.rows.pieces(self.group, self.block_ids[start:stop])
+
+
+@dataclass(frozen=True)
+class StagedBlocks:
+    """Block source of copies, in runs of one or more blocks."""
+
+    runs: Sequence[ByteArray]
+    """Each of shape (n, block_bytes)."""
+
+    def gather(self, start: int, stop: int) -> ByteArray:
+        """Return blocks ``start`` to ``stop``, counted over all runs."""
+        parts = self._parts(start, stop)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def pieces(self, start: int, stop: int) -> list[memoryview]:
+        """Return views of the same bytes; never a copy."""
+        return [part.data.cast("B") for part in self._parts(start, stop)]
+
+    def _parts(self, start: int, stop: int) -> list[ByteArray]:
+        parts, position = [], 0
+        for run in self.runs:
+            part = run[max(0, start - position) : max(0, stop - position)]
+            if len(part):
+                parts.append(part)
+            position += len(run)
+        return parts

@@ -1,0 +1,1 @@
+"""Formats of bytes at rest: packs, manifests, key tables and codecs."""

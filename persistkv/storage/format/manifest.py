@@ -1,0 +1,94 @@
+"""Request manifests: the ordered keys of one request's whole context, with a description for people.
+
+The head (small, read for listings) and the keys (large, read for one request) are stored separately. Both have the same
+format: a version byte, the xxh3-64 of the body, and the body in msgpack.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+import xxhash
+
+from persistkv.errors import CorruptPackError
+from persistkv.storage.format.codec import Buffer
+from persistkv.storage.format.keys import PackedKeys
+
+MANIFEST_VERSION = 1
+_PREFIX_BYTES = 9
+
+T = TypeVar("T")
+
+
+class RequestManifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The head of a manifest."""
+
+    id: str
+    """Unique across restarts: engine uuid and a sequence number."""
+    created: float
+    """Time of creation: seconds since the epoch, on the engine's wall clock."""
+    tokens: int
+    """Tokens of the context; 0 if the engine did not report them."""
+    group_blocks: tuple[int, ...]
+    """Number of blocks in each KV cache group."""
+    raw_bytes: int
+    """Bytes of these blocks before the codec."""
+    ordered: bool = True
+    """Whether the keys are in the order of the context; False if the engine sent no description: the keys are then in
+    order of arrival."""
+    labels: dict[str, str] = {}
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks in all groups."""
+        return sum(self.group_blocks)
+
+
+ManifestKeys = tuple[PackedKeys, ...]
+"""For each KV cache group, the keys in order."""
+
+
+def encode_manifest(manifest: RequestManifest) -> bytes:
+    """Return the head as stored."""
+    return _seal(msgspec.msgpack.encode(manifest))
+
+
+def decode_manifest(data: Buffer) -> RequestManifest:
+    """Decode a stored head.
+
+    :raises CorruptPackError: the bytes are not a valid head.
+    """
+    return _open(data, RequestManifest)
+
+
+def encode_manifest_keys(keys: ManifestKeys) -> bytes:
+    """Return the keys as stored."""
+    return _seal(msgspec.msgpack.encode(keys))
+
+
+def decode_manifest_keys(data: Buffer) -> ManifestKeys:
+    """Decode stored keys.
+
+    :raises CorruptPackError: the bytes are not valid keys.
+    """
+    return _open(data, ManifestKeys)
+
+
+def _seal(body: bytes) -> bytes:
+    return bytes((MANIFEST_VERSION,)) + xxhash.xxh3_64_digest(body) + body
+
+
+def _open(data: Buffer, kind: type[T]) -> T:
+    view = memoryview(data)
+    if len(view) < _PREFIX_BYTES:
+        raise CorruptPackError("manifest", f"{len(view)} bytes are too few")
+    if view[0] != MANIFEST_VERSION:
+        raise CorruptPackError("manifest version", f"{view[0]}; this release reads {MANIFEST_VERSION}")
+    body = view[_PREFIX_BYTES:]
+    if xxhash.xxh3_64_digest(body) != view[1:_PREFIX_BYTES]:
+        raise CorruptPackError("manifest checksum", "does not match")
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptPackError("manifest", str(error)) from None

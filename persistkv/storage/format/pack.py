@@ -1,0 +1,251 @@
+"""Packs: the unit of durable writing. An immutable sequence of frames, then a checksummed table of their keys.
+
+docs/format.md has the layout in bytes; ``pack_writer`` writes packs. Invariants of this file:
+
+1. A pack alone (frames, table, trailer) is enough to recover its blocks.
+2. A frame's checksum covers its stored bytes and is seeded with its keys and namespace: the payload of another frame
+   does not verify.
+3. Parsing trusts no input: each count and length is checked against the available bytes before it is used.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from hashlib import blake2b
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from persistkv.config import PAGE_BYTES
+from persistkv.errors import CorruptPackError
+from persistkv.storage.format.codec import Buffer, RawCodec, stored_codec
+from persistkv.storage.format.keys import PackedKeys
+
+PACK_VERSION = 1
+ID_BYTES = 16
+FRAME_BYTES = 1 << 20  # 1 MiB: maximum raw bytes of a frame; a larger block is a frame of its own
+UNKNOWN_DEPTH = 0xFFFFFFFF
+
+_HEADER = struct.Struct("<HHIIIQQ16s16s")
+_FRAME = struct.Struct("<IIIIQQQ")
+_TRAILER = struct.Struct("<QQ8s")
+_MAGIC = b"PKVPACK1"
+
+
+class Frame(NamedTuple):
+    """Consecutive blocks of one group: the unit of codec and checksum."""
+
+    group: int
+    """KV cache group."""
+    block_count: int
+    block_bytes: int
+    """Raw bytes of one block."""
+    depth: int
+    """Position of the first block in its request: the number of blocks of the group before it; UNKNOWN_DEPTH if it is
+    not known."""
+    offset: int
+    """Byte offset in the pack, a multiple of 4 KiB."""
+    stored_length: int
+    """Bytes at rest, without padding. If equal to ``raw_length``, the stored bytes are the raw bytes."""
+    checksum: int
+    """xxh3-64 of the stored bytes, seeded by ``frame_seed``."""
+
+    @property
+    def encoded(self) -> bool:
+        """Whether the pack's codec was applied. A frame that the codec does not make shorter is stored raw."""
+        return self.stored_length != self.raw_length
+
+    @property
+    def raw_length(self) -> int:
+        """Raw bytes of all blocks."""
+        return self.block_count * self.block_bytes
+
+
+def pack_frames(frames: Iterable[Frame]) -> bytes:
+    """Return frames as encoded in a table."""
+    return b"".join([_FRAME.pack(*frame) for frame in frames])
+
+
+def unpack_frames(data: bytes) -> tuple[Frame, ...]:
+    """Decode frames from their table entries."""
+    return tuple(map(Frame._make, _FRAME.iter_unpack(data)))
+
+
+def frame_seed(namespace: bytes, keys: bytes) -> int:
+    """Return the seed that binds a frame's checksum to its joined keys and its namespace."""
+    return xxhash.xxh3_64_intdigest(keys, seed=int.from_bytes(namespace[:8], "little"))
+
+
+def align(length: int) -> int:
+    """Return a length rounded up to a multiple of 4 KiB."""
+    return -(-length // PAGE_BYTES) * PAGE_BYTES
+
+
+def pack_id(namespace: bytes, keys: PackedKeys, codec: str) -> bytes:
+    """Return a pack's name: the digest of namespace, ordered keys and codec."""
+    digest = blake2b(namespace, digest_size=ID_BYTES)
+    digest.update(codec.encode() + b"\0")
+    digest.update(keys.key_length.to_bytes(2, "little") + keys.lengths)
+    digest.update(keys.data)
+    return digest.digest()
+
+
+def table_lengths(data: Buffer) -> tuple[int, int]:
+    """Return the raw and payload bytes that a pack's encoded table claims; 0 and 0 if ``data`` is too short.
+
+    Fast, for listings: nothing is verified.
+    """
+    if len(data) < _HEADER.size:
+        return 0, 0
+    _, _, _, _, _, payload, raw, _, _ = _HEADER.unpack_from(data)
+    return raw, payload
+
+
+class PackTable(msgspec.Struct, frozen=True):
+    """Everything in a pack except its payload. A catalogue stores one per pack."""
+
+    namespace: bytes
+    """16 bytes: the digest of the identity."""
+    pack_id: bytes
+    """16 bytes."""
+    codec: str
+    """Text form of the codec that encoded the frames; frames that it did not make shorter are raw."""
+    payload_length: int
+    """Bytes of all frames with their padding; also the offset of the table in the pack."""
+    raw_length: int
+    """Bytes of all blocks before the codec."""
+    packed_frames: bytes
+    """Frames as encoded in the table; ``frames`` decodes them."""
+    keys: PackedKeys
+    """The keys of all blocks, frame after frame."""
+
+    @property
+    def frames(self) -> tuple[Frame, ...]:
+        """Frames, decoded at each access."""
+        return unpack_frames(self.packed_frames)
+
+    @property
+    def frame_count(self) -> int:
+        """Number of frames."""
+        return len(self.packed_frames) // _FRAME.size
+
+    def encode(self) -> bytes:
+        """Return table and trailer."""
+        codec = self.codec.encode()
+        header = _HEADER.pack(
+            PACK_VERSION,
+            self.keys.key_length,
+            self.frame_count,
+            len(self.keys),
+            len(codec),
+            self.payload_length,
+            self.raw_length,
+            self.namespace,
+            self.pack_id,
+        )
+        table = b"".join((header, codec, self.packed_frames, self.keys.lengths, self.keys.data))
+        return table + _TRAILER.pack(len(table), xxhash.xxh3_64_intdigest(table), _MAGIC)
+
+    @classmethod
+    def parse(cls, data: Buffer) -> PackTable:
+        """Parse table and trailer at the end of ``data`` (a whole pack, or its last bytes).
+
+        :raises CorruptPackError: they are malformed; the error names the field.
+        """
+        table = _checked_table(data)
+        version, key_length, frame_count, block_count, codec_length, payload, raw, namespace, name = (
+            _HEADER.unpack_from(table)
+        )
+        if version != PACK_VERSION:
+            raise CorruptPackError("version", f"{version}; this release reads {PACK_VERSION}")
+        frames_at = _HEADER.size + codec_length
+        lengths_at = frames_at + frame_count * _FRAME.size
+        keys_at = lengths_at + (0 if key_length else 2 * block_count)
+        if keys_at > len(table):
+            raise CorruptPackError(
+                "counts", f"{frame_count} frames and {block_count} blocks do not fit {len(table)} bytes"
+            )
+        keys = PackedKeys(table[keys_at:], key_length, table[lengths_at:keys_at])
+        if key_length and len(keys.data) != key_length * block_count:
+            raise CorruptPackError("keys", f"{len(keys.data)} bytes are not {block_count} keys of {key_length}")
+        frames = table[frames_at:lengths_at]
+        try:
+            codec = table[_HEADER.size : frames_at].decode()
+        except UnicodeDecodeError:
+            raise CorruptPackError("codec name", "it is not text") from None
+        _check_frames(frames, payload, block_count, raw, codec)
+        if not keys.distinct:
+            raise CorruptPackError("keys", f"of {block_count} keys, some occur twice")
+        return cls(namespace, name, codec, payload, raw, frames, keys)
+
+
+def _checked_table(data: Buffer) -> bytes:
+    view = memoryview(data)
+    if len(view) < _TRAILER.size + _HEADER.size:
+        raise CorruptPackError("trailer", f"{len(view)} bytes are too few for a pack")
+    length, checksum, magic = _TRAILER.unpack_from(view, len(view) - _TRAILER.size)
+    if magic != _MAGIC:
+        raise CorruptPackError("magic", f"{magic!r} instead of {_MAGIC!r}")
+    if not _HEADER.size <= length <= len(view) - _TRAILER.size:
+        raise CorruptPackError("table length", f"{length} does not lie within {len(view)} bytes")
+    table = bytes(view[len(view) - _TRAILER.size - length : len(view) - _TRAILER.size])
+    if xxhash.xxh3_64_intdigest(table) != checksum:
+        raise CorruptPackError("table checksum", "does not match")
+    return table
+
+
+def _check_frames(frames: bytes, payload: int, block_count: int, raw: int, codec: str) -> None:
+    end = blocks = total = 0
+    for _, count, block_bytes, _, offset, stored, _ in _FRAME.iter_unpack(frames):
+        length = count * block_bytes
+        if not length or (length > FRAME_BYTES and count > 1):
+            raise CorruptPackError("frame length", f"{count} blocks of {block_bytes} bytes")
+        if stored > length or (stored < length and codec == RawCodec.name):
+            raise CorruptPackError("frame length", f"{stored} stored bytes for {length} raw ones")
+        if offset != end:
+            raise CorruptPackError("frame offset", f"{offset} instead of {end}")
+        end = align(offset + stored)
+        blocks += count
+        total += length
+    if blocks != block_count:
+        raise CorruptPackError("block count", f"frames hold {blocks}, the table names {block_count}")
+    if total != raw:
+        raise CorruptPackError("raw length", f"frames hold {total}, the table says {raw}")
+    if end != payload:
+        raise CorruptPackError("payload length", f"frames end at {end}, the table says {payload}")
+
+
+def frame_checksum(pieces: Iterable[Buffer], seed: int) -> int:
+    """Return the xxh3-64 checksum of a frame's stored bytes.
+
+    :param pieces: the stored bytes, in order; they need not be contiguous.
+    :param seed: see ``frame_seed``.
+    """
+    digest = xxhash.xxh3_64(seed=seed)
+    for piece in pieces:
+        digest.update(piece)
+    return digest.intdigest()
+
+
+def verify_frame(frame: Frame, stored: Buffer, seed: int) -> None:
+    """Verify a frame's stored bytes.
+
+    :param seed: see ``frame_seed``.
+    :raises CorruptPackError: length or checksum differ from the frame's, or the bytes belong to other keys.
+    """
+    if len(stored) != frame.stored_length or xxhash.xxh3_64_intdigest(stored, seed=seed) != frame.checksum:
+        raise CorruptPackError("frame checksum", f"does not match at offset {frame.offset}")
+
+
+def decode_frame(codec: str, frame: Frame, stored: Buffer, out: memoryview) -> None:
+    """Decode a frame's blocks into ``out``, one after the other.
+
+    :param codec: as in the pack's table.
+    :param stored: the frame's stored bytes, verified.
+    :param out: buffer of ``frame.raw_length`` bytes.
+    :raises CorruptPackError: the bytes do not decode to that length, or this release does not know the codec. The
+        content of ``out`` is then undefined.
+    """
+    (stored_codec(codec) if frame.encoded else RawCodec()).decode_into(stored, out)

@@ -1,0 +1,294 @@
+"""Packs that a commit writes: encoded blocks, or a copy of a pack from another store."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+
+from persistkv.storage.format.codec import Buffer, Codec
+from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.pack import (
+    FRAME_BYTES,
+    UNKNOWN_DEPTH,
+    Frame,
+    PackTable,
+    align,
+    frame_checksum,
+    frame_seed,
+    pack_frames,
+    pack_id,
+)
+
+if TYPE_CHECKING:
+    from persistkv.memory.rows import ByteArray
+
+FRAMES_AHEAD = 4  # maximum number of frames that are encoded ahead of the one being written
+
+T = TypeVar("T")
+
+
+class BlockSource(Protocol):
+    """Source of a pack's blocks: rows of the primary tier, or staged copies of rows."""
+
+    def gather(self, start: int, stop: int) -> ByteArray:
+        """Return blocks ``start`` to ``stop`` as one contiguous array: a view or a copy."""
+        ...
+
+    def pieces(self, start: int, stop: int) -> list[memoryview]:
+        """Return views of the same bytes in the same order, without copying."""
+        ...
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive blocks of one group that a pack will contain."""
+
+    group: int
+    block_bytes: int
+    """Raw bytes of one block."""
+    keys: Sequence[bytes]
+    """One key per block, in block order."""
+    source: BlockSource
+    """Source of the blocks' bytes."""
+    depth: int = UNKNOWN_DEPTH
+    """Depth of the first block (see ``Frame.depth``); the other blocks follow it in their request."""
+
+    @property
+    def raw_length(self) -> int:
+        """Raw bytes of all blocks."""
+        return len(self.keys) * self.block_bytes
+
+    def frame_bounds(self) -> Iterator[tuple[int, int]]:
+        """Iterate over the frames: index of the first block, and the index after the last one."""
+        per_frame = max(1, FRAME_BYTES // self.block_bytes)
+        for start in range(0, len(self.keys), per_frame):
+            yield start, min(start + per_frame, len(self.keys))
+
+    def raw(self, start: int, stop: int) -> memoryview:
+        """Return the bytes of blocks ``start`` to ``stop``, contiguous."""
+        return self.source.gather(start, stop).data.cast("B")
+
+
+class Ahead(Protocol):
+    """Starts a call in another thread and returns a function that waits for its result."""
+
+    def __call__(self, call: Callable[[], T]) -> Callable[[], T]: ...
+
+
+class _StoredFrame(NamedTuple):
+    frame: Frame
+    """The frame, without its offset; without its checksum, too, if ``seed`` is set."""
+    pieces: Sequence[Buffer]
+    seed: int | None = None
+    """Seed of the checksum that is still to be computed; None if ``frame`` has its checksum."""
+
+
+class NewPack(ABC):
+    """A pack that a commit writes. The backend reads its payload from ``stream``, and reads it again if the commit is
+    retried.
+    """
+
+    def __init__(self, namespace: bytes, pack_id: bytes, keys: PackedKeys, raw_length: int, *, encodes: bool) -> None:
+        self.namespace = namespace
+        """16 bytes: the digest of the identity."""
+        self.pack_id = pack_id
+        """16 bytes: the pack's name."""
+        self.keys = keys
+        """The keys of all blocks, frame after frame."""
+        self.raw_length = raw_length
+        """Bytes of all blocks before the codec."""
+        self.encodes = encodes
+        """Whether ``stream`` allocates the bytes that it yields; if not, it yields views of existing memory."""
+        self.written = False
+        """Whether ``stream`` has run to its end. It stays False if the backend already holds the pack."""
+
+    @property
+    @abstractmethod
+    def frame_count(self) -> int:
+        """Number of frames."""
+
+    @property
+    @abstractmethod
+    def payload_bound(self) -> int:
+        """Upper bound of the payload in bytes, padding included."""
+
+    @property
+    @abstractmethod
+    def table(self) -> PackTable:
+        """The pack's table.
+
+        :raises ValueError: the table depends on the stream, and the stream has not run to its end.
+        """
+
+    @abstractmethod
+    def stream(self) -> Iterator[Buffer]:
+        """Iterate over the payload in order, padding included. Each piece stays valid while it is referenced, so one
+        call may write many pieces.
+        """
+
+    def restart(self) -> None:
+        """Reset after a failed attempt: another process may write the pack before the next attempt."""
+        self.settle()
+        self.written = False
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until the blocks are no longer read, after a ``stream`` that ended or was abandoned."""
+
+
+class PackCopy(NewPack):
+    """A copy of a pack from another store, with the same bytes and name. The caller has verified the pack.
+
+    :param payload: the whole payload; it must not change until the commit has ended.
+    """
+
+    def __init__(self, table: PackTable, payload: Buffer) -> None:
+        super().__init__(table.namespace, table.pack_id, table.keys, table.raw_length, encodes=False)
+        self.payload = payload
+        self._table = table
+
+    @property
+    def frame_count(self) -> int:
+        return self._table.frame_count
+
+    @property
+    def payload_bound(self) -> int:
+        """The exact size of the payload in bytes."""
+        return self._table.payload_length
+
+    @property
+    def table(self) -> PackTable:
+        return self._table
+
+    def stream(self) -> Iterator[Buffer]:
+        yield self.payload
+        self.written = True
+
+    def settle(self) -> None:
+        """Do nothing: ``stream`` starts no work in other threads."""
+
+
+class PackWriter(NewPack):
+    """Encodes segments to a pack. Holds one encoded frame in memory, or a few if frames are encoded ahead.
+
+    :param ahead: starts the encoding of frames ahead of the stream; None: each frame is encoded when the stream reaches
+        it.
+    :raises ValueError: a key occurs twice, so ``PackTable.parse`` would reject the pack.
+    """
+
+    def __init__(self, namespace: bytes, codec: Codec, segments: Sequence[Segment], ahead: Ahead | None = None) -> None:
+        keys = PackedKeys.of([key for segment in segments for key in segment.keys])
+        if not keys.distinct:
+            raise ValueError(f"of {len(keys)} keys of a pack, some occur twice")
+        name = pack_id(namespace, keys, str(codec))
+        raw_length = sum(segment.raw_length for segment in segments)
+        super().__init__(namespace, name, keys, raw_length, encodes=not codec.identity)
+        self.segments = segments
+        """The blocks; empty after ``release``."""
+        self._codec = codec
+        self._ahead = ahead
+        self._table: PackTable | None = None
+        self._begun: deque[Callable[[], _StoredFrame]] = deque()
+        self._finishing: Callable[[], PackTable] | None = None
+
+    @property
+    def frame_count(self) -> int:
+        return sum(1 for segment in self.segments for _ in segment.frame_bounds())
+
+    @property
+    def payload_bound(self) -> int:
+        """The payload's bytes if the codec makes no frame shorter."""
+        return sum(
+            align((stop - start) * segment.block_bytes)
+            for segment in self.segments
+            for start, stop in segment.frame_bounds()
+        )
+
+    @property
+    def table(self) -> PackTable:
+        """The pack's table. The checksums of raw frames are computed at the first access, so that a backend with its
+        own threads can write the frames at the same time.
+
+        :raises ValueError: the stream has not run to its end.
+        """
+        self._finish()
+        if self._table is None:
+            raise ValueError("a pack's table exists after its stream has run to the end")
+        return self._table
+
+    def stream(self) -> Iterator[Buffer]:
+        """Iterate over the payload. Raw frames are not copied: their pieces are views of the rows."""
+        self.restart()
+        frames: list[Frame] = []
+        raw: list[tuple[int, _StoredFrame]] = []
+        offset = 0
+        for stored in self._stored_frames():
+            frame = stored.frame._replace(offset=offset)
+            if stored.seed is not None:
+                raw.append((len(frames), stored))
+            frames.append(frame)
+            yield from stored.pieces
+            offset = align(frame.offset + frame.stored_length)
+            if padding := offset - frame.offset - frame.stored_length:
+                yield bytes(padding)
+        self._finishing = partial(self._make_table, frames, raw, offset)
+        self.written = True
+
+    def _make_table(self, frames: list[Frame], raw: Iterable[tuple[int, _StoredFrame]], end: int) -> PackTable:
+        for number, stored in raw:
+            checksum = frame_checksum(stored.pieces, stored.seed or 0)
+            frames[number] = frames[number]._replace(checksum=checksum)
+        codec = str(self._codec)
+        return PackTable(self.namespace, self.pack_id, codec, end, self.raw_length, pack_frames(frames), self.keys)
+
+    def _finish(self) -> None:
+        finishing, self._finishing = self._finishing, None
+        if finishing is not None:
+            self._table = finishing()
+
+    def restart(self) -> None:
+        self._finishing = None
+        super().restart()
+        self._table = None
+
+    def settle(self) -> None:
+        while self._begun:
+            with suppress(Exception):  # of an abandoned stream: no caller needs the error
+                self._begun.popleft()()
+        self._finish()
+
+    def release(self) -> None:
+        """Release the blocks, so that a reference to this object (such as an error's traceback) does not keep them
+        alive. Table, keys and names remain available; ``stream`` must not be called again.
+        """
+        self.settle()
+        self.segments = ()
+
+    def _stored_frames(self) -> Iterator[_StoredFrame]:
+        bounds = ((segment, *bound) for segment in self.segments for bound in segment.frame_bounds())
+        for segment, start, stop in bounds:
+            if self._ahead is None or not self.encodes:
+                yield self._store(segment, start, stop)
+                continue
+            self._begun.append(self._ahead(partial(self._store, segment, start, stop)))
+            if len(self._begun) > FRAMES_AHEAD:
+                yield self._begun.popleft()()
+        while self._begun:
+            yield self._begun.popleft()()
+
+    def _store(self, segment: Segment, start: int, stop: int) -> _StoredFrame:
+        seed = frame_seed(self.namespace, b"".join(segment.keys[start:stop]))
+        depth = segment.depth if segment.depth == UNKNOWN_DEPTH else segment.depth + start
+        length = (stop - start) * segment.block_bytes
+        encoded = self._codec.encode(segment.raw(start, stop)) if self.encodes else None
+        if encoded is None or len(encoded) >= length:
+            frame = Frame(segment.group, stop - start, segment.block_bytes, depth, 0, length, 0)
+            return _StoredFrame(frame, segment.source.pieces(start, stop), seed)
+        checksum = frame_checksum([encoded], seed)
+        frame = Frame(segment.group, stop - start, segment.block_bytes, depth, 0, len(encoded), checksum)
+        return _StoredFrame(frame, [encoded])

@@ -1,0 +1,238 @@
+"""Prewarming: contexts that an engine promotes before a request needs them. Requested contexts are promoted first, then
+the most recently used ones.
+
+A primary tier is memory of its engine, so other processes cannot fill it; they can only send a warm request.
+``persistkv warm`` publishes the request as a row in the store, with the backend methods that publish engine status
+(``SupportsStatus``):
+
+1. ``ask<n>``: one warm request for one context; n is a digest of namespace and request id. Asking again replaces the
+   row and restarts its ttl.
+2. ``warmed<n>by<engine>``: the answer of one engine. Each engine writes a row of its own, so answers do not overwrite
+   each other.
+3. An engine with prewarming enabled reads the requests when it starts, and polls them while it takes steps. It promotes
+   requested contexts before recently used ones and then writes its answer. Answers to an older request for the same
+   context are ignored.
+
+Rows may be lost, as those of status may: ask again in that case. A request is valid until its ``ttl_s`` has passed on
+the reader's clock; engines that start within that time follow it, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
+from itertools import islice
+from typing import TypeVar
+
+import msgspec
+
+from persistkv.errors import StoreError, StoreUnavailableError
+from persistkv.storage.backend import Backend
+from persistkv.storage.extensions import InspectableBackend, SupportsStatus, statuses
+from persistkv.storage.format.manifest import RequestManifest
+
+DEFAULT_TTL_S = 3600.0
+_ASK, _ANSWER, _BY = "ask", "warmed", "by"
+_NAME_BYTES = 16
+_AT_ONCE = 64  # manifests whose keys are read with one call
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class WarmRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A row ``ask<n>``. Fields are added, never renamed: engines of several releases share a store."""
+
+    namespace: str
+    """The namespace's id, hexadecimal."""
+    request: str
+    """The full manifest id of the context; ``InspectableBackend.manifest_keys`` returns its keys."""
+    asked: float
+    """Seconds since the epoch, on the clock of the process that asked."""
+    ttl_s: float
+    """Seconds that the request is valid."""
+
+    def counts(self, now: float) -> bool:
+        """Return whether the request is still valid."""
+        return now < self.asked + self.ttl_s
+
+
+class WarmAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """A row ``warmed<n>by<engine>``: the answer of one engine to a ``WarmRequest``."""
+
+    namespace: str
+    request: str
+    asked: float
+    """``asked`` of the request that is answered."""
+    engine: str
+    """As in ``EngineStatus.engine``."""
+    time: float
+    """Time of the answer: seconds since the epoch, on the engine's clock."""
+    blocks: int
+    """Blocks of the context that were passed to the engine for promotion."""
+    missing: int
+    """Blocks of the context that were not passed: no pack holds them, or they exceed the engine's prewarming limit."""
+
+
+def request_warm(backend: Backend, namespace: bytes, request: str, ttl_s: float = DEFAULT_TTL_S) -> WarmRequest:
+    """Ask all engines on this store to promote one context; also delete expired requests and their answers.
+
+    :param request: the full id of a request that the namespace holds.
+    :raises StoreUnavailableError: the medium cannot publish rows to other processes.
+    :raises StoreError: the medium failed; the request was not published.
+    """
+    now = time.time()
+    for name, row in _rows(backend, _ASK, WarmRequest):
+        if not row.counts(now):
+            _withdraw(backend, name)
+    asked = WarmRequest(namespace=namespace.hex(), request=request, asked=now, ttl_s=ttl_s)
+    _publish(backend, _ASK + _name(asked.namespace, request), msgspec.json.encode(asked))
+    return asked
+
+
+def withdraw_warm(backend: Backend, namespace: bytes, request: str) -> None:
+    """Withdraw a warm request and delete its answers; idempotent. Promoted blocks stay in the primary tiers.
+
+    :raises StoreError: the medium failed; the request or some answers may remain.
+    """
+    _withdraw(backend, _ASK + _name(namespace.hex(), request))
+
+
+def pending_warm(backend: Backend, namespace: bytes, engine: str) -> list[WarmRequest]:
+    """Return the valid requests that this engine has not answered, oldest first. Costs one listing of the status rows.
+
+    :param engine: as in ``EngineStatus.engine``.
+    :raises StoreError: the medium failed.
+    """
+    now, space = time.time(), namespace.hex()
+    rows = statuses(backend)
+    answered = {
+        (answer.request, answer.asked)
+        for _, answer in _decoded(rows, _ANSWER, WarmAnswer)
+        if answer.engine == engine and answer.namespace == space
+    }
+    asked = [row for _, row in _decoded(rows, _ASK, WarmRequest) if row.namespace == space and row.counts(now)]
+    return sorted((row for row in asked if (row.request, row.asked) not in answered), key=lambda row: row.asked)
+
+
+def acknowledge_warm(backend: Backend, asked: WarmRequest, engine: str, *, blocks: int, missing: int) -> None:
+    """Publish this engine's answer to a warm request.
+
+    :param engine: letters and digits, as in ``EngineStatus.engine``.
+    :param blocks: see ``WarmAnswer.blocks``.
+    :param missing: see ``WarmAnswer.missing``.
+    :raises StoreError: the answer was not published; ``pending_warm`` returns the request again.
+    """
+    answer = WarmAnswer(
+        namespace=asked.namespace,
+        request=asked.request,
+        asked=asked.asked,
+        engine=engine,
+        time=time.time(),
+        blocks=blocks,
+        missing=missing,
+    )
+    name = f"{_ANSWER}{_name(asked.namespace, asked.request)}{_BY}{engine}"
+    _publish(backend, name, msgspec.json.encode(answer))
+
+
+def warm_answers(backend: Backend, asked: WarmRequest) -> list[WarmAnswer]:
+    """Return the engines' answers to a request, earliest first.
+
+    :raises StoreError: the medium failed.
+    """
+    found = [
+        answer
+        for _, answer in _rows(backend, f"{_ANSWER}{_name(asked.namespace, asked.request)}{_BY}", WarmAnswer)
+        if answer.asked == asked.asked
+    ]
+    return sorted(found, key=lambda answer: (answer.time, answer.engine))
+
+
+def _publish(backend: Backend, name: str, row: bytes | None) -> None:
+    if not (isinstance(backend, SupportsStatus) and backend.capabilities.shared):
+        raise StoreUnavailableError("this store cannot be used to ask engines: it shows no rows to other processes")
+    backend.publish_status(name, row)
+
+
+def _withdraw(backend: Backend, name: str) -> None:
+    """Delete the row of a request, then the answers to it."""
+    _publish(backend, name, None)
+    prefix = f"{_ANSWER}{name.removeprefix(_ASK)}{_BY}"
+    for answer in [other for other in statuses(backend) if other.startswith(prefix)]:
+        _publish(backend, answer, None)
+
+
+def _rows(backend: Backend, prefix: str, kind: type[T]) -> Iterator[tuple[str, T]]:
+    return _decoded(statuses(backend), prefix, kind)
+
+
+def _decoded(rows: dict[str, bytes], prefix: str, kind: type[T]) -> Iterator[tuple[str, T]]:
+    """Iterate over the rows whose name has the prefix; skip rows that cannot be decoded."""
+    for name, row in rows.items():
+        if name.startswith(prefix):
+            try:
+                yield name, msgspec.json.decode(row, type=kind)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue
+
+
+def _name(namespace: str, request: str) -> str:
+    return blake2b(f"{namespace}/{request}".encode(), digest_size=_NAME_BYTES).hexdigest()
+
+
+def recent_contexts(
+    backend: InspectableBackend,
+    namespace: bytes,
+    holds: Callable[[bytes], bool],
+    max_blocks: int,
+    engine: str = "",
+    *,
+    only_asked: bool = False,
+) -> list[list[bytes]]:
+    """Return the keys of contexts to prewarm, one list per context, ``max_blocks`` keys at most in all.
+
+    Requested contexts precede recently used ones; these are sorted by last use, most recent first. The keys of a
+    context are in its order, group after group. Keys that are not held are left out, and so are keys of an earlier
+    context in the result.
+
+    :param holds: returns whether a key is stored.
+    :param engine: name of the engine that answers the requests; empty: no answers are published.
+    :param only_asked: leave out recently used contexts.
+    :raises StoreError: the medium failed.
+    """
+    asked = pending_warm(backend, namespace, engine)
+    found: list[list[bytes]] = []
+    named: set[bytes] = set()
+    used = [] if only_asked else _by_last_use(backend, namespace)
+    names = iter(dict.fromkeys([*(row.request for row in asked), *used]))
+    while len(named) < max_blocks and (some := list(islice(names, _AT_ONCE))):
+        for groups in backend.manifest_keys(namespace, some):
+            keys = [key for group in groups or () for key in group.unpack() if key not in named and holds(key)]
+            keys = keys[: max_blocks - len(named)]
+            if keys:
+                named.update(keys)
+                found.append(keys)
+    for row in asked if engine else ():
+        _answer(backend, row, named, engine)
+    return found
+
+
+def _answer(backend: InspectableBackend, asked: WarmRequest, named: set[bytes], engine: str) -> None:
+    groups = backend.manifest_keys(bytes.fromhex(asked.namespace), [asked.request])[0] or ()
+    given = [key in named for group in groups for key in group.unpack()]
+    try:
+        acknowledge_warm(backend, asked, engine, blocks=sum(given), missing=len(given) - sum(given))
+    except StoreError as error:
+        logger.info("that %s was asked for is not answered: %s", asked.request, error)
+
+
+def _by_last_use(backend: InspectableBackend, namespace: bytes) -> list[str]:
+    heads: list[RequestManifest] = list(backend.manifests(namespace))
+    uses = backend.uses(namespace, [head.id for head in heads])
+    moments = [max(head.created, use.last_used) if use else head.created for head, use in zip(heads, uses, strict=True)]
+    order = sorted(range(len(heads)), key=moments.__getitem__, reverse=True)
+    return [heads[place].id for place in order]

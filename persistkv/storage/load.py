@@ -1,0 +1,457 @@
+"""Load path of promotions: keys to frames, frames to gathered reads, reads to verified rows.
+
+A job is cut into parts of some MiB, which are read concurrently. Adjacent frames of a pack form one span. Bytes are not
+copied if the medium or the codec can write into the rows: raw frames are read straight into them, even if only some of
+a frame's blocks are wanted, and whole encoded frames are decoded straight into consecutive rows. Unwanted blocks and
+encoded bytes are read into scratch memory. The thread that read a part verifies and decodes it, while other threads
+continue to read.
+
+Calls over a network take long. There, adjacent encoded frames are read by one call. They share a buffer of the size of
+the largest frame, and are decoded as they arrive.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby, zip_longest
+
+import numpy as np
+
+from persistkv.config import PAGE_BYTES
+from persistkv.errors import CorruptPackError, StoreError
+from persistkv.memory.huge_pages import huge_memory
+from persistkv.memory.rows import Rows, runs
+from persistkv.storage.backend import Backend, ReadSpan
+from persistkv.storage.extensions import read_frames
+from persistkv.storage.format.pack import (
+    FRAME_BYTES,
+    Frame,
+    align,
+    decode_frame,
+    frame_checksum,
+    frame_seed,
+    verify_frame,
+)
+from persistkv.storage.index import HeldPack, Index
+
+logger = logging.getLogger(__name__)
+
+_UNWANTED = -1
+
+_REMOTE_PART_BYTES = 36 << 20  # 36 MiB: one request reads a pack that was cut at fixed depths, with its padding
+_PART_BYTES = (1 << 20, 4 << 20)
+"""1 to 4 MiB, an equal share of the job for each thread: one gathered read. With longer parts, more is left to verify
+after the last read. Shorter parts wake threads more often, and each wake-up waits for a CPU if the engine is busy: jobs
+of 32 MiB took 16 to 18 ms with reads of 2 MiB, instead of 11 to 12 ms."""
+
+
+def part_bytes(num_bytes: int, threads: int, *, remote: bool) -> int:
+    """Return the stored bytes of one part of a job.
+
+    :param num_bytes: upper bound on the bytes of the whole job.
+    :param threads: number of threads that read concurrently.
+    """
+    least, most = _PART_BYTES
+    return _REMOTE_PART_BYTES if remote else min(max(least, -(-num_bytes // max(1, threads))), most)
+
+
+class Scratch:
+    """Pool of buffers of one size: as many as the most that were lent at once."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """:param num_bytes: size of one buffer; buffers are allocated on demand."""
+        self._num_bytes = align(max(num_bytes, PAGE_BYTES))
+        self._free: list[mmap.mmap] = []
+
+    @contextmanager
+    def lend(self) -> Iterator[Lease]:
+        """Lend a buffer for the duration of the ``with`` block. Memory taken from it must not be used after the block.
+        Thread-safe.
+        """
+        try:
+            buffer = self._free.pop()
+        except IndexError:
+            buffer = huge_memory(self._num_bytes)
+        try:
+            yield Lease(memoryview(buffer))
+        finally:
+            self._free.append(buffer)
+
+
+class Lease:
+    """Allocator that divides one lent buffer from front to back."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._rest = buffer
+
+    def take(self, num_bytes: int) -> memoryview:
+        """Return page-aligned memory of ``num_bytes``. If the rest of the buffer is too small, as for a very large
+        block, map memory for this call only.
+        """
+        taken = align(num_bytes)
+        if taken > len(self._rest):
+            return memoryview(mmap.mmap(-1, max(taken, PAGE_BYTES)))[:num_bytes]
+        piece, self._rest = self._rest[:num_bytes], self._rest[taken:]
+        return piece
+
+
+@dataclass
+class ReadOutcome:
+    """Result of a part, or of a whole job."""
+
+    failed: list[bytes] = field(default_factory=list)
+    """Keys whose blocks were not read and verified."""
+    suspects: dict[bytes, HeldPack] = field(default_factory=dict)
+    """Packs with a frame that failed verification, and packs that the backend lacks, as the index knew them."""
+    bad_frames: int = 0
+    raw_bytes: int = 0
+    """Bytes that were filled and verified."""
+
+    def add(self, other: ReadOutcome) -> None:
+        """Merge the result of another part."""
+        self.failed += other.failed
+        self.suspects.update(other.suspects)
+        self.bad_frames += other.bad_frames
+        self.raw_bytes += other.raw_bytes
+
+
+@dataclass(slots=True)
+class FrameRead:
+    """One frame, and the rows into which its blocks are read."""
+
+    pack: HeldPack
+    frame: Frame
+    keys: Sequence[bytes]
+    """Keys of all blocks of the frame."""
+    rows: list[int]
+    """For each block, its row, or ``_UNWANTED``."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """(position in the frame, row): further rows of blocks that are wanted more than once."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether all blocks of the frame are wanted."""
+        return _UNWANTED not in self.rows
+
+    @property
+    def wanted(self) -> list[bytes]:
+        """The wanted keys, each as often as it is wanted."""
+        once = [key for key, row in zip(self.keys, self.rows, strict=True) if row != _UNWANTED]
+        return once + [self.keys[position] for position, _ in self.copies]
+
+
+def plan_reads(
+    index: Index,
+    rows: Rows,
+    keys: Sequence[bytes],
+    block_ids: Sequence[int],
+    part_bytes: int,
+    scratch_bytes: int,
+    *,
+    remote: bool = False,
+) -> tuple[list[list[FrameRead]], list[bytes]]:
+    """Return the frames that hold ``keys``, divided into parts, and the keys that are missing.
+
+    :param block_ids: for each key, the row into which its block is read.
+    :param part_bytes: bound on the stored bytes of a part. Each pack starts a new part, unless the current one has
+        fewer than ``scratch_bytes``.
+    :param scratch_bytes: bound on the bytes of a part that are not read straight into rows.
+    :param remote: adjacent encoded frames are a part of their own, which needs scratch memory for one frame only.
+    """
+    fitting: list[FrameRead] = []
+    streamed: list[list[FrameRead]] = []
+    missing: list[bytes] = []
+    for pack, some, places in _by_pack(index, keys, block_ids):
+        if pack is None:
+            missing += some
+            continue
+        reads = []
+        for read in _frames(pack, some, places):
+            if _fits(read.frame, rows):
+                reads.append(read)
+            else:
+                missing += read.wanted
+        for run in _neighbours(reads) if remote else [reads]:
+            if remote and _is_streamed(run):
+                streamed += _cut(run, part_bytes)
+            else:
+                fitting += run
+    return [*streamed, *_parts(fitting, part_bytes, scratch_bytes)], missing
+
+
+def _by_pack(
+    index: Index, keys: Sequence[bytes], block_ids: Sequence[int]
+) -> list[tuple[HeldPack | None, Sequence[bytes], Sequence[int]]]:
+    """Return each pack with its keys and rows; the pack is None for keys that no pack holds."""
+    holders = index.packs_of(keys)
+    if holders and holders.count(holders[0]) == len(holders):  # the usual case: a context that was stored as one
+        return [(holders[0], keys, block_ids)]
+    found: dict[HeldPack | None, tuple[list[bytes], list[int]]] = {}
+    for pack, key, row in zip(holders, keys, block_ids, strict=True):
+        some, places = found.setdefault(pack, ([], []))
+        some.append(key)
+        places.append(row)
+    return [(pack, *wanted) for pack, wanted in found.items()]
+
+
+def _neighbours(reads: Iterable[FrameRead]) -> Iterator[list[FrameRead]]:
+    """Divide frames of one pack, in order, into runs of adjacent frames."""
+    run: list[FrameRead] = []
+    for read in reads:
+        if run and read.frame.offset != align(run[-1].frame.offset + run[-1].frame.stored_length):
+            yield run
+            run = []
+        run.append(read)
+    if run:
+        yield run
+
+
+def _is_streamed(run: Iterable[FrameRead]) -> bool:
+    return any(read.frame.encoded for read in run)
+
+
+def _cut(run: Sequence[FrameRead], part_bytes: int) -> Iterator[list[FrameRead]]:
+    first = run[0].frame.offset
+    for _, part in groupby(run, key=lambda read: (read.frame.offset - first) // part_bytes):
+        yield list(part)
+
+
+def _frames(pack: HeldPack, keys: Sequence[bytes], block_ids: Sequence[int]) -> list[FrameRead]:
+    """Return the frames that hold the keys, in the order of the pack."""
+    first = pack.keys.index(keys[0])
+    if pack.keys[first : first + len(keys)] == tuple(keys):  # the usual case, and several times as fast
+        return _run_of_frames(pack, first, block_ids)
+    frames = pack.frames
+    starts = list(accumulate((frame.block_count for frame in frames[:-1]), initial=0))
+    places = {key: position for position, key in enumerate(pack.keys)}
+    reads: dict[int, FrameRead] = {}
+    for key, row in zip(keys, block_ids, strict=True):
+        position = places[key]
+        number = bisect_right(starts, position) - 1
+        start, frame = starts[number], frames[number]
+        if number not in reads:
+            keys_there = pack.keys[start : start + frame.block_count]
+            reads[number] = FrameRead(pack, frame, keys_there, [_UNWANTED] * frame.block_count)
+        read = reads[number]
+        if read.rows[position - start] == _UNWANTED:
+            read.rows[position - start] = row
+        else:
+            read.copies.append((position - start, row))
+    return [reads[number] for number in sorted(reads)]
+
+
+def _run_of_frames(pack: HeldPack, first: int, block_ids: Sequence[int]) -> list[FrameRead]:
+    """Return the frames of consecutive blocks.
+
+    :param first: position of the first block in the pack.
+    """
+    reads = []
+    start, end = 0, first + len(block_ids)
+    for frame in pack.frames:
+        stop = start + frame.block_count
+        if start < end and stop > first:
+            before, behind = max(0, first - start), max(0, stop - end)
+            rows = [*block_ids[start + before - first : stop - behind - first]]
+            rows = [_UNWANTED] * before + rows + [_UNWANTED] * behind
+            reads.append(FrameRead(pack, frame, pack.keys[start:stop], rows))
+        start = stop
+    return reads
+
+
+def _fits(frame: Frame, rows: Rows) -> bool:
+    groups = rows.layout.groups
+    return frame.group < len(groups) and groups[frame.group].block_bytes == frame.block_bytes
+
+
+def _parts(reads: Iterable[FrameRead], part_bytes: int, scratch_bytes: int) -> Iterator[list[FrameRead]]:
+    part: list[FrameRead] = []
+    size = aside = 0
+    for read in reads:
+        length = align(read.frame.stored_length)
+        beside = length if _needs_scratch(read) else 0
+        full = size + length > part_bytes or aside + beside > scratch_bytes
+        if part and (full or (size >= scratch_bytes and part[-1].pack is not read.pack)):
+            yield part
+            part, size, aside = [], 0, 0
+        part.append(read)
+        size += length
+        aside += beside
+    if part:
+        yield part
+
+
+def _needs_scratch(read: FrameRead) -> bool:
+    """Whether some of the frame's stored bytes are not read straight into rows."""
+    return read.frame.encoded or not read.whole
+
+
+def make_scratch(part_bytes: int) -> Scratch:
+    """Return buffers for the stored bytes of a part, one decoded frame, and padding."""
+    return Scratch(part_bytes + 2 * FRAME_BYTES)
+
+
+@dataclass
+class _Placed:
+    """A frame, and the memory into which its stored bytes are read."""
+
+    read: FrameRead
+    buffers: list[memoryview]
+    direct: bool
+    """The buffers include the rows of the wanted blocks: no decoding is needed."""
+
+    @property
+    def end(self) -> int:
+        """Offset in the pack at which its buffers end."""
+        return self.read.frame.offset + sum(map(len, self.buffers))
+
+
+def read_part(
+    backend: Backend, namespace: bytes, rows: Rows, scratch: Scratch, part: Sequence[FrameRead]
+) -> ReadOutcome:
+    """Read, verify and decode one part into its rows. Thread-safe. Never raises: blocks of a failed read are misses."""
+    try:
+        with scratch.lend() as lease:
+            if backend.capabilities.remote and _is_streamed(part):
+                return _read_streamed(backend, namespace, rows, lease, part)
+            outcome = ReadOutcome()
+            placed = [_place(read, rows, lease) for read in part]
+            padding = lease.take(align(1))
+            raw = lease.take(max(read.frame.raw_length for read in part))
+            spans = list(_side_by_side(placed))
+            answers = backend.read(namespace, [_span(frames, padding) for frames in spans])
+            for frames, filled in zip(spans, answers, strict=True):
+                for frame in frames:
+                    _finish(frame, namespace, rows, raw, outcome, filled)
+            return outcome
+    except Exception as error:
+        return _give_up(part, error)
+
+
+def _give_up(reads: Collection[FrameRead], error: Exception) -> ReadOutcome:
+    why = str(error) if isinstance(error, StoreError) else repr(error)  # the exception keeps references to the rows
+    logger.warning("reading %d frames failed (%s): their blocks are misses", len(reads), why)
+    return ReadOutcome([key for read in reads for key in read.wanted])
+
+
+def _read_streamed(
+    backend: Backend, namespace: bytes, rows: Rows, lease: Lease, part: Sequence[FrameRead]
+) -> ReadOutcome:
+    """Read adjacent frames of one pack through a buffer of the size of the largest. Frames that were read before a
+    failure are kept.
+    """
+    outcome, left = ReadOutcome(), dict(enumerate(part))
+    frames = [read.frame for read in part]
+    buffer = lease.take(max(frame.stored_length for frame in frames))
+    raw = lease.take(max(frame.raw_length for frame in frames))
+
+    def take(number: int, stored: memoryview) -> None:
+        _finish(_Placed(left[number], [stored], False), namespace, rows, raw, outcome, True)
+        del left[number]
+
+    try:
+        read_frames(backend, namespace, part[0].pack.pack_id, frames, buffer, take)
+    except Exception as error:
+        outcome.add(_give_up(left.values(), error))
+    else:
+        for read in left.values():
+            _finish(_Placed(read, [], False), namespace, rows, raw, outcome, False)
+    return outcome
+
+
+def _place(read: FrameRead, rows: Rows, lease: Lease) -> _Placed:
+    """Choose the memory into which the frame's stored bytes are read."""
+    frame = read.frame
+    if frame.encoded:  # with its padding: reads that bypass the page cache need whole pages
+        return _Placed(read, [lease.take(align(frame.stored_length))], False)
+    if read.whole:
+        return _Placed(read, rows.pieces(frame.group, read.rows), True)
+    size, aside = frame.block_bytes, lease.take(frame.stored_length)
+    buffers: list[memoryview] = []
+    begin = 0
+    for first, end in runs([position for position, row in enumerate(read.rows) if row != _UNWANTED]):
+        buffers.append(aside[begin * size : first * size])
+        buffers += rows.pieces(frame.group, read.rows[first:end])
+        begin = end
+    buffers.append(aside[begin * size :])
+    return _Placed(read, [buffer for buffer in buffers if buffer], True)
+
+
+def _side_by_side(placed: Iterable[_Placed]) -> Iterator[list[_Placed]]:
+    """Divide frames into runs that are consecutive in one pack, apart from padding."""
+    frames: list[_Placed] = []
+    for one in placed:
+        if frames and (frames[0].read.pack is not one.read.pack or one.read.frame.offset != align(frames[-1].end)):
+            yield frames
+            frames = []
+        frames.append(one)
+    if frames:
+        yield frames
+
+
+def _span(frames: Sequence[_Placed], padding: memoryview) -> ReadSpan:
+    """Return adjacent frames as one span. Padding between them is read into ``padding`` and ignored."""
+    buffers: list[memoryview] = []
+    for one, following in zip_longest(frames, frames[1:]):
+        buffers += one.buffers
+        if following is not None and following.read.frame.offset != one.end:
+            buffers.append(padding[: following.read.frame.offset - one.end])
+    first = frames[0].read
+    return ReadSpan(first.pack.pack_id, first.frame.offset, buffers)
+
+
+def _finish(placed: _Placed, namespace: bytes, rows: Rows, raw: memoryview, outcome: ReadOutcome, filled: bool) -> None:
+    """Verify the frame and put its blocks into their rows, or add its keys to ``outcome.failed``."""
+    read = placed.read
+    if not filled:
+        outcome.suspects[read.pack.pack_id] = read.pack
+        outcome.failed += read.wanted
+        return
+    seed = frame_seed(namespace, b"".join(read.keys))
+    try:
+        if placed.direct:
+            _verify_pieces(read.frame, placed.buffers, seed)
+            _copy_repeated(read, rows)
+        else:
+            stored = placed.buffers[0][: read.frame.stored_length]
+            verify_frame(read.frame, stored, seed)
+            _decode(read, stored, rows, raw)
+    except CorruptPackError as error:
+        outcome.failed += read.wanted
+        if error.field != "codec":  # a codec of another release is not damage: that release can read the pack
+            outcome.bad_frames += 1
+            outcome.suspects[read.pack.pack_id] = read.pack
+    else:
+        blocks = len(read.rows) - read.rows.count(_UNWANTED) + len(read.copies)
+        outcome.raw_bytes += blocks * read.frame.block_bytes
+
+
+def _verify_pieces(frame: Frame, pieces: Iterable[memoryview], seed: int) -> None:
+    if frame_checksum(pieces, seed) != frame.checksum:
+        raise CorruptPackError("frame checksum", f"does not match at offset {frame.offset}")
+
+
+def _copy_repeated(read: FrameRead, rows: Rows) -> None:
+    """Copy blocks from their first row to the further rows in which the job wants them."""
+    group = read.frame.group
+    for position, row in read.copies:
+        rows.scatter(group, [row], rows.gather(group, [read.rows[position]]))
+
+
+def _decode(read: FrameRead, stored: memoryview, rows: Rows, raw: memoryview) -> None:
+    frame, codec = read.frame, read.pack.codec
+    if read.whole:
+        places = rows.pieces(frame.group, read.rows)
+        if len(places) == 1:
+            decode_frame(codec, frame, stored, places[0])
+            _copy_repeated(read, rows)
+            return
+    out = raw[: frame.raw_length]
+    decode_frame(codec, frame, stored, out)
+    wants = [(position, row) for position, row in enumerate(read.rows) if row != _UNWANTED] + read.copies
+    blocks = np.frombuffer(out, dtype=np.uint8).reshape(frame.block_count, frame.block_bytes)
+    rows.scatter(frame.group, [row for _, row in wants], blocks[[position for position, _ in wants]])

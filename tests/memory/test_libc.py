@@ -1,0 +1,44 @@
+import errno
+import mmap
+import os
+
+import numpy as np
+import pytest
+
+from persistkv.memory import libc
+
+
+def test_kernel_says_why_it_refuses():
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    address = libc.address_of(memoryview(memory))
+    assert libc.madvise(address, mmap.PAGESIZE, mmap.MADV_NORMAL) == 0
+    assert libc.madvise(address, mmap.PAGESIZE, 9999) == errno.EINVAL
+    assert libc.madvise(address + 1, mmap.PAGESIZE, mmap.MADV_NORMAL) == errno.EINVAL
+
+
+def test_file_lies_where_addresses_were_reserved():
+    fd = os.memfd_create("test")
+    os.truncate(fd, mmap.PAGESIZE)
+    address = libc.reserve(2 * mmap.PAGESIZE)
+    assert address
+    assert libc.map_at(address, mmap.PAGESIZE, fd)
+    assert libc.madvise(address, mmap.PAGESIZE, mmap.MADV_WILLNEED) == 0
+    libc.unmap(address, 2 * mmap.PAGESIZE)
+    assert libc.madvise(address, mmap.PAGESIZE, mmap.MADV_WILLNEED) == errno.ENOMEM
+    os.close(fd)
+
+
+def test_more_addresses_than_there_are():
+    assert libc.reserve(1 << 62) == 0
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_memory_and_its_address(writable):
+    memory = memoryview(mmap.mmap(-1, 4 * mmap.PAGESIZE))
+    rows = memory[mmap.PAGESIZE :].cast("b", (3, mmap.PAGESIZE))
+    address = libc.address_of(rows if writable else rows.toreadonly())
+    assert address == np.frombuffer(memory, np.uint8).ctypes.data + mmap.PAGESIZE
+    found = libc.memory_at(address, 3 * mmap.PAGESIZE)
+    assert (found.format, found.shape) == ("B", (3 * mmap.PAGESIZE,))
+    found[:2] = b"ab"
+    assert memory[mmap.PAGESIZE :][:3] == b"ab\0"

@@ -1,0 +1,76 @@
+import pytest
+import xxhash
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from persistkv.errors import CorruptPackError
+from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.manifest import (
+    RequestManifest,
+    decode_manifest,
+    decode_manifest_keys,
+    encode_manifest,
+    encode_manifest_keys,
+)
+
+MANIFEST = RequestManifest(
+    id="engine/7", created=1.5, tokens=40, group_blocks=(2, 1), raw_bytes=99, labels={"user": "größe"}
+)
+KEYS = (PackedKeys.of([b"a" * 36, b"b" * 36]), PackedKeys.of([b"x", b"yz"]), PackedKeys())
+
+
+def test_round_trip():
+    assert decode_manifest(encode_manifest(MANIFEST)) == MANIFEST
+    assert decode_manifest_keys(encode_manifest_keys(KEYS)) == KEYS
+    assert MANIFEST.blocks == 3
+
+
+@given(
+    st.builds(
+        RequestManifest,
+        id=st.text(),
+        created=st.floats(allow_nan=False),
+        tokens=st.integers(0, 1 << 40),
+        group_blocks=st.lists(st.integers(0, 1 << 20)).map(tuple),
+        raw_bytes=st.integers(0, 1 << 60),
+        ordered=st.booleans(),
+        labels=st.dictionaries(st.text(), st.text()),
+    )
+)
+def test_any_manifest(manifest):
+    assert decode_manifest(encode_manifest(manifest)) == manifest
+
+
+@pytest.mark.parametrize(
+    ("encoded", "decode"),
+    [(encode_manifest(MANIFEST), decode_manifest), (encode_manifest_keys(KEYS), decode_manifest_keys)],
+)
+class TestDamage:
+    def test_any_flipped_byte(self, encoded, decode):
+        for offset in range(len(encoded)):
+            damaged = bytearray(encoded)
+            damaged[offset] ^= 0x40
+            with pytest.raises(CorruptPackError):
+                decode(bytes(damaged))
+
+    def test_any_cut(self, encoded, decode):
+        for length in range(len(encoded)):
+            with pytest.raises(CorruptPackError):
+                decode(encoded[:length])
+
+    def test_newer_version_is_named(self, encoded, decode):
+        with pytest.raises(CorruptPackError, match="2; this release reads 1"):
+            decode(b"\2" + encoded[1:])
+
+
+def test_keys_are_no_manifest():
+    with pytest.raises(CorruptPackError):
+        decode_manifest(encode_manifest_keys(KEYS))
+
+
+@given(st.binary(max_size=200))
+@example(b"\x95\xa3\x00\x00\x80")  # a string that is no UTF-8
+@example(b"\x98\xa1a\xcb" + bytes(8) + b"\0\x90\0\xc3\x80" + b"\x91" * 100_000)  # nested beyond all measure
+def test_sealed_garbage_is_corrupt(body):
+    with pytest.raises(CorruptPackError):
+        decode_manifest(b"\1" + xxhash.xxh3_64_digest(body) + body)

@@ -1,0 +1,273 @@
+import hashlib
+import struct
+import threading
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from persistkv.errors import CorruptPackError
+from persistkv.memory.rows import ByteArray, StagedBlocks
+from persistkv.storage.executor import ThreadExecutor
+from persistkv.storage.format.codec import Codec, PlanesCodec, RawCodec, ZstdCodec
+from persistkv.storage.format.pack import (
+    FRAME_BYTES,
+    UNKNOWN_DEPTH,
+    PackTable,
+    align,
+    decode_frame,
+    frame_seed,
+    verify_frame,
+)
+from persistkv.storage.format.pack_writer import PackCopy, PackWriter, Segment
+from persistkv.testing.samples import ArraySource, payload_of, sample_blocks, sample_keys, sample_pack, sample_segment
+from tests.storage.packs import NAMESPACE, blocks_of, segments, write
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(segments, min_size=1, max_size=3, unique_by=lambda segment: segment.keys[0]),
+    st.sampled_from([RawCodec(), ZstdCodec(), PlanesCodec(), PlanesCodec(4)]),
+)
+def test_round_trip(parts, codec):
+    payload, table = write(*parts, codec=codec)
+    assert PackTable.parse(payload + table.encode()) == table
+    assert PackTable.parse(table.encode()) == table
+    assert blocks_of(payload, table) == {
+        key: block.tobytes() for part in parts for key, block in zip(part.keys, part.source.blocks, strict=True)
+    }
+    assert table.payload_length == len(payload)
+    assert table.raw_length == sum(part.raw_length for part in parts)
+
+
+def test_frames_hold_as_many_blocks_as_fit_a_mebibyte():
+    _, table = write(
+        sample_segment(1, blocks=40, block_bytes=65_536), sample_segment(2, group=1, blocks=3, block_bytes=3 << 20)
+    )
+    assert [(frame.group, frame.block_count, frame.depth) for frame in table.frames] == [
+        (0, 16, 0), (0, 16, 16), (0, 8, 32), (1, 1, 0), (1, 1, 1), (1, 1, 2),
+    ]  # fmt: skip
+    assert all(frame.raw_length <= FRAME_BYTES for frame in table.frames[:3])
+    assert all(frame.offset % 4096 == 0 for frame in table.frames)
+    assert all(align(one.offset + one.stored_length) == other.offset for one, other in pairwise(table.frames))
+
+
+def test_unknown_depth_stays_unknown():
+    part = sample_segment(1, blocks=40, block_bytes=65_536)
+    _, table = write(Segment(part.group, part.block_bytes, part.keys, part.source))
+    assert {frame.depth for frame in table.frames} == {UNKNOWN_DEPTH}
+
+
+def test_frame_that_does_not_shrink_is_kept_raw():
+    noise = np.random.default_rng(1).integers(0, 256, (4, 4096), dtype=np.uint8)
+    payload, table = write(Segment(0, 4096, sample_keys(1, 4), ArraySource(noise)), codec=ZstdCodec())
+    (frame,) = table.frames
+    assert not frame.encoded
+    assert payload[: frame.stored_length] == noise.tobytes()
+
+
+def test_one_codec_keeps_raw_only_the_frames_that_do_not_shrink():
+    noise = np.random.default_rng(1).integers(0, 256, (3, 8192), dtype=np.uint8)
+    parts = [
+        Segment(0, 8192, sample_keys(1, 3), ArraySource(np.full((3, 8192), 7, np.uint8))),
+        Segment(1, 8192, sample_keys(2, 3, group=1), ArraySource(noise)),
+    ]
+    payload, table = write(*parts, codec=ZstdCodec())
+    assert table.codec == "zstd:1"
+    assert [(frame.group, frame.encoded) for frame in table.frames] == [(0, True), (1, False)]
+    assert blocks_of(payload, table) == {
+        key: block.tobytes() for part in parts for key, block in zip(part.keys, part.source.blocks, strict=True)
+    }
+
+
+@pytest.mark.parametrize("codec", [RawCodec(), ZstdCodec(), PlanesCodec()])
+def test_pack_bounds_hold_and_a_copy_knows_them_exactly(codec):
+    parts = [sample_segment(1, blocks=300), sample_segment(2, group=3, block_bytes=70_000, blocks=2)]
+    pack = PackWriter(NAMESPACE, codec, parts)
+    bound, frames = pack.payload_bound, pack.frame_count
+    payload = payload_of(pack)
+    assert frames == pack.table.frame_count
+    assert bound >= len(payload)
+    copy = PackCopy(pack.table, payload)
+    assert (copy.pack_id, copy.keys, copy.raw_length) == (pack.pack_id, pack.keys, pack.raw_length)
+    assert (copy.payload_bound, copy.frame_count) == (len(payload), frames)
+    assert (payload_of(copy), copy.table) == (payload, pack.table)
+
+
+def test_a_retried_stream_is_written_as_the_first():
+    pack = PackWriter(NAMESPACE, PlanesCodec(), [sample_segment(1), sample_segment(2, group=1)])
+    first = b"".join(map(bytes, pack.stream()))
+    table = pack.table
+    assert b"".join(map(bytes, pack.stream())) == first
+    assert pack.table == table
+
+
+def test_frame_of_a_codec_that_this_release_does_not_know():
+    payload, table = write(sample_segment(1), codec=ZstdCodec())
+    (frame,) = table.frames
+    assert frame.encoded
+    with pytest.raises(CorruptPackError, match="brotli"):
+        decode_frame("brotli", frame, payload[: frame.stored_length], memoryview(bytearray(frame.raw_length)))
+
+
+def test_name_binds_namespace_keys_and_codec():
+    one = sample_pack(NAMESPACE, 1)
+    assert one.pack_id == sample_pack(NAMESPACE, 1, content=9).pack_id
+    others = [
+        sample_pack(bytes(16), 1),
+        sample_pack(NAMESPACE, 2),
+        sample_pack(NAMESPACE, 1, codec=ZstdCodec()),
+        PackWriter(NAMESPACE, RawCodec(), [sample_segment(1, blocks=3)]),
+    ]
+    assert len({one.pack_id, *(other.pack_id for other in others)}) == 5
+
+
+def test_keys_of_other_lengths_make_another_name():
+    def named(keys):
+        part = Segment(0, 8, keys, ArraySource(sample_blocks(1, len(keys), 8)))
+        return PackWriter(NAMESPACE, RawCodec(), [part]).pack_id
+
+    assert named([b"ab", b"c"]) != named([b"a", b"bc"])
+    assert named([b"ab", b"cd"]) != named([b"abcd"])
+
+
+def test_pack_writer_repeated_key_raises():
+    keys = sample_keys(1, 3)
+    part = Segment(0, 8, [*keys, keys[0]], ArraySource(sample_blocks(1, 4, 8)))
+    with pytest.raises(ValueError, match="twice"):
+        PackWriter(NAMESPACE, RawCodec(), [part])
+
+
+def test_table_is_there_after_the_stream_only():
+    pack = sample_pack(NAMESPACE, 1)
+    with pytest.raises(ValueError, match="stream"):
+        _ = pack.table
+    first = [bytes(piece) for piece in pack.stream()]
+    table = pack.table
+    assert [bytes(piece) for piece in pack.stream()] == first
+    assert pack.table == table
+
+
+def test_checksum_belongs_to_keys_and_namespace():
+    payload, table = write(sample_segment(1))
+    (frame,) = table.frames
+    stored = payload[: frame.stored_length]
+    verify_frame(frame, stored, frame_seed(NAMESPACE, table.keys.data))
+    for seed in (frame_seed(bytes(16), table.keys.data), frame_seed(NAMESPACE, table.keys.data[::-1])):
+        with pytest.raises(CorruptPackError, match="frame checksum"):
+            verify_frame(frame, stored, seed)
+    with pytest.raises(CorruptPackError):
+        verify_frame(frame, stored[:-1], frame_seed(NAMESPACE, table.keys.data))
+
+
+def test_any_flipped_byte_of_payload_is_noticed():
+    payload, table = write(sample_segment(1, blocks=2, block_bytes=64))
+    (frame,) = table.frames
+    seed = frame_seed(NAMESPACE, table.keys.data)
+    for offset in range(frame.stored_length):
+        damaged = bytearray(payload[: frame.stored_length])
+        damaged[offset] ^= 1
+        with pytest.raises(CorruptPackError, match="frame checksum"):
+            verify_frame(frame, damaged, seed)
+
+
+def test_decoded_by_hand_as_documented():
+    """docs/format.md, with nothing but struct and the two hashes."""
+
+    parts = [
+        sample_segment(1, blocks=3, block_bytes=5000),
+        sample_segment(2, group=7, blocks=2, block_bytes=9, hash_bytes=8),
+    ]
+    payload, table = write(*parts)
+    pack = payload + table.encode()
+
+    length, checksum, magic = struct.unpack("<QQ8s", pack[-24:])
+    assert magic == b"PKVPACK1"
+    body = pack[-24 - length : -24]
+    assert xxhash.xxh3_64_intdigest(body) == checksum
+    version, key_length, frames, blocks, codec_length, payload_length, raw, namespace, name = struct.unpack_from(
+        "<HHIIIQQ16s16s", body
+    )
+    assert (version, key_length, frames, blocks, codec_length) == (1, 0, 2, 5, 3)
+    assert (payload_length, raw, namespace) == (len(payload), 3 * 5000 + 2 * 9, NAMESPACE)
+    assert body[64:67] == b"raw"
+    rows = [struct.unpack_from("<IIIIQQQ", body, 67 + 40 * index) for index in range(2)]
+    lengths = struct.unpack_from("<5H", body, 67 + 80)
+    keys = body[67 + 80 + 10 :]
+    assert lengths == (36, 36, 36, 12, 12)
+    assert keys == b"".join([*parts[0].keys, *parts[1].keys])
+    assert (
+        name == hashlib.blake2b(namespace + b"raw\0" + struct.pack("<H5H", 0, *lengths) + keys, digest_size=16).digest()
+    )
+
+    (seed_of_namespace,) = struct.unpack_from("<Q", namespace)
+    at = 0
+    for part, row in zip(parts, rows, strict=True):
+        group, count, block_bytes, depth, offset, stored, frame_checksum = row
+        assert (group, count, block_bytes, depth) == (part.group, len(part.keys), part.block_bytes, 0)
+        joined = b"".join(part.keys)
+        assert keys[at : at + len(joined)] == joined
+        at += len(joined)
+        seed = xxhash.xxh3_64_intdigest(joined, seed=seed_of_namespace)
+        stored_bytes = pack[offset : offset + stored]
+        assert xxhash.xxh3_64_intdigest(stored_bytes, seed=seed) == frame_checksum
+        assert stored_bytes == part.source.blocks.tobytes()
+    assert [row[4] for row in rows] == [0, 16384]
+    assert len(payload) == 20480
+
+
+@pytest.mark.parametrize("codec", [RawCodec(), ZstdCodec(), PlanesCodec()])
+def test_frames_encoded_ahead_make_the_same_pack(codec: Codec) -> None:
+    """In order, and what is referenced meanwhile stays as it was."""
+    blocks = np.random.default_rng(5).integers(0, 8, (40, 256 << 10), dtype=np.uint8)
+    names = [number.to_bytes(8, "little") + bytes(4) for number in range(40)]
+    segments = [Segment(0, 256 << 10, names, StagedBlocks([blocks[:17], blocks[17:]]), 0)]
+    executor = ThreadExecutor(3, lambda: None)
+    plain, ahead = (PackWriter(NAMESPACE, codec, segments, ahead) for ahead in (None, executor.ahead))
+    expected, pieces = b"".join(plain.stream()), list(ahead.stream())
+    assert b"".join(pieces) == expected
+    assert ahead.table == plain.table
+    assert b"".join(ahead.stream()) == expected, "a commit that is retried"
+    executor.close()
+
+
+def test_a_stream_that_is_left_is_waited_for() -> None:
+    """After that nobody reads the blocks, though frames were being encoded."""
+    inside, release = threading.Semaphore(0), threading.Event()
+    reading: list[int] = []
+
+    class Slow(StagedBlocks):
+        def gather(self, start: int, stop: int) -> ByteArray:
+            if start:
+                reading.append(start)
+                inside.release()
+                assert release.wait(30)
+                reading.remove(start)
+            return super().gather(start, stop)
+
+    names = [number.to_bytes(8, "little") + bytes(4) for number in range(12)]
+    source = Slow([np.zeros((12, 1 << 20), np.uint8)])
+    executor = ThreadExecutor(2, lambda: None)
+    writer = PackWriter(NAMESPACE, ZstdCodec(), [Segment(0, 1 << 20, names, source, 0)], executor.ahead)
+    stream = writer.stream()
+    next(stream)
+    inside.acquire(timeout=30)
+    assert reading
+    threading.Timer(0.02, release.set).start()
+    writer.settle()
+    assert not reading
+    assert not writer.written
+    executor.close()
+
+
+def test_a_restarted_writer_has_written_nothing() -> None:
+    writer = PackWriter(NAMESPACE, RawCodec(), [sample_segment(1, blocks=3)])
+    list(writer.stream())
+    assert writer.written
+    writer.restart()
+    assert not writer.written
+    list(writer.stream())
+    assert writer.written

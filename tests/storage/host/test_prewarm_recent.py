@@ -1,0 +1,53 @@
+"""What an engine is told to promote at its start."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+
+from persistkv.storage import open_backend
+from persistkv.storage.host.prewarm import pending_warm, recent_contexts, request_warm, warm_answers
+from tests.tools.contexts import Contexts, chain
+
+
+@pytest.fixture
+def writer(tmp_path):
+    with closing(open_backend(f"lmdb://{tmp_path}/store?capacity=16MiB")) as backend:
+        writer = Contexts(backend)
+        for name in ("old", "middle", "new"):
+            writer.add(name, f"{name}1 {name}2 {name}3")
+        yield writer
+
+
+def contexts(writer, max_blocks, engine=""):
+    held = {key for name in ("old", "middle", "new") for key in chain([f"{name}{word}" for word in (1, 2, 3)])}
+    return recent_contexts(writer.backend, writer.namespace, held.__contains__, max_blocks, engine)
+
+
+def keys(name):
+    return chain([f"{name}1", f"{name}2", f"{name}3"])
+
+
+def test_what_was_asked_for_comes_before_what_was_used_last(writer):
+    assert keys("old") in contexts(writer, 9)
+    request_warm(writer.backend, writer.namespace, "old")
+    assert contexts(writer, 9) == [keys("old"), *contexts(writer, 9)[1:]]
+    assert contexts(writer, 3) == [keys("old")]
+
+
+def test_an_engine_answers_what_it_was_given(writer):
+    first, second = (request_warm(writer.backend, writer.namespace, name) for name in ("old", "middle"))
+    assert contexts(writer, 4, "e1") == [keys("old"), keys("middle")[:1]]
+    (answer,) = warm_answers(writer.backend, first)
+    assert (answer.engine, answer.blocks, answer.missing) == ("e1", 3, 0)
+    (answer,) = warm_answers(writer.backend, second)
+    assert (answer.blocks, answer.missing) == (1, 2)
+    assert pending_warm(writer.backend, writer.namespace, "e1") == []
+
+
+def test_what_is_gone_is_answered_as_missing(writer):
+    asked = request_warm(writer.backend, writer.namespace, "nobody")
+    assert len(contexts(writer, 9, "e1")) == 3
+    (answer,) = warm_answers(writer.backend, asked)
+    assert (answer.blocks, answer.missing) == (0, 0)

@@ -1,0 +1,70 @@
+"""How a job is cut into packs: at fixed depths, whatever part of a context the job has, and in whatever order."""
+
+import random
+
+import numpy as np
+import pytest
+
+from persistkv.config import GroupLayout, RowLayout
+from persistkv.memory.rows import Rows
+from persistkv.storage.commit_pipeline import Blocks, blocks_per_pack, plan_packs
+from persistkv.storage.format.pack import UNKNOWN_DEPTH
+
+STRIDE = 4096
+MAX_BYTES = 8 * STRIDE
+
+
+@pytest.fixture
+def rows():
+    layout = RowLayout(STRIDE, (GroupLayout(((0, STRIDE),)), GroupLayout(((0, STRIDE),))))
+    return Rows(memoryview(np.zeros(64 * STRIDE, dtype=np.uint8)), layout)
+
+
+def chain(first, count, group=0):
+    """Blocks of one group that follow one another, in rows that do not."""
+    depths = range(first, first + count)
+    keys = [b"%d of %d" % (depth, group) for depth in depths]
+    return Blocks(keys, [group] * count, [(7 * depth) % 64 for depth in depths], list(depths))
+
+
+def shape(packs):
+    """What is in each pack, by its segments."""
+    return [
+        [(s.group, s.block_bytes, list(s.keys), list(s.source.block_ids), s.depth) for s in pack.segments]
+        for pack in packs
+    ]
+
+
+@pytest.mark.parametrize("first", [0, 3, 8, 61])
+@pytest.mark.parametrize("count", [1, 5, 8, 9, 30])
+def test_a_chain_is_cut_as_its_blocks_in_any_order_are(rows, first, count):
+    blocks = chain(first, count)
+    assert blocks.chained
+    cut = blocks_per_pack(rows, MAX_BYTES)
+    planned = shape(plan_packs(rows, blocks, MAX_BYTES))
+    assert [segment[4] for (segment,) in planned] == sorted({first, *range(-(-first // cut) * cut, first + count, cut)})
+    order = random.Random(count).sample(range(count), count)
+    mixed = Blocks._make([column[place] for place in order] for column in blocks)
+    assert sorted(shape(plan_packs(rows, mixed, MAX_BYTES)), key=lambda pack: pack[0][4]) == planned
+    assert [key for ((*_, keys, _, _),) in planned for key in keys] == blocks.keys
+
+
+def test_what_is_no_chain_is_none():
+    groups, gap = (
+        Blocks._make(a + b for a, b in zip(chain(0, 3), other, strict=True)) for other in (chain(3, 2, 1), chain(4, 2))
+    )
+    for blocks in (groups, gap, chain(0, 3)._replace(depths=[UNKNOWN_DEPTH] * 3), Blocks([], [], [], [])):
+        assert not blocks.chained
+
+
+def test_groups_share_packs_and_unknown_depths_fill_theirs(rows):
+    both = Blocks._make(a + b for a, b in zip(chain(0, 5), chain(0, 5, group=1), strict=True))
+    cut = blocks_per_pack(rows, MAX_BYTES)
+    assert [len(pack) for pack in shape(plan_packs(rows, both, MAX_BYTES))] == [2, 2]
+    assert [pack[0][4] for pack in shape(plan_packs(rows, both, MAX_BYTES))] == [0, cut]
+    unknown = chain(0, 20)._replace(depths=[UNKNOWN_DEPTH] * 20)
+    assert [len(pack[0][2]) for pack in shape(plan_packs(rows, unknown, MAX_BYTES))] == [8, 8, 4]
+
+
+def test_no_blocks_make_no_pack(rows):
+    assert plan_packs(rows, Blocks([], [], [], [])) == []

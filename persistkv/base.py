@@ -211,6 +211,8 @@ class OffloadingEvent:
     """A secondary tier's type name, or the primary tier's name as returned by ``LoadStoreSpec.medium``."""
     removed: bool
     """True: the blocks were removed and are misses there; False: they can be looked up there."""
+    lost: bool = False
+    """Earlier events of this medium are missing: any other block may have been stored or removed."""
 
 
 @dataclass(frozen=True)

@@ -79,4 +79,5 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             RowLayout(self.row_stride, groups),
             self.num_blocks,
             self.get_region().fd,
+            self.options.enable_events,
         )

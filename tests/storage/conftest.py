@@ -57,7 +57,8 @@ def open_store(make_rows: Callable[..., Rows]) -> Iterator[Callable[..., Store]]
     def open_one(url: str, rows: Rows | None = None, identity: Identity = IDENTITY, **options: object) -> Store:
         backend = open_backend(url)
         try:
-            store = Store(backend, identity, rows or make_rows(), StoreOptions(**options), url=url)  # type: ignore[arg-type]
+            settings = StoreOptions(**{"events": True, **options})  # type: ignore[arg-type]
+            store = Store(backend, identity, rows or make_rows(), settings, url=url)
         except BaseException:
             backend.close()
             raise

@@ -27,7 +27,6 @@ from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.host.status import read_statuses
-from persistkv.storage.index import Index
 from persistkv.storage.namespace_view import (
     SHORTENED_AT_ONCE,
     ManifestMaker,
@@ -428,9 +427,9 @@ def _tables_of(requests: Iterable[NamedRequest], tables: list[PackTable]) -> lis
 
 
 def _maker(requests: Iterable[NamedRequest], tables: Iterable[PackTable]) -> ManifestMaker:
-    index, sizes = Index(), dict[int, int]()
+    pack_of, sizes = dict[bytes, bytes](), dict[int, int]()
     for table in tables:
-        index.add(table)
+        pack_of.update(dict.fromkeys(table.keys.unpack(), table.pack_id))
         sizes.update((frame.group, frame.block_bytes) for frame in table.frames)
     groups = max((len(request.keys) for request in requests), default=0)
-    return ManifestMaker(index, [sizes.get(group, 0) for group in range(groups)], ())
+    return ManifestMaker(pack_of, [sizes.get(group, 0) for group in range(groups)])

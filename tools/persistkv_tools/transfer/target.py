@@ -26,7 +26,6 @@ from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.format.pack_writer import PackCopy
 from persistkv.storage.identity import Identity
-from persistkv.storage.index import Index
 from persistkv_tools import render
 from persistkv_tools.catalogue import Catalogue
 
@@ -315,7 +314,9 @@ class Receiver:
         self._backend = backend
         self._namespace = backend.open_namespace(identity).id
         self._received = received
-        self._index = Index()
+        self._tables: dict[bytes, PackTable] = {}
+        self._holders: dict[bytes, tuple[bytes, ...]] = {}
+        """For each key, the ids of the packs that hold it."""
         self._cursor: bytes | None = None
         self._waiting: dict[bytes, PackCopy] = {}
         self._waiting_keys: dict[bytes, bytes] = {}
@@ -331,7 +332,7 @@ class Receiver:
         if table.pack_id in self._asked:
             return False
         self._asked.add(table.pack_id)
-        missing = any(key not in self._index and key not in self._waiting_keys for key in table.keys.unpack())
+        missing = any(key not in self._holders and key not in self._waiting_keys for key in table.keys.unpack())
         self._received.packs_held += not missing
         return missing
 
@@ -381,15 +382,15 @@ class Receiver:
         self._refresh()
         there = {manifest.id for manifest in self._backend.manifests(self._namespace)}
         self._received.lost += [name for name in self._written if name not in there]
-        self._received.lost_packs += sum(key not in self._index for key in self._sent)
+        self._received.lost_packs += sum(key not in self._holders for key in self._sent)
 
     def _packs_of(self, chains: Sequence[Sequence[bytes]]) -> list[bytes] | None:
         """By the depth of the first key in each; None where a key is in no pack."""
         depths: dict[bytes, int] = {}
         for keys in chains:
             for depth, key in enumerate(keys):
-                found = self._index.pack_of(key)
-                pack = self._waiting_keys.get(key) if found is None else found.pack_id
+                found = self._holders.get(key)
+                pack = self._waiting_keys.get(key) if found is None else found[0]
                 if pack is None:
                     return None
                 depths[pack] = min(depth, depths.get(pack, depth))
@@ -410,10 +411,17 @@ class Receiver:
         found = self._backend.changes(self._namespace, self._cursor)
         self._cursor = found.cursor
         if found.reset:
-            self._index = Index()
-        self._index.remove_all(found.removed)
+            self._tables.clear()
+            self._holders.clear()
+        for table in [self._tables.pop(pack_id) for pack_id in found.removed if pack_id in self._tables]:
+            for key in table.keys.unpack():
+                self._holders[key] = tuple(pack_id for pack_id in self._holders[key] if pack_id != table.pack_id)
+                if not self._holders[key]:
+                    del self._holders[key]
         for table in found.added:
-            self._index.add(table)
+            if self._tables.setdefault(table.pack_id, table) is table:
+                for key in table.keys.unpack():
+                    self._holders[key] = (*self._holders.get(key, ()), table.pack_id)
 
 
 def finish(receivers: Collection[Receiver], received: Received) -> Received:

@@ -419,6 +419,7 @@ class Index:
         self._last = self._last % 0xFFFFFFFF + 1
         while self._last in self._ids:  # after four billion packs
             self._last = self._last % 0xFFFFFFFF + 1
+        pack_id = bytes(bytearray(pack_id))  # a copy in other memory than the parser's short-lived objects
         self._numbers[pack_id] = self._last
         self._ids[self._last] = pack_id
         return self._last

@@ -67,6 +67,8 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     open_timeout_s: float = 60.0
     """Seconds to wait at construction for the store to open. After that, a host process continues to open it, and
     lookups miss until it is open."""
+    fingerprint_bits: int = 64
+    """Significant bits of the fingerprints in the index; fewer only to test collisions."""
     watchdog_s: float = 60.0
     """Seconds without an answer after which the host process is killed and restarted; at least 60 while it starts.
     Ten times as long if a call to the medium hangs, or the store does not open."""
@@ -103,6 +105,7 @@ class PersistentTier(SecondaryTierManager):
                     io_threads=self.options.io_threads,
                     strict_identity=self.options.strict_identity,
                     events=config.enable_events,
+                    fingerprint_bits=self.options.fingerprint_bits,
                 ),
             ),
             max_queue_bytes=parse_size(self.options.queue_bytes, name="queue_bytes"),

@@ -213,6 +213,11 @@ class _Table:
         """Number of entries, in the memfd after the slots."""
         return int(self._header[0])
 
+    def prefault(self, start: int, stop: int) -> None:
+        """Allocate the memory of empty slots: much faster in order than by insertions at random."""
+        self.fingerprints[start:stop] = _EMPTY
+        self.packs[start:stop] = 0
+
     def room(self, fill: float) -> int:
         """Return how many slots may still become non-empty."""
         return int(self.slots * fill) - self.used
@@ -336,6 +341,7 @@ class Index:
         self._most_keys = most_keys
         self._table = _Table(0)
         self._new: _Table | None = None
+        self._prefaulted = 0
         self._copied = 0
         self._retired: list[_Table] = []
         self._shared = False
@@ -392,7 +398,9 @@ class Index:
         self._numbers.clear()
         self._ids.clear()
         self._new = None
-        self._replace(_Table(self._size_for(sum(len(table.keys) for table in tables))))
+        new = _Table(self._size_for(sum(len(table.keys) for table in tables)))
+        new.prefault(0, new.slots)
+        self._replace(new)
         self.add(tables)
 
     def _size_for(self, keys: int) -> int:
@@ -468,11 +476,16 @@ class Index:
 
     def _begin_replacement(self, more: int) -> None:
         if self._new is None or self._new.room(_FILL) < self._table.live + more:
-            self._new, self._copied = _Table(self._size_for(self._table.live + more)), 0
+            self._new = _Table(self._size_for(self._table.live + more))
+            self._prefaulted = self._copied = 0
 
     def replace_some(self) -> None:
-        """Do a slice of pending work: copy entries to the next table, or return memory of the last one."""
-        if self._new is not None:
+        """Do a slice of pending work: allocate the next table, copy entries to it, or return memory of the last one."""
+        if self._new is not None and self._prefaulted < self._new.slots:
+            stop = self._prefaulted + _SLICE_BYTES // 16
+            self._new.prefault(self._prefaulted, stop)
+            self._prefaulted = stop
+        elif self._new is not None:
             old, start, stop = self._table, self._copied, self._copied + _SLICE_SLOTS
             packs = old.packs[start:stop]
             live = packs != 0

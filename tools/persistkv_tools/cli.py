@@ -47,7 +47,7 @@ COMMANDS: dict[str, str] = {
     "bench": "persistkv_tools.inspect.bench:bench_",
     "replay": "persistkv_tools.inspect.replay:replay_",
     "serve-metrics": "persistkv_tools.inspect.serve_metrics:serve_metrics",
-    "demo": "persistkv.integrations.transformers.demo.command:demo",
+    "demo": "persistkv.integrations.transformers.demo:demo",
 }
 """Module and function of each command, in the order of the help. A module is imported when its command runs."""
 

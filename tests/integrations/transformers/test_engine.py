@@ -188,8 +188,13 @@ class TestPressure:
 
     def test_an_error_in_the_model_leaks_nothing(self, open_engine, prompt, monkeypatch):
         engine = open_engine()
+        forward = engine.model.forward
+
+        def failing(**inputs):
+            return forward(**inputs) if inputs["input_ids"].shape[1] > 1 else 1 / 0
+
         with monkeypatch.context() as patch:
-            patch.setattr(engine.model, "forward", lambda **_: 1 / 0)
+            patch.setattr(engine.model, "forward", failing)
             with pytest.raises(ZeroDivisionError):
                 engine.generate(prompt, 4)
         assert engine.flush()

@@ -1,4 +1,4 @@
-"""Configuration, release and platform of the vLLM process."""
+"""Configuration, release, platform and geometry of the vLLM process."""
 
 from __future__ import annotations
 
@@ -67,3 +67,14 @@ def fixes_hash_seed() -> bool:
     from vllm.v1.core import kv_cache_utils
 
     return hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
+
+
+def chunk_tokens(offloading: Any) -> tuple[int, ...]:
+    """Return the tokens of one chunk for each group index that a key may have: all groups of vLLM, offloaded or not.
+
+    :param offloading: vLLM's ``OffloadingConfig``.
+    """
+    chunk = offloading.cache.blocks_per_chunk
+    tokens: dict[int, int] = {group.group_id: group.tokens_per_block * chunk for group in offloading.groups}
+    first = next(iter(tokens.values()))
+    return tuple(tokens.get(index, first) for index in range(max(tokens) + 1))

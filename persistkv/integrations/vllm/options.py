@@ -1,4 +1,4 @@
-"""Options of a ``persistkv`` entry of ``secondary_tiers``, and options of a request."""
+"""Options of a ``persistkv`` entry of ``secondary_tiers``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ import msgspec
 
 from persistkv.config import StoreUrl, convert_options
 from persistkv.errors import ConfigurationError
-
-REQUEST_PARAMETER = "persistkv"
-"""Key of this tier's options in a request's ``kv_transfer_params``."""
 
 _WHERE = "secondary tier persistkv"
 _URL_OPTIONS = ("capacity", "ttl", "deadline")
@@ -96,31 +93,3 @@ def tier_options(options: Mapping[str, Any]) -> VllmTierOptions:
     checked = convert_options(VllmTierOptions, options, where=_WHERE)
     _ = checked.full_url
     return checked
-
-
-class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``kv_transfer_params={"persistkv": {"store": false}}``; ``{"persistkv": false}`` sets both options to false."""
-
-    store: bool = True
-    """Whether the request's context may be persisted."""
-    load: bool = True
-    """Whether the request may be served from the store."""
-
-
-BOTH = RequestOptions()
-NEITHER = RequestOptions(store=False, load=False)
-
-
-def request_options(parameters: Mapping[str, Any] | None) -> RequestOptions:
-    """Return a request's options.
-
-    :raises ConfigurationError: they are invalid.
-    """
-    asked = parameters.get(REQUEST_PARAMETER, True) if parameters else True
-    if isinstance(asked, bool):
-        return BOTH if asked else NEITHER
-    try:
-        return msgspec.convert(asked, RequestOptions)
-    except msgspec.ValidationError:
-        expected = 'true, false, or {"store": true, "load": true}'
-        raise ConfigurationError(f"kv_transfer_params.{REQUEST_PARAMETER}", asked, expected) from None

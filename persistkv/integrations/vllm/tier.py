@@ -33,14 +33,13 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from persistkv import base as ours
-from persistkv.config import OffloadingConfig
-from persistkv.integrations.vllm.engine import engine_facts, find_vllm_config, fixes_hash_seed
+from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
+from persistkv.integrations.vllm.engine import chunk_tokens, engine_facts, find_vllm_config, fixes_hash_seed
 from persistkv.integrations.vllm.identity import engine_identity, has_random_hashes
-from persistkv.integrations.vllm.layout import group_tokens, row_layout
 from persistkv.integrations.vllm.metrics import MetricsReader, Observed, metric_definitions
 from persistkv.integrations.vllm.options import tier_options
 from persistkv.integrations.vllm.regions import open_region
-from persistkv.integrations.vllm.requests import LiveRequest, options_of
+from persistkv.integrations.vllm.requests import LiveRequest, request_options
 from persistkv.isolation import Isolation
 from persistkv.storage import BACKENDS
 from persistkv.tiering.base import JobMetadata
@@ -75,13 +74,13 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         scheme = self.options.scheme
         is_remote = BACKENDS.get(scheme).capabilities.remote
         self.locality = Locality(self.options.locality or ("REMOTE" if is_remote else "LOCAL"))
+        self._group_tokens = chunk_tokens(offloading_spec.config)
         self._region_fd = open_region(primary_kv_view) if self.options.host == "process" else None
         try:
             self._tier = self._open(offloading_spec.config, primary_kv_view)
         except BaseException:
             self._close_region()
             raise
-        self._group_tokens = group_tokens(offloading_spec.config)
         self._labels = {"model": str(offloading_spec.config.model.name), **self.options.labels}
         self._requests: dict[str, LiveRequest] = {}
         self._not_loading: set[str] = set()
@@ -119,9 +118,10 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
             engine, offloading, engine_facts(), weights=self.options.weights, adapters=self.options.adapters
         )
         tokens = offloading.groups[0].tokens_per_block * offloading.cache.blocks_per_chunk
-        num_rows = len(rows)
-        layout = row_layout(offloading, rows.nbytes // num_rows)
-        return OffloadingConfig(identity, tokens, layout, num_rows, self._region_fd)
+        # A tier does not know the offsets of workers' cells and groups' tensors, so each group uses the whole row.
+        stride = rows.nbytes // len(rows)
+        layout = RowLayout(stride, (GroupLayout(((0, stride),)),) * len(self._group_tokens))
+        return OffloadingConfig(identity, tokens, layout, len(rows), self._region_fd)
 
     # Lookups and jobs
 
@@ -189,7 +189,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
     def _request(self, context: ReqContext) -> LiveRequest:
         request = self._requests.get(context.req_id)
         if request is None:
-            options = options_of(context.req_id, context.kv_transfer_params)
+            options = request_options(context.req_id, context.kv_transfer_params)
             position = getattr(context, "get_offload_key_position", None)
             request = LiveRequest(context.req_id, options, position, self._group_tokens, self._labels)
             self._requests[context.req_id] = request

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import pytest
+
 from persistkv.base import make_offload_key
-from persistkv.integrations.vllm.options import BOTH, NEITHER
-from persistkv.integrations.vllm.requests import LiveRequest, options_of
+from persistkv.integrations.vllm.requests import BOTH, NEITHER, LiveRequest, request_options
 
 CHUNK = 16
 
@@ -53,6 +54,23 @@ def test_a_request_that_opted_out_wants_nothing():
     assert not request(positions_of(keys), NEITHER).wants(keys, 0)
 
 
-def test_a_request_that_is_not_understood_is_served_without_the_store(caplog):
-    assert options_of("a", {"persistkv": "off"}) == NEITHER
+@pytest.mark.parametrize(
+    ("parameters", "store", "load"),
+    [
+        (None, True, True),
+        ({"other": 1}, True, True),
+        ({"persistkv": True}, True, True),
+        ({"persistkv": False}, False, False),
+        ({"persistkv": {"store": False}}, False, True),
+        ({"persistkv": {"load": False}}, True, False),
+    ],
+)
+def test_a_request_opts_out(parameters, store, load):
+    options = request_options("a", parameters)
+    assert (options.store, options.load) == (store, load)
+
+
+@pytest.mark.parametrize("asked", ["off", {"stores": False}, {"store": "never"}, 3])
+def test_a_request_that_is_not_understood_is_served_without_the_store(asked, caplog):
+    assert request_options("a", {"persistkv": asked}) == NEITHER
     assert "kv_transfer_params.persistkv" in caplog.text

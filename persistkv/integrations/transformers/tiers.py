@@ -5,24 +5,19 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-from persistkv.base import GPULoadStoreSpec
-from persistkv.config import OffloadingConfig, RowLayout
 from persistkv.connector.common import LoadProgress
 from persistkv.connector.request_state import BlockTable
 from persistkv.connector.scheduler import OffloadingConnectorScheduler
 from persistkv.connector.worker import OffloadingConnectorWorker
-from persistkv.cpu.common import CPULoadStoreSpec
-from persistkv.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from persistkv.cpu.layout import cell_bytes, group_layouts
-from persistkv.cpu.primary import CPUPrimaryTierOffloadingManager
-from persistkv.cpu.shared_offload_region import SharedOffloadRegion, remove_leftover_regions, row_stride_bytes
-from persistkv.errors import ConfigurationError
+from persistkv.cpu.shared_offload_region import remove_leftover_regions
+from persistkv.cpu.spec import WorkerGeometry
 from persistkv.integrations.transformers.kv_cache import PagedKVCache
 from persistkv.tiering.manager import TieringOffloadingManager
 from persistkv.tiering.persistent import PersistentTier
+from persistkv.tiering.spec import TieringOffloadingSpec
 
 _POLL_S = 0.0005  # far below the time of a forward pass, far above the time of a poll
 
@@ -64,36 +59,28 @@ class Tiers:
         :raises ConfigurationError: if the primary tier is too small for one block, or an option is invalid.
         """
         caches = device.canonical()
-        cell = cell_bytes(caches, 1)
-        stride = row_stride_bytes(1, cell)
-        self.num_blocks = num_blocks = cpu_bytes // stride
-        if not num_blocks:
-            raise ConfigurationError("cpu_bytes", cpu_bytes, f"room for one block, {stride} bytes, or more")
         remove_leftover_regions()  # file names are unique per engine, so no engine replaces a killed engine's file
-        self.persistent: list[PersistentTier] = []
-        with ExitStack() as undo:
-            region = SharedOffloadRegion(uuid.uuid4().hex, num_blocks * stride, num_blocks, 0, 1, cell)
-            undo.callback(region.cleanup)
-            primary = CPUPrimaryTierOffloadingManager(num_blocks, region)
-            undo.callback(primary.shutdown)
-            layout = RowLayout(stride, group_layouts(caches, 1))
-            config = OffloadingConfig(identity, device.block_size, layout, num_blocks, region.fd)
-            for url in urls:
-                tier = PersistentTier(config, primary.get_kv_memoryview(), url=url, **options)
-                undo.callback(tier.shutdown)
-                self.persistent.append(tier)
-            manager = TieringOffloadingManager(primary, self.persistent)
-            handlers = CpuGpuOffloadingHandlers(
-                caches, 1, num_blocks, region
-            )  # last: it references the region's memory
-            undo.pop_all()
-        self._worker = OffloadingConnectorWorker(
-            [
-                (GPULoadStoreSpec, CPULoadStoreSpec, handlers.gpu_to_cpu_handler),
-                (CPULoadStoreSpec, GPULoadStoreSpec, handlers.cpu_to_gpu_handler),
-            ]
+        spec = TieringOffloadingSpec(
+            extra_config={
+                "cpu_bytes_to_use": cpu_bytes,
+                "secondary_tiers": [{"type": PersistentTier.get_tier_type(), "url": url, **options} for url in urls],
+            },
+            geometry=WorkerGeometry(
+                instance_id=uuid.uuid4().hex, gpu_block_size=device.block_size, gpu_block_bytes=cell_bytes(caches, 1)
+            ),
+            identity=identity,
+            group_layouts=group_layouts(caches, 1),
         )
-        self.scheduler = OffloadingConnectorScheduler(manager, device.specs(), max_load_blocks=num_blocks)
+        self.num_blocks = spec.num_blocks
+        try:
+            manager = spec.get_manager()
+            self._worker = OffloadingConnectorWorker(list(spec.get_handlers(caches)))
+            self.scheduler = OffloadingConnectorScheduler(manager, device.specs(), max_load_blocks=spec.num_blocks)
+        except BaseException:
+            spec.shutdown()
+            raise
+        tiers = manager.secondary_tiers if isinstance(manager, TieringOffloadingManager) else []
+        self.persistent = [tier for tier in tiers if isinstance(tier, PersistentTier)]
         self._lookup_deadline_s = lookup_deadline_s
         self._live: dict[str, Callable[[], None]] = {}
 

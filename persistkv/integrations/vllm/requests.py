@@ -44,7 +44,10 @@ def request_options(req_id: str, parameters: Mapping[str, Any] | None) -> Reques
         expected = 'true, false, or {"store": true, "load": true}'
         logger.warning(
             "request %s neither uses nor fills the store: kv_transfer_params.%s must be %s, not %r",
-            *(req_id, REQUEST_PARAMETER, expected, asked),
+            req_id,
+            REQUEST_PARAMETER,
+            expected,
+            asked,
         )
         return NEITHER
 

@@ -29,7 +29,6 @@ from persistkv.storage.extensions import BackendStats
 from persistkv.storage.format.codec import parse_codec
 
 _DIRECTORY = Path(".persistkv-demo")
-_CHART = Path("demo-report.png")
 _PACKAGES = ("torch", "transformers", "safetensors")
 _WORKER = "persistkv.integrations.transformers.demo_worker"
 _NOT_IDENTICAL = 1
@@ -64,11 +63,10 @@ def demo(
     with closing(open_inspectable(store)):  # an invalid URL fails before minutes of work
         pass
     report = _run(store, model, tokens, codec)
-    has_chart = _write_chart(report)
     if json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
     else:
-        _print(report, has_chart)
+        _print(report)
     if not (report.tokens_identical and report.logits_identical and report.pages_identical):
         raise typer.Exit(_NOT_IDENTICAL)
 
@@ -224,7 +222,7 @@ def _compare(cold: Answer | None, resident: Answer, warm: Answer) -> RequestRepo
     )
 
 
-def _print(report: DemoReport, has_chart: bool) -> None:
+def _print(report: DemoReport) -> None:
     """Print the requests, the totals, the notices, and what ``persistkv ls`` shows."""
     console = Console()
     table = Table(title="first token of each request, in seconds", title_justify="left")
@@ -258,33 +256,10 @@ def _print(report: DemoReport, has_chart: bool) -> None:
     ):
         table.add_row(*row)
     console.print(table)
-    chart = f"chart: {_CHART}" if has_chart else "no chart: pip install 'persistkv[report]'"
-    for line in (*map(printable, report.notices), chart, f"$ persistkv ls '{report.url}'"):
+    for line in (*map(printable, report.notices), f"$ persistkv ls '{report.url}'"):
         console.print(line, markup=False, highlight=False)
     subprocess.run([sys.executable, "-m", "persistkv_tools", "ls", report.url], check=False)
 
 
 def _yes(value: bool) -> str:
     return "yes" if value else "NO"
-
-
-def _write_chart(report: DemoReport) -> bool:
-    """Write a bar chart of the times to first token; return False, without a chart, if matplotlib is not installed."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(7, 3), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    seconds = [report.warm_ttft_s, report.cold_ttft_s]
-    bars = axes.barh(["warm, new process", "cold"], seconds, color=["#2a9d8f", "#8d99ae"])
-    axes.bar_label(bars, fmt="%.3f s", padding=4)
-    axes.set_xlabel("seconds to the first token")
-    axes.set_title(
-        f"{report.restored_tokens:,} of {report.prompt_tokens:,} tokens restored: {report.speed_up:.0f} times sooner"
-    )
-    axes.margins(x=0.15)
-    figure.savefig(_CHART, dpi=150)
-    return True

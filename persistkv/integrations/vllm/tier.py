@@ -37,7 +37,7 @@ from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
 from persistkv.integrations.vllm.engine import chunk_tokens, engine_facts, find_vllm_config, fixes_hash_seed
 from persistkv.integrations.vllm.identity import engine_identity, has_random_hashes
 from persistkv.integrations.vllm.metrics import MetricsReader, Observed, metric_definitions
-from persistkv.integrations.vllm.options import tier_options
+from persistkv.integrations.vllm.options import vllm_options
 from persistkv.integrations.vllm.regions import open_region
 from persistkv.integrations.vllm.requests import LiveRequest, request_options
 from persistkv.isolation import Isolation
@@ -70,14 +70,15 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         **options: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        self.options = tier_options(options)
+        self.options = vllm_options(options)
         scheme = self.options.scheme
         is_remote = BACKENDS.get(scheme).capabilities.remote
         self.locality = Locality(self.options.locality or ("REMOTE" if is_remote else "LOCAL"))
         self._group_tokens = chunk_tokens(offloading_spec.config)
         self._region_fd = open_region(primary_kv_view) if self.options.host == "process" else None
         try:
-            self._tier = self._open(offloading_spec.config, primary_kv_view)
+            config = self._tier_config(offloading_spec.config, primary_kv_view)
+            self._tier = PersistentTier(config, primary_kv_view, **self.options.tier_options)
         except BaseException:
             self._close_region()
             raise
@@ -88,22 +89,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         self._passed_over: list[int] = []
         self._observed = Observed()
         self._metrics = MetricsReader(scheme)
-        tiers_of(offloading_spec).append(self)
-
-    def _open(self, offloading: Any, rows: memoryview) -> PersistentTier:
-        options = self.options
-        return PersistentTier(
-            self._tier_config(offloading, rows),
-            rows,
-            url=options.full_url,
-            codec=options.codec,
-            host=options.host,
-            durability=options.durability,
-            io_threads=options.io_threads,
-            strict_identity=options.strict_identity,
-            queue_bytes=options.queue_bytes,
-            staging_bytes=options.staging_bytes,
-        )
+        persistent_tiers(offloading_spec).append(self._tier)
 
     def _tier_config(self, offloading: Any, rows: memoryview) -> OffloadingConfig:
         engine = find_vllm_config()
@@ -201,16 +187,6 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         if request is not None and request.has_stored:
             self._tier.on_request_finished(request.end())
 
-    # Recently used contexts, for ``PersistKVPrewarm``
-
-    def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
-        """See ``PersistentTier.ask_recent``."""
-        return self._tier.ask_recent(max_blocks, only_asked=only_asked)
-
-    def take_recent(self) -> list[list[ours.OffloadKey]] | None:
-        """See ``PersistentTier.take_recent``."""
-        return self._tier.take_recent()
-
     # The rest
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -255,7 +231,7 @@ def _job(job: TransferJob, keys: Sequence[OffloadKey], context: ours.ReqContext)
     return JobMetadata(job.job_id, [ours.OffloadKey(key) for key in keys], rows, job.is_promotion, context)
 
 
-def tiers_of(offloading_spec: Any) -> list[PersistKVTier]:
-    """Return the list of this engine's tiers of this kind, in order; it is an attribute of the engine's spec."""
-    tiers: list[PersistKVTier] = vars(offloading_spec).setdefault("_persistkv_tiers", [])
+def persistent_tiers(offloading_spec: Any) -> list[PersistentTier]:
+    """Return the list of this engine's persistent tiers, in order; it is an attribute of the engine's spec."""
+    tiers: list[PersistentTier] = vars(offloading_spec).setdefault("_persistkv_tiers", [])
     return tiers

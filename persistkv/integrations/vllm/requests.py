@@ -28,16 +28,12 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether the request may be served from the store."""
 
 
-BOTH = RequestOptions()
-NEITHER = RequestOptions(store=False, load=False)
-
-
 def request_options(req_id: str, parameters: Mapping[str, Any] | None) -> RequestOptions:
     """Return a request's options. If they are invalid, log a warning and use neither stores nor loads: the request
     does not want the default, and must not fail because of its options."""
     asked = parameters.get(REQUEST_PARAMETER, True) if parameters else True
     if isinstance(asked, bool):
-        return BOTH if asked else NEITHER
+        return RequestOptions(asked, asked)
     try:
         return msgspec.convert(asked, RequestOptions)
     except msgspec.ValidationError:
@@ -49,7 +45,7 @@ def request_options(req_id: str, parameters: Mapping[str, Any] | None) -> Reques
             expected,
             asked,
         )
-        return NEITHER
+        return RequestOptions(False, False)
 
 
 class LiveRequest:

@@ -34,8 +34,13 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from persistkv import base as ours
 from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
-from persistkv.integrations.vllm.engine import chunk_tokens, engine_facts, find_vllm_config, fixes_hash_seed
-from persistkv.integrations.vllm.identity import engine_identity, has_random_hashes
+from persistkv.integrations.vllm.identity import (
+    engine_facts,
+    engine_identity,
+    find_vllm_config,
+    fixes_hash_seed,
+    has_random_hashes,
+)
 from persistkv.integrations.vllm.metrics import MetricsReader, Observed, metric_definitions
 from persistkv.integrations.vllm.options import vllm_options
 from persistkv.integrations.vllm.regions import open_region
@@ -74,7 +79,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         scheme = self.options.scheme
         is_remote = BACKENDS.get(scheme).capabilities.remote
         self.locality = Locality(self.options.locality or ("REMOTE" if is_remote else "LOCAL"))
-        self._group_tokens = chunk_tokens(offloading_spec.config)
+        self._group_tokens = _chunk_tokens(offloading_spec.config)
         self._region_fd = open_region(primary_kv_view) if self.options.host == "process" else None
         try:
             config = self._tier_config(offloading_spec.config, primary_kv_view)
@@ -235,3 +240,11 @@ def persistent_tiers(offloading_spec: Any) -> list[PersistentTier]:
     """Return the list of this engine's persistent tiers, in order; it is an attribute of the engine's spec."""
     tiers: list[PersistentTier] = vars(offloading_spec).setdefault("_persistkv_tiers", [])
     return tiers
+
+
+def _chunk_tokens(offloading: Any) -> tuple[int, ...]:
+    """Return the tokens of one chunk for each group index that a key may have: all groups of vLLM, offloaded or not."""
+    chunk = offloading.cache.blocks_per_chunk
+    tokens: dict[int, int] = {group.group_id: group.tokens_per_block * chunk for group in offloading.groups}
+    first = next(iter(tokens.values()))
+    return tuple(tokens.get(index, first) for index in range(max(tokens) + 1))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from persistkv.base import make_offload_key
-from persistkv.integrations.vllm.requests import BOTH, NEITHER, LiveRequest, request_options
+from persistkv.integrations.vllm.requests import LiveRequest, RequestOptions, request_options
 
 CHUNK = 16
 
@@ -12,8 +12,8 @@ def keys_of(group, count):
     return [make_offload_key(bytes([index]) * 32, group) for index in range(count)]
 
 
-def request(positions, options=BOTH):
-    return LiveRequest("request", options, positions.get, (CHUNK, CHUNK), {"model": "tiny"})
+def request(positions, **options):
+    return LiveRequest("request", RequestOptions(**options), positions.get, (CHUNK, CHUNK), {"model": "tiny"})
 
 
 def positions_of(*groups):
@@ -51,7 +51,7 @@ def test_the_first_keys_decide_whether_a_request_is_long_enough():
 
 def test_a_request_that_opted_out_wants_nothing():
     keys = keys_of(0, 1)
-    assert not request(positions_of(keys), NEITHER).wants(keys, 0)
+    assert not request(positions_of(keys), store=False).wants(keys, 0)
 
 
 @pytest.mark.parametrize(
@@ -72,5 +72,5 @@ def test_a_request_opts_out(parameters, store, load):
 
 @pytest.mark.parametrize("asked", ["off", {"stores": False}, {"store": "never"}, 3])
 def test_a_request_that_is_not_understood_is_served_without_the_store(asked, caplog):
-    assert request_options("a", {"persistkv": asked}) == NEITHER
+    assert request_options("a", {"persistkv": asked}) == RequestOptions(store=False, load=False)
     assert "kv_transfer_params.persistkv" in caplog.text

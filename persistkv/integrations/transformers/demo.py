@@ -49,7 +49,7 @@ def demo(
 ) -> None:
     """Answer cold, be killed, and answer warm in a new process.
 
-    Exit code 1: what was restored, or answered, is not identical to what it must be.
+    Exit code 1: restored pages, tokens or logits are not bit-identical.
     """
     for package in _PACKAGES:
         if find_spec(package) is None:
@@ -115,10 +115,8 @@ class RequestReport(msgspec.Struct, frozen=True):
     """One prompt, answered cold (first prompts only), on the resident cache, and warm; times in seconds."""
 
     question: str
-    cold_ttft_s: float | None
-    resident_ttft_s: float
-    warm_ttft_s: float
-    restored_tokens: int
+    cold: RequestStats | None
+    resident: RequestStats
     warm: RequestStats
     same_split: bool
     """The resident run restored as many tokens as the warm one: only then can they be compared bit by bit."""
@@ -175,19 +173,19 @@ def _build_report(
         _compare(computed.get(answer.question), resident, answer)
         for resident, answer in zip(cold.resident, warm.answers, strict=True)
     ]
-    first = requests[0]
+    first = requests[0].warm
     cold_ttft = median(answer.stats.ttft_s for answer in cold.answers)
     return DemoReport(
         url=url,
         model=model,
         codec=codec,
-        prompt_tokens=first.warm.prompt_tokens,
+        prompt_tokens=first.prompt_tokens,
         shared_tokens=shared_tokens,
         restored_tokens=first.restored_tokens,
         restored_shared_share=min(first.restored_tokens, shared_tokens) / shared_tokens,
         cold_ttft_s=cold_ttft,
-        warm_ttft_s=first.warm_ttft_s,
-        speed_up=cold_ttft / first.warm_ttft_s,
+        warm_ttft_s=first.ttft_s,
+        speed_up=cold_ttft / first.ttft_s,
         cold_start_to_first_token_s=cold.start_to_first_token_s,
         warm_start_to_first_token_s=warm.start_to_first_token_s,
         tokens_identical=all(request.same_split and request.tokens_identical for request in requests),
@@ -209,10 +207,8 @@ def _compare(cold: Answer | None, resident: Answer, warm: Answer) -> RequestRepo
     distances = [abs(a - b) for a, b in zip(cold.logits, warm.logits, strict=True)] if cold else None
     return RequestReport(
         question=warm.question,
-        cold_ttft_s=cold.stats.ttft_s if cold else None,
-        resident_ttft_s=resident.stats.ttft_s,
-        warm_ttft_s=warm.stats.ttft_s,
-        restored_tokens=warm.stats.restored_tokens,
+        cold=cold.stats if cold else None,
+        resident=resident.stats,
         warm=warm.stats,
         same_split=resident.stats.restored_tokens == warm.stats.restored_tokens,
         tokens_identical=resident.tokens == warm.tokens,
@@ -233,10 +229,10 @@ def _print(report: DemoReport) -> None:
         table.add_row(
             Text(request.question, no_wrap=True, overflow="ellipsis"),  # truncated if the terminal is narrow
             f"{request.warm.prompt_tokens:,}",
-            f"{request.restored_tokens:,}",
+            f"{request.warm.restored_tokens:,}",
             f"{request.warm.computed_tokens:,}",
-            "-" if request.cold_ttft_s is None else f"{request.cold_ttft_s:.3f}",
-            f"{request.warm_ttft_s:.3f}",
+            f"{request.cold.ttft_s:.3f}" if request.cold else "-",
+            f"{request.warm.ttft_s:.3f}",
             _yes(request.same_split and request.tokens_identical and request.logits_identical),
         )
     console.print(table)

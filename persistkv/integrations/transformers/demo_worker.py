@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import sys
@@ -153,7 +152,7 @@ def _answers(results: dict[str, GenerateResult]) -> list[Answer]:
             question,
             list(result.tokens),
             result.logits.tolist(),
-            hashlib.sha256(_raw(result.logits)).hexdigest(),
+            xxhash.xxh3_128_hexdigest(_raw(result.logits)),
             result.stats,
         )
         for question, result in results.items()

@@ -50,7 +50,7 @@ def find_vllm_config() -> Any:
         current = _config_in(frame, VllmConfig)
         frame = frame.f_back
     if current is None:
-        expected = "to be found up the stack: without it nobody can tell whose bytes these are"
+        expected = "a configuration in a caller: the identity of the KV needs it"
         raise ConfigurationError("vLLM's configuration", None, expected)
     return current
 

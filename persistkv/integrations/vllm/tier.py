@@ -101,8 +101,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         algorithm = engine.cache_config.prefix_caching_hash_algo
         if has_random_hashes(algorithm, fixes_seed=fixes_hash_seed()):
             logger.warning(
-                "block hashes are random (prefix_caching_hash_algo=%s, no PYTHONHASHSEED): after a restart nothing of "
-                "what is stored will be found. Set PYTHONHASHSEED=0, or the algorithm sha256",
+                "block hashes are random (prefix_caching_hash_algo=%s, no PYTHONHASHSEED): no stored block will be "
+                "found after a restart. Set PYTHONHASHSEED=0, or use the algorithm sha256",
                 algorithm,
             )
         identity = engine_identity(

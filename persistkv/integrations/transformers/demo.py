@@ -103,7 +103,7 @@ def _run_process(task: Task) -> Report:
             code = process.wait()
         finally:
             process.kill()
-    if not line:
+    if not line.endswith(b"\n"):
         raise PersistKVError(f"the process ended with {code} before it reported")
     report = msgspec.json.decode(line, type=Report)
     if report.error or code != (-9 if task.is_cold else 0):

@@ -17,11 +17,10 @@ from persistkv.base import (
     OffloadingSpec,
 )
 from persistkv.config import convert_options, parse_size
-from persistkv.cpu.common import CPULoadStoreSpec
 from persistkv.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from persistkv.cpu.layout import cell_bytes
+from persistkv.cpu.manager import CPULoadStoreSpec, CPUPrimaryTierOffloadingManager
 from persistkv.cpu.policies import CACHE_POLICIES
-from persistkv.cpu.primary import CPUPrimaryTierOffloadingManager
 from persistkv.cpu.reuse_manager import MAX_TRACKER_SIZE, FilterReusedOffloadingManager
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion, row_stride_bytes
 from persistkv.errors import ConfigurationError

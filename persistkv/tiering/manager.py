@@ -35,7 +35,7 @@ from persistkv.base import (
     ReqContext,
     RequestOffloadingContext,
 )
-from persistkv.cpu.primary import CPUPrimaryTierOffloadingManager
+from persistkv.cpu.manager import CPUPrimaryTierOffloadingManager
 from persistkv.errors import ConfigurationError
 from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from persistkv.tiering.isolated_tier import IsolatedTier

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from persistkv.base import OffloadingManager
 from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
-from persistkv.cpu.primary import CPUPrimaryTierOffloadingManager
+from persistkv.cpu.manager import CPUPrimaryTierOffloadingManager
 from persistkv.cpu.spec import CPUOffloadingOptions, CPUOffloadingSpec
 from persistkv.tiering.base import SecondaryTierManager
 from persistkv.tiering.factory import SECONDARY_TIERS, create_secondary_tier

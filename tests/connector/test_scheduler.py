@@ -5,8 +5,7 @@ import pytest
 from persistkv.base import GPULoadStoreSpec, OffloadPolicy, TransferResult
 from persistkv.connector.common import KVCacheGroupSpec
 from persistkv.connector.scheduler import OffloadingConnectorScheduler
-from persistkv.cpu.common import CPULoadStoreSpec
-from persistkv.cpu.manager import CPUOffloadingManager
+from persistkv.cpu.manager import CPULoadStoreSpec, CPUOffloadingManager
 from persistkv.cpu.reuse_manager import FilterReusedOffloadingManager
 from persistkv.errors import ConfigurationError
 

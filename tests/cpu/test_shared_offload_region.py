@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from persistkv.cpu.pinning import pin_mmap_region
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion, row_stride_bytes
 from persistkv.errors import ConfigurationError, RegionError
 
@@ -157,7 +156,9 @@ def test_memory_outlives_cleanup_while_it_is_held(make_region: MakeRegion, caplo
     assert mapped not in Path("/proc/self/maps").read_text()
 
 
-def test_a_failed_construction_leaves_nothing(make_region: MakeRegion, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_construction_leaves_nothing(
+    make_region: MakeRegion, shared_memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*arguments: object) -> None:
         raise MemoryError("no more")
 
@@ -168,11 +169,9 @@ def test_a_failed_construction_leaves_nothing(make_region: MakeRegion, monkeypat
     del caught
     gc.collect()
     assert set(os.listdir("/proc/self/fd")) == before
+    assert os.listdir(shared_memory) == []
     monkeypatch.undo()
-    region = make_region()
-    assert region._file is not None
-    assert region._file.created
-    region.cleanup()
+    make_region().cleanup()
 
 
 def test_a_region_of_another_size_is_not_joined(make_region: MakeRegion, shared_memory: str) -> None:
@@ -198,7 +197,7 @@ def test_it_is_unpinned_at_cleanup(make_region: MakeRegion) -> None:
     runtime = Runtime()
     region = make_region()
     address = region.address
-    assert pin_mmap_region(region, runtime)
+    assert region.pin(runtime)
     assert runtime.registered == {address}
     region.cleanup()
     assert not region.is_pinned

@@ -20,7 +20,7 @@ import torch
 
 from persistkv.base import TransferResult
 from persistkv.cpu.devices.base import CopyEngine, Direction
-from persistkv.cpu.transfer import IntArray, KVMemory, PageCopies
+from persistkv.cpu.layout import IntArray, KVMemory, PageCopies
 
 _BUFFER_BYTES = 8 << 20  # 8 MiB: small enough to stay in the last-level cache between the write and the read
 _FEW_RUNS = 8  # up to this many calls are cheaper than a copy through the buffer

@@ -13,7 +13,7 @@ import torch
 from persistkv.cpu.devices import cpu as module
 from persistkv.cpu.devices.base import Direction
 from persistkv.cpu.devices.cpu import CPUCopyEngine
-from persistkv.cpu.transfer import KVMemory, PageCopies
+from persistkv.cpu.layout import KVMemory, PageCopies
 
 PAGE, FACTOR = 48, 3
 NUM_BLOCKS, NUM_ROWS = 200, 60

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from persistkv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
-from persistkv.cpu.common import CPULoadStoreSpec
-from persistkv.cpu.transfer import KVMemory, compute_sub_block_ptrs, plan_copies
+from persistkv.cpu.layout import KVMemory, compute_sub_block_ptrs, plan_copies
+from persistkv.cpu.manager import CPULoadStoreSpec
 
 
 def setting(factor: int) -> tuple[CanonicalKVCaches, KVMemory]:

@@ -289,7 +289,7 @@ class TestEndOfRequest:
 
     def test_an_id_may_come_back_but_not_live_twice(self, scheduler):
         scheduler.on_new_request("request")
-        with pytest.raises(ValueError, match="lives"):
+        with pytest.raises(ValueError, match="already exists"):
             scheduler.on_new_request("request")
         scheduler.request_finished("request")
         scheduler.build_connector_meta()

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from persistkv.errors import ConfigurationError, RegionError
-from persistkv.memory.huge_pages import use_huge_pages
+from persistkv.memory.pages import use_huge_pages
 
 SHARED_MEMORY_DIRECTORY = "/dev/shm"
 

@@ -11,7 +11,7 @@ import torch
 from persistkv.config import PAGE_BYTES
 from persistkv.cpu.region_file import SHARED_MEMORY_DIRECTORY, RegionFile, region_path, remove_leftover_regions
 from persistkv.errors import ConfigurationError, RegionError
-from persistkv.memory.prefault import prefault
+from persistkv.memory.pages import prefault
 
 __all__ = ["SharedOffloadRegion", "remove_leftover_regions", "row_stride_bytes"]
 

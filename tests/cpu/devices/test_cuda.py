@@ -27,7 +27,7 @@ from persistkv.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from persistkv.cpu.layout import KVMemory, PageCopies
 from persistkv.cpu.manager import CPULoadStoreSpec
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion
-from persistkv.memory.huge_pages import HUGE_PAGE_BYTES, use_huge_pages
+from persistkv.memory.pages import HUGE_PAGE_BYTES, use_huge_pages
 
 pytestmark = [
     pytest.mark.cuda,

@@ -78,8 +78,6 @@ class SharedOffloadRegion:
         self.num_blocks = num_blocks
         self.rank = rank
         self.cpu_page_size = cpu_page_size
-        self.page_size = mmap.PAGESIZE
-        """Bytes of a memory page of this machine."""
         self._next_offset = 0
         self._cuda: CudaRuntime | None = None
         self._pinned: list[int] = []  # addresses of the ranges that are registered with CUDA
@@ -149,13 +147,9 @@ class SharedOffloadRegion:
     def create_kv_memoryview(self) -> memoryview:
         """Return all rows without a copy: writable, shape (num_blocks, row_stride), format ``B``.
 
-        :raises RegionError: after ``cleanup``, or if the view would not share the region's bytes.
+        :raises RegionError: after ``cleanup``.
         """
-        mapping, rows = self._mapped()
-        view = memoryview(mapping).cast("B", (self.num_blocks, self.row_stride))
-        if torch.frombuffer(view, dtype=torch.int8).data_ptr() != rows.data_ptr():
-            raise RegionError(f"a view of {self.mmap_path} does not share its memory")
-        return view
+        return memoryview(self._mapped()[0]).cast("B", (self.num_blocks, self.row_stride))
 
     def pin(self, runtime: CudaRuntime | None = None) -> bool:
         """Register the mapping with CUDA, so that the GPU accesses it directly, until ``cleanup``.

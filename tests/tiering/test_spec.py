@@ -19,10 +19,9 @@ from persistkv.cpu.spec import WorkerGeometry
 from persistkv.errors import ConfigurationError
 from persistkv.tiering.base import SecondaryTierManager
 from persistkv.tiering.example import ExampleSecondaryTier
-from persistkv.tiering.factory import create_secondary_tier
 from persistkv.tiering.manager import TieringOffloadingManager
 from persistkv.tiering.persistent import PersistentTier
-from persistkv.tiering.spec import TieringOffloadingSpec
+from persistkv.tiering.spec import TieringOffloadingSpec, create_secondary_tier
 
 CONFIG = OffloadingConfig({"a": 1}, 16, RowLayout(4096, (GroupLayout(((0, 4096),)),)), 4)
 

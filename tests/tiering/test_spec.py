@@ -124,7 +124,7 @@ def test_spec_store_threshold_keeps_blocks_from_tiers_until_they_are_reused() ->
         manager.complete_store(output.keys_to_store, req)
         manager.on_request_finished(req)
         manager.take_events()
-        assert tier.get_num_blocks() == blocks
+        assert len(tier.blocks) == blocks
     made.shutdown()
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 
 from persistkv.base import (
-    BlockIDsLoadStoreSpec,
     CanonicalKVCaches,
     GPULoadStoreSpec,
-    LoadStoreSpec,
     OffloadingHandler,
     TransferResult,
     TransferSpec,
@@ -16,20 +14,11 @@ from persistkv.base import (
 from persistkv.cpu.devices.base import CopyEngine, Direction
 from persistkv.cpu.devices.cpu import CPUCopyEngine
 from persistkv.cpu.devices.cuda import CUDACopyEngine
-from persistkv.cpu.layout import (
-    KVMemory,
-    cell_bytes,
-    check_kv_caches,
-    compute_sub_block_ptrs,
-    plan_copies,
-    tensor_offsets,
-)
+from persistkv.cpu.layout import KVMemory, cell_bytes, check_kv_caches, plan_copies, tensor_offsets
 from persistkv.cpu.manager import CPULoadStoreSpec
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion
 from persistkv.errors import ConfigurationError
 from persistkv.isolation import Isolation
-
-__all__ = ["CpuGpuOffloadingHandlers", "SingleDirectionOffloadingHandler", "compute_sub_block_ptrs"]
 
 
 class SingleDirectionOffloadingHandler(OffloadingHandler):
@@ -46,7 +35,10 @@ class SingleDirectionOffloadingHandler(OffloadingHandler):
         """
         if self._engine is None:
             return False
-        gpu, cpu = _sides(spec, self._engine.direction)
+        gpu, cpu = spec if self._engine.direction is Direction.STORE else spec[::-1]
+        if not (isinstance(gpu, GPULoadStoreSpec) and isinstance(cpu, CPULoadStoreSpec)):
+            media = f"{spec[0].medium()} to {spec[1].medium()}"
+            raise ValueError(f"a transfer from {media} is no {self._engine.direction.value}")
         return self._engine.submit(job_id, plan_copies(gpu, cpu, self._kv_caches, self._engine.memory))
 
     def get_finished(self) -> list[TransferResult]:
@@ -114,14 +106,6 @@ def copy_engine_class(device: torch.device) -> type[CopyEngine]:
     if device.type not in engines:
         raise ConfigurationError("kv_caches device", str(device), f"one of {', '.join(engines)}")
     return engines[device.type]
-
-
-def _sides(spec: TransferSpec, direction: Direction) -> tuple[GPULoadStoreSpec, BlockIDsLoadStoreSpec]:
-    gpu, cpu = spec if direction is Direction.STORE else spec[::-1]
-    if isinstance(gpu, GPULoadStoreSpec) and isinstance(cpu, CPULoadStoreSpec):
-        return gpu, cpu
-    media: list[str] = [side.medium() for side in spec if isinstance(side, LoadStoreSpec)]
-    raise ValueError(f"a transfer from {' to '.join(media)} is no {direction.value}")
 
 
 def _rows(

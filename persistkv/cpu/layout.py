@@ -7,7 +7,6 @@ widest group, not as the sum of all groups.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -186,33 +185,13 @@ def plan_copies(
     ]
 
 
-def compute_sub_block_ptrs(
-    block_ids: Sequence[int] | IntArray,
-    block_size_factor: int,
-    output: IntArray,
-    tensor: torch.Tensor,
-    skip_count: int = 0,
-) -> None:
-    """Fill ``output`` with the byte addresses of consecutive sub-blocks of the rows ``block_ids``.
+def row_addresses(ids: IntArray, tensor: torch.Tensor) -> IntArray:
+    """Return the addresses of rows of a tensor of bytes; there may be gaps between its rows.
 
-    :param block_ids: rows of ``tensor``, in the order wanted.
-    :param block_size_factor: sub-blocks in a row.
-    :param output: int64, one entry for each address wanted; may end before the last sub-block.
-    :param tensor: int8, shape (rows, bytes); there may be gaps between its rows.
-    :param skip_count: sub-blocks to skip at the begin of the first rows.
-    :raises ValueError: if the rows cannot be cut evenly or have too few sub-blocks.
+    :raises ValueError: a row does not exist.
     """
-    row_bytes = tensor.shape[1]
-    if row_bytes % block_size_factor:
-        raise ValueError(f"rows of {row_bytes} bytes do not divide into {block_size_factor} sub-blocks")
-    available = len(block_ids) * block_size_factor - skip_count
-    if skip_count < 0 or len(output) > available:
-        raise ValueError(f"{len(block_ids)} rows have {available} sub-blocks after {skip_count}, not {len(output)}")
-    ids = np.asarray(block_ids, np.int64)
     _check_bounds("row", ids, tensor.shape[0])
-    begins = tensor.data_ptr() + ids * tensor.stride(0)
-    positions = np.arange(block_size_factor, dtype=np.int64) * (row_bytes // block_size_factor)
-    output[:] = (begins[:, None] + positions).reshape(-1)[skip_count : skip_count + len(output)]
+    return tensor.data_ptr() + ids * tensor.stride(0)
 
 
 def _check_bounds(what: str, ids: IntArray, count: int) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from persistkv.base import TransferResult
 from persistkv.cpu.devices.base import CopyEngine, Direction
-from persistkv.cpu.layout import IntArray, KVMemory, PageCopies, compute_sub_block_ptrs
+from persistkv.cpu.layout import IntArray, KVMemory, PageCopies, row_addresses
 
 DRIVER_LIBRARY = "libcuda.so.1"
 SOURCE_IN_STREAM_ORDER = 1
@@ -108,12 +108,9 @@ class CUDACopyEngine(CopyEngine):
     def _batch(self, part: PageCopies) -> Batch:
         memory = self.memory
         pages, rows = memory.pages[part.tensor_idx], memory.rows[part.tensor_idx]
-        page_ptrs = np.empty(len(part.blocks), np.int64)
-        compute_sub_block_ptrs(part.blocks, 1, page_ptrs, pages)
+        page_ptrs = row_addresses(part.blocks, pages)
         row, position = np.divmod(part.sub_blocks, memory.block_size_factor)
-        row_ptrs = np.empty(len(row), np.int64)
-        compute_sub_block_ptrs(row, 1, row_ptrs, rows)
-        row_ptrs += position * (rows.shape[1] // memory.block_size_factor)
+        row_ptrs = row_addresses(row, rows) + position * (rows.shape[1] // memory.block_size_factor)
         sides = (row_ptrs, page_ptrs, rows, pages)
         targets, sources, target, source = (
             sides if self.direction is Direction.STORE else (page_ptrs, row_ptrs, pages, rows)

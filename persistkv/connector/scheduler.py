@@ -21,7 +21,6 @@ from persistkv.base import (
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
-    PrepareStoreOutput,
     ReqContext,
     RequestDescription,
     TransferResult,
@@ -36,7 +35,7 @@ from persistkv.connector.common import (
     TransferJob,
 )
 from persistkv.connector.matching import GroupBlocks, GroupGeometry, longest_match, longest_that_fits
-from persistkv.connector.request_state import BlockTable, Offer, RequestOffloadState
+from persistkv.connector.request_state import BlockTable, RequestOffloadState
 from persistkv.errors import ConfigurationError
 
 
@@ -218,10 +217,8 @@ class OffloadingConnectorScheduler:
                 output.loads[state.context.req_id] = self._end_load(state, keys, result)
             else:
                 self.manager.complete_store(keys, state.context, result.success)
-                if result.success:
-                    self.stats.stored_blocks += len(keys)
-                else:
-                    self.stats.failed_stores += 1
+                self.stats.stored_blocks += len(keys) if result.success else 0
+                self.stats.failed_stores += not result.success
             self._release_if_done(state)
         output.released, self._released = self._released, []
         return output
@@ -285,28 +282,15 @@ class OffloadingConnectorScheduler:
         return None
 
     def _plan_store(self, state: RequestOffloadState) -> TransferJob | None:
-        """Plan the store of newly full blocks; each block is offered to the manager once."""
+        """Plan the store of newly full blocks; each block is offered to the manager once.
+
+        If there is not enough room, retry with the front half of each group, because a prefix is worth more than a
+        suffix.
+        """
         if not state.stores:
             return None
-        offers, output = self._prepare_store(state, state.filled_blocks())
-        if output is None or not output.keys_to_store:
-            return None
-        if len(output.keys_to_store) < sum(len(offer.keys) for offer in offers):
-            wanted = set(output.keys_to_store)
-            offers = [offer.only(wanted) for offer in offers]
-        spec = (state.store_source(offers), output.store_spec)
-        return self._job(state, output.keys_to_store, spec, is_load=False)
-
-    def _prepare_store(
-        self, state: RequestOffloadState, offers: list[Offer]
-    ) -> tuple[list[Offer], PrepareStoreOutput | None]:
-        """Allocate rows. If there is not enough room, retry with the front half of each group, because a prefix is
-        worth more than a suffix.
-
-        :returns: the blocks of the last attempt, and the manager's result.
-        """
+        offers, output = state.filled_blocks(), None
         offered = asked = sum(len(offer.keys) for offer in offers)
-        output = None
         while asked:
             output = self.manager.prepare_store([key for offer in offers for key in offer.keys], state.context)
             if output is not None:
@@ -314,7 +298,13 @@ class OffloadingConnectorScheduler:
             offers = [offer.front_half() for offer in offers]
             asked = sum(len(offer.keys) for offer in offers)
         self.stats.dropped_blocks += offered - asked
-        return offers, output
+        if output is None or not output.keys_to_store:
+            return None
+        if len(output.keys_to_store) < asked:
+            wanted = set(output.keys_to_store)
+            offers = [offer.only(wanted) for offer in offers]
+        spec = (state.store_source(offers), output.store_spec)
+        return self._job(state, output.keys_to_store, spec, is_load=False)
 
     def _job(
         self, state: RequestOffloadState, keys: Sequence[OffloadKey], spec: TransferSpec, *, is_load: bool

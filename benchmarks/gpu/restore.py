@@ -28,7 +28,7 @@ from persistkv.base import OffloadKey
 from persistkv.errors import ConfigurationError
 from persistkv.integrations.transformers.kv_cache import KVGroupGeometry, PagedKVCache
 from persistkv.integrations.transformers.tiers import Tiers
-from persistkv.memory.huge_pages import huge_memory
+from persistkv.memory.pages import huge_memory
 
 TARGET = 0.85
 

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from persistkv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from persistkv.connector.common import KVCacheGroupSpec
-from persistkv.connector.request_state import GroupGeometry
+from persistkv.connector.matching import GroupGeometry
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from persistkv.cpu.region_file import SHARED_MEMORY_DIRECTORY
-from persistkv.memory.huge_pages import use_huge_pages
 from persistkv.memory.libc import MADV_POPULATE_WRITE, address_of, madvise
+from persistkv.memory.pages import use_huge_pages
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from persistkv.cpu.devices.base import Direction
 from persistkv.cpu.devices.cpu import CPUCopyEngine
-from persistkv.cpu.transfer import KVMemory, plan_copies
+from persistkv.cpu.layout import KVMemory, plan_copies
 from persistkv.integrations.vllm.regions import ready
 from persistkv.isolation import Isolation
 from persistkv.memory.libc import memory_at

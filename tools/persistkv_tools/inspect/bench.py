@@ -43,7 +43,7 @@ from persistkv.storage.host.supervisor import Host, ProcessHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
 from persistkv_tools import render
-from persistkv_tools.inspect.codec_choice import CODECS, Advice, CodecFigure, recommend, sample_store
+from persistkv_tools.inspect.doctor import CODECS, LEAST_GAIN, sample_store
 from persistkv_tools.options import Json, Url
 from persistkv_tools.progress import byte_progress, counted
 
@@ -58,8 +58,6 @@ _GOOD = {"store": 0.75, "load, warm": 0.8, "load, cold": 0.9}
 """Shares of the plain speed that are good: checksums, messages and a transaction take the rest."""
 _POOR = 0.5
 """Below this share of a good ratio, the machine needs attention."""
-_COLUMNS = ("operation", "time", "speed", "plain", "ratio", "verdict")
-_CODEC_COLUMNS = ("codec", "ratio", "store", "load", "time, raw is 1")
 _CODEC_ROUNDS = 3
 """Times that each codec is measured, after a round that is not counted."""
 _NO_ADVICE = "the codecs were not compared"
@@ -78,7 +76,28 @@ class Figure(msgspec.Struct, frozen=True):
     verdict: str
 
 
-class Report(msgspec.Struct, frozen=True):
+class CodecFigure(msgspec.Struct, frozen=True):
+    """One codec, in medians over the rounds."""
+
+    codec: str
+    ratio: float
+    """Raw bytes per stored byte, padding included."""
+    store_bytes_per_s: float
+    """Raw bytes."""
+    load_bytes_per_s: float
+    """Likewise."""
+    time: float
+    """Of a store and a load, relative to ``raw``."""
+
+
+class Advice(msgspec.Struct, frozen=True):
+    """A recommended codec."""
+
+    codec: str
+    reason: str
+
+
+class BenchReport(msgspec.Struct, frozen=True):
     """One run."""
 
     url: str
@@ -94,7 +113,24 @@ class Report(msgspec.Struct, frozen=True):
     notes: list[str]
 
 
-def bench_(
+_FIGURES: render.Columns = {
+    "operation": "name",
+    "time": lambda figure: f"{figure.seconds * 1e3:,.1f} ms",
+    "speed": "bytes_per_s",
+    "plain": lambda figure: "-" if figure.limit_seconds is None else f"{figure.limit_seconds * 1e3:,.1f} ms",
+    "ratio": "ratio",
+    "verdict": "verdict",
+}
+_CODEC_FIGURES: render.Columns = {
+    "codec": "codec",
+    "ratio": "ratio",
+    "store": "store_bytes_per_s",
+    "load": "load_bytes_per_s",
+    "time, raw is 1": "time",
+}
+
+
+def bench(
     url: Url,
     size: Annotated[str, typer.Option(metavar="SIZE", help="Of one job.")] = "32MiB",
     rounds: Annotated[int, typer.Option(min=1, help="Times that all is measured.")] = 7,
@@ -120,37 +156,15 @@ def bench_(
         render.print_json(report)
         return
     title = f"jobs of {render.format_size(report.job_bytes)}, medians of {render.count(report.rounds, 'round')}"
-    render.console().print(render.table(_COLUMNS, map(_cells, report.figures), title=title, left="verdict"))
+    render.show_table(_FIGURES, report.figures, title=title, left="verdict")
     if report.advice is not None:
-        title = "each codec, on samples of what the store holds"
-        render.console().print(render.table(_CODEC_COLUMNS, map(_codec_cells, report.codecs), title=title))
+        render.show_table(_CODEC_FIGURES, report.codecs, title="each codec, on samples of what the store holds")
         render.say(f"recommended codec: {report.advice.codec} ({report.advice.reason})")
     for note in report.notes:
         render.say(note)
 
 
-def _cells(figure: Figure) -> list[str]:
-    return [
-        figure.name,
-        f"{figure.seconds * 1e3:,.1f} ms",
-        f"{render.format_size(round(figure.bytes_per_s))}/s",
-        "-" if figure.limit_seconds is None else f"{figure.limit_seconds * 1e3:,.1f} ms",
-        "-" if figure.ratio is None else f"{figure.ratio:.2f}",
-        figure.verdict,
-    ]
-
-
-def _codec_cells(figure: CodecFigure) -> list[str]:
-    return [
-        figure.codec,
-        f"{figure.ratio:.2f}",
-        f"{render.format_size(round(figure.store_bytes_per_s))}/s",
-        f"{render.format_size(round(figure.load_bytes_per_s))}/s",
-        f"{figure.time:.2f}",
-    ]
-
-
-def _bench(url: str, job_bytes: int, rounds: int, took: Callable[[int], None]) -> Report:
+def _bench(url: str, job_bytes: int, rounds: int, took: Callable[[int], None]) -> BenchReport:
     """Measure; one round more is done first and not counted.
 
     :param took: called with the bytes of each round.
@@ -190,7 +204,7 @@ def _bench(url: str, job_bytes: int, rounds: int, took: Callable[[int], None]) -
                 notes.append(f"{_NO_ADVICE}: {error}")
     figures = [_figure(name, times[name], times.get(f"plain {name}"), job_bytes) for name in _GOOD if times.get(name)]
     advice = recommend(codecs) if codecs else None
-    return Report(url, scratch, job_bytes, rounds, figures, codecs, advice, notes)
+    return BenchReport(url, scratch, job_bytes, rounds, figures, codecs, advice, notes)
 
 
 def _sample(url: str, most_bytes: int, notes: list[str]) -> bytes:
@@ -301,6 +315,21 @@ def verdict(name: str, ratio: float | None) -> str:
     if ratio >= _GOOD[name] * _POOR:
         return "usable; a part of the speed is lost"
     return "slow: look at persistkv doctor, and at what else runs here"
+
+
+def recommend(figures: Sequence[CodecFigure]) -> Advice:
+    """The codec that is worth most, and why.
+
+    The worth of a codec is its ratio divided by the time of a store and a load, each relative to ``raw``: one that
+    halves the bytes and takes twice as long is worth as much as ``raw``.
+    """
+    best = max((figure for figure in figures if figure.codec != "raw"), key=lambda figure: figure.ratio / figure.time)
+    traits = (
+        f"{best.codec} makes the data {best.ratio:.2f}x smaller, and a store and a load take {best.time:.2f}x as long"
+    )
+    if best.ratio / best.time >= LEAST_GAIN:
+        return Advice(best.codec, f"{traits} as with raw")
+    return Advice("raw", f"no codec is worth its time here: {traits} as with raw")
 
 
 @contextmanager

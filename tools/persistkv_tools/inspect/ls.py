@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import Annotated, Any
@@ -25,11 +26,14 @@ from persistkv_tools.options import (
     NeverHit,
     NewerThan,
     OlderThan,
+    RequestView,
+    Selection,
     SmallerThan,
     Url,
+    chosen_namespaces,
     opened,
+    with_uses,
 )
-from persistkv_tools.selection import RequestView, Selection, chosen_namespaces, with_uses
 
 _PAGE = 50
 _WIDE = 120  # columns
@@ -43,11 +47,6 @@ class NamespaceView(msgspec.Struct, frozen=True):
     """The identity's digest, hexadecimal."""
     created: float
     identity: dict[str, Any]
-
-    @classmethod
-    def of(cls, namespace: Namespace) -> NamespaceView:
-        """The view of a namespace."""
-        return cls(namespace.id.hex(), namespace.created, namespace.identity.fields)
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -127,10 +126,7 @@ def ls(
 
 
 def _print(page: Page) -> None:
-    columns = _columns(page)
-    rows = ([cell(request) for _, cell in columns] for request in page.requests)
-    names = [name for name, _ in columns]
-    render.console().print(render.table(names, rows, left="pinned labels namespace"))
+    render.show_table(_columns(page), page.requests, left="pinned,labels,namespace")
     namespaces = render.count(len(page.namespaces), "namespace")
     held = f"{render.count(page.total, 'request')} in {namespaces} of {page.url}"
     matched = "" if page.matched == page.total else f"; {page.matched:,} match"
@@ -141,34 +137,28 @@ def _print(page: Page) -> None:
         render.say(f"shown: {page.offset + 1:,} to {end:,} of {page.matched:,}{following}")
 
 
-def _columns(page: Page) -> list[tuple[str, Callable[[RequestView], str]]]:
+def _columns(page: Page) -> render.Columns:
     """Columns with content; sizes at rest and groups only on wide terminals."""
     wide = render.console().width >= _WIDE
-    columns: list[tuple[str, Callable[[RequestView], str]]] = [
-        ("request", lambda request: request.id),
-        ("age", lambda request: render.format_age(request.created)),
-        ("used", lambda request: "-" if request.last_used is None else render.format_age(request.last_used)),
-        ("tokens", lambda request: f"{request.tokens:,}"),
-        ("blocks", lambda request: f"{request.blocks:,}"),
-        ("size", lambda request: render.format_size(request.raw_bytes)),
-    ]
-    if wide and any(len(request.group_blocks) > 1 for request in page.requests):
-        columns.insert(-1, ("by group", lambda request: "+".join(f"{blocks:,}" for blocks in request.group_blocks)))
-    if wide and any(request.stored_bytes is not None for request in page.requests):
-        columns.append(("stored", _stored))
-    if any(request.hits or request.reused for request in page.requests):
-        columns.append(("hits", _hits))
-    if any(request.pinned for request in page.requests):
-        columns.append(("pinned", lambda request: "yes" if request.pinned else ""))
-    if any(request.labels for request in page.requests):
-        columns.append(("labels", lambda request: render.format_labels(request.labels)))
-    if len(page.namespaces) > 1:
-        columns.append(("namespace", lambda request: request.namespace[:8]))
-    return columns
-
-
-def _stored(request: RequestView) -> str:
-    return "-" if request.stored_bytes is None else render.format_size(request.stored_bytes)
+    requests = page.requests
+    columns: dict[str, tuple[str | Callable[[RequestView], str], bool]] = {
+        "request": ("id", True),
+        "age": ("created", True),
+        "used": ("last_used", True),
+        "tokens": ("tokens", True),
+        "blocks": ("blocks", True),
+        "by group": (
+            lambda request: "+".join(f"{blocks:,}" for blocks in request.group_blocks),
+            wide and any(len(request.group_blocks) > 1 for request in requests),
+        ),
+        "size": ("raw_bytes", True),
+        "stored": ("stored_bytes", wide and any(request.stored_bytes is not None for request in requests)),
+        "hits": (_hits, any(request.hits or request.reused for request in requests)),
+        "pinned": ("pinned", any(request.pinned for request in requests)),
+        "labels": ("labels", any(request.labels for request in requests)),
+        "namespace": ("namespace", len(page.namespaces) > 1),
+    }
+    return {header: column for header, (column, has_content) in columns.items() if has_content}
 
 
 def _hits(request: RequestView) -> str:
@@ -194,8 +184,9 @@ def list_requests(
     :raises NotFoundError: no such namespace.
     """
     namespaces = chosen_namespaces(backend, namespace)
-    seen = _Counts()
-    views = seen.matching(backend, namespaces, selection, by_use=sort in _BY_USE or selection.never_hit)
+    counts = Counter[str]()
+    by_use = sort in _BY_USE or selection.never_hit
+    views = _matching(backend, namespaces, selection, counts, by_use=by_use)
     key, largest_first = _KEYS[sort]
     if reverse:
         largest_first = not largest_first
@@ -204,7 +195,14 @@ def list_requests(
     else:
         found = (heapq.nlargest if largest_first else heapq.nsmallest)(offset + limit, views, key=key)
     shown = _with_uses(backend, found[offset:])
-    return Page(url, seen.total, seen.matched, offset, shown, list(map(NamespaceView.of, namespaces)))
+    return Page(
+        url,
+        counts["total"],
+        counts["matched"],
+        offset,
+        shown,
+        [NamespaceView(space.id.hex(), space.created, space.identity.fields) for space in namespaces],
+    )
 
 
 def _with_uses(backend: InspectableBackend, views: list[RequestView]) -> list[RequestView]:
@@ -220,18 +218,18 @@ def _with_uses(backend: InspectableBackend, views: list[RequestView]) -> list[Re
     return [view.with_use(uses[view.namespace, view.id]) for view in views]
 
 
-class _Counts:
-    def __init__(self) -> None:
-        self.total = self.matched = 0
-
-    def matching(
-        self, backend: InspectableBackend, namespaces: list[Namespace], selection: Selection, *, by_use: bool
-    ) -> Iterator[RequestView]:
-        for namespace in namespaces:
-            found = backend.manifests(namespace.id)
-            uses = with_uses(backend, namespace.id, found) if by_use else zip(found, repeat(None), strict=False)
-            for manifest, use in uses:
-                self.total += 1
-                if selection.takes(manifest, use):
-                    self.matched += 1
-                    yield RequestView.of(namespace.id, manifest, use)
+def _matching(
+    backend: InspectableBackend,
+    namespaces: list[Namespace],
+    selection: Selection,
+    counts: Counter[str],
+    *,
+    by_use: bool,
+) -> Iterator[RequestView]:
+    for namespace in namespaces:
+        found = backend.manifests(namespace.id)
+        for manifest, use in with_uses(backend, namespace.id, found) if by_use else zip(found, repeat(None)):
+            counts["total"] += 1
+            if selection.takes(manifest, use):
+                counts["matched"] += 1
+                yield RequestView.of(namespace.id, manifest, use)

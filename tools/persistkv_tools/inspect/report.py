@@ -21,15 +21,14 @@ from persistkv.errors import ConfigurationError, printable
 from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv_tools import render
-from persistkv_tools.catalogue import all_keys
 from persistkv_tools.inspect.show import TreeNode, prefix_tree
-from persistkv_tools.inspect.stat import Bin, StoreTotals, store_totals
-from persistkv_tools.inspect.top import EngineView, Watch
-from persistkv_tools.options import Json, Url, opened
-from persistkv_tools.selection import FoundRequest, RequestView
+from persistkv_tools.inspect.stat import NAMESPACES, Bin, StoreTotals, store_totals
+from persistkv_tools.inspect.top import EngineView, Watch, engine_name
+from persistkv_tools.options import FoundRequest, Json, RequestView, Selection, Url, chosen_requests, opened
+from persistkv_tools.packs import all_keys
 
 _PERIODS = 48
-_LARGEST = 10
+_MOST = 10
 _NODES = 60
 _WIDTH, _HEIGHT = 720, 200
 _LEFT, _BOTTOM, _TOP, _RIGHT = 72, 24, 10, 12
@@ -61,6 +60,31 @@ svg { width: 100%; height: auto; display: block; } svg text { fill: var(--dim); 
 td.tree { width: 60%; }
 footer { margin-top: 36px; color: var(--dim); }
 """
+
+
+_STORED: render.Columns = {"stored at": lambda found: render.format_time(found.created)}
+_NAMESPACES: render.Columns = {
+    "namespace": NAMESPACES["namespace"],
+    "since": _STORED["stored at"],
+    **{header: NAMESPACES[header] for header in ("requests", "packs", "blocks", "raw", "stored")},
+}
+_LARGEST: render.Columns = {
+    "request": "id",
+    **_STORED,
+    "tokens": "tokens",
+    "blocks": "blocks",
+    "raw": "raw_bytes",
+    "labels": "labels",
+}
+_ENGINES: render.Columns = {
+    "engine": engine_name,
+    "seen": lambda engine: render.format_time(engine.updated),
+    "hits": "hit_rate",
+    "written": lambda engine: render.format_size(engine.counters.stored_raw_bytes),
+    "read": lambda engine: render.format_size(engine.counters.loaded_bytes),
+    "evicted": lambda engine: f"{engine.counters.evicted_blocks:,}",
+    "dropped": lambda engine: f"{engine.counters.dropped_blocks:,}",
+}
 
 
 class Period(msgspec.Struct):
@@ -137,11 +161,9 @@ def report_data(url: str, backend: InspectableBackend) -> ReportData:
     :raises StoreError: the medium failed.
     """
     totals = store_totals(url, backend)
-    found = [
-        FoundRequest(space, manifest) for space in backend.namespaces() for manifest in backend.manifests(space.id)
-    ]
+    found = chosen_requests(backend, [], Selection(), None)
     found.sort(key=lambda request: (request.manifest.created, request.manifest.id))
-    by_size = sorted(found, key=lambda request: -request.manifest.raw_bytes)[:_LARGEST]
+    by_size = sorted(found, key=lambda request: -request.manifest.raw_bytes)[:_MOST]
     largest = [_viewed(backend, request) for request in by_size]
     contexts = _contexts(backend, by_size[0]) if by_size else None
     engines = Watch(url, backend).look().engines
@@ -216,12 +238,12 @@ def _parts(data: ReportData) -> Iterator[str]:
     if data.contexts is not None:
         yield _tree(data.contexts)
     yield section("Codecs", "Raw bytes per stored byte, for each KV cache group.", _groups(data.totals)) + section(
-        "Namespaces", "One for each identity: model, dtype, layout.", _namespaces(data.totals)
+        "Namespaces", "One for each identity: model, dtype, layout.", table(_NAMESPACES, data.totals.namespaces)
     )
     if data.largest:
-        yield section("Largest requests", "By raw bytes.", _largest(data))
+        yield section("Largest requests", "By raw bytes.", table(_LARGEST, data.largest))
     if data.engines:
-        yield section("Engines", "What they said of themselves last.", _engines(data.engines))
+        yield section("Engines", "What they said of themselves last.", table(_ENGINES, data.engines))
     yield f"<footer>persistkv {__version__}</footer>"
 
 
@@ -319,53 +341,6 @@ def _groups(totals: StoreTotals) -> str:
     return bars(("namespace and group", "ratio"), rows)
 
 
-def _namespaces(totals: StoreTotals) -> str:
-    rows = [
-        [
-            found.id[:8],
-            render.format_time(found.created),
-            f"{found.requests:,}",
-            f"{found.packs:,}",
-            f"{found.blocks:,}",
-            render.format_size(found.raw_bytes),
-            render.format_size(found.stored_bytes),
-        ]
-        for found in totals.namespaces
-    ]
-    return table(("namespace", "since", "requests", "packs", "blocks", "raw", "stored"), rows)
-
-
-def _largest(data: ReportData) -> str:
-    rows = [
-        [
-            request.id,
-            render.format_time(request.created),
-            f"{request.tokens:,}",
-            f"{request.blocks:,}",
-            render.format_size(request.raw_bytes),
-            render.format_labels(request.labels),
-        ]
-        for request in data.largest
-    ]
-    return table(("request", "stored at", "tokens", "blocks", "raw", "labels"), rows)
-
-
-def _engines(engines: list[EngineView]) -> str:
-    rows = [
-        [
-            f"{engine.host}:{engine.pid}" + ("" if engine.live else " (gone)"),
-            render.format_time(engine.updated),
-            _share(engine.hit_rate),
-            render.format_size(engine.counters.stored_raw_bytes),
-            render.format_size(engine.counters.loaded_bytes),
-            f"{engine.counters.evicted_blocks:,}",
-            f"{engine.counters.dropped_blocks:,}",
-        ]
-        for engine in engines
-    ]
-    return table(("engine", "seen", "hits", "written", "read", "evicted", "dropped"), rows)
-
-
 def _share(rate: float | None) -> str:
     return "-" if rate is None else f"{rate:.1%}"
 
@@ -414,23 +389,45 @@ def cards(values: Iterable[tuple[str, str]]) -> str:
     return f'<div class="cards">{inner}</div>'
 
 
-def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(columns: render.Columns, records: Iterable[object]) -> str:
     """Text, the first column left."""
-    head = "".join(f"<th>{escape(header)}</th>" for header in headers)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+    return _table(columns, ([f"<td>{escape(cell)}</td>" for cell in row] for row in render.cells(columns, records)))
 
 
 def bars(headers: Sequence[str], rows: Sequence[tuple[str, float, str]]) -> str:
     """(name, value, how the value is written) each, with a bar."""
     largest = max((value for _, value, _ in rows), default=0.0)
-    head = "".join(f"<th>{escape(header)}</th>" for header in headers)
-    body = "".join(
-        f'<tr><td>{escape(name)}</td><td>{escape(text)}</td><td class="bar">'
-        f'<i style="width:{100 * value / largest if largest else 0:.2f}%"></i></td></tr>'
-        for name, value, text in rows
+    return _table(
+        (*headers, ""),
+        (
+            [
+                f"<td>{escape(name)}</td><td>{escape(text)}</td>",
+                f'<td class="bar"><i style="width:{100 * value / largest if largest else 0:.2f}%"></i></td>',
+            ]
+            for name, value, text in rows
+        ),
     )
-    return f'<div class="scroll"><table><tr>{head}<th></th></tr>{body}</table></div>'
+
+
+def tracks(headers: Sequence[str], rows: Iterable[tuple[int, str, str, float, float, bool]]) -> str:
+    """(level, name, text, begin, end, whether it is the chosen one) each; begin and end are shares of the track."""
+    return _table(
+        (*headers, ""),
+        (
+            [
+                f'<td>{"&nbsp;" * 2 * level}{escape(name)}</td><td>{escape(text)}</td><td class="tree">',
+                f'<div class="track{" chosen" if chosen else ""}">',
+                f'<i style="left:{100 * begin:.3f}%;width:{100 * (end - begin):.3f}%"></i></div></td>',
+            ]
+            for level, name, text, begin, end, chosen in rows
+        ),
+    )
+
+
+def _table(headers: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(header)}</th>" for header in headers)
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def steps(
@@ -465,15 +462,3 @@ def steps(
     )
     view = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}"'
     return f"<svg {view}>{axis}{''.join(marks)}{below}</svg>"
-
-
-def tracks(headers: Sequence[str], rows: Iterable[tuple[int, str, str, float, float, bool]]) -> str:
-    """(level, name, text, begin, end, whether it is the chosen one) each; begin and end are shares of the track."""
-    head = "".join(f"<th>{escape(header)}</th>" for header in headers)
-    body = "".join(
-        f'<tr><td>{"&nbsp;" * 2 * level}{escape(name)}</td><td>{escape(text)}</td><td class="tree">'
-        f'<div class="track{" chosen" if chosen else ""}">'
-        f'<i style="left:{100 * begin:.3f}%;width:{100 * (end - begin):.3f}%"></i></div></td></tr>'
-        for level, name, text, begin, end, chosen in rows
-    )
-    return f'<div class="scroll"><table><tr>{head}<th></th></tr>{body}</table></div>'

@@ -6,9 +6,8 @@ what neighbours have in common is a node. Nodes are only made where they are sho
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, zip_longest
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -20,12 +19,19 @@ from persistkv.memory.budget import no_collections
 from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.pack import Frame, PackTable
 from persistkv_tools import render
-from persistkv_tools.catalogue import keys_of
-from persistkv_tools.options import InNamespace, Json, Request, Url, opened
-from persistkv_tools.selection import FoundRequest, NotFoundError, RequestView, find_request
+from persistkv_tools.options import (
+    FoundRequest,
+    InNamespace,
+    Json,
+    NotFoundError,
+    RequestId,
+    RequestView,
+    Url,
+    find_request,
+    opened,
+)
+from persistkv_tools.packs import keys_of
 
-_PACK_COLUMNS = ("pack", "blocks", "of", "raw", "stored", "codec", "shared with")
-_KEY_COLUMNS = ("key", "depth", "pack", "frame at")
 _SHOWN_PACKS = 40
 _SHARERS = 5
 _KEY_DIGITS = 12
@@ -120,9 +126,34 @@ class TreeNode(msgspec.Struct):
     """Children that are not listed."""
 
 
+_GROUPS: render.Columns = {
+    "group": "group",
+    "blocks": "blocks",
+    "missing": "missing",
+    "raw": "raw_bytes",
+    "stored": "stored_bytes",
+    "ratio": lambda group: render.format_ratio(group.raw_bytes, group.stored_bytes),
+}
+_PACKS: render.Columns = {
+    "pack": lambda pack: pack.id[:8],
+    "blocks": "blocks",
+    "of": "pack_blocks",
+    "raw": "raw_bytes",
+    "stored": "stored_bytes",
+    "codec": "codec",
+    "shared with": lambda pack: render.count(pack.shared_with, "request") if pack.shared_with else "-",
+}
+_KEYS: render.Columns = {
+    "key": "key",
+    "depth": "depth",
+    "pack": lambda key: (key.pack or "(none)")[:8],
+    "frame at": "offset",
+}
+
+
 def show(
     url: Url,
-    request: Request,
+    request: RequestId,
     tree: Annotated[
         bool, typer.Option("--tree", help="Also draw the prefix tree of the namespace's contexts.")
     ] = False,
@@ -157,7 +188,7 @@ def show(
 
 
 def _print(context: ContextView) -> None:
-    console, request = render.console(), context.request
+    request = context.request
     sharing = f"{context.shared_blocks:,} of {request.blocks:,} blocks are in other requests too"
     rows = {
         "request": request.id,
@@ -172,48 +203,13 @@ def _print(context: ContextView) -> None:
         "labels": render.format_labels(request.labels),
         "shared": sharing,
     }
-    console.print(render.pairs(rows))
-    columns = ("group", "blocks", "missing", "raw", "stored", "ratio")
-    console.print(render.table(columns, map(_group_cells, context.groups)))
-    console.print(render.table(_PACK_COLUMNS, map(_pack_cells, context.packs[:_SHOWN_PACKS]), left="codec"))
-    if len(context.packs) > _SHOWN_PACKS:
-        render.say(f"and {len(context.packs) - _SHOWN_PACKS:,} more packs; --json lists all")
+    render.show_pairs(rows)
+    render.show_table(_GROUPS, context.groups)
+    render.show_table(_PACKS, context.packs, left="codec", most=_SHOWN_PACKS)
     for group in context.groups:
         if group.keys:
             title = f"group {group.group}: the first {len(group.keys)} of {render.count(group.blocks, 'key')}"
-            cells = [
-                [
-                    key.key,
-                    f"{key.depth:,}",
-                    (key.pack or "(none)")[:8],
-                    "-" if key.offset is None else f"{key.offset:,}",
-                ]
-                for key in group.keys
-            ]
-            console.print(render.table(_KEY_COLUMNS, cells, title=title))
-
-
-def _group_cells(group: GroupView) -> list[str]:
-    return [
-        str(group.group),
-        f"{group.blocks:,}",
-        f"{group.missing:,}",
-        render.format_size(group.raw_bytes),
-        render.format_size(group.stored_bytes),
-        render.format_ratio(group.raw_bytes, group.stored_bytes),
-    ]
-
-
-def _pack_cells(pack: PackView) -> list[str]:
-    return [
-        pack.id[:8],
-        f"{pack.blocks:,}",
-        f"{pack.pack_blocks:,}",
-        render.format_size(pack.raw_bytes),
-        render.format_size(pack.stored_bytes),
-        pack.codec,
-        render.count(pack.shared_with, "request") if pack.shared_with else "-",
-    ]
+            render.show_table(_KEYS, group.keys, title=title)
 
 
 def _drawn(top: TreeNode, title: str) -> Tree:
@@ -327,35 +323,28 @@ def _key_view(depth: int, key: bytes, place: _Place | None) -> KeyView:
 def _pack_views(
     chains: Sequence[list[bytes]], places: dict[bytes, _Place], sharers: dict[bytes, list[str]]
 ) -> list[PackView]:
-    blocks = Counter(place.pack.pack_id for place in places.values())
-    others: dict[bytes, set[str]] = {}
-    for key, names in sharers.items():
-        if key in places:
-            others.setdefault(places[key].pack.pack_id, set()).update(names)
-    depths: dict[bytes, int] = {}
-    for chain in chains:
-        for depth, key in enumerate(chain):
+    keys_in: dict[bytes, list[bytes]] = {}
+    for row in zip_longest(*chains):
+        for key in row:
             if key in places:
-                pack_id = places[key].pack.pack_id
-                depths[pack_id] = min(depth, depths.get(pack_id, depth))
-    tables = {place.pack.pack_id: place.pack for place in places.values()}
-    return [
-        _pack_view(tables[pack_id], blocks[pack_id], sorted(others.get(pack_id, ())))
-        for pack_id in sorted(depths, key=depths.__getitem__)
-    ]
-
-
-def _pack_view(table: PackTable, blocks: int, sharers: list[str]) -> PackView:
-    return PackView(
-        table.pack_id.hex(),
-        blocks,
-        len(table.keys),
-        table.raw_length,
-        table.payload_length,
-        table.codec,
-        len(sharers),
-        sharers[:_SHARERS],
-    )
+                keys_in.setdefault(places[key].pack.pack_id, []).append(key)
+    views = []
+    for keys in keys_in.values():
+        table = places[keys[0]].pack
+        others = sorted({name for key in keys for name in sharers.get(key, ())})
+        views.append(
+            PackView(
+                table.pack_id.hex(),
+                len(keys),
+                len(table.keys),
+                table.raw_length,
+                table.payload_length,
+                table.codec,
+                len(others),
+                others[:_SHARERS],
+            )
+        )
+    return views
 
 
 def prefix_tree(

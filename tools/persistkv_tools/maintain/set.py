@@ -158,7 +158,7 @@ def _print(before: Policy, after: Policy, found: Consequences) -> None:
         "placement": before.placement or "-",
         "on disk": render.format_size(found.disk_bytes),
     }
-    render.console().print(render.pairs(rows))
+    render.show_pairs(rows)
     if found.evicted_bytes:
         size = render.format_size(found.evicted_bytes)
         render.say(f"about {size} will be evicted by the next commits, least recently used first")

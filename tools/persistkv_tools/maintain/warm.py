@@ -14,8 +14,17 @@ from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.host.prewarm import WarmAnswer, WarmRequest, request_warm, warm_answers, withdraw_warm
 from persistkv.storage.host.status import read_statuses
 from persistkv_tools import render
-from persistkv_tools.options import InNamespace, Json, Labels, Url, opened
-from persistkv_tools.selection import FoundRequest, Selection, chosen_requests
+from persistkv_tools.options import (
+    FoundRequest,
+    InNamespace,
+    Json,
+    Labels,
+    RequestIds,
+    Selection,
+    Url,
+    chosen_requests,
+    opened,
+)
 
 _LOOK_S = 0.5
 _SHOWN = 20
@@ -36,9 +45,7 @@ class Warmed(msgspec.Struct, frozen=True):
 
 def warm(
     url: Url,
-    requests: Annotated[
-        list[str] | None, typer.Argument(metavar="REQUEST", help="Ids; their first letters are enough.")
-    ] = None,
+    requests: RequestIds = None,
     label: Labels = None,
     namespace: InNamespace = None,
     ttl: Annotated[

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from persistkv.config import convert_options
 from persistkv.integrations.transformers import Engine
@@ -39,6 +42,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=None,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
+    words = Tokenizer(WordLevel({str(token): token for token in range(256)}))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(directory)
     return directory
 
 
@@ -46,6 +52,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Rewrites an example for this machine: its model, its store, little memory, and all the time that it takes."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompt.txt").write_text(" ".join(map(str, PROMPT)))
     defaults = Engine.open.__func__.__kwdefaults__  # type: ignore[attr-defined]
     monkeypatch.setitem(defaults, "cpu_bytes", "64MiB")
     monkeypatch.setitem(defaults, "lookup_deadline_s", 100.0)

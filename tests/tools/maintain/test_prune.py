@@ -8,11 +8,11 @@ from contextlib import closing
 
 import pytest
 
+import persistkv_tools.options
 from persistkv.errors import StoreError
 from persistkv.storage import open_backend, open_inspectable
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing import FaultyBackend, MemoryBackend
-from persistkv_tools import options
 from persistkv_tools.maintain.prune import Done, Pruning
 from persistkv_tools.options import Selection
 from tests.tools.contexts import Contexts
@@ -276,7 +276,7 @@ def failing(monkeypatch):
             backend.before("commit", fail)
             return backend
 
-        monkeypatch.setattr(options, "open_inspectable", opened)
+        monkeypatch.setattr(persistkv_tools.options, "open_inspectable", opened)
 
     return fail_after
 

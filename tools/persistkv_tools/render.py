@@ -124,6 +124,15 @@ _TIMES = ("created", "updated", "last_used")
 _IDS = ("namespace", "pack")
 
 
+def columns(spec: str, **derived: Callable[[Any], str]) -> Columns:
+    """Columns from words ``header=field``; a header alone shows the field of its name, with spaces for underscores.
+
+    :param derived: texts to be made of a record, by the name that stands for a field.
+    """
+    words = (word.partition("=") for word in spec.split())
+    return {header.replace("_", " "): derived.get(field or header, field or header) for header, _, field in words}
+
+
 def cells(columns: Columns, records: Iterable[object]) -> list[list[str]]:
     """The text of each record's columns."""
     shown = list(columns.values())
@@ -154,31 +163,41 @@ def _cell(record: object, column: str | Callable[[Any], str]) -> str:
 
 
 def show_table(
-    columns: Columns, records: Sequence[object], *, title: str | None = None, left: str = "", most: int | None = None
+    columns: Columns,
+    records: Sequence[object],
+    *,
+    title: str | None = None,
+    left: str = "",
+    optional: str = "",
+    most: int | None = None,
 ) -> None:
     """Print a table.
 
     :param left: headers of left-aligned columns, joined by commas; the first column is always left-aligned.
+    :param optional: headers of columns that are left out if all their cells are empty, "-" or 0.
     :param most: records to show; a line tells how many more there are.
     """
-    console().print(table(columns, records[:most], title=title, left=left))
+    rows = cells(columns, records[:most])
+    for header in optional.split(","):
+        if header in columns and not any(row[list(columns).index(header)].strip("-0") for row in rows):
+            columns = {name: column for name, column in columns.items() if name != header}
+            rows = cells(columns, records[:most])
+    console().print(table(columns, rows, title=title, left=left))
     if most is not None and len(records) > most:
         say(f"and {len(records) - most:,} more; --json lists all")
 
 
-def table(columns: Columns, records: Iterable[object], *, title: str | None = None, left: str = "") -> Table:
+def table(headers: Iterable[str], rows: Iterable[Sequence[str]], *, title: str | None = None, left: str = "") -> Table:
     """A table with right-aligned numbers; see ``show_table``."""
-    heading = None if title is None else plain(title)
-    made = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for position, header in enumerate(columns):
-        is_text = position == 0 or header in left.split(",")
-        made.add_column(
-            header,
-            justify="left" if is_text else "right",
-            no_wrap=not is_text,
-            overflow="fold" if is_text else "ellipsis",
-        )
-    for row in cells(columns, records):
+    made = Table(
+        title=None if title is None else plain(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    for position, header in enumerate(headers):
+        if position == 0 or header in left.split(","):
+            made.add_column(header, overflow="fold")
+        else:
+            made.add_column(header, justify="right", no_wrap=True)
+    for row in rows:
         made.add_row(*map(plain, row))
     return made
 

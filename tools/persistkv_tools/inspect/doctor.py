@@ -93,7 +93,7 @@ def doctor(
 
 
 def _print(findings: list[Check]) -> None:
-    made = render.table({"check": "check", "level": "level", "found": "found"}, [], left="level,found")
+    made = render.table(("check", "level", "found"), [], left="level,found")
     for finding in findings:
         found = [finding.found, f"→ {finding.todo}"] if finding.todo else [finding.found]
         made.add_row(

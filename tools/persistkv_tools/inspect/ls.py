@@ -16,7 +16,7 @@ import msgspec
 import typer
 
 from persistkv.storage.backend import Namespace
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.extensions import InspectableBackend, RequestUse
 from persistkv_tools import render
 from persistkv_tools.options import (
     InNamespace,
@@ -77,18 +77,16 @@ class Sort(str, enum.Enum):
     NAMESPACE = "namespace"
 
 
-_KEYS: dict[Sort, tuple[_Key, bool]] = {
-    Sort.CREATED: (lambda view: (view.created, view.id), True),
-    Sort.USED: (lambda view: (view.last_used or 0.0, view.created, view.id), True),
-    Sort.TOKENS: (lambda view: (view.tokens, view.created, view.id), True),
-    Sort.BLOCKS: (lambda view: (view.blocks, view.created, view.id), True),
-    Sort.SIZE: (lambda view: (view.raw_bytes, view.created, view.id), True),
-    Sort.HITS: (lambda view: (view.hits or 0, view.last_used or 0.0, view.id), True),
-    Sort.ID: (lambda view: (view.id, view.namespace), False),
-    Sort.NAMESPACE: (lambda view: (view.namespace, -view.created, view.id), False),
+_KEYS: dict[Sort, _Key] = {
+    Sort.CREATED: lambda view: (view.created, view.id),
+    Sort.USED: lambda view: (view.last_used or 0.0, view.created, view.id),
+    Sort.TOKENS: lambda view: (view.tokens, view.created, view.id),
+    Sort.BLOCKS: lambda view: (view.blocks, view.created, view.id),
+    Sort.SIZE: lambda view: (view.raw_bytes, view.created, view.id),
+    Sort.HITS: lambda view: (view.hits or 0, view.last_used or 0.0, view.id),
+    Sort.ID: lambda view: (view.id, view.namespace),
+    Sort.NAMESPACE: lambda view: (view.namespace, -view.created, view.id),
 }
-"""Sort key, and whether the largest comes first."""
-_BY_USE = (Sort.USED, Sort.HITS)
 
 
 def ls(
@@ -126,7 +124,18 @@ def ls(
 
 
 def _print(page: Page) -> None:
-    render.show_table(_columns(page), page.requests, left="pinned,labels,namespace")
+    wide = render.console().width >= _WIDE
+    columns = render.columns(
+        "request=id age=created used=last_used tokens blocks"
+        + " by_group size=raw_bytes stored=stored_bytes" * wide
+        + " size=raw_bytes" * (not wide)
+        + " hits pinned labels"
+        + " namespace" * (len(page.namespaces) > 1),
+        by_group=lambda request: "+".join(f"{n:,}" for n in request.group_blocks) * (len(request.group_blocks) > 1),
+        hits=_hits,
+    )
+    optional = "by group,stored,hits,pinned,labels"
+    render.show_table(columns, page.requests, left="pinned,labels,namespace", optional=optional)
     namespaces = render.count(len(page.namespaces), "namespace")
     held = f"{render.count(page.total, 'request')} in {namespaces} of {page.url}"
     matched = "" if page.matched == page.total else f"; {page.matched:,} match"
@@ -135,30 +144,6 @@ def _print(page: Page) -> None:
     if page.requests and (page.offset or end < page.matched):
         following = f"; --offset {end} shows the next" if end < page.matched else ""
         render.say(f"shown: {page.offset + 1:,} to {end:,} of {page.matched:,}{following}")
-
-
-def _columns(page: Page) -> render.Columns:
-    """Columns with content; sizes at rest and groups only on wide terminals."""
-    wide = render.console().width >= _WIDE
-    requests = page.requests
-    columns: dict[str, tuple[str | Callable[[RequestView], str], bool]] = {
-        "request": ("id", True),
-        "age": ("created", True),
-        "used": ("last_used", True),
-        "tokens": ("tokens", True),
-        "blocks": ("blocks", True),
-        "by group": (
-            lambda request: "+".join(f"{blocks:,}" for blocks in request.group_blocks),
-            wide and any(len(request.group_blocks) > 1 for request in requests),
-        ),
-        "size": ("raw_bytes", True),
-        "stored": ("stored_bytes", wide and any(request.stored_bytes is not None for request in requests)),
-        "hits": (_hits, any(request.hits or request.reused for request in requests)),
-        "pinned": ("pinned", any(request.pinned for request in requests)),
-        "labels": ("labels", any(request.labels for request in requests)),
-        "namespace": ("namespace", len(page.namespaces) > 1),
-    }
-    return {header: column for header, (column, has_content) in columns.items() if has_content}
 
 
 def _hits(request: RequestView) -> str:
@@ -185,16 +170,14 @@ def list_requests(
     """
     namespaces = chosen_namespaces(backend, namespace)
     counts = Counter[str]()
-    by_use = sort in _BY_USE or selection.never_hit
+    by_use = sort in (Sort.USED, Sort.HITS) or selection.never_hit
     views = _matching(backend, namespaces, selection, counts, by_use=by_use)
-    key, largest_first = _KEYS[sort]
-    if reverse:
-        largest_first = not largest_first
+    key, largest_first = _KEYS[sort], (sort in (Sort.ID, Sort.NAMESPACE)) == reverse
     if limit is None:
         found = sorted(views, key=key, reverse=largest_first)
     else:
         found = (heapq.nlargest if largest_first else heapq.nsmallest)(offset + limit, views, key=key)
-    shown = _with_uses(backend, found[offset:])
+    shown = [view.with_use(use) for view, use in _uses(backend, found[offset:])]
     return Page(
         url,
         counts["total"],
@@ -205,17 +188,14 @@ def list_requests(
     )
 
 
-def _with_uses(backend: InspectableBackend, views: list[RequestView]) -> list[RequestView]:
-    """The same requests with their use, as it is now."""
-    wanted: dict[str, list[str]] = {}
+def _uses(backend: InspectableBackend, views: list[RequestView]) -> Iterator[tuple[RequestView, RequestUse | None]]:
+    """Requests with their use, as it is now, read with one call for each namespace; in their order."""
+    uses: dict[str, Iterator[RequestUse | None]] = {}
+    for namespace in {view.namespace for view in views}:
+        names = [view.id for view in views if view.namespace == namespace]
+        uses[namespace] = iter(backend.uses(bytes.fromhex(namespace), names))
     for view in views:
-        wanted.setdefault(view.namespace, []).append(view.id)
-    uses = {
-        (namespace, name): use
-        for namespace, names in wanted.items()
-        for name, use in zip(names, backend.uses(bytes.fromhex(namespace), names), strict=True)
-    }
-    return [view.with_use(uses[view.namespace, view.id]) for view in views]
+        yield view, next(uses[view.namespace])
 
 
 def _matching(

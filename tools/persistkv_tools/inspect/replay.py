@@ -80,21 +80,14 @@ def _capacity(run: Replayed) -> str:
     return "none" if run.capacity is None else render.format_size(run.capacity)
 
 
-_RATES: render.Columns = {
-    "capacity": _capacity,
-    "blocks": "nominal_blocks",
-    "held": "held_blocks",
-    "hits": lambda run: f"{run.hit_rate:.2%}",
-}
-_TRAFFIC: render.Columns = {
-    "capacity": _capacity,
-    "evicted blocks": "evicted_blocks",
-    "written": "stored_bytes",
-    "read": "loaded_bytes",
-    "commits": "commits",
-    "wrong blocks": "wrong_blocks",
-    "seconds": lambda run: f"{run.seconds:,.1f}",
-}
+_RATES = render.columns(
+    "capacity=room blocks=nominal_blocks held=held_blocks hits", room=_capacity, hits=lambda run: f"{run.hit_rate:.2%}"
+)
+_TRAFFIC = render.columns(
+    "capacity=room evicted_blocks written=stored_bytes read=loaded_bytes commits wrong_blocks seconds",
+    room=_capacity,
+    seconds=lambda run: f"{run.seconds:.1f}",
+)
 
 
 def replay_(

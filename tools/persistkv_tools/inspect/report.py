@@ -22,7 +22,7 @@ from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv_tools import render
 from persistkv_tools.inspect.show import TreeNode, prefix_tree
-from persistkv_tools.inspect.stat import NAMESPACES, Bin, StoreTotals, store_totals
+from persistkv_tools.inspect.stat import Bin, StoreTotals, store_totals
 from persistkv_tools.inspect.top import EngineView, Watch, engine_name
 from persistkv_tools.options import FoundRequest, Json, RequestView, Selection, Url, chosen_requests, opened
 from persistkv_tools.packs import all_keys
@@ -62,29 +62,23 @@ footer { margin-top: 36px; color: var(--dim); }
 """
 
 
-_STORED: render.Columns = {"stored at": lambda found: render.format_time(found.created)}
-_NAMESPACES: render.Columns = {
-    "namespace": NAMESPACES["namespace"],
-    "since": _STORED["stored at"],
-    **{header: NAMESPACES[header] for header in ("requests", "packs", "blocks", "raw", "stored")},
-}
-_LARGEST: render.Columns = {
-    "request": "id",
-    **_STORED,
-    "tokens": "tokens",
-    "blocks": "blocks",
-    "raw": "raw_bytes",
-    "labels": "labels",
-}
-_ENGINES: render.Columns = {
-    "engine": engine_name,
-    "seen": lambda engine: render.format_time(engine.updated),
-    "hits": "hit_rate",
-    "written": lambda engine: render.format_size(engine.counters.stored_raw_bytes),
-    "read": lambda engine: render.format_size(engine.counters.loaded_bytes),
-    "evicted": lambda engine: f"{engine.counters.evicted_blocks:,}",
-    "dropped": lambda engine: f"{engine.counters.dropped_blocks:,}",
-}
+_NAMESPACES = render.columns(
+    "namespace=short since requests packs blocks raw=raw_bytes stored=stored_bytes",
+    short=lambda space: space.id[:8],
+    since=lambda space: render.format_time(space.created),
+)
+_LARGEST = render.columns(
+    "request=id stored_at tokens blocks raw=raw_bytes labels", stored_at=lambda found: render.format_time(found.created)
+)
+_ENGINES = render.columns(
+    "engine seen hits=hit_rate written read evicted dropped",
+    engine=engine_name,
+    seen=lambda engine: render.format_time(engine.updated),
+    written=lambda engine: render.format_size(engine.counters.stored_raw_bytes),
+    read=lambda engine: render.format_size(engine.counters.loaded_bytes),
+    evicted=lambda engine: f"{engine.counters.evicted_blocks:,}",
+    dropped=lambda engine: f"{engine.counters.dropped_blocks:,}",
+)
 
 
 class Period(msgspec.Struct):

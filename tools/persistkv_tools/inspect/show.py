@@ -126,29 +126,16 @@ class TreeNode(msgspec.Struct):
     """Children that are not listed."""
 
 
-_GROUPS: render.Columns = {
-    "group": "group",
-    "blocks": "blocks",
-    "missing": "missing",
-    "raw": "raw_bytes",
-    "stored": "stored_bytes",
-    "ratio": lambda group: render.format_ratio(group.raw_bytes, group.stored_bytes),
-}
-_PACKS: render.Columns = {
-    "pack": lambda pack: pack.id[:8],
-    "blocks": "blocks",
-    "of": "pack_blocks",
-    "raw": "raw_bytes",
-    "stored": "stored_bytes",
-    "codec": "codec",
-    "shared with": lambda pack: render.count(pack.shared_with, "request") if pack.shared_with else "-",
-}
-_KEYS: render.Columns = {
-    "key": "key",
-    "depth": "depth",
-    "pack": lambda key: (key.pack or "(none)")[:8],
-    "frame at": "offset",
-}
+_GROUPS = render.columns(
+    "group blocks missing raw=raw_bytes stored=stored_bytes ratio",
+    ratio=lambda group: render.format_ratio(group.raw_bytes, group.stored_bytes),
+)
+_PACKS = render.columns(
+    "pack=short blocks of=pack_blocks raw=raw_bytes stored=stored_bytes codec shared_with=sharing",
+    short=lambda pack: pack.id[:8],
+    sharing=lambda pack: render.count(pack.shared_with, "request") if pack.shared_with else "-",
+)
+_KEYS = render.columns("key depth pack=held_by frame_at=offset", held_by=lambda key: (key.pack or "(none)")[:8])
 
 
 def show(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 
 import msgspec
 
@@ -107,25 +108,11 @@ class StoreTotals(msgspec.Struct, frozen=True, kw_only=True):
     quarantined_bytes: int
 
 
-NAMESPACES: render.Columns = {
-    "namespace": lambda space: space.id[:8],
-    "age": "created",
-    "requests": "requests",
-    "packs": "packs",
-    "blocks": "blocks",
-    "raw": "raw_bytes",
-    "stored": "stored_bytes",
-    "dedup": "dedup_ratio",
-}
-_GROUPS: render.Columns = {
-    "namespace": lambda row: row[0].id[:8],
-    "group": lambda row: str(row[1].group),
-    "blocks": lambda row: f"{row[1].blocks:,}",
-    "raw": lambda row: render.format_size(row[1].raw_bytes),
-    "stored": lambda row: render.format_size(row[1].stored_bytes),
-    "ratio": lambda row: _number(row[1].codec_ratio),
-    "codecs": lambda row: " ".join(row[1].codecs),
-}
+_NAMESPACES = render.columns(
+    "namespace=short age=created requests packs blocks raw=raw_bytes stored=stored_bytes dedup=dedup_ratio",
+    short=lambda space: space.id[:8],
+)
+_GROUPS = render.columns("namespace group blocks raw=raw_bytes stored=stored_bytes ratio=codec_ratio codecs")
 
 
 def stat(url: Url, json: Json = False) -> None:
@@ -162,8 +149,13 @@ def _print(store: StoreTotals) -> None:
             f"{size} outside of the capacity in {' '.join(store.quarantined)}; prune --quarantined deletes them"
         )
     render.show_pairs(rows, title=store.url)
-    render.show_table(NAMESPACES, store.namespaces)
-    render.show_table(_GROUPS, [(space, group) for space in store.namespaces for group in space.groups], left="codecs")
+    render.show_table(_NAMESPACES, store.namespaces)
+    groups = [
+        SimpleNamespace(namespace=space.id, **msgspec.structs.asdict(group))
+        for space in store.namespaces
+        for group in space.groups
+    ]
+    render.show_table(_GROUPS, groups, left="codecs")
     if store.requests:
         _print_histogram("age of requests", "younger than", store.ages)
         _print_histogram("raw size of requests", "smaller than", store.sizes)
@@ -185,12 +177,11 @@ def _free(found: FreeTotals | None) -> dict[str, str]:
 
 def _print_histogram(title: str, header: str, bins: list[Bin]) -> None:
     largest = max(found.requests for found in bins)
-    columns: render.Columns = {
-        header: lambda found: found.below or "(more)",
-        "requests": "requests",
-        "raw": "raw_bytes",
-        "share": lambda found: render.bar(found.requests, largest),
-    }
+    columns = render.columns(
+        f"{header.replace(' ', '_')}=bound requests raw=raw_bytes share",
+        bound=lambda found: found.below or "(more)",
+        share=lambda found: render.bar(found.requests, largest),
+    )
     render.show_table(columns, bins, title=title, left="share")
 
 

@@ -94,24 +94,21 @@ def _rate(name: str) -> Callable[[EngineView], str]:
     return text
 
 
-_TRAFFIC: render.Columns = {
-    "engine": engine_name,
-    "seen": "updated",
-    "hits": "hit_rate",
-    "in/s": _rate("stored_raw_bytes"),
-    "out/s": _rate("loaded_bytes"),
-    "queue": lambda view: f"{view.waiting_jobs + view.writing_jobs + view.loading_jobs:,}",
-    "staged": "staged_bytes",
-}
-_HEALTH: render.Columns = {
-    "engine": engine_name,
-    "blocks": "indexed_blocks",
-    "commits/s": _rate("commits"),
-    "evicted/s": _rate("evicted_blocks"),
-    "dropped": lambda view: f"{view.counters.dropped_blocks:,}",
-    "bad": lambda view: f"{view.counters.verification_failures:,}",
-    "breaker": "breaker",
-}
+_TRAFFIC = render.columns(
+    "engine seen=updated hits=hit_rate in/s=written out/s=read queue staged=staged_bytes",
+    engine=engine_name,
+    written=_rate("stored_raw_bytes"),
+    read=_rate("loaded_bytes"),
+    queue=lambda view: f"{view.waiting_jobs + view.writing_jobs + view.loading_jobs:,}",
+)
+_HEALTH = render.columns(
+    "engine blocks=indexed_blocks commits/s=commits evicted/s=evicted dropped bad breaker",
+    engine=engine_name,
+    commits=_rate("commits"),
+    evicted=_rate("evicted_blocks"),
+    dropped=lambda view: f"{view.counters.dropped_blocks:,}",
+    bad=lambda view: f"{view.counters.verification_failures:,}",
+)
 
 
 def top(
@@ -167,7 +164,11 @@ def _drawn(look: Snapshot) -> Group:
     head = Group(render.plain(f"{look.url} at {render.format_time(look.time)}"), render.plain(held))
     if not look.engines:
         return Group(head, render.plain("no engine shows itself"))
-    return Group(head, render.table(_TRAFFIC, look.engines), render.table(_HEALTH, look.engines, left="breaker"))
+    return Group(
+        head,
+        render.table(_TRAFFIC, render.cells(_TRAFFIC, look.engines)),
+        render.table(_HEALTH, render.cells(_HEALTH, look.engines), left="breaker"),
+    )
 
 
 class Watch:

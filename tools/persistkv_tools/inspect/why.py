@@ -48,11 +48,9 @@ class ComparisonView(msgspec.Struct, frozen=True):
     differences: list[DifferenceView]
 
 
-_COLUMNS: render.Columns = {
-    "field": "field",
-    "ours": lambda found: _value(found.ours),
-    "stored": lambda found: _value(found.theirs),
-}
+_COLUMNS = render.columns(
+    "field ours stored", ours=lambda found: _value(found.ours), stored=lambda found: _value(found.theirs)
+)
 
 
 def why(

@@ -50,6 +50,7 @@ from persistkv_tools.packs import NamespacePacks, all_keys, keys_of
 from persistkv_tools.progress import byte_progress
 
 _SHOWN = 20
+_COLUMNS = render.columns("request=id age=created tokens size=raw_bytes pinned labels namespace")
 _ONE_OF = (
     "at least one of --request, --older-than, --label, --larger-than, --never-hit, --namespace, --keep-size,"
     " --orphans, --quarantined and --compact"
@@ -286,25 +287,11 @@ def _print_plan(plan: Plan) -> None:
         ("these stay: others use all their packs", plan.staying),
     ):
         if views:
-            pins: render.Columns = {"pinned": "pinned"} if any(view.pinned for view in views) else {}
-            render.show_table(
-                {
-                    "request": "id",
-                    "age": "created",
-                    "tokens": "tokens",
-                    "size": "raw_bytes",
-                    **pins,
-                    "labels": "labels",
-                    "namespace": "namespace",
-                },
-                views,
-                title=title,
-                left="pinned,labels,namespace",
-                most=_SHOWN,
-            )
+            left = "pinned,labels,namespace"
+            render.show_table(_COLUMNS, views, title=title, left=left, optional="pinned", most=_SHOWN)
     render.say(f"to delete: {render.count(len(plan.requests), 'request')}, {_amount(plan.goes)}")
-    if pinned := sum(bool(view.pinned) for view in plan.requests):
-        render.say(f"{render.count(pinned, 'request')} of these {'is' if pinned == 1 else 'are'} pinned")
+    if pins := sum(bool(view.pinned) for view in plan.requests):
+        render.say(f"{render.count(pins, 'request')} of these {'is' if pins == 1 else 'are'} pinned")
     if plan.private_blocks_left:
         blocks = render.count(plan.private_blocks_left, "block")
         render.say(f"{blocks} of these requests alone stay, in packs that others use; --shared-packs deletes those too")

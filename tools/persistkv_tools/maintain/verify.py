@@ -136,14 +136,14 @@ class Repaired(msgspec.Struct):
     """Namespaces and ids of requests that keep nothing."""
 
 
-_PACKS: render.Columns = {"pack": "pack", "namespace": "namespace", "blocks": "blocks", "size": "stored_bytes"}
-_REQUESTS: render.Columns = {"request": "request", "blocks": "blocks", "kept": "kept_blocks"}
-_FINDINGS: render.Columns = {
-    "problem": lambda finding: finding.problem.value,
-    "where": lambda finding: (finding.pack or "")[:8] or finding.request or "-",
-    "namespace": lambda finding: (finding.namespace or "")[:8],
-    "what": "detail",
-}
+_PACKS = render.columns("pack namespace blocks size=stored_bytes")
+_REQUESTS = render.columns("request blocks kept=kept_blocks")
+_FINDINGS = render.columns(
+    "problem where namespace=space what=detail",
+    problem=lambda finding: finding.problem.value,
+    where=lambda finding: (finding.pack or "")[:8] or finding.request or "-",
+    space=lambda finding: (finding.namespace or "")[:8],
+)
 
 
 def verify(

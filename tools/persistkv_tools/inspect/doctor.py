@@ -112,12 +112,15 @@ def examine(url: str | None, environment: Mapping[str, str], shared_memory: Path
     """
     yield from _packages()
     yield from _shared_memory(shared_memory)
-    yield _open_files()
-    yield _locked_memory()
+    yield from _limits()
     yield _hash_seed(environment)
     yield _clock()
     if url is not None:
         yield from _store(url)
+
+
+def _passed(check: str, passed: bool, found: str, todo: str, level: Level = Level.WARNING) -> Check:
+    return Check(check, Level.OK, found) if passed else Check(check, level, found, todo)
 
 
 def _packages() -> Iterator[Check]:
@@ -140,26 +143,16 @@ def _shared_memory(directory: Path) -> Iterator[Check]:
     total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     found = f"{render.format_size(free)} of {render.format_size(total)} free in {directory}"
     todo = "an engine's primary tier lies there: give the container more (docker run --shm-size), or remount with size="
-    yield (
-        Check("shared memory", Level.OK, found)
-        if free >= _MIN_SHARED
-        else Check("shared memory", Level.WARNING, found, todo)
-    )
-    yield _leftovers(directory)
-
-
-def _leftovers(directory: Path) -> Check:
-    """Find regions without a lock. Regions of running engines and of other users are left out."""
+    yield _passed("shared memory", free >= _MIN_SHARED, found, todo)
     left = [path for path in sorted(directory.glob(REGIONS)) if _is_left(path)]
-    if not left:
-        return Check("leftover regions", Level.OK, "none")
-    size = sum(path.stat().st_size for path in left)
-    names = " ".join(map(str, left))
-    found = f"{render.count(len(left), 'region')} of killed engines, {render.format_size(size)}: {names}"
-    return Check("leftover regions", Level.WARNING, found, "the next engine removes them; or rm them")
+    size = render.format_size(sum(path.stat().st_size for path in left))
+    found = f"{render.count(len(left), 'region')} of killed engines, {size}: {' '.join(map(str, left))}"
+    todo = "the next engine removes them; or rm them"
+    yield _passed("leftover regions", not left, found if left else "none", todo)
 
 
 def _is_left(path: Path) -> bool:
+    """Whether a region has no lock. Regions of running engines and of other users are left out."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -173,20 +166,16 @@ def _is_left(path: Path) -> bool:
     return True
 
 
-def _open_files() -> Check:
+def _limits() -> Iterator[Check]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"{_limit(soft)} (at most {_limit(hard)})"
-    if soft != resource.RLIM_INFINITY and soft < _MIN_FILES:
-        return Check("open files", Level.WARNING, found, f"ulimit -n {_MIN_FILES}, or LimitNOFILE= of the service")
-    return Check("open files", Level.OK, found)
-
-
-def _locked_memory() -> Check:
+    enough = soft == resource.RLIM_INFINITY or soft >= _MIN_FILES
+    todo = f"ulimit -n {_MIN_FILES}, or LimitNOFILE= of the service"
+    yield _passed("open files", enough, f"{_limit(soft)} (at most {_limit(hard)})", todo)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        return Check("locked memory", Level.OK, "no limit")
+    unlimited = soft == resource.RLIM_INFINITY
+    found = "no limit" if unlimited else render.format_size(soft)
     todo = "only where pinning the primary tier for a GPU fails: ulimit -l unlimited, or LimitMEMLOCK=infinity"
-    return Check("locked memory", Level.NOTE, render.format_size(soft), todo)
+    yield _passed("locked memory", unlimited, found, todo, Level.NOTE)
 
 
 def _limit(value: int) -> str:
@@ -195,18 +184,14 @@ def _limit(value: int) -> str:
 
 def _hash_seed(environment: Mapping[str, str]) -> Check:
     seed = environment.get("PYTHONHASHSEED", "")
-    if seed.isdecimal():
-        return Check("PYTHONHASHSEED", Level.OK, seed)
     todo = "engines that name blocks with Python's hash() find nothing after a restart: set it to 0 for each of them"
-    return Check("PYTHONHASHSEED", Level.NOTE, seed or "not set", todo)
+    return _passed("PYTHONHASHSEED", seed.isdecimal(), seed or "not set", todo, Level.NOTE)
 
 
 def _clock() -> Check:
     now = time.time()
     found = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
-    if now < _RELEASED:
-        return Check("clock", Level.WARNING, found, "it is behind: set it (ages and ttl go by it)")
-    return Check("clock", Level.OK, found)
+    return _passed("clock", now >= _RELEASED, found, "it is behind: set it (ages and ttl go by it)")
 
 
 def _store(url: str) -> Iterator[Check]:
@@ -239,10 +224,8 @@ def _codec(url: str, sample: bytes, ratio: float) -> Check:
         return Check("codec", Level.OK, "the store holds less than 1 MiB: too little to recommend one")
     codec, possible = smallest(sample)
     found = f"codec ratio {ratio:.2f}, with {codec} {possible:.2f}"
-    if possible < LEAST_GAIN * ratio:
-        return Check("codec", Level.OK, found)
     todo = f"try codec {codec}; persistkv bench {url} measures what it costs here"
-    return Check("codec", Level.NOTE, found, todo)
+    return _passed("codec", possible < LEAST_GAIN * ratio, found, todo, Level.NOTE)
 
 
 def sample_store(backend: Backend, most_bytes: int) -> bytes:
@@ -291,49 +274,42 @@ def _pid_namespace() -> Check:
         is_initial = os.stat("/proc/self/ns/pid").st_ino == _INITIAL_PID_NAMESPACE
     except OSError:
         is_initial = True
-    if is_initial:
-        return Check("PID namespace", Level.OK, "that of the machine")
+    found = "that of the machine" if is_initial else "this container's own"
     todo = "containers that share a store need different PIDs: give them one PID namespace (docker run --pid)"
-    return Check("PID namespace", Level.NOTE, "this container's own", todo)
+    return _passed("PID namespace", is_initial, found, todo, Level.NOTE)
 
 
 def _future(created: list[float]) -> Check:
     newest = max(created, default=0.0)
-    if newest > time.time() + _SKEW_S:
-        found = f"the newest request is {render.format_age(newest)} old"
-        return Check("store's clock", Level.WARNING, found, "this machine's clock, or that of an engine, is wrong")
-    return Check("store's clock", Level.OK, "no request is from the future")
+    right = newest <= time.time() + _SKEW_S
+    found = "no request is from the future" if right else f"the newest request is {render.format_age(newest)} old"
+    return _passed("store's clock", right, found, "this machine's clock, or that of an engine, is wrong")
 
 
 def _space(location: Path, held: int, capacity: int | None) -> Check:
     status = os.statvfs(location)
     free = status.f_bavail * status.f_frsize
-    if capacity is not None and capacity - held > free:
-        found = f"{render.format_size(free)} free, and the store may grow by {render.format_size(capacity - held)}"
-        todo = "the store evicts where the disk ends; make room, or open it with a smaller capacity"
-        return Check("free disk", Level.WARNING, found, todo)
-    return Check("free disk", Level.OK, f"{render.format_size(free)} free")
+    grows = 0 if capacity is None else capacity - held
+    found = f"{render.format_size(free)} free"
+    if grows > free:
+        found += f", and the store may grow by {render.format_size(grows)}"
+    todo = "the store evicts where the disk ends; make room, or open it with a smaller capacity"
+    return _passed("free disk", grows <= free, found, todo)
 
 
 def _direct(location: Path) -> Check:
     """Write one page past the page cache to a file without a name, in the store's directory."""
     flags = os.O_RDWR | os.O_TMPFILE | os.O_DIRECT | os.O_CLOEXEC
+    works = False
     try:
         descriptor = os.open(location, flags, 0o600)
     except OSError as error:
-        if error.errno == errno.EINVAL:
-            return _no_direct(location)
-        return Check("O_DIRECT", Level.NOTE, f"could not be tried: {error.strerror}")
-    try:
-        with mmap.mmap(-1, PAGE_BYTES) as page:
+        if error.errno != errno.EINVAL:
+            return Check("O_DIRECT", Level.NOTE, f"could not be tried: {error.strerror}")
+    else:
+        with suppress(OSError), mmap.mmap(-1, PAGE_BYTES) as page:
             os.pwritev(descriptor, [page], 0)
-    except OSError:
-        return _no_direct(location)
-    finally:
+            works = True
         os.close(descriptor)
-    return Check("O_DIRECT", Level.OK, "works")
-
-
-def _no_direct(location: Path) -> Check:
     todo = "writes go through the page cache, slower and less evenly; a local ext4 or xfs can do better"
-    return Check("O_DIRECT", Level.WARNING, f"does not work in {location}", todo)
+    return _passed("O_DIRECT", works, "works" if works else f"does not work in {location}", todo)

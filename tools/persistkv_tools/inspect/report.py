@@ -19,7 +19,6 @@ import typer
 from persistkv import __version__
 from persistkv.errors import ConfigurationError, printable
 from persistkv.storage.extensions import InspectableBackend
-from persistkv.storage.format.manifest import RequestManifest
 from persistkv_tools import render
 from persistkv_tools.inspect.show import TreeNode, prefix_tree
 from persistkv_tools.inspect.stat import Bin, StoreTotals, store_totals
@@ -103,15 +102,6 @@ class Period(msgspec.Struct):
         return self.found_blocks / self.blocks if self.blocks else None
 
 
-class LargestContexts(msgspec.Struct, frozen=True):
-    """The largest request, and the requests that share its beginning."""
-
-    request: RequestView
-    group: int
-    """By whose keys the tree goes."""
-    tree: TreeNode
-
-
 class ReportData(msgspec.Struct, frozen=True):
     """Content of the page."""
 
@@ -122,7 +112,10 @@ class ReportData(msgspec.Struct, frozen=True):
     periods: list[Period]
     """Empty where there is no request."""
     largest: list[RequestView]
-    contexts: LargestContexts | None
+    tree: TreeNode | None
+    """Of the contexts that begin like the largest one."""
+    group: int
+    """Whose keys the tree is made of."""
     engines: list[EngineView]
 
 
@@ -154,27 +147,20 @@ def report_data(url: str, backend: InspectableBackend) -> ReportData:
 
     :raises StoreError: the medium failed.
     """
-    totals = store_totals(url, backend)
     found = chosen_requests(backend, [], Selection(), None)
     found.sort(key=lambda request: (request.manifest.created, request.manifest.id))
     by_size = sorted(found, key=lambda request: -request.manifest.raw_bytes)[:_MOST]
-    largest = [_viewed(backend, request) for request in by_size]
-    contexts = _contexts(backend, by_size[0]) if by_size else None
-    engines = Watch(url, backend).look().engines
-    return ReportData(url, time.time(), totals, _periods(backend, found), largest, contexts, engines)
-
-
-def _contexts(backend: InspectableBackend, found: FoundRequest) -> LargestContexts:
-    namespace, manifest = found.namespace.id, found.manifest
-    group = max(range(len(manifest.group_blocks)), key=manifest.group_blocks.__getitem__, default=0)
-    names = (head.id for head in backend.manifests(namespace))
-    tree = prefix_tree(backend, namespace, names, manifest.id, group=group, node_limit=_NODES)
-    return LargestContexts(_viewed(backend, found), group, tree)
-
-
-def _viewed(backend: InspectableBackend, found: FoundRequest) -> RequestView:
-    namespace, manifest = found.namespace.id, found.manifest
-    return RequestView.of(namespace, manifest, backend.uses(namespace, [manifest.id])[0])
+    largest = [
+        RequestView.of(space.id, manifest, backend.uses(space.id, [manifest.id])[0]) for space, manifest in by_size
+    ]
+    tree, group = None, 0
+    if by_size:
+        space, manifest = by_size[0]
+        group = max(range(len(manifest.group_blocks)), key=manifest.group_blocks.__getitem__, default=0)
+        names = (head.id for head in backend.manifests(space.id))
+        tree = prefix_tree(backend, space.id, names, manifest.id, group=group, node_limit=_NODES)
+    periods, engines = _periods(backend, found), Watch(url, backend).look().engines
+    return ReportData(url, time.time(), store_totals(url, backend), periods, largest, tree, group, engines)
 
 
 def _periods(backend: InspectableBackend, found: list[FoundRequest]) -> list[Period]:
@@ -184,7 +170,14 @@ def _periods(backend: InspectableBackend, found: list[FoundRequest]) -> list[Per
     first, last = found[0].manifest.created, found[-1].manifest.created
     length = max((last - first) / _PERIODS, 1.0)
     periods = [Period(first + number * length) for number in range(int((last - first) / length) + 1)]
-    for request, known in _with_known(backend, found):
+    named: dict[bytes, set[bytes]] = {}
+    for namespace, request in found:
+        keys = backend.manifest_keys(namespace.id, [request.id])[0]
+        if keys is None:
+            continue
+        seen, own = named.setdefault(namespace.id, set()), all_keys(keys)
+        known = sum(key in seen for key in own)
+        seen.update(own)
         period = periods[min(int((request.created - first) / length), len(periods) - 1)]
         period.requests += 1
         period.blocks += request.blocks
@@ -195,20 +188,6 @@ def _periods(backend: InspectableBackend, found: list[FoundRequest]) -> list[Per
         held += period.added_bytes
         period.held_bytes = held
     return periods
-
-
-def _with_known(backend: InspectableBackend, found: Iterable[FoundRequest]) -> Iterator[tuple[RequestManifest, int]]:
-    """Each request that reads, and how many of its blocks an earlier one of its namespace had named."""
-    named: dict[bytes, set[bytes]] = {}
-    for namespace, manifest in found:
-        keys = backend.manifest_keys(namespace.id, [manifest.id])[0]
-        if keys is None:
-            continue
-        seen = named.setdefault(namespace.id, set())
-        own = all_keys(keys)
-        known = sum(key in seen for key in own)
-        seen.update(own)
-        yield manifest, known
 
 
 def report_page(data: ReportData) -> str:
@@ -229,8 +208,8 @@ def _parts(data: ReportData) -> Iterator[str]:
         )
     if data.periods:
         yield columns(_fill(data.periods), _hits(data.periods))
-    if data.contexts is not None:
-        yield _tree(data.contexts)
+    if data.tree is not None:
+        yield _tree(data.tree, data.group, data.largest[0])
     yield section("Codecs", "Raw bytes per stored byte, for each KV cache group.", _groups(data.totals)) + section(
         "Namespaces", "One for each identity: model, dtype, layout.", table(_NAMESPACES, data.totals.namespaces)
     )
@@ -260,24 +239,17 @@ def _histogram(header: str, bins: list[Bin]) -> str:
 
 def _fill(periods: list[Period]) -> str:
     top = max(1, periods[-1].held_bytes)
-    points: list[tuple[str, float | None]] = [
-        (
-            f"{render.format_time(period.start)}: {render.format_size(period.held_bytes)},"
-            f" {render.count(period.requests, 'request')}",
-            period.held_bytes,
-        )
+    points = [
+        (f"{render.format_size(period.held_bytes)}, {render.count(period.requests, 'request')}", period.held_bytes)
         for period in periods
     ]
-    chart = steps(points, top, render.format_size(top), _ends(periods), label="raw bytes held, over time")
+    chart = steps(periods, points, top, render.format_size(top), label="raw bytes held, over time")
     return section("Fill over time", "Raw bytes that the requests of today had added by then.", chart)
 
 
 def _hits(periods: list[Period]) -> str:
-    points = [
-        (f"{render.format_time(period.start)}: {_share(period.hit_rate)} of {period.blocks:,} blocks", period.hit_rate)
-        for period in periods
-    ]
-    chart = steps(points, 1.0, "100 %", _ends(periods), label="share of blocks that were there, over time")
+    points = [(f"{_share(period.hit_rate)} of {period.blocks:,} blocks", period.hit_rate) for period in periods]
+    chart = steps(periods, points, 1.0, "100 %", label="share of blocks that were there, over time")
     blocks, found = (sum(getattr(period, name) for period in periods) for name in ("blocks", "found_blocks"))
     note = (
         f"Share of a request's blocks that an earlier one had named; {_share(found / blocks if blocks else None)} of"
@@ -286,12 +258,8 @@ def _hits(periods: list[Period]) -> str:
     return section("Hit rate over time", note, chart)
 
 
-def _ends(periods: list[Period]) -> tuple[str, str]:
-    return render.format_time(periods[0].start), render.format_time(periods[-1].start) if len(periods) > 1 else ""
-
-
-def _tree(contexts: LargestContexts) -> str:
-    nodes = list(_walk(contexts.tree))
+def _tree(tree: TreeNode, group: int, request: RequestView) -> str:
+    nodes = list(_walk(tree.children))
     deepest = max((node.start + node.blocks for _, node in nodes), default=1)
     rows = [
         (
@@ -306,19 +274,17 @@ def _tree(contexts: LargestContexts) -> str:
         for level, node in nodes
     ]
     note = (
-        f"Runs of blocks that the same requests share, by the keys of group {contexts.group} of namespace"
-        f" {contexts.request.namespace[:8]}. What the largest request, {contexts.request.id}, goes through stands out."
+        f"Runs of blocks that the same requests share, by the keys of group {group} of namespace"
+        f" {request.namespace[:8]}. The path of the largest request, {request.id}, is highlighted."
     )
     return section("Prefix tree of the largest contexts", note, tracks(("first key", "shared by"), rows))
 
 
-def _walk(top: TreeNode) -> Iterator[tuple[int, TreeNode]]:
-    """All nodes below it, each before its children, with their levels."""
-    waiting = [(0, node) for node in reversed(top.children)]
-    while waiting:
-        level, node = waiting.pop()
+def _walk(nodes: Iterable[TreeNode], level: int = 0) -> Iterator[tuple[int, TreeNode]]:
+    """All nodes with their levels, each before its children."""
+    for node in nodes:
         yield level, node
-        waiting += [(level + 1, child) for child in reversed(node.children)]
+        yield from _walk(node.children, level + 1)
 
 
 def _groups(totals: StoreTotals) -> str:
@@ -425,34 +391,31 @@ def _table(headers: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def steps(
-    points: Sequence[tuple[str, float | None]], top: float, top_text: str, ends: tuple[str, str], *, label: str
+    periods: Sequence[Period], points: Sequence[tuple[str, float | None]], top: float, top_text: str, *, label: str
 ) -> str:
-    """A column for each of equal steps; None leaves a gap.
+    """A column for each period; None leaves a gap.
 
-    :param points: (what the step shows, in words; its value).
+    :param points: (what the column shows, in words; its value).
     :param top: the largest value that fits, above 0.
-    :param ends: labels of the first and the last step.
     :param label: description for screen readers.
     """
     width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
-    step = width / max(1, len(points))
-    marks = []
-    for place, (name, value) in enumerate(points):
+    step, base, marks = width / len(periods), _TOP + height, []
+    for place, (period, (text, value)) in enumerate(zip(periods, points, strict=True)):
         if value is not None:
             tall = height * min(1.0, value / top)
             marks.append(
-                f'<rect x="{_LEFT + place * step:.1f}" y="{_TOP + height - tall:.1f}" width="{max(1.0, step - 1):.1f}"'
-                f' height="{tall:.1f}" fill="var(--bar)"><title>{escape(name)}</title></rect>'
+                f'<rect x="{_LEFT + place * step:.1f}" y="{base - tall:.1f}" width="{max(1.0, step - 1):.1f}"'
+                f' height="{tall:.1f}" fill="var(--bar)">'
+                f"<title>{escape(f'{render.format_time(period.start)}: {text}')}</title></rect>"
             )
-    base = _TOP + height
-    axis = (
-        f'<path d="M{_LEFT} {_TOP}V{base}H{_WIDTH - _RIGHT}" fill="none" stroke="var(--line)"/>'
-        f'<text x="{_LEFT - 6}" y="{_TOP + 10}" text-anchor="end">{escape(top_text)}</text>'
-        f'<text x="{_LEFT - 6}" y="{base}" text-anchor="end">0</text>'
+    texts = [(_LEFT - 6, _TOP + 10, "end", top_text), (_LEFT - 6, base, "end", "0")]
+    texts.append((_LEFT, _HEIGHT - 6, "start", render.format_time(periods[0].start)))
+    if len(periods) > 1:
+        texts.append((_WIDTH - _RIGHT, _HEIGHT - 6, "end", render.format_time(periods[-1].start)))
+    labels = "".join(
+        f'<text x="{x}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>' for x, y, anchor, text in texts
     )
-    below = (
-        f'<text x="{_LEFT}" y="{_HEIGHT - 6}">{escape(ends[0])}</text>'
-        f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 6}" text-anchor="end">{escape(ends[1])}</text>'
-    )
+    axis = f'<path d="M{_LEFT} {_TOP}V{base}H{_WIDTH - _RIGHT}" fill="none" stroke="var(--line)"/>'
     view = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}"'
-    return f"<svg {view}>{axis}{''.join(marks)}{below}</svg>"
+    return f"<svg {view}>{axis}{''.join(marks)}{labels}</svg>"

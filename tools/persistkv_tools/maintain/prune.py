@@ -59,29 +59,6 @@ _PACKS_AT_ONCE = 64
 _MOST_PAUSE_S = 0.2
 
 
-class Wanted(msgspec.Struct, frozen=True):
-    """Options of the command line."""
-
-    selection: Selection
-    namespace: str | None
-    requests: list[str]
-    keep_size: int | None
-
-    @property
-    def names_requests(self) -> bool:
-        """Whether requests are to go at all; with ``--orphans`` alone, none are."""
-        chosen = self.selection != Selection() or self.requests or self.namespace is not None
-        return bool(chosen) or self.keep_size is not None
-
-    @property
-    def must_all_go(self) -> bool:
-        """Whether it names certain requests, by id or by labels alone. Any condition besides is housekeeping, which is
-        done where it has deleted all that can go.
-        """
-        by_labels = bool(self.selection.labels) and self.selection == Selection(labels=self.selection.labels)
-        return bool(self.requests) or (by_labels and self.keep_size is None)
-
-
 class Disk(msgspec.Struct, frozen=True):
     """Size of a store on its medium."""
 
@@ -90,15 +67,6 @@ class Disk(msgspec.Struct, frozen=True):
     """Of these, free for new content."""
     compactable_bytes: int
     """Of these, the part that ``--compact`` can return to the disk."""
-
-    @classmethod
-    def of(cls, backend: InspectableBackend) -> Disk:
-        """As it is now."""
-        disk_bytes = backend.stats().disk_bytes
-        if not isinstance(backend, SupportsCompaction):
-            return cls(disk_bytes, 0, 0)
-        free = backend.free_space()
-        return cls(disk_bytes, free.payload_bytes + free.catalogue_bytes, free.payload_bytes)
 
 
 class Quarantine(msgspec.Struct):
@@ -109,12 +77,6 @@ class Quarantine(msgspec.Struct):
     """Bytes on disk."""
     deleted_bytes: int = 0
     """Bytes on disk that were deleted."""
-
-    @classmethod
-    def of(cls, backend: InspectableBackend) -> Quarantine:
-        """As it is now."""
-        stats = backend.stats()
-        return cls(stats.quarantined, stats.quarantined_bytes)
 
 
 class Amount(msgspec.Struct):
@@ -192,22 +154,32 @@ def prune(
 
     Example: persistkv prune lmdb:///var/cache/kv --older-than 30d --dry-run
     """
-    wanted = Wanted(
-        Selection.parse(label, older_than, larger_than=larger_than, never_hit=never_hit),
-        namespace,
-        request or [],
-        None if keep_size is None else parse_size(keep_size, name="--keep-size"),
-    )
-    if not (wanted.names_requests or orphans or quarantined or compact):
+    selection = Selection.parse(label, older_than, larger_than=larger_than, never_hit=never_hit)
+    keep_bytes = None if keep_size is None else parse_size(keep_size, name="--keep-size")
+    names_requests = bool(request) or selection != Selection() or namespace is not None or keep_bytes is not None
+    by_labels = bool(label) and selection == Selection(labels=selection.labels)
+    must_all_go = bool(request) or (by_labels and keep_bytes is None)  # any other condition is housekeeping
+    if not (names_requests or orphans or quarantined or compact):
         raise ConfigurationError("prune", url, _ONE_OF)
     ensure_consent("prune", url, "--yes or --dry-run", yes=yes or dry_run, json=json)
     with opened(url) as backend:
-        pruning = _chosen(backend, wanted)
-        plan = pruning.plan(orphans=orphans, shared=shared_packs)
-        damaged = Quarantine.of(backend) if quarantined else Quarantine()
+        found = [find_request(backend, name, namespace) for name in request or []]
+        ids = {space.id for space, _ in found}
+        pruning = Pruning(
+            backend, [space for space in chosen_namespaces(backend, namespace) if not found or space.id in ids]
+        )
+        if names_requests:
+            pruning.choose(selection, {(space.id, manifest.id) for space, manifest in found} or None)
+        if keep_bytes is not None:
+            pruning.shrink_to(keep_bytes)
+        plan, stats = pruning.plan(orphans=orphans, shared=shared_packs), backend.stats()
+        damaged = Quarantine(stats.quarantined, stats.quarantined_bytes) if quarantined else Quarantine()
         if not json:
             _print_plan(plan)
-            _print_quarantine(damaged)
+            if damaged.directories:
+                render.say(f"to delete: {render.format_size(damaged.num_bytes)} of damaged stores:")
+            for directory in damaged.directories:
+                render.say(f"  {directory}")
         done, failure = None, None
         if not dry_run and plan.goes.packs == 0 and not damaged.directories:
             pruning.run(backend, done := Done())
@@ -224,16 +196,21 @@ def prune(
     if done is not None and failure is None:
         freed = _compact(url) if compact else None
         with opened(url) as backend:
-            disk, packs_bytes = Disk.of(backend), backend.stats().stored_bytes
+            disk, packs_bytes = _disk(backend), backend.stats().stored_bytes
     if json:
         sizes = {"disk_bytes": disk and disk.total_bytes, "free_bytes": disk and disk.free_bytes}
         what = {"plan": plan, "done": done, "quarantined": damaged}
         render.print_json({"url": url, "dry_run": dry_run, **what, "freed_bytes": freed, **sizes})
     elif done is not None:
-        _print_done(done, must_all_go=wanted.must_all_go)
+        render.say(f"deleted: {render.count(done.requests, 'request')}, {_amount(done.goes)}")
+        if done.staying:
+            staying = render.count(len(done.staying), "request")
+            stays = f"{staying} {'stays' if len(done.staying) == 1 else 'stay'}"
+            until = f"{stays} until one of their packs goes: others use all of these"
+            render.say(f"still there: {staying} of those that were to go" if must_all_go else until)
         if damaged.directories:
             render.say(f"deleted files of damaged stores: {render.format_size(damaged.deleted_bytes)}")
-        if wanted.keep_size is not None and packs_bytes > wanted.keep_size:
+        if keep_bytes is not None and packs_bytes > keep_bytes:
             left = f"{render.format_size(packs_bytes)} of packs are left, more than --keep-size"
             render.say(f"{left}: of requests that were not chosen, or of none (--orphans)")
         if disk is not None:
@@ -241,8 +218,16 @@ def prune(
     if failure is not None:
         raise failure
     stay = plan.staying if done is None else done.staying
-    if wanted.must_all_go and (stay or plan.private_blocks_left):
+    if must_all_go and (stay or plan.private_blocks_left):
         raise typer.Exit(1)
+
+
+def _disk(backend: InspectableBackend) -> Disk:
+    disk_bytes = backend.stats().disk_bytes
+    if not isinstance(backend, SupportsCompaction):
+        return Disk(disk_bytes, 0, 0)
+    free = backend.free_space()
+    return Disk(disk_bytes, free.payload_bytes + free.catalogue_bytes, free.payload_bytes)
 
 
 def _print_disk(url: str, disk: Disk, freed: int | None) -> None:
@@ -267,20 +252,6 @@ def _compact(url: str) -> int:
         return max(0, before - backend.stats().disk_bytes)
 
 
-def _chosen(backend: InspectableBackend, wanted: Wanted) -> Pruning:
-    namespaces = chosen_namespaces(backend, wanted.namespace)
-    found = [find_request(backend, name, wanted.namespace) for name in wanted.requests]
-    if found:
-        ids = {request.namespace.id for request in found}
-        namespaces = [namespace for namespace in namespaces if namespace.id in ids]
-    pruning = Pruning(backend, namespaces)
-    if wanted.names_requests:
-        pruning.choose(wanted.selection, {(space.id, manifest.id) for space, manifest in found} or None)
-    if wanted.keep_size is not None:
-        pruning.shrink_to(wanted.keep_size)
-    return pruning
-
-
 def _print_plan(plan: Plan) -> None:
     for title, views in (
         ("these requests go", plan.requests),
@@ -295,23 +266,6 @@ def _print_plan(plan: Plan) -> None:
     if plan.private_blocks_left:
         blocks = render.count(plan.private_blocks_left, "block")
         render.say(f"{blocks} of these requests alone stay, in packs that others use; --shared-packs deletes those too")
-
-
-def _print_quarantine(damaged: Quarantine) -> None:
-    if damaged.directories:
-        render.say(f"to delete: {render.format_size(damaged.num_bytes)} of damaged stores:")
-        for directory in damaged.directories:
-            render.say(f"  {directory}")
-
-
-def _print_done(done: Done, *, must_all_go: bool) -> None:
-    render.say(f"deleted: {render.count(done.requests, 'request')}, {_amount(done.goes)}")
-    staying = render.count(len(done.staying), "request")
-    if done.staying and must_all_go:
-        render.say(f"still there: {staying} of those that were to go")
-    elif done.staying:
-        stays = "stays" if len(done.staying) == 1 else "stay"
-        render.say(f"{staying} {stays} until one of their packs goes: others use all of these")
 
 
 def _amount(amount: Amount) -> str:

@@ -229,25 +229,18 @@ def chosen_namespaces(backend: InspectableBackend, wanted: str | None, option: s
     return matching
 
 
-def find_request(
-    backend: InspectableBackend, wanted: str, namespace: str | None = None, names: dict[bytes, list[str]] | None = None
-) -> FoundRequest:
+def find_request(backend: InspectableBackend, wanted: str, namespace: str | None = None) -> FoundRequest:
     """The request of this id, or the only one whose id begins so.
 
-    :param names: receives the ids of all requests that were read, by namespace.
     :raises NotFoundError: there is none, or more than one.
     """
-    similar: list[FoundRequest] = []
-    exact: list[FoundRequest] = []
-    for space in chosen_namespaces(backend, namespace):
-        seen = [] if names is None else names.setdefault(space.id, [])
-        for manifest in backend.manifests(space.id):
-            seen.append(manifest.id)
-            if manifest.id == wanted:
-                exact.append(FoundRequest(space, manifest))
-            elif manifest.id.startswith(wanted):
-                similar.append(FoundRequest(space, manifest))
-    candidates = exact or similar
+    similar = [
+        FoundRequest(space, manifest)
+        for space in chosen_namespaces(backend, namespace)
+        for manifest in backend.manifests(space.id)
+        if manifest.id.startswith(wanted)
+    ]
+    candidates = [found for found in similar if found.manifest.id == wanted] or similar
     if len(candidates) == 1:
         return candidates[0]
     if not candidates:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated
 from urllib.parse import urlencode
 
 import msgspec
@@ -173,7 +173,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[Request]:
     requests: list[Request] = []
     parents: dict[int, int] = {}
     try:
-        with _opened(path) as lines:
+        with lzma.open(path, "rt") if path.suffix == ".xz" else path.open() as lines:
             for line in islice(lines, limit):
                 chain = msgspec.json.decode(line, type=_Line).hash_ids
                 _check_prefixes(path, chain, parents)
@@ -188,10 +188,6 @@ def read_trace(path: Path, limit: int | None = None) -> list[Request]:
     if not any(requests):
         raise ConfigurationError("trace", str(path), "a trace of at least one block")
     return requests
-
-
-def _opened(path: Path) -> TextIO:
-    return lzma.open(path, "rt") if path.suffix == ".xz" else path.open()
 
 
 def _check_prefixes(path: Path, chain: Request, parents: dict[int, int]) -> None:
@@ -299,10 +295,8 @@ class _Replay:
         host = self.look()
         self._run.held_blocks = round(statistics.median(self._held[len(self._held) // 2 :]))
         self._run.requests_sent = host.requests
-        self._run.stored_bytes = host.counters.stored_bytes
-        self._run.loaded_bytes = host.counters.loaded_bytes
-        self._run.evicted_blocks = host.counters.evicted_blocks
-        self._run.commits = host.counters.commits
+        for name in ("stored_bytes", "loaded_bytes", "evicted_blocks", "commits"):
+            setattr(self._run, name, getattr(host.counters, name))
 
     def close(self) -> None:
         """Write pending blocks and close the store."""

@@ -155,10 +155,9 @@ def report_data(url: str, backend: InspectableBackend) -> ReportData:
     ]
     tree, group = None, 0
     if by_size:
-        space, manifest = by_size[0]
-        group = max(range(len(manifest.group_blocks)), key=manifest.group_blocks.__getitem__, default=0)
-        names = (head.id for head in backend.manifests(space.id))
-        tree = prefix_tree(backend, space.id, names, manifest.id, group=group, node_limit=_NODES)
+        blocks = by_size[0].manifest.group_blocks
+        group = max(range(len(blocks)), key=blocks.__getitem__, default=0)
+        tree = prefix_tree(backend, by_size[0], group=group, node_limit=_NODES)
     periods, engines = _periods(backend, found), Watch(url, backend).look().engines
     return ReportData(url, time.time(), store_totals(url, backend), periods, largest, tree, group, engines)
 

@@ -7,7 +7,7 @@ what neighbours have in common is a node. Nodes are only made where they are sho
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, groupby, zip_longest
+from itertools import chain, groupby, repeat, zip_longest
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -154,14 +154,10 @@ def show(
     Example: persistkv show lmdb:///var/cache/kv 0c4de6a0 --tree
     """
     with opened(url) as backend:
-        names: dict[bytes, list[str]] = {}
-        found = find_request(backend, request, namespace, names)
-        others = names[found.namespace.id]
-        context = show_context(url, backend, found, others, key_limit=keys)
+        found = find_request(backend, request, namespace)
+        context = show_context(url, backend, found, key_limit=keys)
         longest = max(range(len(context.groups)), key=lambda group: context.groups[group].blocks, default=0)
-        top = None
-        if tree:
-            top = prefix_tree(backend, found.namespace.id, others, found.manifest.id, group=longest, node_limit=nodes)
+        top = prefix_tree(backend, found, group=longest, node_limit=nodes) if tree else None
     if json:
         render.print_json({"context": context, "tree": top})
         return
@@ -220,12 +216,9 @@ def _node_text(node: TreeNode) -> Text:
     return render.plain(line, "bold" if node.chosen else "")
 
 
-def show_context(
-    url: str, backend: InspectableBackend, found: FoundRequest, names: Iterable[str], *, key_limit: int
-) -> ContextView:
+def show_context(url: str, backend: InspectableBackend, found: FoundRequest, *, key_limit: int) -> ContextView:
     """The view of one request.
 
-    :param names: of all requests of the namespace; read if the driver does not know which requests name a pack.
     :param key_limit: keys to name of each group.
     :raises NotFoundError: the request went meanwhile, or its keys do not read.
     """
@@ -235,16 +228,15 @@ def show_context(
         raise NotFoundError(f"the keys of {manifest.id} are gone or do not read; persistkv verify tells which")
     chains = [group.unpack() for group in keys]
     named = backend.chain(namespace, manifest.id) or []
-    names = [head.id for head in backend.manifests_naming(namespace, named)]
+    others = [head.id for head in backend.manifests_naming(namespace, named) if head.id != manifest.id]
     places = _places(backend, namespace, backend.tables(namespace, named), chains)
-    sharers = _sharers(backend, namespace, (name for name in names if name != manifest.id), chains)
-    shared = [key for keys_of_group in chains for key in keys_of_group if key in sharers]
+    sharers = _sharers(backend, namespace, others, chains)
     return ContextView(
         url,
         RequestView.of(namespace, manifest, backend.uses(namespace, [manifest.id])[0]),
-        [_group_view(number, chain, places, key_limit) for number, chain in enumerate(chains)],
+        [_group_view(number, keys, places, key_limit) for number, keys in enumerate(chains)],
         _pack_views(chains, places, sharers),
-        len(shared),
+        sum(key in sharers for key in chain.from_iterable(chains)),
     )
 
 
@@ -252,27 +244,24 @@ def _places(
     backend: InspectableBackend, namespace: bytes, named: Iterable[PackTable], chains: Sequence[list[bytes]]
 ) -> dict[bytes, _Place]:
     """Locations of the blocks of a request. All tables are searched for blocks that are in none of its packs."""
-    wanted = {key for chain in chains for key in chain}
+    wanted = set(chain.from_iterable(chains))
     places: dict[bytes, _Place] = {}
-    for table in named:
-        _note_places(table, wanted, places)
+
+    def note(tables: Iterable[PackTable]) -> None:
+        for table in tables:
+            keys = table.keys.unpack()
+            if not wanted.isdisjoint(keys):
+                frames = chain.from_iterable(repeat(frame, frame.block_count) for frame in table.frames)
+                for key, frame in zip(keys, frames, strict=True):
+                    if key in wanted:
+                        places.setdefault(key, _Place(table, frame))
+
+    note(named)
     if len(places) < len(wanted):
         with no_collections():  # of many objects that are made to stay
             tables = backend.changes(namespace, None).added
-        for table in tables:
-            _note_places(table, wanted, places)
+        note(tables)
     return places
-
-
-def _note_places(table: PackTable, wanted: set[bytes], places: dict[bytes, _Place]) -> None:
-    keys = table.keys.unpack()
-    if wanted.isdisjoint(keys):
-        return
-    ends = accumulate(frame.block_count for frame in table.frames)
-    for frame, end in zip(table.frames, ends, strict=True):
-        for key in keys[end - frame.block_count : end]:
-            if key in wanted:
-                places.setdefault(key, _Place(table, frame))
 
 
 def _sharers(
@@ -290,21 +279,21 @@ def _sharers(
     return found
 
 
-def _group_view(number: int, chain: list[bytes], places: dict[bytes, _Place], key_limit: int) -> GroupView:
-    held = [places[key].frame for key in chain if key in places]
+def _group_view(number: int, keys: list[bytes], places: dict[bytes, _Place], key_limit: int) -> GroupView:
+    held = [places[key].frame for key in keys if key in places]
+    views = []
+    for depth, key in enumerate(keys[:key_limit]):
+        place = places.get(key)
+        pack, offset = (None, None) if place is None else (place.pack.pack_id.hex(), place.frame.offset)
+        views.append(KeyView(depth, key.hex()[:_KEY_DIGITS], pack, offset))
     return GroupView(
         number,
-        len(chain),
-        len(chain) - len(held),
+        len(keys),
+        len(keys) - len(held),
         sum(frame.block_bytes for frame in held),
         sum(frame.stored_length // frame.block_count for frame in held),
-        [_key_view(depth, key, places.get(key)) for depth, key in enumerate(chain[:key_limit])],
+        views,
     )
-
-
-def _key_view(depth: int, key: bytes, place: _Place | None) -> KeyView:
-    pack, offset = (None, None) if place is None else (place.pack.pack_id.hex(), place.frame.offset)
-    return KeyView(depth, key.hex()[:_KEY_DIGITS], pack, offset)
 
 
 def _pack_views(
@@ -334,23 +323,20 @@ def _pack_views(
     return views
 
 
-def prefix_tree(
-    backend: InspectableBackend, namespace: bytes, names: Iterable[str], chosen: str, *, group: int, node_limit: int
-) -> TreeNode:
-    """A node of no blocks above the roots. Children: first what the chosen request goes through, then the most used.
+def prefix_tree(backend: InspectableBackend, found: FoundRequest, *, group: int, node_limit: int) -> TreeNode:
+    """A node of no blocks above the roots. Children: first what the request goes through, then the most used.
 
-    :param names: of all requests of the namespace.
-    :param chosen: a request's id.
     :param group: whose keys to go by.
     :param node_limit: nodes to make below it; of one node, 8 children at most.
     """
-    chains: list[_Chain] = []
+    namespace, chains = found.namespace.id, list[_Chain]()
+    names = (manifest.id for manifest in backend.manifests(namespace))
     for name, keys in keys_of(backend, namespace, names):
         if keys is not None and len(keys) > group and len(keys[group]):
             chains.append((keys[group].unpack(), name))
     chains.sort()
     top = TreeNode(0, 0, "", len(chains), 0, [], True, [])
-    _grow(top, chains, chosen, node_limit)
+    _grow(top, chains, found.manifest.id, node_limit)
     return top
 
 

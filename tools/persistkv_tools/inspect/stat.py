@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from types import SimpleNamespace
 
 import msgspec
@@ -191,7 +192,7 @@ def _number(ratio: float | None) -> str:
 
 def store_totals(url: str, backend: InspectableBackend) -> StoreTotals:
     """The totals of a store. Reads its tables and heads, no payload and no keys of requests."""
-    ages, sizes = _Histogram(_AGES), _Histogram(_SIZES)
+    ages, sizes = ([Bin(name) for _, name in (*bounds, (0, None))] for bounds in (_AGES, _SIZES))
     spaces = [_namespace_totals(backend, namespace, ages, sizes) for namespace in chosen_namespaces(backend, None)]
     stats = backend.stats()
     referenced = sum(found.referenced_blocks for found in spaces)
@@ -211,21 +212,21 @@ def store_totals(url: str, backend: InspectableBackend) -> StoreTotals:
         fill=_ratio(stats.disk_bytes, stats.capacity or 0),
         free=free,
         namespaces=spaces,
-        ages=ages.bins,
-        sizes=sizes.bins,
+        ages=ages,
+        sizes=sizes,
     )
 
 
 def _namespace_totals(
-    backend: InspectableBackend, namespace: Namespace, ages: _Histogram, sizes: _Histogram
+    backend: InspectableBackend, namespace: Namespace, ages: list[Bin], sizes: list[Bin]
 ) -> NamespaceTotals:
     now = time.time()
     requests = referenced = 0
     for manifest in backend.manifests(namespace.id):
         requests += 1
         referenced += manifest.blocks
-        ages.add(now - manifest.created, manifest.raw_bytes)
-        sizes.add(manifest.raw_bytes, manifest.raw_bytes)
+        _add(ages, _AGES, now - manifest.created, manifest.raw_bytes)
+        _add(sizes, _SIZES, manifest.raw_bytes, manifest.raw_bytes)
     tables = backend.changes(namespace.id, None).added
     blocks = sum(len(table.keys) for table in tables)
     raw, stored = sum(table.raw_length for table in tables), sum(table.payload_length for table in tables)
@@ -260,15 +261,10 @@ def _group_totals(tables: Iterable[PackTable]) -> list[GroupTotals]:
     return [groups[number] for number in sorted(groups)]
 
 
-class _Histogram:
-    def __init__(self, bounds: Sequence[tuple[int, str]]) -> None:
-        self._bounds = [bound for bound, _ in bounds]
-        self.bins = [Bin(name) for _, name in bounds] + [Bin(None)]
-
-    def add(self, value: float, raw_bytes: int) -> None:
-        found = self.bins[bisect_right(self._bounds, value)]
-        found.requests += 1
-        found.raw_bytes += raw_bytes
+def _add(bins: list[Bin], bounds: Sequence[tuple[int, str]], value: float, raw_bytes: int) -> None:
+    found = bins[bisect_right(bounds, value, key=itemgetter(0))]
+    found.requests += 1
+    found.raw_bytes += raw_bytes
 
 
 def _ratio(part: int, whole: int) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,25 +68,25 @@ def why(
 
     Example: persistkv why lmdb:///var/cache/kv --against ./Llama-3.1-8B
     """
+    other_store, is_model = "://" in against, Path(against).is_dir()
+    ours: list[Namespace] = []
     with opened(url) as backend:
         theirs = chosen_namespaces(backend, namespace)
-        ours = (
-            []
-            if "://" in against or Path(against).is_dir()
-            else chosen_namespaces(backend, against, "--against (no directory, no URL)")
-        )
-    theirs = [space for space in theirs if space.id not in {own.id for own in ours}]
-    if "://" in against:
+        if not (other_store or is_model):
+            ours = chosen_namespaces(backend, against, "--against (no directory, no URL)")
+            theirs = [space for space in theirs if space not in ours]
+    if other_store:
         with opened(against) as other:
             ours = chosen_namespaces(other, None)
         if not ours:
             raise NotFoundError(f"{against} holds no namespace")
     if not theirs:
         raise NotFoundError(f"{url} holds no {'other ' if ours else ''}namespace to compare with")
-    if ours:
-        comparisons = [nearest([compare_namespaces(own, space) for space in theirs]) for own in ours]
+    if is_model and not other_store:
+        pairs = [[compare_model(Path(against), space) for space in theirs]]
     else:
-        comparisons = [nearest([compare_model(Path(against), space) for space in theirs])]
+        pairs = [[compare_namespaces(own, space) for space in theirs] for own in ours]
+    comparisons = [min(found, key=lambda comparison: len(comparison.differences)) for found in pairs]
     if json:
         render.print_json({"url": url, "against": against, "comparisons": comparisons})
     else:
@@ -138,11 +138,6 @@ def compare_model(directory: Path, theirs: Namespace) -> ComparisonView:
     differences = [render.view_of(DifferenceView, found) for found in known.diff(matching)]
     left = [name for name in stored if name not in ours]
     return ComparisonView(str(directory), theirs.id.hex(), not differences, _count(known), sorted(left), differences)
-
-
-def nearest(comparisons: Sequence[ComparisonView]) -> ComparisonView:
-    """The one with the fewest differences; of equals, the first. There must be one."""
-    return min(comparisons, key=lambda found: len(found.differences))
 
 
 def _count(identity: Identity) -> int:

@@ -68,7 +68,7 @@ class _Outcome(enum.IntEnum):
 
 
 class Tally(msgspec.Struct, kw_only=True):
-    """What was read, and found."""
+    """Packs that were read, and findings."""
 
     packs: int = 0
     frames: int = 0
@@ -76,7 +76,7 @@ class Tally(msgspec.Struct, kw_only=True):
     went_meanwhile: int = 0
     """Packs that were deleted or replaced by others while they were read."""
     other_release_packs: int = 0
-    """Packs of a codec that this release does not know."""
+    """Packs of a codec that this release does not know: nothing was said of them."""
     findings: list[Finding] = []
 
 

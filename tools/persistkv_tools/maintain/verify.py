@@ -38,6 +38,7 @@ from persistkv.storage.namespace_view import (
 )
 from persistkv_tools import render
 from persistkv_tools.maintain.integrity import (
+    Tally,
     Verifier,
     VerifyState,
     check_manifests,
@@ -59,7 +60,7 @@ _SHOWN = 20
 _ATTEMPTS = 100
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
+class Summary(Tally, kw_only=True):
     """Outcome of a run."""
 
     url: str
@@ -67,18 +68,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the packs that was read."""
     seconds: float
     """Of this run, without the time before it was resumed."""
-    packs: int
-    frames: int
-    stored_bytes: int
     resumed_packs: int
     """Of ``packs``, those that were read before this run was resumed."""
     resumed_bytes: int
     """Of ``stored_bytes``, likewise."""
     requests: int
-    went_meanwhile: int
-    """Packs that others deleted or replaced while they were read."""
-    other_release_packs: int
-    """Packs that this release cannot decode: nothing was said of them."""
     rows_counted: bool
     """False: other processes wrote all the time, so unreadable rows could not be counted."""
     beside_engines: int
@@ -93,7 +87,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Requests without a block left."""
     repair: RepairPlan | None
     """Plan of --repair; null without --repair, or if no pack is bad."""
-    findings: list[Finding]
 
 
 class PlannedPack(msgspec.Struct, frozen=True):
@@ -115,14 +108,14 @@ class PlannedRequest(msgspec.Struct, frozen=True):
     """Blocks before the first bad pack. 0: the request is to be deleted."""
 
 
-class RepairPlan(msgspec.Struct, frozen=True):
+class RepairPlan(msgspec.Struct):
     """Packs to delete and their requests."""
 
-    packs: list[PlannedPack]
-    requests: list[PlannedRequest]
-    blocks: int
+    packs: list[PlannedPack] = []
+    requests: list[PlannedRequest] = []
+    blocks: int = 0
     """Of the packs."""
-    stored_bytes: int
+    stored_bytes: int = 0
 
 
 class Repaired(msgspec.Struct):
@@ -184,7 +177,17 @@ def verify(
         with byte_progress() as progress:
             total = sum(space.tables[pack].payload_length for space, pack in packs_left(spaces, state))
             took = counted(progress, "verify", total, throttle)
-            requests, rows, of_manifests = _check(backend, spaces, state, throttle, took, resume)
+            portion = None if resume is None else min(_PORTION_BYTES, throttle.bytes_in(_SAVE_S))
+            if throttle.bounded:  # small reads, so that those of an engine get between them
+                verifier = Verifier(backend, spaces, state, took, 0, portion, _BOUNDED_BATCH_BYTES)
+            else:
+                verifier = Verifier(backend, spaces, state, took, _THREADS, portion)
+            with closing(verifier), _prompt_threads():
+                if not throttle.bounded:
+                    verifier.begin()
+                rows = count_rows(backend, spaces)
+                requests, of_manifests = check_manifests(backend, spaces, took)
+                _read_packs(verifier, state, resume)
         if repair and any(finding.pack for finding in state.findings):
             plan = plan_repair(backend, spaces, state.findings)
             if plan.packs and not json:
@@ -230,32 +233,6 @@ def verify(
         raise typer.Exit(1)
 
 
-def _check(
-    backend: InspectableBackend,
-    spaces: list[NamespacePacks],
-    state: VerifyState,
-    throttle: Throttle,
-    took: Took,
-    resume: Path | None,
-) -> tuple[int, list[Finding] | None, list[Finding]]:
-    """Check all; the number of requests, and findings of rows and of requests. Those of packs are in the state."""
-    portion = None if resume is None else min(_PORTION_BYTES, throttle.bytes_in(_SAVE_S))
-    if throttle.bounded:  # small reads, so that those of an engine get between them
-        verifier = Verifier(backend, spaces, state, took, 0, portion, _BOUNDED_BATCH_BYTES)
-    else:
-        verifier = Verifier(backend, spaces, state, took, _THREADS, portion)
-    with closing(verifier), _prompt_threads():
-        if not throttle.bounded:
-            verifier.begin()
-        rows = count_rows(backend, spaces)
-        requests, of_manifests = check_manifests(backend, spaces, took)
-        if resume is None:
-            list(verifier.packs())
-        else:
-            _read_packs(verifier, state, resume)
-    return requests, rows, of_manifests
-
-
 @contextmanager
 def _prompt_threads() -> Iterator[None]:
     """After a read, a thread waits for the GIL until another thread releases it: 5 ms by default. The garbage collector
@@ -271,7 +248,10 @@ def _prompt_threads() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def _read_packs(verifier: Verifier, state: VerifyState, resume: Path) -> None:
+def _read_packs(verifier: Verifier, state: VerifyState, resume: Path | None) -> None:
+    if resume is None:
+        list(verifier.packs())
+        return
     state.save(resume)  # now, and not after an hour, it shows whether it can be written
     saved = time.monotonic()
     try:
@@ -335,19 +315,20 @@ def plan_repair(
 
     :raises StoreError: the medium failed.
     """
-    packs: list[PlannedPack] = []
-    requests: list[PlannedRequest] = []
+    plan = RepairPlan()
     bad = {bytes.fromhex(found.pack) for found in findings if found.pack}
     for space in spaces:
         space.refresh()
         name, doomed = space.namespace.hex(), sorted(bad & space.tables.keys())
         for pack in doomed:
             table = space.tables[pack]
-            packs.append(PlannedPack(name, pack.hex(), len(table.keys), table.payload_length))
+            plan.packs.append(PlannedPack(name, pack.hex(), len(table.keys), table.payload_length))
+            plan.blocks += len(table.keys)
+            plan.stored_bytes += table.payload_length
         for heads, batch in _shortenings(backend, space, doomed) if doomed else ():
             kept = {write.manifest.id: write.manifest.blocks for write in batch.manifests}
-            requests += [PlannedRequest(name, head.id, head.blocks, kept.get(head.id, 0)) for head in heads]
-    return RepairPlan(packs, requests, sum(pack.blocks for pack in packs), sum(pack.stored_bytes for pack in packs))
+            plan.requests += [PlannedRequest(name, head.id, head.blocks, kept.get(head.id, 0)) for head in heads]
+    return plan
 
 
 def repair_packs(

@@ -481,22 +481,26 @@ def print_received(received: Received, url: str, place: str, capacity: int | Non
         content, which neither ``url`` nor the driver's default explains.
     :param capacity: of the store.
     """
-    packs = f"{render.count(received.packs, 'pack')}, {render.format_size(received.stored_bytes)}"
-    render.say(f"{render.count(received.requests, 'request')} and {packs} came to {url}")
+    requests, packs = _counts(received.requests, received.packs)
+    render.say(f"{requests} and {packs}, {render.format_size(received.stored_bytes)} came to {url}")
     if received.requests_held or received.packs_held:
-        held = f"{render.count(received.requests_held, 'request')} and {render.count(received.packs_held, 'pack')}"
-        render.say(f"{held} were there already")
+        render.say(f"{' and '.join(_counts(received.requests_held, received.packs_held))} were there already")
     if received.evicted_packs:
         render.say(f"{render.count(received.evicted_packs, 'pack')} of the store were evicted meanwhile")
     print_incomplete(received.incomplete)
+    requests, packs = _counts(len(received.missing), received.missing_packs)
     if received.missing or received.missing_packs:
-        packs = f" and {render.count(received.missing_packs, 'pack')} of no request" * bool(received.missing_packs)
-        _print_names(f"no room for {render.count(len(received.missing), 'request')}{packs}:", received.missing)
+        orphans = f" and {packs} of no request" * bool(received.missing_packs)
+        _print_names(f"no room for {requests}{orphans}:", received.missing)
     if received.lost or received.lost_packs:
-        lost = f"{render.count(len(received.lost), 'request')} and {render.count(received.lost_packs, 'pack')}"
+        lost = " and ".join(_counts(len(received.lost), received.lost_packs))
         _print_names(f"{lost} that came were evicted again:", received.lost)
     if place != url and capacity is not None:
         render.say(f"{url} was created with a capacity of {render.format_size(capacity)}")
+
+
+def _counts(requests: int, packs: int) -> tuple[str, str]:
+    return render.count(requests, "request"), render.count(packs, "pack")
 
 
 def _print_names(title: str, names: list[str]) -> None:

@@ -6,7 +6,7 @@
    been deleted or replaced meanwhile. A finding is wrong twice, and still there.
 3. A store does not return unreadable rows. They are found by its totals if no other process writes meanwhile.
 4. Requests are compared with 64-bit fingerprints of the held keys: 8 bytes a key, where a set of keys takes 100. With a
-   million keys, the probability that a missing key has the fingerprint of a held one is below 10^-13.
+   million keys that are hashes, the probability that a missing key has the fingerprint of a held one is below 10^-12.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from persistkv.memory.huge_pages import huge_memory
 from persistkv.storage.backend import ReadSpan
 from persistkv.storage.executor import ThreadPool
 from persistkv.storage.extensions import InspectableBackend, scan, scan_order
-from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.keys import MAX_KEY_BYTES, PackedKeys
 from persistkv.storage.format.manifest import ManifestKeys
 from persistkv.storage.format.pack import PackTable
 from persistkv_tools.packs import (
@@ -55,6 +55,8 @@ _AHEAD = 1024  # batches that are begun and not taken, at most: they have been r
 _STATE_VERSION = 2
 _ATTEMPTS = 5
 _MANIFESTS_AT_ONCE = 512
+_FACTORS = np.random.default_rng(0).integers(0, 1 << 64, -(-MAX_KEY_BYTES // 4), dtype=np.uint64)
+_Fingerprints = npt.NDArray[np.uint64]
 _Batch = list[Piece]
 """Pieces of one namespace that are read together."""
 
@@ -407,16 +409,25 @@ class HeldKeys:
     def missing(self, requests: Sequence[ManifestKeys]) -> list[int]:
         """For each request, how many of its keys are not held."""
         prints = _fingerprints(chain.from_iterable(requests))
-        absent = np.ones(len(prints), dtype=np.int64)
-        if len(self._held):
-            order = np.argsort(prints)  # sorted they are found five times as fast
-            nearest = np.minimum(np.searchsorted(self._held, prints[order]), len(self._held) - 1)
-            absent[order] = self._held[nearest] != prints[order]
-        ends = np.cumsum([0, *(sum(map(len, keys)) for keys in requests)])
-        counts: list[int] = np.diff(np.concatenate([[0], np.cumsum(absent)])[ends]).tolist()
-        return counts
+        if not self._absent(np.sort(prints)).any():  # sorted they are found five times as fast
+            return [0] * len(requests)
+        ends = np.cumsum([sum(map(len, keys)) for keys in requests])
+        return [int(part.sum()) for part in np.split(self._absent(prints), ends)[: len(requests)]]
+
+    def _absent(self, prints: _Fingerprints) -> npt.NDArray[np.bool_]:
+        if not len(self._held):
+            return np.ones(len(prints), dtype=bool)
+        nearest = np.minimum(np.searchsorted(self._held, prints), len(self._held) - 1)
+        absent: npt.NDArray[np.bool_] = self._held[nearest] != prints
+        return absent
 
 
-def _fingerprints(packed: Iterable[PackedKeys]) -> npt.NDArray[np.uint64]:
-    keys = chain.from_iterable(keys.unpack() for keys in packed)
-    return np.fromiter(map(xxhash.xxh3_64_intdigest, keys), dtype=np.uint64)
+def _fingerprints(packed: Iterable[PackedKeys]) -> _Fingerprints:
+    """Of each key, the sum of its 32-bit words, each multiplied by a random number."""
+    prints: list[_Fingerprints] = [np.empty(0, dtype=np.uint64)]
+    for keys in packed:
+        for length, data in [(keys.key_length, keys.data)] if keys.key_length else [(len(k), k) for k in keys.unpack()]:
+            rows = np.frombuffer(data, dtype=np.uint8).reshape(-1, length)
+            words = (np.pad(rows, ((0, 0), (0, -length % 4))) if length % 4 else rows).view("<u4")
+            prints.append(words @ _FACTORS[: words.shape[1]] + np.uint64(length))
+    return np.concatenate(prints)

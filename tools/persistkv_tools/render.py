@@ -88,18 +88,18 @@ def view_of(kind: type[T], source: object, **more: Any) -> T:
 def print_json(value: Any) -> None:
     """Print one JSON object. Values are exact; unprintable characters are written as ``\\u`` sequences."""
     lines = msgspec.json.format(msgspec.json.encode(value), indent=2).decode().split("\n")
-    try:
-        sys.stdout.write("\n".join(map(_escaped_json, lines)) + "\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _nobody_reads()
+    _write("\n".join(map(_escaped_json, lines)) + "\n")
 
 
 def print_exact(text: str) -> None:
     """Print lines for a program; on a terminal, with unprintable characters escaped."""
     lines = text.split("\n")
+    _write("\n".join(map(printable, lines) if sys.stdout.isatty() else lines))
+
+
+def _write(text: str) -> None:
     try:
-        sys.stdout.write("\n".join(map(printable, lines) if sys.stdout.isatty() else lines))
+        sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
         _nobody_reads()

@@ -129,31 +129,23 @@ def export_requests(
         written: dict[bytes, bool] = {}
         for manifest in source.requests:
             keys = source.keys(manifest.id)
-            if (
-                keys is not None
-                and source.complete(keys)
-                and all(_export_pack(source, pack, writer, written, sent, took) for pack in source.packs.in_order(keys))
-            ):
+            is_complete = source.complete(keys)
+            for pack in source.packs.in_order(keys) if keys is not None and is_complete else ():
+                if pack not in written:
+                    table = source.packs.tables[pack]
+                    payload = source.read(table, took)
+                    if payload is not None:
+                        writer.pack(table, payload)
+                        sent.packs += 1
+                        sent.stored_bytes += table.payload_length
+                    written[pack] = payload is not None
+                is_complete = is_complete and written[pack]
+            if keys is not None and is_complete:
                 writer.request(manifest, keys)
                 sent.requests += 1
             else:
                 sent.incomplete.append(manifest.id)
     return sent
-
-
-def _export_pack(
-    source: Source, pack: bytes, writer: ArchiveWriter, written: dict[bytes, bool], sent: Sent, took: Took
-) -> bool:
-    """Write a pack that is not written yet; return whether it is in the file."""
-    if pack not in written:
-        table = source.packs.tables[pack]
-        payload = source.read(table, took)
-        written[pack] = payload is not None
-        if payload is not None:
-            writer.pack(table, payload)
-            sent.packs += 1
-            sent.stored_bytes += table.payload_length
-    return written[pack]
 
 
 def _read_pack(backend: InspectableBackend, table: PackTable, took: Took) -> Buffer | None:

@@ -32,7 +32,7 @@ def ignore(num_bytes):
 
 def import_archive(target, path, took, **options):
     with closing(ArchiveReader(path)) as archive:
-        return Transfer(verify_archive(archive, took), target, "memory://target").run(target, took, **options)
+        return Transfer(verify_archive(archive, took), target, "lmdb:///target").run(target, took, **options)
 
 
 def verified(path):
@@ -44,7 +44,7 @@ def verified(path):
 
 def push(source, target, namespaces, selection, took, **options):
     sources = sources_of(source, namespaces, selection)
-    transfer = Transfer(sources, target, "memory://target", everything=selection == Selection())
+    transfer = Transfer(sources, target, "lmdb:///target", everything=selection == Selection())
     return transfer.run(target, took, **options)
 
 

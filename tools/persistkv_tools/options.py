@@ -75,7 +75,7 @@ def ensure_consent(what: str, url: str, ways: str, *, yes: bool, json: bool) -> 
     :raises ConfigurationError: neither.
     """
     if not (yes or (sys.stdin.isatty() and not json)):
-        raise ConfigurationError(what, url, f"{ways}, where nobody can be asked")
+        raise ConfigurationError(what, url, f"{ways}: there is no terminal to ask at")
 
 
 @contextmanager

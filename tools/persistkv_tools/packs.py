@@ -41,7 +41,6 @@ class Packs:
         self.tables[table.pack_id] = table
 
     def remove(self, pack: bytes) -> None:
-        """Remove a pack if it is there."""
         table = self.tables.pop(pack, None)
         if table is not None and self._holders is not None:
             for key in table.keys.unpack():
@@ -50,7 +49,6 @@ class Packs:
                     self._holders[key] = left
 
     def clear(self) -> None:
-        """Remove all packs."""
         self.tables.clear()
         self._holders = None
 
@@ -64,7 +62,6 @@ class Packs:
         return self._holders
 
     def hold(self, keys: Iterable[bytes]) -> bool:
-        """Whether each key is in a pack."""
         holders = self.holders
         return all(key in holders for key in keys)
 

@@ -52,7 +52,6 @@ def format_age(created: float, now: float | None = None) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """A moment, in the local time zone."""
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
@@ -62,7 +61,6 @@ def format_ratio(raw: int, stored: int) -> str:
 
 
 def format_labels(labels: dict[str, str]) -> str:
-    """``name=value``, sorted."""
     return " ".join(f"{name}={value}" for name, value in sorted(labels.items()))
 
 
@@ -113,7 +111,6 @@ def _escaped_json(line: str) -> str:
 
 
 def say(text: str) -> None:
-    """Print one line."""
     console().print(plain(text))
 
 

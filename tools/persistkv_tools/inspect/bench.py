@@ -139,7 +139,7 @@ def bench(
     """
     job_bytes = parse_size(size, name="--size")
     if job_bytes % _BLOCK_BYTES or job_bytes < DIRECT_BYTES:
-        raise ConfigurationError("--size", size, "a multiple of 64KiB, 4MiB or more: what is smaller waits for company")
+        raise ConfigurationError("--size", size, "a multiple of 64KiB, 4MiB or more: smaller jobs are staged")
     with byte_progress() as progress:
         jobs = 2 * rounds + 1 + 2 * len(CODECS) * (_CODEC_ROUNDS + 1)
         took = counted(progress, "bench", jobs * job_bytes)
@@ -414,7 +414,6 @@ class _Job:
         return seconds
 
     def clear(self) -> None:
-        """Fill the rows that are loaded to with zeros."""
         self._rows[self._count :] = 0
 
 
@@ -520,7 +519,7 @@ def drop_page_cache(paths: Sequence[Path]) -> None:
                     break
                 os.fsync(fd)  # dirty pages stay; only then, because each fsync flushes the disk
             else:
-                raise OSError(errno.EBUSY, f"{file} stays in the page cache: who uses it?")
+                raise OSError(errno.EBUSY, f"{file} stays in the page cache: another process uses it")
         finally:
             os.close(fd)
 

@@ -198,7 +198,6 @@ def _check_prefixes(path: Path, chain: Request, parents: dict[int, int]) -> None
 
 
 def distinct_blocks(requests: Sequence[Request]) -> int:
-    """Return the number of different blocks."""
     return len({block for chain in requests for block in chain})
 
 
@@ -291,7 +290,6 @@ class _Replay:
         return host
 
     def complete(self) -> None:
-        """Note what the store counted."""
         host = self.look()
         self._run.held_blocks = round(statistics.median(self._held[len(self._held) // 2 :]))
         self._run.requests_sent = host.requests

@@ -310,7 +310,6 @@ def escape(text: str) -> str:
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """A whole page."""
     body = "\n".join(parts)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -321,12 +320,10 @@ def page(title: str, parts: Iterable[str]) -> str:
 
 
 def heading(text: str, level: int = 2) -> str:
-    """A heading."""
     return f"<h{level}>{escape(text)}</h{level}>"
 
 
 def paragraph(text: str) -> str:
-    """Text for a person."""
     return f"<p>{escape(text)}</p>"
 
 

@@ -113,7 +113,6 @@ def _value(value: object) -> str:
 
 
 def compare_namespaces(ours: Namespace, theirs: Namespace) -> ComparisonView:
-    """Field by field."""
     views = [render.view_of(DifferenceView, found) for found in ours.identity.diff(theirs.identity)]
     return ComparisonView(ours.id.hex(), theirs.id.hex(), not views, _count(theirs.identity), [], views)
 
@@ -140,7 +139,6 @@ def compare_model(directory: Path, theirs: Namespace) -> ComparisonView:
 
 
 def _count(identity: Identity) -> int:
-    """Its fields."""
     return sum(bool(difference.field) for difference in Identity({}).diff(identity))
 
 

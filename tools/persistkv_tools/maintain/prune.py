@@ -87,7 +87,6 @@ class Amount(msgspec.Struct):
     stored_bytes: int = 0
 
     def add(self, table: PackTable) -> None:
-        """Count one more."""
         self.packs += 1
         self.blocks += len(table.keys)
         self.stored_bytes += table.payload_length
@@ -286,7 +285,6 @@ class Usage:
 
     @cached_property
     def held(self) -> NamespacePacks:
-        """The packs."""
         return NamespacePacks(self._backend, self.namespace.id)
 
     @cached_property
@@ -301,13 +299,7 @@ class Usage:
         return with_uses(self._backend, self.namespace.id, (self.manifests[name] for name in names))
 
     def used(self, requests: Iterable[str]) -> set[bytes]:
-        """The packs that these requests use."""
         return set().union(*(self.packs[name] for name in requests))
-
-    @property
-    def kept(self) -> list[str]:
-        """Ids of the requests that stay."""
-        return [name for name in self.manifests if name not in self.doomed]
 
 
 class Pruning:
@@ -357,15 +349,15 @@ class Pruning:
         for usage in self._usages:
             if not (usage.doomed or orphans):
                 continue
-            kept = usage.used(usage.kept)
-            packs = usage.used(usage.doomed) - kept
-            private = _private_blocks(self._backend, usage, usage.used(usage.doomed) & kept)
+            doomed, kept = usage.used(usage.doomed), usage.used(usage.manifests.keys() - usage.doomed)
+            packs = doomed - kept
+            private = _private_blocks(self._backend, usage, doomed & kept)
             if shared:
                 packs |= private.keys()
             else:
                 plan.private_blocks_left += sum(private.values())
             if orphans:
-                packs |= usage.held.tables.keys() - kept - usage.used(usage.doomed)
+                packs |= usage.held.tables.keys() - kept - doomed
             self._packs[usage.namespace.id] = packs
             for pack in packs:
                 plan.goes.add(usage.held.tables[pack])

@@ -166,7 +166,6 @@ class ArchiveReader:
         """Head of each record, by its position."""
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def records(self, took: Took) -> Iterator[tuple[int, Record]]:

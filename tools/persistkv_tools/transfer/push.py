@@ -131,13 +131,11 @@ class Content(msgspec.Struct):
     """Blocks of the requests."""
 
     def add_pack(self, table: PackTable) -> None:
-        """Count one more pack."""
         self.payload_bytes += table.payload_length
         self.packs += 1
         self.blocks += len(table.keys)
 
     def add_request(self, manifest: RequestManifest) -> None:
-        """Count one more request."""
         self.requests += 1
         self.named_blocks += manifest.blocks
 
@@ -269,7 +267,6 @@ class Transfer:
 
     @property
     def content(self) -> Content:
-        """All of it."""
         return self._everything.content
 
     def _compare(self, source: Source, target: InspectableBackend | None, *, everything: bool) -> None:

@@ -280,11 +280,12 @@ class StoreClient:
                     return
                 if not self._may_be_mended(attempt):
                     break
-                logger.warning("the store did not open: its side is started once more")
-                supervisor.host.wait(KILL_S)
+                if not supervisor.host.wait(KILL_S):
+                    break
+                logger.warning("the store did not open: starting its host again")
             slow = supervisor.state is State.OPENING
             reason = f"did not open within {timeout_s} s" if slow else "died while it opened"
-            raise self._open_error or HostError(f"the store's side {reason}")
+            raise self._open_error or HostError(f"the store's host {reason}")
         except BaseException:
             supervisor.abandon()
             raise
@@ -382,16 +383,17 @@ class StoreClient:
         :raises HostError: after a fork.
         """
         self._check_process()
-        self._owe()
         if self.state is not State.OPEN:
             self._in_flight.refuse_end(end.request)
-        elif self._in_flight.begin_end(end.request, _end_bytes(end)):
+            return
+        self._owe()
+        if self._in_flight.begin_end(end.request, _end_bytes(end)):
             self.supervisor.send(end)
 
     def _owe(self) -> None:
         """Start the watchdog for the next answer, unless an earlier answer is still due."""
         if not self._in_flight.owed:
-            self.supervisor.expect_reply()
+            self.supervisor.hear()
 
     # The step
 
@@ -472,14 +474,18 @@ class StoreClient:
 
     def _receive(self) -> bool:
         """Handle the messages that have arrived; return whether there were any."""
-        messages = self.supervisor.receive()
+        supervisor, messages = self.supervisor, list[Any]()
         try:
+            if supervisor.connection is not None and (supervisor.uses_rows or supervisor.greet()):
+                messages = supervisor.connection.receive()
+            if messages:
+                supervisor.hear()
             for message in messages:
                 self._take(message)
         except (ValueError, TypeError, PersistKVError) as error:
-            logger.error("the store's side sent what makes no sense: %s", error)
+            logger.error("the host sent a malformed message: %s", error)
             self._lose()
-        if self.supervisor.is_lost(owes=self._in_flight.owed):
+        if supervisor.is_lost(owes=self._in_flight.owed):
             self._lose()
         return bool(messages)
 
@@ -572,10 +578,11 @@ class StoreClient:
         return None
 
     def close(self, timeout_s: float = 60.0) -> bool:
-        """Have the host commit its work and exit. Idempotent.
+        """Have the host commit its work and exit. Idempotent. The rows are free on return.
 
-        :param timeout_s: limit for both. After it, the host is killed, which takes up to 6 s more.
-        :returns: whether the host exited by itself in time. If it is killed, uncommitted work is lost.
+        :param timeout_s: limit for both. After it, a host process that still uses rows is killed, which takes up to 6 s
+            more and costs uncommitted work; one that only commits continues for a bounded time.
+        :returns: whether the host exited in time.
         """
         if self.state is State.CLOSED or os.getpid() != self._pid:
             return True
@@ -583,7 +590,10 @@ class StoreClient:
         if self.state is State.OPEN:
             self.flush(timeout_s)
         self._replica.held.clear()
-        return self.supervisor.close(max(1.0, deadline - time.monotonic()))
+        exited = self.supervisor.close(max(1.0, deadline - time.monotonic()))
+        if not self.supervisor.uses_rows:
+            self._in_flight.lose_all()
+        return exited
 
 
 def _end_bytes(end: protocol.EndRequest) -> int:

@@ -349,7 +349,7 @@ class StoreClient:
         message = protocol.StoreJob(job_id, request, PackedKeys.of(keys), _joined(block_ids), depth_bytes)
         self._owe()
         self._in_flight.begin(job_id, keys, num_bytes, is_store=True)
-        self.supervisor.send(message)
+        self.supervisor.connection.send(message)
 
     def submit_load(self, job_id: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Submit a load of blocks into rows. The rows may be written until ``poll`` returns the job.
@@ -364,7 +364,7 @@ class StoreClient:
         message = protocol.LoadJob(job_id, PackedKeys.of(keys), _joined(block_ids))
         self._owe()
         self._in_flight.begin(job_id, keys, 0, is_store=False)
-        self.supervisor.send(message)
+        self.supervisor.connection.send(message)
 
     def touch(self, keys: Collection[bytes]) -> None:
         """Record uses of blocks, so that they are evicted later. The next calls of ``poll`` send them.
@@ -388,12 +388,12 @@ class StoreClient:
             return
         self._owe()
         if self._in_flight.begin_end(end.request, _end_bytes(end)):
-            self.supervisor.send(end)
+            self.supervisor.connection.send(end)
 
     def _owe(self) -> None:
         """Start the watchdog for the next answer, unless an earlier answer is still due."""
         if not self._in_flight.owed:
-            self.supervisor.hear()
+            self.supervisor.watchdog.hear()
 
     # The step
 
@@ -426,10 +426,10 @@ class StoreClient:
 
     def _tell_touched(self) -> None:
         """Send recorded uses, unless the outbox is congested: it would grow without bound."""
-        if self.state is State.OPEN and not self.supervisor.congested:
+        if self.state is State.OPEN and not self.supervisor.connection.congested:
             touched = self._replica.take_touched()
             if touched:
-                self.supervisor.send(protocol.Touch(PackedKeys.of(touched)))
+                self.supervisor.connection.send(protocol.Touch(PackedKeys.of(touched)))
 
     @property
     def num_jobs(self) -> int:
@@ -462,7 +462,7 @@ class StoreClient:
         :returns: False if the store is not open; nothing was requested.
         """
         if self.state is State.OPEN:
-            self.supervisor.send(protocol.AskRecent(max_blocks, only_asked))
+            self.supervisor.connection.send(protocol.AskRecent(max_blocks, only_asked))
         return self.state is State.OPEN
 
     def take_recent(self) -> list[list[bytes]] | None:
@@ -476,10 +476,10 @@ class StoreClient:
         """Handle the messages that have arrived; return whether there were any."""
         supervisor, messages = self.supervisor, list[Any]()
         try:
-            if supervisor.connection is not None and (supervisor.uses_rows or supervisor.greet()):
+            if supervisor.uses_rows or supervisor.greet():
                 messages = supervisor.connection.receive()
             if messages:
-                supervisor.hear()
+                supervisor.watchdog.hear()
             for message in messages:
                 self._take(message)
         except (ValueError, TypeError, PersistKVError) as error:
@@ -517,13 +517,13 @@ class StoreClient:
                 logger.warning("the store does not open: %s", self._open_error)
                 self._lose()
             case protocol.Pong():
-                if self.supervisor.hangs(message.longest_s):
+                if self.supervisor.watchdog.call_hangs(message.longest_s):
                     self._lose()
             case protocol.Notice():
                 logger.log(message.level, "%s", message.text)
 
     def _opened(self, opened: protocol.Opened) -> None:
-        self.supervisor.state = State.OPEN
+        self.supervisor.opened()
         self._replica.end_listing(news=self.counters.restarts > 0)  # ``_lose`` reported all keys as removed
         if opened.notice and opened.notice not in self.notices:
             self.notices.append(opened.notice)
@@ -542,21 +542,21 @@ class StoreClient:
         The next ``poll`` returns jobs that end meanwhile.
         """
         token = self._token()
-        self.supervisor.send(protocol.Flush(token))
+        self.supervisor.connection.send(protocol.Flush(token))
         return self._await(timeout_s) is not None
 
     def stats(self, timeout_s: float = 5.0) -> StoreStats:
         """Return totals of client and host; ``host`` is None if the store is not open or does not answer in time."""
         token = self._token()
         if self.state is State.OPEN:
-            self.supervisor.send(protocol.AskStats(token))
+            self.supervisor.connection.send(protocol.AskStats(token))
             return StoreStats(self.state.value, self.counters, self._await(timeout_s))
         return StoreStats(self.state.value, self.counters, None)
 
     def glance(self) -> StoreStats:
         """Return totals of client and host without waiting. The host's totals are some seconds old, or None."""
         if self.state is State.OPEN and self._glance.is_due():
-            self.supervisor.send(protocol.AskStats(Glance.TOKEN))
+            self.supervisor.connection.send(protocol.AskStats(Glance.TOKEN))
         return StoreStats(self.state.value, self.counters, self._glance.totals, self._in_flight.queued_bytes)
 
     def _token(self) -> int:

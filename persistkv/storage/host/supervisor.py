@@ -74,20 +74,16 @@ class Host(ABC):
         """Whether messages may be sent. Never waits."""
         return True
 
-    @abstractmethod
-    def dead(self) -> bool:
-        """Whether the host has certainly ended and accesses no row. Never waits."""
-
-    @abstractmethod
-    def kill(self) -> None:
-        """Kill the host if possible. It has ended once ``dead`` returns True."""
+    def kill(self) -> None:  # noqa: B027
+        """Kill the host if possible. It has ended once ``wait`` returns True."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the host's end; return whether it ended. The connection must be closed before."""
+        """Wait until the host has certainly ended, so that it accesses no row; return whether it has."""
 
-    def release(self) -> None:  # noqa: B027
-        """Release the rows, so that they can be unmapped. Called once, after the host's end."""
+    @abstractmethod
+    def release(self) -> None:
+        """Release the rows, so that they can be unmapped. Called once, at the end."""
 
 
 class ProcessHost(Host):
@@ -150,9 +146,6 @@ class ProcessHost(Host):
                 self._reap_spawner()
         return True
 
-    def dead(self) -> bool:
-        return self.wait(0.0)
-
     def kill(self) -> None:
         self.ready()
         if self._pidfd is not None:
@@ -191,30 +184,35 @@ class ProcessHost(Host):
             spawner.wait()
 
 
-class ThreadHost(Host):
-    """A thread of the engine, used if the region's descriptor is unavailable. It shares the engine's GIL."""
+class _EngineHost(Host):
+    """A host in the engine's process, which cannot be killed or restarted."""
 
-    name = "thread"
     restartable = False
     idle_look_s = 0.0
 
     def __init__(self, rows_buffer: memoryview) -> None:
         self._buffer: memoryview | None = rows_buffer
-        self._thread: threading.Thread | None = None
+
+    def _rows(self) -> memoryview:
+        if self._buffer is None:
+            raise HostError("the host has released its rows")
+        return self._buffer
+
+    def release(self) -> None:
+        self._buffer = None
+
+
+class ThreadHost(_EngineHost):
+    """A thread of the engine, used if the region's descriptor is unavailable. It shares the engine's GIL."""
+
+    name = "thread"
+    _thread: threading.Thread | None = None
 
     def start(self) -> Connection:
-        if self._buffer is None:
-            raise HostError("the rows were let go of")
         ours, theirs = QueueConnection.pair()
-        self._thread = threading.Thread(target=serve, args=(theirs, self._buffer), name="persistkv-store", daemon=True)
+        self._thread = threading.Thread(target=serve, args=(theirs, self._rows()), name="persistkv-store", daemon=True)
         self._thread.start()
         return ours
-
-    def dead(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
-
-    def kill(self) -> None:
-        """Do nothing: a thread cannot be killed. It ends when the connection is closed and its work is done."""
 
     def wait(self, timeout_s: float) -> bool:
         if self._thread is None:
@@ -223,38 +221,23 @@ class ThreadHost(Host):
         return not self._thread.is_alive()
 
     def release(self) -> None:
-        self._buffer = self._thread = None
+        super().release()
+        self._thread = None  # it references the rows
 
 
-class InlineHost(Host):
+class InlineHost(_EngineHost):
     """Runs on the caller's thread: each poll for answers first does the work. For tools and tests.
 
     Calls with a timeout check it between two units of work; one unit can be a whole commit.
     """
 
     name = "inline"
-    restartable = False
-    idle_look_s = 0.0
-
-    def __init__(self, rows_buffer: memoryview) -> None:
-        self._buffer: memoryview | None = rows_buffer
 
     def start(self) -> Connection:
-        if self._buffer is None:
-            raise HostError("the rows were let go of")
-        return _InlineConnection(self._buffer)
-
-    def dead(self) -> bool:
-        return True
-
-    def kill(self) -> None:
-        """Do nothing: nothing runs between calls."""
+        return _InlineConnection(self._rows())
 
     def wait(self, timeout_s: float) -> bool:
         return True
-
-    def release(self) -> None:
-        self._buffer = None
 
 
 class _InlineConnection(Connection):
@@ -403,14 +386,17 @@ class Supervisor:
     """See the top of this file."""
 
     def __init__(self, host: Host, hello: protocol.Hello, *, watchdog_s: float, least_start_s: float) -> None:
-        """:param watchdog_s: as in ``StoreClient``, as is ``least_start_s``."""
+        """For the parameters see ``StoreClient``."""
         self.host = host
         self.hello = hello
         """First message after each start."""
-        self.connection: Connection | None = None
+        self.connection: Connection = QueueConnection.pair()[0]
+        """Closed while there is no host."""
+        self.connection.close()
         self.state = State.DOWN
+        self.watchdog_s = watchdog_s
+        self.opening_watchdog_s = max(watchdog_s, least_start_s)
         self.watchdog = Watchdog(watchdog_s)
-        self.opening_watchdog = Watchdog(max(watchdog_s, least_start_s))
         self.backoff = Backoff()
         """Reset whenever a job is answered."""
         self.uses_rows = False
@@ -425,26 +411,30 @@ class Supervisor:
         """
         self.connection = self.host.start()
         self.state, self.uses_rows = State.OPENING, False
-        self.opening_watchdog.hear()
+        self.watchdog.patience_s = self.opening_watchdog_s
+        self.watchdog.hear()
 
     def greet(self) -> bool:
-        """Send a started host its first message if it is ready; return whether it is."""
-        if self.connection is None or not self.host.ready():
-            return False
-        self.connection.send(self.hello)
-        self.uses_rows = True
-        return True
+        """Send the host its first message once it is ready; return whether it was sent."""
+        if not self.uses_rows and self.host.ready():
+            self.connection.send(self.hello)
+            self.uses_rows = True
+        return self.uses_rows
+
+    def opened(self) -> None:
+        """Record that the store is open."""
+        self.state = State.OPEN
+        self.watchdog.patience_s = self.watchdog_s
 
     def mark_lost(self) -> None:
         """Kill the host, which may still use rows until ``has_exited``, and close the connection."""
         self.host.kill()
-        if self.connection is not None:
-            self.connection.close()
+        self.connection.close()
         self.state = State.DYING
 
     def has_exited(self) -> bool:
         """Return True the first time a lost host is seen dead."""
-        if self.state is not State.DYING or not self.host.dead():
+        if self.state is not State.DYING or not self.host.wait(0.0):
             return False
         self.state, self.uses_rows = State.DOWN, False
         seconds = self.backoff.fail()
@@ -474,12 +464,10 @@ class Supervisor:
         After the timeout, a host that has released the rows continues for a bounded time, any other is killed.
         """
         deadline = time.monotonic() + timeout_s
-        if self.connection is not None:
-            if self.state in (State.OPENING, State.OPEN):
-                self.connection.send(protocol.End())
-                while self._awaits_release(self.connection) and time.monotonic() < deadline:
-                    time.sleep(_NAP_S)
-            self.connection.close()
+        self.connection.send(protocol.End())
+        while self._awaits_release() and time.monotonic() < deadline:
+            time.sleep(_NAP_S)
+        self.connection.close()
         exited = killed = self.host.wait(max(0.0, deadline - time.monotonic()))
         if self.uses_rows and not exited:
             self.host.kill()
@@ -487,54 +475,28 @@ class Supervisor:
         self._end(killed)
         return exited
 
-    def _awaits_release(self, connection: Connection) -> bool:
+    def _awaits_release(self) -> bool:
         with suppress(HostError):
-            self.uses_rows &= not any(isinstance(message, protocol.Ended) for message in connection.receive())
-        return self.uses_rows and not connection.ended
+            self.uses_rows &= not any(isinstance(message, protocol.Ended) for message in self.connection.receive())
+        return self.uses_rows and not self.connection.ended
 
     def _end(self, exited: bool) -> None:
         self.uses_rows &= not exited
-        self.connection = None
         self.host.release()
         self.state = State.CLOSED
-
-    # Messages
-
-    def send(self, message: protocol.ToStore) -> None:
-        """Send a message if there is a connection. Never waits."""
-        if self.connection is not None:
-            self.connection.send(message)
-
-    @property
-    def congested(self) -> bool:
-        """Whether there is no connection, or its outbox is congested."""
-        return self.connection is None or self.connection.congested
-
-    def hear(self) -> None:
-        """Restart the watchdog: the host sent a message, or owes an answer from now on and did not before."""
-        self.watchdog.hear()
-        self.opening_watchdog.hear()
 
     def is_lost(self, *, owes: bool) -> bool:
         """Check the host; return whether it is lost. The caller must then call ``mark_lost``.
 
         :param owes: whether the host owes an answer.
         """
-        if self.connection is None or self.state not in (State.OPENING, State.OPEN):
+        if self.state not in (State.OPENING, State.OPEN):
             return False
         if self.connection.ended:
             return True
         if not (owes or self.state is State.OPENING) or not self.host.restartable:
             return False
-        look = self._watching.look()
+        look = self.watchdog.look()
         if look is Look.ASK:
-            self.send(protocol.Ping())
+            self.connection.send(protocol.Ping())
         return look is Look.SILENT
-
-    def hangs(self, longest_s: float) -> bool:
-        """Whether the oldest call of the host's medium, which runs for ``longest_s``, takes too long."""
-        return self._watching.call_hangs(longest_s)
-
-    @property
-    def _watching(self) -> Watchdog:
-        return self.opening_watchdog if self.state is State.OPENING else self.watchdog

@@ -130,7 +130,7 @@ def test_a_host_that_hangs_while_it_opens_is_started_again(
     assert client.state is State.OPENING
     wait_for(client, State.DOWN)
     assert "has not answered for 0.2 s; killing it" in caplog.text
-    client.supervisor.opening_watchdog.patience_s = 60.0  # the second one may take as long as it takes
+    client.supervisor.opening_watchdog_s = 60.0  # the second one may take as long as it takes
     wait_for(client, State.OPEN)
     assert (host.started, client.counters.restarts) == (2, 1)
     assert client.flush(90)

@@ -1,7 +1,7 @@
 """Program of the host process. Never imports torch.
 
 It outlives the engine, whose pidfd, socket and primary tier's memory it receives as descriptors. When the engine ends,
-it releases the memory, commits what it accepted and exits. The kernel ends it if that takes too long: an orphan that
+it releases the memory, commits accepted work and exits. The kernel ends it if that takes too long: an orphan that
 hangs must pin neither memory nor the writer lock, for which the next engine waits.
 """
 
@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from persistkv.memory import libc
 from persistkv.memory.budget import keep_out_of_collections
-from persistkv.memory.huge_pages import collapse, map_aligned
+from persistkv.memory.pages import collapse, map_aligned
 from persistkv.storage.host.connection import SocketConnection
 from persistkv.storage.host.protocol import ToStore
 from persistkv.storage.host.server import Lifecycle, NoticeHandler, serve

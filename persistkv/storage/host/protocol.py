@@ -110,7 +110,7 @@ class Ping(_Message):
 
 
 class End(_Message):
-    """Release the rows, answer, commit what was accepted, and exit. The last message."""
+    """Release the rows, answer, commit accepted work, and exit. The last message."""
 
 
 # Store to engine

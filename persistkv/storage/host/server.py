@@ -8,7 +8,7 @@ A job is answered when its rows are no longer read or written: a load when all i
 none of its keys is in flight.
 
 At the end, loads and jobs without an answer are dropped, except those that a transaction or a read has begun. When no
-row is in use any more, the rows are released and the engine is told; then what was accepted is committed.
+row is in use any more, the rows are released and the engine is told; then accepted work is committed.
 
 Opening the store is also a call of the executor. If the executor has threads, the server answers messages meanwhile
 and reports how long opening has taken so far.
@@ -165,7 +165,7 @@ class StoreServer:
     def _make_store(self, hello: protocol.Hello) -> Store:
         """Open the backend and the store. Runs on the executor; the owner waits for it before it releases the rows."""
         if self._buffer is None:
-            raise HostError("the rows were let go of")
+            raise HostError("the host has released its rows")
         rows = Rows(self._buffer, hello.layout)
         identity = Identity.decode(hello.identity)
         url = hello.url.partition("?")[0]
@@ -362,7 +362,7 @@ class StoreServer:
     def close(self, *, finish: bool = True) -> None:
         """End: see the top of this file. On return the store is closed and the rows are released. Idempotent.
 
-        :param finish: commit what was accepted. Must be False after an internal error: a commit may never end.
+        :param finish: commit accepted work. Must be False after an internal error: a commit may never end.
         """
         self.ending = True
         remote = self._store is not None and self._store.catalogue.backend.capabilities.remote
@@ -385,7 +385,7 @@ class StoreServer:
                 store.catalogue.backend.close()
 
     def _drop(self, store: Store) -> None:
-        """Drop the work that no read or transaction has begun, and start to commit what was accepted."""
+        """Drop the work that no read or transaction has begun, and start to commit accepted work."""
         self._loads.clear()
         queue, self._queue = self._queue, deque()
         store.drop_direct()

@@ -38,6 +38,7 @@ _OPEN_ATTEMPTS = 4
 _END_BYTES = 512  # of the end of a request, without its keys
 _MOST_ENDING_BYTES = 16 << 20  # 16 MiB of keys in ends of requests: the host keeps their manifests in memory
 _GLANCE_S = 5.0  # seconds between the requests for totals of ``glance``
+_GLANCE_TOKEN = 0  # tokens of requests with a waiting caller start at 1
 _NAP_S = 0.0005  # between polls of the calls that wait
 
 
@@ -79,30 +80,6 @@ class StoreStats(msgspec.Struct, frozen=True):
     """None if the host did not answer in time."""
     queued_bytes: int = 0
     """Raw bytes of store jobs in flight; set by ``glance`` only."""
-
-
-class Glance:
-    """Latest totals of the host, requested at intervals without waiting for the answer."""
-
-    TOKEN = 0
-    """Token of these requests. Tokens of requests with a waiting caller start at 1."""
-
-    def __init__(self) -> None:
-        self.totals: protocol.HostStats | None = None
-        self._next = 0.0
-
-    def is_due(self) -> bool:
-        """Return whether to request totals. After True it returns False for some seconds."""
-        now = time.monotonic()
-        if now < self._next:
-            return False
-        self._next = now + _GLANCE_S
-        return True
-
-    def take(self, answer: protocol.HostStats | protocol.Flushed) -> None:
-        """Keep the answer if it contains totals."""
-        if isinstance(answer, protocol.HostStats):
-            self.totals = answer
 
 
 class _Job(NamedTuple):
@@ -250,7 +227,8 @@ class StoreClient:
         self._recent: list[list[bytes]] | None = None
         self._next_token = 0
         self._next_look = 0.0
-        self._glance = Glance()
+        self._totals: protocol.HostStats | None = None
+        self._next_glance = 0.0
         self._open_error: PersistKVError | None = None
 
     # Opening
@@ -501,7 +479,8 @@ class StoreClient:
             case protocol.Persisted():
                 self._in_flight.request_persisted(message.request, message.whole)
             case protocol.Flushed() | protocol.HostStats():
-                self._glance.take(message)
+                if isinstance(message, protocol.HostStats):
+                    self._totals = message
                 if message.token == self._next_token:  # callers of older tokens have timed out
                     self._answer = message
             case protocol.Recent():
@@ -555,9 +534,11 @@ class StoreClient:
 
     def glance(self) -> StoreStats:
         """Return totals of client and host without waiting. The host's totals are some seconds old, or None."""
-        if self.state is State.OPEN and self._glance.is_due():
-            self.supervisor.connection.send(protocol.AskStats(Glance.TOKEN))
-        return StoreStats(self.state.value, self.counters, self._glance.totals, self._in_flight.queued_bytes)
+        now = time.monotonic()
+        if self.state is State.OPEN and now >= self._next_glance:
+            self._next_glance = now + _GLANCE_S
+            self.supervisor.connection.send(protocol.AskStats(_GLANCE_TOKEN))
+        return StoreStats(self.state.value, self.counters, self._totals, self._in_flight.queued_bytes)
 
     def _token(self) -> int:
         self._check_process()

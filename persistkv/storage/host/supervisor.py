@@ -245,23 +245,18 @@ class _InlineConnection(Connection):
         self._answers: deque[Any] = deque()
         send: Callable[[ToEngine], None] = self._answers.append
         self._server = StoreServer(rows_buffer, send, lambda threads: InPlaceExecutor())
-        self._ended = False
-
-    @property
-    def ended(self) -> bool:
-        return self._ended
 
     @property
     def congested(self) -> bool:
         return False
 
     def send(self, message: ToStore | ToEngine) -> None:
-        if not self._ended:
+        if not self.ended:
             with self._ends_on_error():
                 self._server.handle(message)
 
     def receive(self) -> list[Any]:
-        if not self._ended:
+        if not self.ended:
             with self._ends_on_error():
                 self._server.step()
             if self._server.ending:
@@ -271,8 +266,8 @@ class _InlineConnection(Connection):
         return answers
 
     def close(self) -> None:
-        if not self._ended:
-            self._ended = True
+        if not self.ended:
+            self.ended = True
             self._server.close()
 
     @contextmanager
@@ -283,7 +278,7 @@ class _InlineConnection(Connection):
         try:
             yield
         except BaseException:
-            self._ended = True
+            self.ended = True
             self._server.close(finish=False)
             raise
 

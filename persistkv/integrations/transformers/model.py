@@ -1,0 +1,211 @@
+"""Models: loading, the check that the engine supports them, and the identity of their KV bytes.
+
+The engine supports models whose whole state is the KV of full or sliding-window attention. The configuration is checked
+first. Then one token is run with a cache that records the KV of each layer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.utils import cached_file
+
+from persistkv.errors import ConfigurationError, UnsupportedModelError
+from persistkv.integrations.model_config import plain_config
+from persistkv.integrations.transformers.kv_cache import KVGeometry, KVGroupGeometry
+from persistkv.integrations.transformers.request import HASH_NAME
+from persistkv.storage.format.codec import Buffer
+from persistkv.storage.identity import fingerprint_checkpoint, fingerprint_tensors
+
+IDENTITY_VERSION = 1
+KV_LAYOUT = "per group: block, layer, key or value, head, token, head size"
+
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+def load_model(
+    source: str | Path,
+    dtype: torch.dtype | str = "auto",
+    attn_implementation: str | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[Any, Path | None]:
+    """Load a model for inference.
+
+    :param source: a directory with a checkpoint, or a name that transformers knows.
+    :returns: the model and the directory of its weights. The directory is None if adapters were loaded on top of them:
+        such weights can be identified by their state dict only.
+    :raises ConfigurationError: if no model can be loaded from there.
+    """
+    extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **extra)
+        directory = Path(source) if Path(source).is_dir() else Path(cached_file(str(source), "config.json")).parent
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigurationError("model", str(source), f"a decoder-only checkpoint ({reason})") from error
+    if device is not None:
+        model = model.to(device)
+    adapted = getattr(model, "_hf_peft_config_loaded", False)
+    return model, None if adapted else directory
+
+
+def probe_model(model: Any) -> KVGeometry:
+    """Return a model's KV cache groups, in the order of their first layers.
+
+    :param model: a Hugging Face decoder-only model on its device.
+    :raises UnsupportedModelError: if the engine does not support the model; names the unsupported part.
+    """
+    config = model.config.get_text_config(decoder=True)
+    _check_config(model, config)
+    return _grouped(_sliding_windows(model, config), _record_one_token(model, config))
+
+
+def _check_config(model: Any, config: Any) -> None:
+    name = type(model).__name__
+    if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder: its cross-attention cache belongs to no token")
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModelError(f"{name} takes no past_key_values: its state is no KV cache")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise UnsupportedModelError(f"{name} shares KV between layers ({config.num_kv_shared_layers} of them)")
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all") or not getattr(config, "is_causal", True):
+        raise UnsupportedModelError(f"{name} attends to later tokens: its KV is not that of a prefix")
+    for rope_type in sorted(_rope_types(config)):
+        if rope_type in _LENGTH_DEPENDENT_ROPE:
+            raise UnsupportedModelError(
+                f"{name}: {rope_type!r} rotary embedding makes KV depend on later tokens: no prefix can be shared"
+            )
+
+
+def _sliding_windows(model: Any, config: Any) -> list[int | None]:
+    """Return the window of each layer as transformers would cache it; None for full attention."""
+    name = type(model).__name__
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()) or getattr(
+        config, "attention_chunk_size", None
+    ):
+        raise UnsupportedModelError(
+            f"{name} has chunked attention; only full and sliding-window attention is supported"
+        )
+    windows: list[int | None] = []
+    for layer_idx, layer in enumerate(DynamicCache(config=config).layers):
+        if type(layer) is DynamicSlidingWindowLayer:
+            windows.append(int(layer.sliding_window))
+        elif type(layer) is DynamicLayer:
+            windows.append(None)
+        else:
+            raise UnsupportedModelError(
+                f"{name}: layer {layer_idx} keeps a {type(layer).__name__}; "
+                "only full and sliding-window attention is supported"
+            )
+    return windows
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Return all RoPE types of a configuration of transformers 4 or 5, including those per layer type."""
+    found: set[str] = set()
+    todo = [getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, dict):
+            found |= {str(item[field]) for field in ("rope_type", "type") if field in item}
+            todo += item.values()
+    return found
+
+
+class _RecordingLayer(DynamicLayer):  # type: ignore[misc]
+    """Records the keys and values that a layer receives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.seen.append((key_states, value_states))
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        return keys, values
+
+
+def _record_one_token(model: Any, config: Any) -> list[_RecordingLayer]:
+    layers = [_RecordingLayer() for _ in range(config.num_hidden_layers)]
+    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    name = type(model).__name__
+    try:
+        with torch.inference_mode():
+            model(input_ids=token, past_key_values=Cache(layers=layers), use_cache=True)
+    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(f"{name} does not run on a plain KV cache: {error}") from error
+    return layers
+
+
+def _grouped(windows: list[int | None], layers: list[_RecordingLayer]) -> KVGeometry:
+    kinds: dict[tuple[int, int, int | None, torch.dtype, torch.device], list[int]] = {}
+    for layer_idx, (window, layer) in enumerate(zip(windows, layers, strict=True)):
+        if len(layer.seen) != 1:
+            raise UnsupportedModelError(
+                f"layer {layer_idx} wrote its KV {len(layer.seen)} times for one token, not once"
+            )
+        keys, values = layer.seen[0]
+        if keys.shape != values.shape or keys.dtype != values.dtype or keys.shape[:1] + keys.shape[2:3] != (1, 1):
+            raise UnsupportedModelError(
+                f"layer {layer_idx} has keys of {tuple(keys.shape)} and values of {tuple(values.shape)}; "
+                "(1, heads, 1, head size) is needed for both"
+            )
+        kinds.setdefault((keys.shape[1], keys.shape[3], window, keys.dtype, keys.device), []).append(layer_idx)
+    groups = tuple(KVGroupGeometry(tuple(members), *kind) for kind, members in kinds.items())
+    places = sorted({f"{group.dtype} on {group.device}" for group in groups})
+    if len(places) != 1:
+        raise UnsupportedModelError(f"layers differ in the type or device of their KV: {', '.join(places)}")
+    return groups
+
+
+def model_identity(model: Any, checkpoint: Path | None, geometry: KVGeometry, block_size: int) -> dict[str, Any]:
+    """Return everything that must match for this model's KV bytes to be valid, as JSON values.
+
+    :param checkpoint: the directory that the model was loaded from; None hashes the state dict instead.
+    :raises ConfigurationError: if the checkpoint cannot be read.
+    :raises UnsupportedModelError: if a weight's bytes are not available.
+    """
+    weights = fingerprint_checkpoint(checkpoint) if checkpoint else fingerprint_tensors(_state(model))
+    return {
+        "version": IDENTITY_VERSION,
+        "weights": weights,
+        "config": plain_config(model.config.to_dict()),
+        "architecture": type(model).__name__,
+        "attention": str(getattr(model.config, "_attn_implementation", None)),
+        "dtype": {"model": _dtype_name(model.dtype), "kv": _dtype_name(geometry[0].dtype)},
+        "kv_layout": KV_LAYOUT,
+        "groups": [_group(group) for group in geometry],
+        "block_size": block_size,
+        "world": {"tensor_parallel": 1, "pipeline_parallel": 1},
+        "hash": HASH_NAME,
+    }
+
+
+def _group(group: KVGroupGeometry) -> dict[str, Any]:
+    return {
+        "kind": "full_attention" if group.sliding_window is None else "sliding_attention",
+        "sliding_window": group.sliding_window,
+        "layers": list(group.layers),
+        "heads": group.num_heads,
+        "head_size": group.head_dim,
+    }
+
+
+def _state(model: Any) -> Iterator[tuple[str, str, tuple[int, ...], Buffer]]:
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, torch.Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+            raise UnsupportedModelError(f"the bytes of {name!r} cannot be had, so the weights cannot be identified")
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        yield name, _dtype_name(tensor.dtype), tuple(tensor.shape), data
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

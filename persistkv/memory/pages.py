@@ -1,0 +1,132 @@
+"""Huge pages for memory that is used in disk I/O (the primary tier's rows, scratch memory), and resident pages.
+
+Direct I/O transfers bytes between a disk and rows without the page cache, in physically contiguous parts: 2 MiB of
+small pages are 512 addresses for the disk, a huge page is one. On a virtual disk, writing 32 MiB took 16 ms from small
+pages and 7 ms from huge pages; reading took 33 and 13 ms.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from persistkv.memory import libc
+
+HUGE_PAGE_BYTES = 2 << 20  # 2 MiB, on x86-64, and on AArch64 with small pages of 4 KiB
+
+_STEP_BYTES = 16 << 20  # 16 MiB: 10 ms
+_MAX_THREADS = 8
+_PREFAULT_BYTES = 64 << 20  # 64 MiB in one call
+
+logger = logging.getLogger(__name__)
+
+
+def use_huge_pages(fd: int, num_bytes: int, *, threads: int = _MAX_THREADS) -> bool:
+    """Move the content of a shared memory file into huge pages, for all processes that map it. No byte changes.
+
+    The memory may be used during the call. Memory that is registered with CUDA or in use by a transfer cannot be moved,
+    so call this before. Half a gigabyte takes one thread 0.3 s, or 0.3 ms if it is in huge pages already.
+
+    :param fd: writable descriptor of a file whose memory is allocated.
+    :returns: whether the file is in huge pages now, except for a last part that is smaller than one. If False, the
+        kernel is too old or has too little contiguous memory; then all or part of the file is unchanged.
+    """
+    whole = num_bytes - num_bytes % HUGE_PAGE_BYTES
+    try:
+        address = map_aligned(fd, whole) if whole else 0
+    except OSError:
+        return False
+    try:
+        return collapse(address, whole, threads=threads)
+    finally:
+        libc.unmap(address, whole)
+
+
+def collapse(address: int, num_bytes: int, *, threads: int = _MAX_THREADS) -> bool:
+    """As ``use_huge_pages``, for mapped memory: the page table of this process then has one entry per huge page, too.
+
+    :param address: a multiple of ``HUGE_PAGE_BYTES``. A last part that is smaller than a huge page is unchanged.
+    """
+    whole = num_bytes - num_bytes % HUGE_PAGE_BYTES
+    steps = [(address + begin, min(_STEP_BYTES, whole - begin)) for begin in range(0, whole, _STEP_BYTES)]
+    with ThreadPoolExecutor(min(threads, os.cpu_count() or 1)) as pool:
+        # if the first step fails, all would: skip the others
+        return not steps or (_collapse(steps[0]) and all(pool.map(_collapse, steps[1:])))
+
+
+def map_aligned(fd: int, num_bytes: int) -> int:
+    """Map a file, shared and writable, for the life of this process, to a multiple of ``HUGE_PAGE_BYTES``.
+
+    ``mmap.mmap`` does not align. A huge page at an unaligned address takes 512 entries of the page table, which slows
+    down each transfer and checksum: reading and verifying 32 MiB took 4.5 ms of processor time, and 2.1 ms if aligned.
+
+    :returns: the address.
+    :raises OSError: the file cannot be mapped, or is smaller than ``num_bytes`` (an access after its end would kill the
+        process). Nothing stays mapped then.
+    """
+    if (size := os.fstat(fd).st_size) < num_bytes:
+        raise OSError(errno.EINVAL, f"{num_bytes} bytes are to be mapped of a file of {size}")
+    address = libc.map_shared(fd, num_bytes, HUGE_PAGE_BYTES)
+    if not address:
+        raise OSError(errno.ENOMEM, f"{num_bytes} bytes of shared memory cannot be mapped")
+    return address
+
+
+def huge_memory(num_bytes: int) -> mmap.mmap:
+    """Allocate private memory, zeroed and page-aligned, in huge pages if the kernel has some.
+
+    :returns: at least ``num_bytes`` bytes, a multiple of ``HUGE_PAGE_BYTES``.
+    """
+    whole = -(-max(num_bytes, 1) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def prefault(memory: memoryview, first: int, length: int, stride: int) -> None:
+    """Make ``length`` bytes at ``first``, and again every ``stride`` bytes, resident in this process, in parallel.
+
+    The first access to a shared page takes many times as long as a copy. No byte changes, so other processes may write
+    at the same time. If the kernel does not support it, the pages are read instead, which suffices for allocated
+    memory. The time taken is logged.
+
+    :param memory: one-dimensional, writable, page-aligned, not empty.
+    """
+    import numpy as np  # other users of this module do not need numpy
+
+    started, address, page = time.monotonic(), libc.address_of(memory), mmap.PAGESIZE
+    spans: list[tuple[int, int]] = []  # whole pages: first byte, and byte after the last
+    for offset in range(first, len(memory), stride):
+        begin, end = offset - offset % page, min(-(-(offset + length) // page) * page, len(memory))
+        if spans and begin <= spans[-1][1]:
+            begin = spans.pop()[0]
+        spans.append((begin, end))
+    parts = [(at, min(at + _PREFAULT_BYTES, end)) for begin, end in spans for at in range(begin, end, _PREFAULT_BYTES)]
+    threads = min(16, os.cpu_count() or 1, len(parts))
+
+    def populate(thread: int) -> int:
+        """Return 0, or the errno of the first part that the kernel refused."""
+        problem = 0
+        for begin, end in parts[thread::threads]:
+            problem = problem or libc.madvise(address + begin, end - begin, libc.MADV_POPULATE_WRITE)
+            if problem:
+                np.frombuffer(memory, np.uint8)[begin:end:page].max()
+        return problem
+
+    with ThreadPoolExecutor(threads, "persistkv-prefault") as pool:
+        problem = max(pool.map(populate, range(threads)))
+    if problem:
+        reason = errno.errorcode.get(problem, "unknown")
+        logger.info("MADV_POPULATE_WRITE was not possible (%s); pages were read instead", reason)
+    num_bytes = sum(end - begin for begin, end in spans)
+    logger.info("prefaulted %d MiB in %.2f s", num_bytes >> 20, time.monotonic() - started)
+
+
+def _collapse(step: tuple[int, int]) -> bool:
+    return not libc.madvise(*step, libc.MADV_COLLAPSE)

@@ -1,0 +1,281 @@
+"""Reads of payloads, and storing, listing and reading of manifests."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from persistkv.storage.backend import CommitBatch, ManifestWrite, ReadSpan
+from persistkv.storage.extensions import InspectableBackend, read_frames, scan, scan_order
+from persistkv.storage.format.codec import ZstdCodec
+from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.manifest import RequestManifest
+from persistkv.storage.format.pack_writer import PackWriter
+from persistkv.testing.conformance.suite import BackendSuite, RawKind, RawStore, check_totals, read_pack
+from persistkv.testing.samples import payload_of, sample_keys, sample_manifest, sample_pack
+
+_MIB = 1 << 20
+
+
+Reader = Callable[[InspectableBackend, bytes, Sequence[ReadSpan]], list[bool]]
+
+
+def read_spans(backend: InspectableBackend, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+    """Call ``Backend.read`` with the same parameters as ``scan``."""
+    return backend.read(namespace, spans)
+
+
+class ReadTests(BackendSuite):
+    """Tests of ``read``."""
+
+    @pytest.mark.parametrize(
+        ("offset", "lengths"),
+        [
+            (0, [4096]),
+            (1, [1]),
+            (4095, [3, 7, 1]),
+            (_MIB - 1, [2]),
+            (_MIB - 5, [5, 5]),
+            (_MIB, [_MIB]),
+            (_MIB - 4096, [8192, 100, 2 * _MIB]),
+            (3, [_MIB - 3, 0, _MIB, 17]),
+            (7, []),
+        ],
+    )
+    def test_span(self, backend: InspectableBackend, namespace: bytes, offset: int, lengths: list[int]) -> None:
+        pack = sample_pack(namespace, 1, blocks=9, block_bytes=500_000)
+        backend.commit(namespace, CommitBatch([pack]))
+        buffers = [bytearray(length) for length in lengths]
+        assert backend.read(
+            namespace, [ReadSpan(pack.pack_id, offset, [memoryview(buffer) for buffer in buffers])]
+        ) == [True]
+        assert b"".join(buffers) == payload_of(pack)[offset : offset + sum(lengths)]
+
+    def test_rows_of_an_array(self, backend: InspectableBackend, namespace: bytes) -> None:
+        pack = sample_pack(namespace, 1, blocks=40, block_bytes=65_536)
+        backend.commit(namespace, CommitBatch([pack]))
+        rows = np.zeros((40, 2, 50_000), np.int8)
+        order = np.random.default_rng(3).permutation(40)
+        spans = [ReadSpan(pack.pack_id, int(block) * 65_536, [memoryview(rows[block, 0])]) for block in order]
+        assert backend.read(namespace, spans) == [True] * 40
+        stored = np.frombuffer(payload_of(pack), np.int8).reshape(40, 65_536)
+        assert np.array_equal(rows[:, 0], stored[:, :50_000])
+        assert not rows[:, 1].any()
+
+    @pytest.mark.parametrize("read", [read_spans, scan], ids=["read", "scan"])
+    def test_random_spans_over_several_packs(self, backend: InspectableBackend, namespace: bytes, read: Reader) -> None:
+        packs = [sample_pack(namespace, seed, blocks=5, block_bytes=300_001) for seed in range(4)]
+        backend.commit(namespace, CommitBatch(packs))
+        payloads = [payload_of(pack) for pack in packs]
+        rng = np.random.default_rng(11)
+        spans, expected = [], []
+        for _ in range(60):
+            which = int(rng.integers(4))
+            offset = int(rng.integers(len(payloads[which])))
+            length = int(rng.integers(len(payloads[which]) - offset))
+            cut = int(rng.integers(length + 1))
+            buffers = [memoryview(bytearray(cut)), memoryview(bytearray(length - cut))]
+            spans.append(ReadSpan(packs[which].pack_id, offset, buffers))
+            expected.append(payloads[which][offset : offset + length])
+        assert read(backend, namespace, spans) == [True] * 60
+        assert [b"".join(span.buffers) for span in spans] == expected
+
+    @pytest.mark.parametrize("numbers", [range(6), [1, 2, 5], [4], []])
+    def test_frames_come_through_one_buffer(
+        self, backend: InspectableBackend, namespace: bytes, numbers: Sequence[int]
+    ) -> None:
+        pack = sample_pack(namespace, 1, blocks=6, block_bytes=900_000, codec=ZstdCodec())
+        backend.commit(namespace, CommitBatch([pack]))
+        payload, frames = payload_of(pack), [pack.table.frames[number] for number in numbers]
+        buffer = memoryview(bytearray(max((frame.stored_length for frame in frames), default=1)))
+        came: list[tuple[int, bytes]] = []
+        read_frames(
+            backend,
+            namespace,
+            pack.pack_id,
+            frames,
+            buffer,
+            lambda number, stored: came.append((number, bytes(stored))),
+        )
+        stored = [payload[frame.offset : frame.offset + frame.stored_length] for frame in frames]
+        assert came == list(enumerate(stored))
+
+    def test_frames_of_a_pack_that_is_gone_do_not_come(self, backend: InspectableBackend, namespace: bytes) -> None:
+        pack = sample_pack(namespace, 1)
+        backend.commit(namespace, CommitBatch([pack]))
+        backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))
+        came: list[int] = []
+        buffer = memoryview(bytearray(pack.table.payload_length))
+        for pack_id in (pack.pack_id, bytes(16)):
+            read_frames(
+                backend, namespace, pack_id, pack.table.frames, buffer, lambda number, stored: came.append(number)
+            )
+        assert came == []
+
+    @pytest.mark.parametrize("read", [read_spans, scan], ids=["read", "scan"])
+    def test_misses_stand_beside_hits(self, backend: InspectableBackend, namespace: bytes, read: Reader) -> None:
+        pack, gone = sample_pack(namespace, 1), sample_pack(namespace, 2)
+        backend.commit(namespace, CommitBatch([pack, gone]))
+        backend.commit(namespace, CommitBatch(deletions=[gone.pack_id]))
+        payload = payload_of(pack)
+        hit = bytearray(len(payload))
+        spans = [
+            ReadSpan(bytes(16), 0, [memoryview(bytearray(10))]),
+            ReadSpan(gone.pack_id, 0, [memoryview(bytearray(10))]),
+            ReadSpan(pack.pack_id, 0, [memoryview(hit)]),
+            ReadSpan(pack.pack_id, 1, [memoryview(bytearray(len(payload)))]),
+            ReadSpan(pack.pack_id, len(payload), [memoryview(bytearray(1))]),
+            ReadSpan(pack.pack_id, 1 << 40, [memoryview(bytearray(1))]),
+            ReadSpan(pack.pack_id, len(payload) - 4, [memoryview(bytearray(2)), memoryview(bytearray(3))]),
+        ]
+        assert read(backend, namespace, spans) == [False, False, True, False, False, False, False]
+        assert hit == payload
+
+    def test_a_scan_of_all_packs_in_its_order(self, backend: InspectableBackend, namespace: bytes) -> None:
+        """Reads whole payloads into page-aligned memory, as ``verify`` does. One pack was deleted."""
+        packs = [sample_pack(namespace, seed, blocks=3, block_bytes=5000 + seed) for seed in range(12)]
+        backend.commit(namespace, CommitBatch(packs))
+        backend.commit(namespace, CommitBatch(deletions=[packs[4].pack_id]))
+        payloads = {pack.pack_id: payload_of(pack) for pack in packs}
+        order = scan_order(backend, namespace, [*payloads, bytes(16)])
+        assert sorted(order) == sorted([*payloads, bytes(16)])
+        wanted = [pack_id for pack_id in order if pack_id in payloads]
+        memory = memoryview(mmap.mmap(-1, sum(map(len, payloads.values()))))
+        spans, end = [], 0
+        for pack_id in wanted:
+            begin, end = end, end + len(payloads[pack_id])
+            spans.append(ReadSpan(pack_id, 0, [memory[begin:end]]))
+        there = [pack_id != packs[4].pack_id for pack_id in wanted]
+        assert scan(backend, namespace, spans) == there
+        found = [bytes(span.buffers[0]) for span, filled in zip(spans, there, strict=True) if filled]
+        assert found == [payloads[pack_id] for pack_id in wanted if pack_id != packs[4].pack_id]
+
+    def test_bytes_come_as_they_lie_there(self, backend: InspectableBackend, namespace: bytes, raw: RawStore) -> None:
+        pack = sample_pack(namespace, 1, blocks=30, block_bytes=70_000)
+        backend.commit(namespace, CommitBatch([pack]))
+        expected = bytearray(payload_of(pack))
+        assert raw.get(RawKind.PAYLOAD, namespace, pack.pack_id) == expected
+        for offset in (0, 1_048_576, 1_500_000):
+            raw.flip(RawKind.PAYLOAD, namespace, pack.pack_id, offset)
+            expected[offset] ^= 0xFF
+        assert read_pack(backend, namespace, pack.table) == bytes(expected)
+
+    def test_what_was_read_outlives_the_pack(self, backend: InspectableBackend, namespace: bytes) -> None:
+        pack = sample_pack(namespace, 1, blocks=8, block_bytes=100_000)
+        backend.commit(namespace, CommitBatch([pack]))
+        held = backend.changes(namespace, None).added
+        bytes_read = read_pack(backend, namespace, pack.table)
+        backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))
+        for seed in range(2, 6):
+            backend.commit(namespace, CommitBatch([sample_pack(namespace, seed, blocks=8, block_bytes=100_000)]))
+        backend.close()
+        assert bytes_read == payload_of(pack)
+        assert list(held) == [pack.table]
+
+
+class ManifestTests(BackendSuite):
+    """Tests of ``manifests`` and ``manifest_keys``."""
+
+    @pytest.mark.parametrize("manifest_id", ["engine-1/0", "größe ✓", "x" * 5000, " "])
+    def test_round_trip(self, backend: InspectableBackend, namespace: bytes, manifest_id: str) -> None:
+        keys = (PackedKeys.of(sample_keys(1, 300)), PackedKeys.of([b"short", b"of another length", b"x"]), PackedKeys())
+        manifest = RequestManifest(
+            id=manifest_id,
+            created=1234.5,
+            tokens=4801,
+            group_blocks=(300, 3, 0),
+            raw_bytes=1 << 40,
+            ordered=False,
+            labels={"user": "größe", "empty": ""},
+        )
+        backend.commit(namespace, CommitBatch(manifests=[ManifestWrite(manifest, keys)]))
+        assert list(backend.manifests(namespace)) == [manifest]
+        assert backend.manifest_keys(namespace, [manifest_id])[0] == keys
+        assert check_totals(backend).requests == 1
+
+    def test_same_id_is_replaced(self, backend: InspectableBackend, namespace: bytes) -> None:
+        backend.commit(namespace, CommitBatch(manifests=[sample_manifest("r1", 1), sample_manifest("r2", 2)]))
+        newer = sample_manifest("r1", 3, blocks=5)
+        backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)], [newer]))
+        assert {manifest.id: manifest for manifest in backend.manifests(namespace)} == {
+            "r1": newer.manifest,
+            "r2": sample_manifest("r2", 2).manifest,
+        }
+        assert backend.manifest_keys(namespace, ["r1"])[0] == newer.keys
+        assert check_totals(backend).requests == 2
+
+    def test_unknown_manifest_has_no_keys(self, backend: InspectableBackend, namespace: bytes) -> None:
+        assert backend.manifest_keys(namespace, ["nobody"])[0] is None
+
+    def test_damaged_ones_are_left_out(self, backend: InspectableBackend, namespace: bytes, raw: RawStore) -> None:
+        writes = [sample_manifest(f"r{number}", number) for number in range(3)]
+        backend.commit(namespace, CommitBatch(manifests=writes))
+        raw.flip(RawKind.MANIFEST, namespace, b"r0", -1)
+        raw.flip(RawKind.MANIFEST_KEYS, namespace, b"r1", -1)
+        assert {manifest.id for manifest in backend.manifests(namespace)} == {"r1", "r2"}
+        assert backend.manifest_keys(namespace, ["r0"])[0] == writes[0].keys
+        assert backend.manifest_keys(namespace, ["r1"])[0] is None
+        assert backend.manifest_keys(namespace, ["r2"])[0] == writes[2].keys
+
+        backend.commit(namespace, CommitBatch(manifests=writes[:2]))
+        assert {manifest.id for manifest in backend.manifests(namespace)} == {"r0", "r1", "r2"}
+        assert backend.manifest_keys(namespace, ["r1"])[0] == writes[1].keys
+        check_totals(backend)
+
+    def test_many_while_others_commit(self, backend: InspectableBackend, namespace: bytes) -> None:
+        writes = [sample_manifest(f"r{number}", number) for number in range(700)]
+        backend.commit(namespace, CommitBatch(manifests=writes))
+        seen = []
+        for count, manifest in enumerate(backend.manifests(namespace)):
+            seen.append(manifest.id)
+            if count % 100 == 0:  # the iteration must not hold a lock that this call waits for
+                backend.commit(namespace, CommitBatch([sample_pack(namespace, count)]))
+        assert sorted(seen) == sorted(write.manifest.id for write in writes)
+
+    def test_uses_tell_who_uses_a_request_again(self, backend: InspectableBackend, namespace: bytes) -> None:
+        first, second = sample_pack(namespace, 1), sample_pack(namespace, 2, depth=4)
+        before = time.time()
+        short, long, bare = (
+            sample_manifest("short", 1, packs=[first.pack_id]),
+            sample_manifest("long", 2, packs=[first.pack_id, second.pack_id]),
+            sample_manifest("bare", 3),
+        )
+        backend.commit(namespace, CommitBatch([first], [short, bare]))
+        uses = backend.uses(namespace, ["short", "nobody", "bare"])
+        if uses == [None] * 3:
+            pytest.skip("the driver does not tell")
+        assert uses[1] is None
+        for use in (uses[0], uses[2]):
+            assert use is not None
+            assert (use.reused, use.shared_by, use.pinned) == (False, 0, False)
+            assert before - 2 <= use.last_used <= time.time() + 2
+
+        backend.commit(namespace, CommitBatch([second], [long], pins=[("long", True)]))
+        shorter, longer = backend.uses(namespace, ["short", "long"])
+        assert shorter is not None
+        assert longer is not None
+        assert (shorter.reused, shorter.shared_by, shorter.pinned) == (True, 1, False)
+        assert (longer.reused, longer.shared_by, longer.pinned) == (False, 0, True)
+        assert (shorter.hits, longer.hits) == (1, 0)
+        assert (shorter.packs_raw_bytes, shorter.packs_stored_bytes) == _sizes(first)
+        assert (longer.packs_raw_bytes, longer.packs_stored_bytes) == tuple(
+            one + other for one, other in zip(_sizes(first), _sizes(second), strict=True)
+        )
+
+        backend.commit(namespace, CommitBatch(deletions=[first.pack_id]))
+        assert backend.uses(namespace, ["short", "long"]) == [None, None]
+
+    def test_abandoned_iteration_holds_nothing(self, backend: InspectableBackend, namespace: bytes) -> None:
+        backend.commit(namespace, CommitBatch(manifests=[sample_manifest(f"r{number}") for number in range(3)]))
+        iterator = iter(backend.manifests(namespace))
+        next(iterator)
+        backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
+        backend.close()
+
+
+def _sizes(pack: PackWriter) -> tuple[int, int]:
+    return pack.table.raw_length, pack.table.payload_length

@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from persistkv.errors import UnsupportedModelError
+from persistkv.integrations.transformers.kv_cache import KVGroupGeometry
+from persistkv.integrations.transformers.model import model_identity, probe_model
+from persistkv.storage.identity import Identity
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": None,
+}
+LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+
+
+def test_tells_the_shape_of_grouped_heads(model):
+    assert probe_model(model) == (KVGroupGeometry((0, 1), 2, 16, None, torch.float32, torch.device("cpu")),)
+
+
+def test_tells_the_type(make_model):
+    (group,) = probe_model(make_model().to(torch.bfloat16))
+    assert group.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "heads"),
+    [
+        (GPTNeoXConfig(**SMALL), GPTNeoXForCausalLM, 4),
+        (Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=8), Qwen3ForCausalLM, 2),
+        (MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=None), MistralForCausalLM, 2),
+    ],
+)
+def test_takes_full_attention(config, kind, heads):
+    (group,) = probe_model(kind(config).eval())
+    assert (group.num_heads, group.sliding_window) == (heads, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "groups"),
+    [
+        (
+            MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=8),
+            MistralForCausalLM,
+            [((0, 1), 8)],
+        ),
+        (
+            Gemma3TextConfig(**SMALL | {"num_hidden_layers": 4}, head_dim=8, sliding_window=16, layer_types=LAYERS),
+            Gemma3ForCausalLM,
+            [((0, 1, 3), 16), ((2,), None)],
+        ),
+        (
+            Qwen2Config(**SMALL, num_key_value_heads=2, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+            Qwen2ForCausalLM,
+            [((0,), None), ((1,), 4)],
+        ),
+    ],
+)
+def test_groups_layers_by_their_kind(config, kind, groups):
+    assert [(group.layers, group.sliding_window) for group in probe_model(kind(config).eval())] == groups
+
+
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        (lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SMALL, head_dim=8, use_bidirectional_attention=True)), "later"),
+        (
+            lambda: Llama4ForCausalLM(
+                Llama4TextConfig(
+                    **SMALL,
+                    intermediate_size_mlp=48,
+                    head_dim=8,
+                    num_key_value_heads=2,
+                    num_local_experts=2,
+                )
+            ),
+            "chunked",
+        ),
+        (
+            lambda: Qwen3NextForCausalLM(Qwen3NextConfig(**SMALL, layer_types=["linear_attention", "full_attention"])),
+            "LinearAttention",
+        ),
+        (lambda: MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2)), "past_key_values"),
+        (
+            lambda: T5ForConditionalGeneration(
+                T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
+            ),
+            "encoder-decoder",
+        ),
+        (
+            lambda: DeepseekV3ForCausalLM(
+                DeepseekV3Config(
+                    **SMALL,
+                    kv_lora_rank=8,
+                    q_lora_rank=8,
+                    qk_rope_head_dim=4,
+                    qk_nope_head_dim=8,
+                    v_head_dim=8,
+                    first_k_dense_replace=2,
+                )
+            ),
+            "keys of",
+        ),
+    ],
+)
+def test_refuses_other_caches_by_name(make, part):
+    with pytest.raises(UnsupportedModelError, match=part):
+        probe_model(make().eval())
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_refuses_rotary_embeddings_that_look_ahead(make_model, rope_type):
+    model = make_model()
+    model.config.rope_parameters = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(UnsupportedModelError, match=rope_type):
+        probe_model(model)
+
+
+def test_refuses_layers_that_share_their_cache(make_model):
+    model = make_model()
+    model.model.layers[1].self_attn.layer_idx = 0
+    with pytest.raises(UnsupportedModelError, match="layer 0 wrote its KV 2 times"):
+        probe_model(model)
+
+
+def test_layers_of_different_shapes_are_groups_of_their_own(make_model):
+    model = make_model()
+    attention = model.model.layers[1].self_attn
+    attention.k_proj, attention.v_proj = torch.nn.Linear(64, 16), torch.nn.Linear(64, 16)
+    attention.num_key_value_groups = 4
+    assert [(group.layers, group.num_heads) for group in probe_model(model)] == [((0,), 2), ((1,), 1)]
+
+
+def test_refuses_layers_of_different_types(make_model):
+    model = make_model()
+    attention = model.model.layers[1].self_attn
+    attention.k_proj.register_forward_hook(lambda _module, _inputs, output: output.double())
+    attention.v_proj.register_forward_hook(lambda _module, _inputs, output: output.double())
+    attention.q_proj.register_forward_hook(lambda _module, _inputs, output: output.double())
+    attention.o_proj.double().register_forward_hook(lambda _module, _inputs, output: output.float())
+    with pytest.raises(UnsupportedModelError, match="layers differ"):
+        probe_model(model)
+
+
+def identity(model, checkpoint=None, block_size=16):
+    return Identity.of(model_identity(model, checkpoint, probe_model(model), block_size))
+
+
+def different_fields(ours, theirs):
+    return [difference.field for difference in identity(ours).diff(identity(theirs))]
+
+
+def test_equal_models_have_one_identity(make_model):
+    assert identity(make_model()).digest == identity(make_model()).digest
+
+
+def test_is_json_and_says_what_matters(model):
+    fields = json.loads(json.dumps(model_identity(model, None, probe_model(model), 16), allow_nan=False))
+    assert fields["weights"].startswith("state-dict:")
+    assert fields["architecture"] == "LlamaForCausalLM"
+    assert fields["config"]["hidden_size"] == 64
+    assert fields["dtype"] == {"model": "float32", "kv": "float32"}
+    (group,) = fields["groups"]
+    assert group == {
+        "kind": "full_attention",
+        "sliding_window": None,
+        "layers": [0, 1],
+        "heads": 2,
+        "head_size": 16,
+    }
+
+
+def test_one_edited_row_is_another_identity(make_model):
+    edited = make_model()
+    with torch.no_grad():
+        edited.model.embed_tokens.weight[17] += 1e-3
+    assert different_fields(make_model(), edited) == ["weights"]
+
+
+def test_names_the_field_that_differs(make_model):
+    assert different_fields(make_model(), make_model(seed=1)) == ["weights"]
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    assert "config.rope_parameters.rope_theta" in different_fields(make_model(), make_model(rope_parameters=rope))
+    assert "dtype.kv" in different_fields(make_model(), make_model().to(torch.bfloat16))
+    assert different_fields(make_model(), make_model(attn_implementation="eager")) == ["attention"]
+
+
+def test_block_size_matters_and_the_path_does_not(make_model):
+    model = make_model()
+    assert identity(model, block_size=8).digest != identity(model).digest
+    model.config.name_or_path = "/somewhere/else"
+    model.config.use_cache = False
+    assert identity(model).digest == identity(make_model()).digest
+
+
+def test_quantisation_is_kept_whole_and_parts_are_not_forgotten(make_model):
+    model = make_model()
+    model.config.quantization_config = {"quant_method": "x", "dtype": "int8", "use_cache": 1}
+    model.config.text_config = {"dtype": "float32", "hidden_size": 9}
+    config = model_identity(model, None, probe_model(make_model()), 16)["config"]
+    assert config["quantization_config"] == {"quant_method": "x", "dtype": "int8", "use_cache": 1}
+    assert config["text_config"] == {"hidden_size": 9}
+
+
+def test_checkpoints_and_objects_do_not_meet(make_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = make_model()
+    model.save_pretrained(tmp_path / "model")
+    on_disk = identity(model, tmp_path / "model")
+    assert on_disk.fields["weights"].startswith("checkpoint:")
+    assert [difference.field for difference in on_disk.diff(identity(model))] == ["weights"]
+
+
+def test_weights_without_bytes_have_no_identity(make_model):
+    model = make_model()
+    geometry = probe_model(model)
+    with pytest.raises(UnsupportedModelError, match="embed_tokens"):
+        model_identity(model.to("meta"), None, geometry, 16)

@@ -1,0 +1,125 @@
+"""Huge pages: the bytes stay, whatever the size and whoever uses them; whether there are any is the kernel's to say."""
+
+import ctypes
+import mmap
+import os
+
+import numpy as np
+import pytest
+
+from persistkv.memory.pages import HUGE_PAGE_BYTES, collapse, map_aligned, use_huge_pages
+from persistkv.storage.host.child import map_rows
+
+
+@pytest.fixture
+def make_file():
+    """Makes shared memory of some size, filled with bytes that differ."""
+    fds = []
+
+    def make_file(num_bytes):
+        fd = os.memfd_create("test")
+        fds.append(fd)
+        os.ftruncate(fd, num_bytes)
+        memory = mmap.mmap(fd, num_bytes)
+        bytes_of(memory)[:] = np.random.default_rng(num_bytes).integers(0, 256, num_bytes, dtype=np.uint8)
+        return fd, memory
+
+    yield make_file
+    for fd in fds:
+        os.close(fd)
+
+
+def bytes_of(memory):
+    return np.frombuffer(memory, np.uint8)
+
+
+@pytest.mark.parametrize("num_bytes", [mmap.PAGESIZE, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES + mmap.PAGESIZE, 40 << 20])
+def test_bytes_stay(make_file, num_bytes):
+    fd, memory = make_file(num_bytes)
+    before = bytes_of(memory).copy()
+    use_huge_pages(fd, num_bytes)
+    assert np.array_equal(bytes_of(memory), before)
+    bytes_of(memory)[::4096] ^= 255
+    use_huge_pages(fd, num_bytes)
+    assert not np.array_equal(bytes_of(memory), before)
+    bytes_of(memory)[::4096] ^= 255
+    assert np.array_equal(bytes_of(memory), before)
+    assert os.fstat(fd).st_size == num_bytes
+
+
+def test_pages_are_huge_where_it_says_so(make_file):
+    fd, memory = make_file(4 * HUGE_PAGE_BYTES)
+    if not use_huge_pages(fd, len(memory)):
+        pytest.skip("the kernel gives no huge pages")
+    assert held_in_huge_pages(memory) >= 4 * HUGE_PAGE_BYTES // 1024
+
+
+def held_in_huge_pages(memory):
+    """KiB of shared memory in huge pages, of the whole machine: a mapping tells only of those that it maps whole."""
+    with open("/proc/meminfo") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("ShmemHugePages"))
+
+
+def test_what_is_no_memory_stays_as_it_is(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * (4 * HUGE_PAGE_BYTES // 256))
+    with open(path, "r+b") as file:
+        use_huge_pages(file.fileno(), 4 * HUGE_PAGE_BYTES)
+    assert path.read_bytes() == bytes(range(256)) * (4 * HUGE_PAGE_BYTES // 256)
+    fd = os.open(path, os.O_RDONLY)
+    assert not use_huge_pages(fd, 4 * HUGE_PAGE_BYTES)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("num_bytes", [mmap.PAGESIZE, 3 * HUGE_PAGE_BYTES + mmap.PAGESIZE])
+def test_mapping_begins_with_a_huge_page_and_is_shared(make_file, num_bytes):
+    fd, memory = make_file(num_bytes)
+    address = map_aligned(fd, num_bytes)
+    assert not address % HUGE_PAGE_BYTES
+    assert ctypes.string_at(address, num_bytes) == memory[:]
+    ctypes.memset(address + num_bytes - 1, 7, 1)
+    assert memory[-1] == 7
+
+
+def test_mapping_that_cannot_be(make_file):
+    fd, _ = make_file(mmap.PAGESIZE)
+    with pytest.raises(OSError, match=f"of a file of {mmap.PAGESIZE}"):
+        map_aligned(fd, mmap.PAGESIZE + 1)
+    os.ftruncate(fd, 1 << 62)
+    with pytest.raises(OSError, match="cannot be mapped"):
+        map_aligned(fd, 1 << 62)
+    read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+    with pytest.raises(OSError, match="cannot be mapped"):
+        map_aligned(read_only, mmap.PAGESIZE)
+    os.close(read_only)
+
+
+def test_huge_pages_are_mapped_as_such(make_file):
+    fd, memory = make_file(4 * HUGE_PAGE_BYTES)
+    address = map_aligned(fd, len(memory))
+    if not collapse(address, len(memory)):
+        pytest.skip("the kernel gives no huge pages")
+    assert mapped_in_huge_pages(address) == 4 * HUGE_PAGE_BYTES // 1024
+    ctypes.memset(address, 7, 2 * HUGE_PAGE_BYTES)
+    assert mapped_in_huge_pages(address) == 4 * HUGE_PAGE_BYTES // 1024
+
+
+def mapped_in_huge_pages(address):
+    """KiB of the mapping that begins at ``address``."""
+    with open("/proc/self/smaps") as file:
+        lines = iter(file)
+        next(line for line in lines if line.startswith(f"{address:x}-"))
+        return next(int(line.split()[1]) for line in lines if line.startswith("ShmemPmdMapped"))
+
+
+@pytest.mark.parametrize("num_bytes", [mmap.PAGESIZE, 3 * HUGE_PAGE_BYTES + mmap.PAGESIZE])
+def test_rows_of_a_store_are_the_engines_and_their_descriptor_is_closed(make_file, num_bytes):
+    fd, memory = make_file(num_bytes)
+    given = os.dup(fd)
+    rows = map_rows(given, num_bytes)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(given)
+    assert (rows.format, rows.nbytes, rows.readonly) == ("B", num_bytes, False)
+    assert rows == memoryview(memory)
+    rows[-1] ^= 255
+    assert memory[-1] == rows[-1]

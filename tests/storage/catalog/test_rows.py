@@ -1,0 +1,73 @@
+"""Payloads in pieces of 256 KiB, however the stream is cut."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from persistkv.storage.catalog.rows import PIECE_BYTES, RowPayloads, read_pieces
+from persistkv.testing.memory import MemoryRows
+
+NAME, NEIGHBOURS = b"n" * 32, (b"m" * 32, b"n" * 31 + b"o")
+
+
+def pattern(length):
+    return (b"%d," * 20 % tuple(range(20)) * (length // 40 + 1))[:length]
+
+
+def stored(rows):
+    return list(rows.range("pieces", b""))
+
+
+def write(rows, name, stream):
+    RowPayloads(rows).write(name, iter(stream), at_most=1 << 30)
+
+
+lengths = st.one_of(
+    st.integers(0, 5000),
+    st.sampled_from([PIECE_BYTES, PIECE_BYTES - 1, PIECE_BYTES + 1, 2 * PIECE_BYTES, 3 * PIECE_BYTES + 7]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(lengths, max_size=5), st.data())
+def test_any_cut_and_any_span(cuts, data):
+    payload = pattern(sum(cuts))
+    ends = [sum(cuts[: index + 1]) for index in range(len(cuts))]
+    rows = MemoryRows()
+    write(rows, NAME, [payload[end - length : end] for end, length in zip(ends, cuts, strict=True)])
+    held = stored(rows)
+    assert b"".join(value for _, value in held) == payload
+    assert [key for key, _ in held] == [NAME + index.to_bytes(4, "big") for index in range(len(held))]
+    assert all(len(value) == PIECE_BYTES for _, value in held[:-1])
+
+    offset = data.draw(st.integers(0, len(payload)))
+    length = data.draw(st.integers(0, len(payload) - offset))
+    middle = data.draw(st.integers(0, length))
+    buffers = [bytearray(middle), bytearray(length - middle)]
+    assert read_pieces(rows, NAME, offset, [memoryview(buffer) for buffer in buffers])
+    assert b"".join(buffers) == payload[offset : offset + length]
+    beyond = memoryview(bytearray(len(payload) - offset + 1))
+    assert not read_pieces(rows, NAME, offset, [beyond])
+
+
+def test_write_stream_reuses_its_buffer():
+    part = bytearray(pattern(PIECE_BYTES))
+
+    def stream():
+        for index in range(3):
+            part[0] = index
+            yield memoryview(part)
+
+    rows = MemoryRows()
+    write(rows, NAME, stream())
+    assert [value[0] for _, value in stored(rows)] == [0, 1, 2]
+
+
+def test_delete_spares_the_neighbours():
+    rows = MemoryRows()
+    for name in (NAME, *NEIGHBOURS):
+        write(rows, name, [pattern(2 * PIECE_BYTES + 1)])
+    payloads = RowPayloads(rows)
+    payloads.delete(NAME, 2 * PIECE_BYTES + 1)
+    payloads.delete(b"z" * 32, 0)
+    assert {key[:32] for key, _ in stored(rows)} == set(NEIGHBOURS)
+    assert len(stored(rows)) == 6

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import repeat
+from itertools import repeat, takewhile
 from typing import TYPE_CHECKING, Any, NewType
 
 import numpy as np
@@ -263,6 +263,10 @@ class OffloadingManager(ABC):
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """Return whether the block is held and readable; None: it is not ready yet, retry in a later step."""
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        """Return ``lookup`` of each key before the first miss."""
+        return list(takewhile(lambda answer: answer is not False, (self.lookup(key, req_context) for key in keys)))
 
     @abstractmethod
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:

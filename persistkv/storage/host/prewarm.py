@@ -23,6 +23,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
+from heapq import nlargest
 from itertools import islice
 from typing import TypeVar
 
@@ -31,7 +32,6 @@ import msgspec
 from persistkv.errors import StoreError, StoreUnavailableError
 from persistkv.storage.backend import Backend
 from persistkv.storage.extensions import InspectableBackend, SupportsStatus, statuses
-from persistkv.storage.format.manifest import RequestManifest
 
 DEFAULT_TTL_S = 3600.0
 _ASK, _ANSWER, _BY = "ask", "warmed", "by"
@@ -207,7 +207,7 @@ def recent_contexts(
     asked = pending_warm(backend, namespace, engine)
     found: list[list[bytes]] = []
     named: set[bytes] = set()
-    used = [] if only_asked else _by_last_use(backend, namespace)
+    used = [] if only_asked else _by_last_use(backend, namespace, max_blocks)
     names = iter(dict.fromkeys([*(row.request for row in asked), *used]))
     while len(named) < max_blocks and (some := list(islice(names, _AT_ONCE))):
         for groups in backend.manifest_keys(namespace, some):
@@ -230,9 +230,13 @@ def _answer(backend: InspectableBackend, asked: WarmRequest, named: set[bytes], 
         logger.info("that %s was asked for is not answered: %s", asked.request, error)
 
 
-def _by_last_use(backend: InspectableBackend, namespace: bytes) -> list[str]:
-    heads: list[RequestManifest] = list(backend.manifests(namespace))
-    uses = backend.uses(namespace, [head.id for head in heads])
-    moments = [max(head.created, use.last_used) if use else head.created for head, use in zip(heads, uses, strict=True)]
-    order = sorted(range(len(heads)), key=moments.__getitem__, reverse=True)
-    return [heads[place].id for place in order]
+def _by_last_use(backend: InspectableBackend, namespace: bytes, most: int) -> list[str]:
+    """Return the ids of the requests that were used last. Reads them in pages: a store has millions."""
+
+    def moments() -> Iterator[tuple[float, str]]:
+        heads = iter(backend.manifests(namespace))
+        while some := list(islice(heads, _AT_ONCE)):
+            for head, use in zip(some, backend.uses(namespace, [head.id for head in some]), strict=True):
+                yield max(head.created, use.last_used) if use else head.created, head.id
+
+    return [name for _, name in nlargest(most, moments())]

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from persistkv.base import GPULoadStoreSpec, OffloadingManager
-from persistkv.config import OffloadingConfig, RowLayout
 from persistkv.connector.scheduler import OffloadingConnectorScheduler
 from persistkv.connector.worker import OffloadingConnectorWorker
-from persistkv.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from persistkv.cpu.layout import cell_bytes, group_layouts
-from persistkv.cpu.manager import CPULoadStoreSpec, CPUPrimaryTierOffloadingManager
-from persistkv.cpu.shared_offload_region import SharedOffloadRegion, remove_leftover_regions, row_stride_bytes
+from persistkv.cpu.shared_offload_region import remove_leftover_regions, row_stride_bytes
+from persistkv.cpu.spec import WorkerGeometry
 from persistkv.errors import ConfigurationError
 from persistkv.integrations.transformers.kv_cache import PagedKVCache
 from persistkv.tiering.manager import TieringOffloadingManager
 from persistkv.tiering.persistent import PersistentTier
+from persistkv.tiering.spec import TieringOffloadingSpec
 
 
 @dataclass(frozen=True)
@@ -61,38 +58,28 @@ def build_stack(device: PagedKVCache, identity: Mapping[str, Any], options: Stac
     """
     caches = device.canonical()
     cell = cell_bytes(caches, 1)
-    stride = row_stride_bytes(1, cell)
-    num_blocks = options.cpu_bytes // stride
-    if not num_blocks:
+    if options.cpu_bytes < (stride := row_stride_bytes(1, cell)):
         raise ConfigurationError("cpu_bytes", options.cpu_bytes, f"room for one block, {stride} bytes, or more")
     remove_leftover_regions()  # file names are unique per engine, so no engine replaces a killed engine's file
-    with ExitStack() as undo:
-        region = SharedOffloadRegion(uuid.uuid4().hex, num_blocks * stride, num_blocks, 0, 1, cell)
-        undo.callback(region.cleanup)
-        primary = CPUPrimaryTierOffloadingManager(num_blocks, region)
-        undo.callback(primary.shutdown)
-        layout = RowLayout(stride, group_layouts(caches, 1))
-        config = OffloadingConfig(identity, device.block_size, layout, num_blocks, region.fd)
-        persistent = []
-        for url in options.urls:
-            tier = PersistentTier(
-                config,
-                primary.get_kv_memoryview(),
-                url=url,
-                codec=options.codec,
-                host=options.host,
-                strict_identity=options.strict_identity,
-            )
-            undo.callback(tier.shutdown)
-            persistent.append(tier)
-        manager: OffloadingManager = TieringOffloadingManager(primary, persistent)
-        handlers = CpuGpuOffloadingHandlers(caches, 1, num_blocks, region)  # last: it references the region's memory
-        undo.pop_all()
-    worker = OffloadingConnectorWorker(
-        [
-            (GPULoadStoreSpec, CPULoadStoreSpec, handlers.gpu_to_cpu_handler),
-            (CPULoadStoreSpec, GPULoadStoreSpec, handlers.cpu_to_gpu_handler),
-        ]
+    tier = {
+        "type": "persistent",
+        "codec": options.codec,
+        "host": options.host,
+        "strict_identity": options.strict_identity,
+    }
+    spec = TieringOffloadingSpec(
+        {"cpu_bytes_to_use": options.cpu_bytes, "secondary_tiers": [{**tier, "url": url} for url in options.urls]},
+        geometry=WorkerGeometry(instance_id=uuid.uuid4().hex, gpu_block_size=device.block_size, gpu_block_bytes=cell),
+        identity=identity,
+        group_layouts=group_layouts(caches, 1),
     )
-    scheduler = OffloadingConnectorScheduler(manager, device.specs(), max_load_blocks=num_blocks)
-    return OffloadingStack(scheduler, worker, persistent, num_blocks)
+    try:
+        manager = spec.get_manager()
+        worker = OffloadingConnectorWorker(spec.get_handlers(caches))
+    except BaseException:
+        spec.shutdown()
+        raise
+    scheduler = OffloadingConnectorScheduler(manager, device.specs(), max_load_blocks=spec.num_blocks)
+    tiers = manager.secondary_tiers if isinstance(manager, TieringOffloadingManager) else ()
+    persistent = [built for built in tiers if isinstance(built, PersistentTier)]
+    return OffloadingStack(scheduler, worker, persistent, spec.num_blocks)

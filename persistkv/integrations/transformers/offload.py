@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from persistkv.connector.common import LoadProgress
-from persistkv.connector.request_state import BlockTable
-from persistkv.connector.scheduler import OffloadingConnectorScheduler
+from persistkv.connector.scheduler import BlockTable, OffloadingConnectorScheduler
 from persistkv.connector.worker import OffloadingConnectorWorker
 
 _POLL_S = 0.0005  # far below the time of a forward pass, far above the time of a poll

@@ -137,7 +137,7 @@ def _allocate(fd: int, path: str, size: int) -> None:
         expected = f"at most the {free.f_bavail * free.f_frsize} bytes free in {directory} ({error.strerror})"
         raise ConfigurationError("total_size_bytes", size, expected) from error
     if not use_huge_pages(fd, size):
-        logger.info("%s lies in small pages, at least in part: disks transfer them more slowly", path)
+        logger.info("%s is not completely in huge pages: disk transfers are slower", path)
 
 
 def _remove_leftover(path: str) -> bool:

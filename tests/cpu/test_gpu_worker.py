@@ -220,7 +220,7 @@ def test_tensors_of_inference_mode_can_be_loaded(device: str) -> None:
 
 
 def test_any_bits_survive(device: str) -> None:
-    """Pages are moved as wide numbers; not-a-numbers with a payload and subnormals must stay what they are."""
+    """Pages are moved as wide numbers; not-a-numbers with a payload and subnormals must not change."""
     page = torch.arange(256, dtype=torch.uint8).repeat(4).sort().values.view(torch.int8)
     signalling = torch.tensor([0x7FF0000000000001, 0x000000000000000F], dtype=torch.int64).view(torch.int8)
     data = torch.cat([page, signalling]).repeat(NUM_BLOCKS, 1).to(device)

@@ -1,4 +1,4 @@
-"""Where a group's bytes lie in a row."""
+"""Geometry of rows, and copies between pages and rows."""
 
 from __future__ import annotations
 

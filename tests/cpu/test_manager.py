@@ -25,7 +25,7 @@ def manager(request: pytest.FixtureRequest) -> CPUOffloadingManager:
 
 
 def store(manager: CPUOffloadingManager, keys: list[OffloadKey], context: ReqContext) -> list[OffloadKey]:
-    """Store blocks that must fit; returns what was evicted."""
+    """Store blocks that must fit; returns the evicted keys."""
     output = manager.prepare_store(keys, context)
     assert output is not None
     manager.complete_store(output.keys_to_store, context)

@@ -1,4 +1,4 @@
-"""Huge pages: the bytes stay, whatever the size and whoever uses them; whether there are any is the kernel's to say."""
+"""Huge and resident pages: no byte changes, whether or not the kernel provides them."""
 
 import ctypes
 import errno

@@ -1,4 +1,4 @@
-"""The persistent tier: the contract in each host, and what it adds: durability, manifests, restarts."""
+"""The persistent tier: the contract in each host, and additionally durability, manifests, restarts."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_what_is_held_is_not_sent_again(
 def test_the_host_killed_in_a_cascade_and_in_a_promotion(
     make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path
 ) -> None:
-    """Rows are released, lookups miss, the host comes back, and what was durable is found again."""
+    """Rows are released, lookups miss, the host restarts, and durable blocks are found again."""
     stack = make_stack(16, lmdb(tmp_path))
     (tier,) = stack.tiers
     names, lost = keys(4), keys(4)
@@ -131,7 +131,7 @@ def test_the_host_killed_in_a_cascade_and_in_a_promotion(
     late = described("d", names)
     stack.manager.on_new_request(late)
     while True not in stack.promote(names, late):
-        assert time.monotonic() < deadline, "the host does not come back"
+        assert time.monotonic() < deadline, "the host does not restart"
         stack.step()
         time.sleep(0.01)
     assert stack.promote(names, late) == [True] * 4

@@ -67,7 +67,7 @@ def frees_rows_before_the_job_ends(manager: TieringOffloadingManager) -> None:
 
 
 def ignores_the_epoch(manager: TieringOffloadingManager) -> None:
-    """Cascades whatever was stored, also what a reset has orphaned."""
+    """Cascades all stored blocks, including those orphaned by a reset."""
     wrap_primary(manager, is_ready=lambda key: True)
 
 

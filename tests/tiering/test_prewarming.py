@@ -1,4 +1,4 @@
-"""What was used last is promoted before anyone asks for it."""
+"""Prewarming: recently used contexts are promoted before a request looks them up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Described = Callable[..., ReqContext]
 
 
 class Answering:
-    """A tier that answers when it is told to."""
+    """A tier that answers on demand."""
 
     def __init__(self) -> None:
         self.open = False
@@ -105,7 +105,7 @@ def fill(stack: Any, described: Described, name: str, chain: list[OffloadKey]) -
 def two_contexts(
     make_stack: MakeStack, tier: Callable[..., PersistentTier], keys: Keys, described: Described
 ) -> tuple[list[OffloadKey], list[OffloadKey]]:
-    """Six blocks each, in a store that nobody has open; the second was used last."""
+    """Six blocks each, in a closed store; the second was used last."""
     first, (old, new) = make_stack(16, tier), (keys(6), keys(6))
     fill(first, described, "old", old)
     fill(first, described, "new", new)

@@ -1,4 +1,4 @@
-"""ARC: a scan does not wash out what is used again, and what comes back moves the balance."""
+"""ARC: a scan does not evict blocks used again, and returning blocks move the target."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_blocks_that_come_back_make_room_for_new_ones(keys: MakeKeys) -> None:
     assert [row for _, row in policy.evict(4)] == [1, 0, 3, 2]
     fresh = keys(2)
     policy.insert(fresh, [0, 1])
-    policy.insert(again, [2, 3])  # these come back to the second list, and take the target down to 0
+    policy.insert(again, [2, 3])  # inserted into the second list, which lowers the target to 0
     assert {key for key, _ in policy.evict(2)} == set(fresh)
 
 

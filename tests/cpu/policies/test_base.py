@@ -22,7 +22,7 @@ def test_a_protected_key_returns_to_its_own_place() -> None:
     order = EvictionOrder(refs)
     order.append(KEYS[3::-1], [3, 2, 1, 0])  # coldest first: 0, 1, 2, 3
     assert order.pop_coldest() == (KEYS[0], 0)
-    assert order.pop_coldest() == (KEYS[3], 3)  # 1 and 2 are set aside
+    assert order.pop_coldest() == (KEYS[3], 3)  # 1 and 2 are parked
     order.append([KEYS[4]], [0])
     refs[2] = 0
     order.release([KEYS[2]])

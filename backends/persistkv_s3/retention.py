@@ -19,9 +19,8 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.storage.extensions import Policy
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv_s3.client.bucket import Bucket
-from persistkv_s3.client.errors import ObjectExistsError
-from persistkv_s3.client.transport import ObjectInfo
-from persistkv_s3.log.names import parse_pack
+from persistkv_s3.client.transport import ObjectExistsError, ObjectInfo
+from persistkv_s3.log.layout import LEASES, parse_pack
 from persistkv_s3.log.state import LogState
 from persistkv_s3.session import NamespaceSession
 
@@ -55,7 +54,7 @@ class Retention:
     def __init__(self, bucket: Bucket, prefix: str, period_s: float, grace_s: float) -> None:
         """:param grace_s: age in seconds at which an object that the index does not reference is an orphan."""
         self._bucket = bucket
-        self._leases = f"{prefix}leases/"
+        self._leases = prefix + LEASES
         self._grace_s = grace_s
         self._period_s = period_s
         self._period = int(time.time() / period_s)  # first round in the next period: opening is not delayed
@@ -77,8 +76,7 @@ class Retention:
         except ObjectExistsError:
             return None
         now = self._bucket.head(lease).modified
-        if ended := [info.key for info in self._bucket.list(self._leases) if info.key < lease]:
-            self._bucket.delete(ended)
+        self._bucket.delete([info.key for info in self._bucket.list(self._leases) if info.key < lease])
         return self.run(sessions, policy(), now)
 
     def run(self, sessions: Mapping[bytes, NamespaceSession], policy: Policy, now: float) -> Round:
@@ -112,7 +110,7 @@ class Retention:
         """Remove the orphans of one namespace; return the number of deleted objects."""
         names = session.names
         prefixes = (names.packs_prefix, names.keys_prefix, names.segments_prefix)
-        lying = (info for prefix in prefixes for info in self._bucket.pages(prefix))
+        lying = (info for prefix in prefixes for info in self._bucket.list(prefix))
         old = (info for info in lying if info.modified <= now - self._grace_s)
         found = list(_unnamed(old, session))  # few, even of a million objects
         session.follower.refresh_from_bucket()
@@ -120,8 +118,7 @@ class Retention:
             logger.warning("%s: a part of the index does not read, so no orphans are removed", names.base)
             return 0
         orphans = [info.key for info in _unnamed(found, session)]
-        if orphans:
-            self._bucket.delete(orphans)
+        self._bucket.delete(orphans)
         return len(orphans)
 
 

@@ -8,7 +8,6 @@ argument ``read_only`` is never dark: opening raises. If the server rejects requ
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -69,7 +68,8 @@ class S3Backend(InspectableBackend):
         self._namespaces: dict[bytes, Namespace] = {}
         self._sessions: dict[bytes, NamespaceSession] = {}
         self._status_shown = False
-        self._dark = False
+        self._dark: StoreError | None = None
+        """Why the store has never been reached."""
         self._closed = False
 
     @classmethod
@@ -92,17 +92,14 @@ class S3Backend(InspectableBackend):
         try:
             backend._check_format()
             if not backend._read_only and (differences := backend._policy.contradictions(options.policy)):
-                logger.warning(
-                    "%s: the URL says %s; the store keeps its recorded policy (persistkv set changes it)",
-                    place,
-                    differences,
-                )
+                text = "%s: the URL says %s; the store keeps its recorded policy (persistkv set changes it)"
+                logger.warning(text, place, differences)
         except PASSING as error:
             if read_only:
                 backend.close()
                 raise
             logger.warning("%s does not answer (%s); lookups miss until it does", place, error)
-            backend._dark = True
+            backend._dark = error
         except BaseException:
             backend.close()
             raise
@@ -139,14 +136,15 @@ class S3Backend(InspectableBackend):
 
     def _is_dark(self) -> bool:
         """Return whether the server has never answered; if it answers now, complete the opening."""
-        if self._dark:
+        if self._dark is not None:
             try:
                 self._check_format()
                 for namespace in () if self._read_only else self._namespaces.values():
                     self._put_identity(namespace)
-            except PASSING:
+            except PASSING as error:
+                self._dark = error
                 return True
-            self._dark = False
+            self._dark = None
         return False
 
     def _put_identity(self, namespace: Namespace) -> None:
@@ -157,20 +155,28 @@ class S3Backend(InspectableBackend):
         self._check_open()
         if self._is_dark():
             return iter([])
-        found = self._bucket.list(self._place.prefix + IDENTITIES)
-        known = [name for info in found if (name := parse_identity(info.key)) is not None]
-        self._bucket.all(self._namespace, [name for name in known if name not in self._namespaces])
-        return iter([self._namespaces[name] for name in known if name in self._namespaces])
+        found = sorted(self._bucket.list(self._place.prefix + IDENTITIES), key=lambda info: -info.modified)
+        return self._fetched([name for info in found if (name := parse_identity(info.key)) is not None])
+
+    def _fetched(self, names: list[bytes]) -> Iterator[Namespace]:
+        """Yield namespaces, fetched a few at a time."""
+        for start in range(0, len(names), self._options.connections):
+            fetched = self._bucket.all(self._namespace, names[start : start + self._options.connections])
+            yield from (namespace for namespace in fetched if namespace is not None)
+
+    def holds(self, namespace: bytes) -> bool:
+        self._check_open()
+        return not self._is_dark() and self._namespace(namespace) is not None
 
     def open_namespace(self, identity: Identity) -> Namespace:
         self._check_open()
         if self._is_dark():
-            return self._namespaces.setdefault(identity.digest, Namespace(identity, time.time()))
+            return self._namespaces.setdefault(identity.digest, Namespace(identity, self._bucket.now()))
         found = self._namespace(identity.digest)
         if found is None and self._read_only:
             raise StoreUnavailableError(f"{self._place} holds no namespace {identity.digest.hex()}: open read-only")
         if found is None:
-            self._put_identity(Namespace(identity, time.time()))
+            self._put_identity(Namespace(identity, self._bucket.now()))
             found = self._namespace(identity.digest)  # another process may have been faster
         if found is None:
             raise CorruptStoreError(f"{self._identity_key(identity.digest)} does not read")
@@ -182,23 +188,26 @@ class S3Backend(InspectableBackend):
     def _namespace(self, name: bytes) -> Namespace | None:
         """Return a namespace, fetched once, because identities never change; None if it is missing or invalid."""
         if name not in self._namespaces:
-            try:
-                found = parse_namespace(self._bucket.get(self._identity_key(name)), name)
-            except (ObjectMissingError, CorruptPackError):
-                return None
+            data = self._small_object(self._identity_key(name))
+            found = None if data is None else parse_namespace(data, name)
             if found is None:
                 return None
             self._namespaces[name] = found
         return self._namespaces[name]
 
+    def _small_object(self, key: str) -> bytes | None:
+        """Return a whole object; None if it is missing or too large."""
+        try:
+            return bytes(self._bucket.get(key))
+        except (ObjectMissingError, CorruptPackError):
+            return None
+
     def session(self, namespace: bytes) -> NamespaceSession:
         """Return this handle's session with a namespace."""
         self._check_open()
-        if namespace not in self._sessions:
-            if self._namespace(namespace) is None:
-                raise StoreError(f"{self._place} holds no namespace {namespace.hex()}")
-            self._sessions.setdefault(namespace, self._make_session(namespace))
-        return self._sessions[namespace]
+        if namespace not in self._sessions and self._namespace(namespace) is None:
+            raise StoreError(f"{self._place} holds no namespace {namespace.hex()}")
+        return self._sessions.get(namespace) or self._sessions.setdefault(namespace, self._make_session(namespace))
 
     def _make_session(self, namespace: bytes) -> NamespaceSession:
         names, options = Names(self._place.prefix, namespace, self._authenticator.key_id), self._options
@@ -213,7 +222,7 @@ class S3Backend(InspectableBackend):
             raise StoreError(f"a pack of another namespace than {namespace.hex()}")
         session = self.session(namespace)
         if self._is_dark():
-            raise StoreUnavailableError(f"{self._place} has not answered yet")
+            raise StoreUnavailableError(f"{self._place} has not answered yet ({self._dark})")
         if session.follower.emptied:  # format and identity are missing, too
             self._check_format()
             self._put_identity(self._namespaces[namespace])
@@ -243,12 +252,9 @@ class S3Backend(InspectableBackend):
 
     def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
         session = self.session(namespace)
-        if self._is_dark():
-            return session.state.changes(cursor)
-        if cursor is None:
-            session.follower.load()
-        else:
-            session.follower.look()
+        if not self._is_dark():
+            look = session.follower.load if cursor is None else session.follower.look
+            look()
         return session.state.changes(cursor)
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
@@ -323,29 +329,18 @@ class S3Backend(InspectableBackend):
         if row is None:
             self._bucket.delete([key])
             return
-        if not self._status_shown:
-            self._forget_old_statuses()
+        if not self._status_shown:  # delete those that killed engines left
+            old = self._bucket.now() - _STATUS_KEPT_S
+            found = self._bucket.list(self._place.prefix + STATUSES)
+            self._bucket.delete([info.key for info in found if info.modified < old])
             self._status_shown = True
         self._bucket.put(key, [row], only_if_absent=False)
-
-    def _forget_old_statuses(self) -> None:
-        """Delete old statuses, left by killed engines."""
-        now = time.time()
-        found = self._bucket.list(self._place.prefix + STATUSES)
-        self._bucket.delete([info.key for info in found if info.modified < now - _STATUS_KEPT_S])
 
     def statuses(self) -> dict[str, bytes]:
         self._check_open()
         keys = [info.key for info in self._bucket.list(self._place.prefix + STATUSES)]
-        rows = zip(keys, self._bucket.all(self._status, keys), strict=True)
+        rows = zip(keys, self._bucket.all(self._small_object, keys), strict=True)
         return {key.rpartition("/")[2]: row for key, row in rows if row is not None}
-
-    def _status(self, key: str) -> bytes | None:
-        """Return an engine's status; None if it was removed meanwhile, or is too large."""
-        try:
-            return bytes(self._bucket.get(key))
-        except (ObjectMissingError, CorruptPackError):
-            return None
 
     def close(self) -> None:
         if self._closed:

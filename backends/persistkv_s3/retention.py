@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -57,11 +56,17 @@ class Retention:
         self._leases = prefix + LEASES
         self._grace_s = grace_s
         self._period_s = period_s
-        self._period = int(time.time() / period_s)  # first round in the next period: opening is not delayed
+        self._period: int | None = None
 
     def is_due(self) -> bool:
         """Return whether a period has started whose lease this handle has not tried to take."""
-        return int(time.time() / self._period_s) > self._period
+        now = self._now()
+        if self._period is None:  # the first round is in the next period, so that opening is not delayed
+            self._period = now
+        return now > self._period
+
+    def _now(self) -> int:
+        return int(self._bucket.now() / self._period_s)
 
     def run_if_first(self, sessions: Mapping[bytes, NamespaceSession], policy: Callable[[], Policy]) -> Round | None:
         """Do the round of this period; return None if another engine does it.
@@ -69,7 +74,7 @@ class Retention:
         :param policy: reads the store's recorded policy.
         :raises StoreError: it was not completed; the next round continues.
         """
-        self._period = int(time.time() / self._period_s)
+        self._period = self._now()
         lease = f"{self._leases}{self._period:012x}"
         try:
             self._bucket.put(lease, [b"taken"])

@@ -63,7 +63,7 @@ class NamespaceSession:
         if batch.seen is not None and not state.is_current(batch.seen):
             return CommitResult(batch.seen, stale=True)
         moment = max(moment, state.moment + 1)
-        now = max(state.time, time.time())
+        now = self._bucket.now()
         plan = _Plan(state, batch, follower.lost, dropped)
         if not plan.is_commit:
             self._touch(plan.uses, LastUse(moment, now))

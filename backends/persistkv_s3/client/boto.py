@@ -8,11 +8,15 @@
 
 from __future__ import annotations
 
+import errno
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from email.utils import parsedate_to_datetime
 from typing import Any
+from urllib.parse import urlsplit
 
 from persistkv.errors import ConfigurationError, StoreError
 from persistkv.storage.extensions import PlainMedium
@@ -54,7 +58,13 @@ class BotoClient(Transport):
         self._client = _make_client(options)
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
+        self._ahead_s: float | None = None
+        """Server's clock minus ``time.monotonic``. Of answers that agree within 5 s the greatest difference counts:
+        dates have whole seconds, and answers take time."""
         self._client.meta.events.register("before-send.s3", self._count_one)
+        self._client.meta.events.register("after-call.s3", self._compare_clocks)
+        server = urlsplit(self._client.meta.endpoint_url)
+        self._where = f"{place} at {server.scheme}://{server.netloc.rpartition('@')[2]}"
 
     @property
     def requests(self) -> dict[str, int]:
@@ -64,6 +74,16 @@ class BotoClient(Transport):
     def _count_one(self, request: Any, **_: Any) -> None:
         with self._lock:
             self._counts[request.method] += 1
+
+    def _compare_clocks(self, parsed: Any, **_: Any) -> None:
+        date = parsed.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
+        with suppress(TypeError, ValueError), self._lock:
+            ahead_s = parsedate_to_datetime(date).timestamp() - time.monotonic()
+            if self._ahead_s is None or not -5.0 < ahead_s - self._ahead_s <= 0.0:
+                self._ahead_s = ahead_s
+
+    def server_time(self) -> float:
+        return time.time() if self._ahead_s is None else time.monotonic() + self._ahead_s
 
     def put(self, key: str, body: Body, deadline: Deadline, *, only_if_absent: bool = True) -> None:
         condition = {"IfNoneMatch": "*"} if only_if_absent else {}
@@ -78,6 +98,9 @@ class BotoClient(Transport):
         with self._translated("GET", key, deadline):
             answer = self._client.get_object(Bucket=self._place.bucket, Key=key, **wanted)
             with closing(answer["Body"]) as body:
+                size = answer.get("ContentRange", "").rpartition("/")[2]
+                if start is not None and stop is not None and size.isdigit() and int(size) < stop:
+                    raise ObjectMissingError(f"{self._where}: {key} has {size} bytes instead of {stop} or more")
                 sink.expect(answer["ContentLength"])
                 with _cut_off(body, deadline):
                     _receive(body, sink)
@@ -101,7 +124,7 @@ class BotoClient(Transport):
             with self._translated("DELETE", f"{keys[0]} and {len(keys) - 1} more", deadline):
                 answer = self._client.delete_objects(Bucket=self._place.bucket, Delete=wanted)
             for error in answer.get("Errors", ()):
-                raise _of_answer({"Error": error}, f"{self._place}: DELETE {error.get('Key')}")
+                raise _of_answer({"Error": error}, f"{self._where}: DELETE {error.get('Key')}")
         except RefusedError:  # Ceph requires permission to delete the whole bucket for this
             for key in keys:
                 with self._translated("DELETE", key, deadline):
@@ -112,13 +135,13 @@ class BotoClient(Transport):
 
     @contextmanager
     def _translated(self, verb: str, key: str, deadline: Deadline) -> Iterator[None]:
-        deadline.check(f"{self._place}: {verb} {key}")
+        deadline.check(f"{self._where}: {verb} {key}")
         try:
             yield
         except StoreError:
             raise
         except Exception as error:
-            raise _ours(error, f"{self._place}: {verb} {key}", deadline) from None
+            raise _ours(error, f"{self._where}: {verb} {key}", deadline) from None
 
 
 class PlainBucket(BotoClient, PlainMedium):
@@ -195,8 +218,18 @@ def _ours(error: Exception, what: str, deadline: Deadline) -> S3Error:
     if isinstance(error, (NoCredentialsError, PartialCredentialsError, TokenRetrievalError)):
         return RefusedError(f"{what}: no credentials; they come from the environment, a profile or a role")
     if isinstance(error, (HTTPClientError, ConnectionError, ResponseStreamingError, OSError)):
-        return BrokenError(f"{what}: {type(error).__name__}")
-    return RefusedError(f"{what}: {type(error).__name__}")
+        return BrokenError(f"{what}: {_cause(error)}")
+    return RefusedError(f"{what}: {_cause(error)}")
+
+
+def _cause(error: BaseException) -> str:
+    """Describe an error by its type and the system error that caused it: its message may hold a request's headers."""
+    name, inner = type(error).__name__, error
+    while (below := getattr(inner, "kwargs", {}).get("error") or inner.__cause__ or inner.__context__) is not None:
+        inner = below
+    if not isinstance(inner, OSError) or not inner.strerror:
+        return name
+    return f"{name}: {inner.strerror} ({errno.errorcode.get(inner.errno or 0, type(inner).__name__)})"
 
 
 def _of_answer(answer: Any, what: str) -> S3Error:

@@ -11,7 +11,8 @@ States of the breaker:
     open       no request passes, for a pause that doubles each time, up to 30 s
     half-open  one request passes. Good answer: closed. Bad answer: open again
 
-A bad answer is a failure caused by the server, or an answer that took longer than ``slow_s``.
+A bad answer is a failure caused by the server, or an answer that took longer than ``slow_s`` and the time of its bytes
+at 1 MiB/s.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ _LAST_BOUND_S = 5.0
 _SMALL_BYTES = 1 << 20  # 1 MiB: identities, leases and roots are smaller
 _IN_A_ROW = 5
 _WINDOW = 20
+_SLOW_BYTES_PER_S = 1 << 20  # 1 MiB/s
 _FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 
@@ -65,7 +67,7 @@ class Breaker:
     """Circuit breaker, see the top of this file. Thread-safe.
 
     :param name: of the server, for the log.
-    :param slow_s: seconds after which even a correct answer is bad.
+    :param slow_s: seconds after which even a correct answer without bytes is bad.
     :param jitter: returns a number from 0 to 1, which shortens a pause by up to a half.
     """
 
@@ -112,9 +114,9 @@ class Breaker:
             self._wait_until = now + LONGEST_PAUSE_S  # a probe whose thread died must not block it for ever
             return True
 
-    def record(self, *, well: bool, seconds: float) -> None:
-        """Record the result of an admitted request."""
-        bad = not well or seconds > self._slow_s
+    def record(self, *, well: bool, seconds: float, num_bytes: int = 0) -> None:
+        """Record the result of an admitted request that transferred ``num_bytes``."""
+        bad = not well or seconds > self._slow_s + num_bytes / _SLOW_BYTES_PER_S
         with self._lock:
             self._recent.append(bad)
             recent = list(self._recent)
@@ -150,6 +152,7 @@ class Bucket:
         self.breaker = breaker
         self._transport = transport
         self._deadline_s = deadline_s
+        self._last_failure = "none failed"
         self._readers = ThreadPool(connections, "persistkv-s3-read")
         self._writers = ThreadPool(connections, "persistkv-s3-write")
 
@@ -157,6 +160,10 @@ class Bucket:
     def requests(self) -> dict[str, int]:
         """See ``Transport.requests``."""
         return self._transport.requests
+
+    def now(self) -> float:
+        """Return the time by the server's clock, in seconds since the epoch; see ``Transport.server_time``."""
+        return self._transport.server_time()
 
     def all(self, what: Callable[[A], R], things: Iterable[A], *, writes: bool = False) -> list[R]:
         """Call ``what`` with each thing, concurrently; return the results.
@@ -197,7 +204,8 @@ class Bucket:
                 uncertain = uncertain or error.uncertain
                 raise
 
-        self._run(attempt)
+        num_bytes = sum(memoryview(piece).nbytes for piece in pieces)
+        self._run(attempt, lambda: num_bytes)
 
     def get(self, key: str, limit: int = _SMALL_BYTES) -> bytearray:
         """Return a whole object.
@@ -233,7 +241,7 @@ class Bucket:
             elif start is not None and stop is not None and start + done < stop:
                 self._transport.get(key, start + done, stop, sink, deadline)
 
-        self._run(attempt)
+        self._run(attempt, lambda: sink.position)
         return sink
 
     def head(self, key: str) -> ObjectInfo:
@@ -253,12 +261,16 @@ class Bucket:
         for start in range(0, len(keys), MOST_DELETED):
             self._run(partial(self._transport.delete, keys[start : start + MOST_DELETED]))
 
-    def _run(self, attempt: Callable[[Deadline], R]) -> R:
+    def _run(self, attempt: Callable[[Deadline], R], num_bytes: Callable[[], int] = int) -> R:
+        """Repeat an attempt until it succeeds, or another one is hopeless.
+
+        :param num_bytes: called after each attempt: the bytes that the operation has transferred.
+        """
         deadline = Deadline(self._deadline_s)
         bound = _FIRST_BOUND_S
         for attempts_left in reversed(range(MOST_ATTEMPTS)):
             try:
-                return self._attempt(attempt, deadline)
+                return self._attempt(attempt, deadline, num_bytes)
             except S3Error as error:
                 pause = error.pause_s + random.uniform(0, bound)
                 if not error.retryable or not attempts_left or pause >= deadline.remaining:
@@ -267,9 +279,11 @@ class Bucket:
             bound = min(2 * bound, _LAST_BOUND_S)
         raise AssertionError("the last attempt returns or raises")
 
-    def _attempt(self, attempt: Callable[[Deadline], R], deadline: Deadline) -> R:
+    def _attempt(self, attempt: Callable[[Deadline], R], deadline: Deadline, num_bytes: Callable[[], int]) -> R:
         if not self.breaker.admit():
-            raise BreakerOpenError("the object store failed or was slow; it is left alone for a while")
+            raise BreakerOpenError(
+                f"no request is sent for a while after failures or slow answers; {self._last_failure}"
+            )
         begin, well = time.monotonic(), False
         try:
             result = attempt(deadline)
@@ -277,9 +291,11 @@ class Bucket:
             return result
         except StoreError as error:
             well = not isinstance(error, S3Error) or error.healthy
+            if not well:
+                self._last_failure = f"the last failure: {error}"
             raise
         finally:
-            self.breaker.record(well=well, seconds=time.monotonic() - begin)
+            self.breaker.record(well=well, seconds=time.monotonic() - begin, num_bytes=num_bytes())
 
     def close(self) -> None:
         """Release connections; idempotent. Does not wait for calls that an interrupt left running."""

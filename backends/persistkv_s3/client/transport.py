@@ -264,6 +264,10 @@ class Transport(ABC):
         """Number of requests sent so far, by HTTP method; empty if they are not counted."""
         return {}
 
+    def server_time(self) -> float:
+        """Return the time by the server's clock, in seconds since the epoch; the local time before the first answer."""
+        return time.time()
+
     @abstractmethod
     def put(self, key: str, body: Body, deadline: Deadline, *, only_if_absent: bool = True) -> None:
         """Upload an object, in one request or in parts.

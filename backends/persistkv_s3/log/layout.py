@@ -172,7 +172,7 @@ class Head(msgspec.Struct, array_like=True, kw_only=True):
     writer: _Id
     moment: _Number
     time: float
-    """Seconds since the epoch, by the writer's clock, never decreasing."""
+    """Seconds since the epoch, by the server's clock."""
     packs: list[PackRow] = []
     gone: list[GoneRow] = []
     uses: bytes = b""

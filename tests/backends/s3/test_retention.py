@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -116,6 +117,24 @@ def test_ttl_counts_from_the_last_use(open_store: Opener, monkeypatch: pytest.Mo
     assert not list(backend.manifests(NAMESPACE))
 
 
+def test_ttl_of_an_engine_with_a_wrong_clock_counts_by_the_server(
+    open_store: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of this thread, in which the engine runs, is a year ahead; that of the server's threads is right."""
+    now, year_s = time.time, 365 * 24 * HOUR_S
+    engine = threading.current_thread()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: now() + (year_s if threading.current_thread() is engine else 0.0))
+        ahead, _ = open_store("refresh=0s&ttl=1h")
+        ahead.open_namespace(sample_identity())
+        ahead.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 1)]))
+    other, _ = open_store()
+    other.changes(NAMESPACE, None)
+    other.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 2)]))
+    assert run(other, hours=0.5).evicted == 0
+    assert run(other, hours=1.5).evicted == 2
+
+
 def test_one_engine_looks_in_each_period(open_store: Opener, raw_client: Any, bucket: str) -> None:
     (one, _), (two, _) = open_store("retention=36500d"), open_store("retention=36500d")
     rounds = [one.retain(), two.retain(), one.retain()]
@@ -126,7 +145,7 @@ def test_one_engine_looks_in_each_period(open_store: Opener, raw_client: Any, bu
 def test_commits_look_when_a_period_begins(
     open_store: Opener, raw_client: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend, _ = open_store("retention=36500d")
+    backend, _ = open_store("refresh=0s&retention=36500d")
     backend.open_namespace(sample_identity())
     backend.commit(NAMESPACE, CommitBatch())
     assert not objects(raw_client, bucket, "store/leases/")

@@ -11,7 +11,7 @@ import pytest
 from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.errors import StoreError
 from persistkv.memory.rows import Rows
-from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.storage.backend import CommitBatch, Namespace, ReadSpan
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
 from persistkv.storage.store import Store
@@ -20,7 +20,7 @@ from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_s3 import S3Backend
 from persistkv_s3.client.transport import BrokenError
 from persistkv_s3.log import follower
-from persistkv_s3.log.layout import Names
+from persistkv_s3.log.layout import IDENTITIES, Names, encode_namespace
 from tests.backends.s3.conftest import Opener
 from tests.backends.s3.test_retention import run as run_retention
 
@@ -159,6 +159,49 @@ def test_missing_object_is_a_miss_and_no_quarantine(open_store: Opener, raw_clie
     assert bytes(memory[: 4 * 4096]) == payload_of(packs[0])
     (other, _) = open_store()
     assert len(tables(other, store.namespace)) == 2
+
+
+@pytest.mark.parametrize("left", [0, 1, 5000, 16_000])
+def test_read_truncated_pack_misses_and_drops_it(open_store: Opener, raw_client: Any, bucket: str, left: int) -> None:
+    backend, client = open_store("refresh=1h")
+    backend.open_namespace(sample_identity())
+    pack = sample_pack(NAMESPACE, 1)
+    backend.commit(NAMESPACE, CommitBatch([pack]))
+    key = Names("store/", NAMESPACE).pack(pack.pack_id, 0)
+    raw_client.put_object(Bucket=bucket, Key=key, Body=payload_of(pack)[:left])
+    client.take()
+    assert read_pack(backend, NAMESPACE, pack.table) is None
+    assert client.take() == {"GET": 1}, "not retried"
+    assert backend.breaker.state == "closed"
+    assert backend.tables(NAMESPACE, [pack.pack_id]) == []
+    backend.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 2)]))
+    (fresh, _) = open_store()
+    assert pack.pack_id not in tables(fresh, NAMESPACE)
+    backend.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 1)]))
+    assert read_pack(fresh, NAMESPACE, tables(fresh, NAMESPACE)[pack.pack_id]) == payload_of(pack)
+
+
+def test_open_store_with_many_namespaces_reads_few_identities(
+    open_store: Opener, raw_client: Any, bucket: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(60):
+        other = Namespace(Identity.of({"weights": f"w{number}", "config": {"block": 16}}), 1.7e9 + number)
+        key = f"{IDENTITIES}{other.id.hex()}"
+        raw_client.put_object(Bucket=bucket, Key=f"store/{key}", Body=encode_namespace(other))
+    layout = RowLayout(4096, (GroupLayout(((0, 4096),)),))
+
+    def opened(weights: str) -> tuple[dict[str, int], str]:
+        backend, client = open_store("refresh=1h")
+        identity = Identity.of({"weights": weights, "config": {"block": 16}})
+        store = Store(backend, identity, Rows(memoryview(bytearray(4096)), layout), StoreOptions(), url="s3://test")
+        return client.take(), store.notice
+
+    counts, notice = opened("w7")
+    assert (counts["GET"] <= 5, notice) == (True, "")
+    counts, notice = opened("new")
+    assert counts["GET"] <= 25
+    assert "nearest namespace differs in weights" in notice
+    assert len(list(open_store().backend.namespaces())) == 61
 
 
 def commit_many(backend: S3Backend, seeds: range) -> None:

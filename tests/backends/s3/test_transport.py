@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from threading import Event
 
 import pytest
 
@@ -37,7 +38,7 @@ DATA = bytes(range(256)) * 4
 class Scripted(Transport):
     """Each call follows the next step: an error to raise, a number of bytes after which a body breaks, or None."""
 
-    def __init__(self, *steps: S3Error | int | None, after: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, *steps: S3Error | int | None, after: Callable[[], object] = lambda: None) -> None:
         self.steps = list(steps)
         self.calls: list[tuple[object, ...]] = []
         self.after = after
@@ -55,11 +56,14 @@ class Scripted(Transport):
 
     def get(self, key: str, start: int | None, stop: int | None, sink: Sink, deadline: Deadline) -> None:
         broken_after = self._step("get", key, start, stop)
-        data = DATA if stop is None else DATA[-stop:] if start is None else DATA[start:stop]
+        whole = DATA * 1024
+        data = DATA if stop is None else DATA[-stop:] if start is None else whole[start:stop]
         sink.expect(len(data))
-        for byte in data if broken_after is None else data[:broken_after]:
-            sink.room()[0] = byte
-            sink.advance(1)
+        left = data if broken_after is None else data[:broken_after]
+        while left:
+            room = sink.room()[: len(left)]
+            room[:], left = left[: len(room)], left[len(room) :]
+            sink.advance(len(room))
         if broken_after is not None:
             raise BrokenError("the body broke off")
 
@@ -255,6 +259,30 @@ def test_breaker_opens_on_slowness_and_on_half_of_the_last_answers() -> None:
     for number in range(20):
         mixed.record(well=bool(number % 2), seconds=0.1)
     assert mixed.state == "open"
+
+
+def test_breaker_judges_bytes_per_second() -> None:
+    breaker = make_breaker(Clock())
+    for _ in range(20):
+        breaker.record(well=True, seconds=30.0, num_bytes=32 << 20)
+    assert breaker.state == "closed", "more than 1 MiB/s"
+    for _ in range(5):
+        breaker.record(well=True, seconds=35.0, num_bytes=32 << 20)
+    assert breaker.state == "open"
+
+
+@pytest.mark.parametrize("verb", ["put", "fill", "head"])
+def test_bucket_slow_large_transfers_leave_the_breaker_closed(verb: str) -> None:
+    """Each takes five times as long as a small request may."""
+    bucket = Bucket(Scripted(after=lambda: Event().wait(0.05)), Breaker("test", 0.01), 10.0, 1)
+    for _ in range(5):
+        if verb == "put":
+            bucket.put("k", [bytes(1 << 20)])
+        elif verb == "fill":
+            bucket.fill("k", 0, [memoryview(bytearray(1 << 20))])
+        else:
+            bucket.head("k")
+    assert bucket.breaker.state == ("open" if verb == "head" else "closed")
 
 
 def test_what_was_on_its_way_when_it_opened_changes_nothing() -> None:

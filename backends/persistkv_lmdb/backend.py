@@ -26,7 +26,7 @@ from persistkv.errors import (
 from persistkv.storage.backend import Capabilities, CommitBatch, CommitResult, Namespace, ReadSpan
 from persistkv.storage.catalog import CatalogBackend, Rows
 from persistkv.storage.catalog.backend import check_batch
-from persistkv.storage.catalog.pieces import read_pieces
+from persistkv.storage.catalog.rows import read_pieces
 from persistkv.storage.extensions import BackendStats, CompactProgress, FreeSpace, Policy
 from persistkv.storage.identity import Identity
 from persistkv_lmdb.commit import BatchCommit

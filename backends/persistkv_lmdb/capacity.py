@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreFullError
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.catalog.pieces import page_bytes
+from persistkv.storage.catalog.rows import page_bytes
 from persistkv.storage.catalog.transaction import rows_bound
 from persistkv.storage.format.pack_writer import NewPack
 from persistkv_lmdb.layout import Transaction, read_capacity, read_catalogue_bytes, read_placement, used_bytes

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 
 from persistkv.errors import StoreFullError
-from persistkv.storage.catalog.records import pack_table
+from persistkv.storage.catalog.rows import pack_table
 from persistkv.storage.extensions import CompactProgress
 from persistkv_lmdb.capacity import Amount, Room
 from persistkv_lmdb.commit import TURN_S

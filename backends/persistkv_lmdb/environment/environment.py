@@ -22,7 +22,7 @@ import lmdb
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreBusyError, StoreError, StoreFullError
-from persistkv.storage.catalog.records import read_clock, write_clock
+from persistkv.storage.catalog.order import read_clock, write_clock
 from persistkv.storage.extensions import Policy
 from persistkv.storage.format.pack import align
 from persistkv_lmdb.capacity import LOCK_FILE_BYTES, Shares, read_shares, wanted_catalogue_bytes

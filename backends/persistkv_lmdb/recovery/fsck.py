@@ -30,14 +30,14 @@ from lmdb import verify
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptPackError, CorruptStoreError
-from persistkv.storage.catalog.records import (
+from persistkv.storage.catalog.order import read_clock
+from persistkv.storage.catalog.rows import (
     ORDER_KEY,
     Chain,
     NamespaceState,
     Use,
     decode_namespace,
     pack_table,
-    read_clock,
 )
 from persistkv.storage.format.manifest import decode_manifest, decode_manifest_keys
 from persistkv.storage.format.pack import ID_BYTES

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreFullError
-from persistkv.storage.catalog.pieces import RowPayloads
+from persistkv.storage.catalog.rows import RowPayloads
 from persistkv.storage.format.codec import Buffer
 from persistkv_lmdb.layout import Transaction
 from persistkv_lmdb.options import Placement

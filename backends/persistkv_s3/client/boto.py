@@ -225,8 +225,8 @@ def _ours(error: Exception, what: str, deadline: Deadline) -> S3Error:
 def _cause(error: BaseException) -> str:
     """Describe an error by its type and the system error that caused it: its message may hold a request's headers."""
     name, inner = type(error).__name__, error
-    while (below := getattr(inner, "kwargs", {}).get("error") or inner.__cause__ or inner.__context__) is not None:
-        inner = below
+    for _ in range(10):
+        inner = getattr(inner, "kwargs", {}).get("error") or inner.__cause__ or inner.__context__ or inner
     if not isinstance(inner, OSError) or not inner.strerror:
         return name
     return f"{name}: {inner.strerror} ({errno.errorcode.get(inner.errno or 0, type(inner).__name__)})"

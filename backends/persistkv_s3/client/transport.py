@@ -223,17 +223,17 @@ class WholeSink(Sink):
     """Collects an object of unknown length, up to a bound, because the content of a bucket is untrusted."""
 
     def __init__(self, limit: int) -> None:
-        super().__init__(limit)
+        super().__init__(0)
+        self._limit = limit
         self.data = bytearray()
 
     def expect(self, length: int) -> None:
-        if self.position:
-            super().expect(length)
-        elif length > self._length:
-            raise CorruptPackError("object", f"{length} bytes; at most {self._length} belong there")
-        else:
+        if length > self._limit:
+            raise CorruptPackError("object", f"{length} bytes; at most {self._limit} belong there")
+        if not self.position:  # the object may be another one than at a previous attempt
             self._length = length
             self.data = bytearray(length)
+        super().expect(length)
 
     def room(self) -> memoryview:
         return memoryview(self.data)[self.position :]

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import xxhash
 
 from persistkv.errors import CorruptPackError
-from persistkv.storage.files import replace_file
+from persistkv.files import replace_file
 from persistkv.storage.format.codec import Buffer
 from persistkv_s3.authentication import SignedObjects
 from persistkv_s3.client.transport import ObjectExistsError, ObjectMissingError

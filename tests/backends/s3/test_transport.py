@@ -159,6 +159,17 @@ def test_sinks_refuse_what_was_not_asked_for() -> None:
         WholeSink(100).expect(101)
 
 
+def test_whole_sink_object_replaced_between_attempts_is_collected_anew() -> None:
+    sink = WholeSink(100)
+    sink.expect(4)
+    sink.expect(60)
+    assert len(sink.room()) == 60
+    sink.advance(20)
+    sink.expect(40)
+    with pytest.raises(BrokenError):
+        sink.expect(41)
+
+
 @pytest.mark.parametrize("error", [BrokenError("x"), ThrottledError("x")])
 def test_what_may_pass_is_tried_again(error: S3Error, pauses: list[float]) -> None:
     client = Scripted(error, error, None)

@@ -66,14 +66,14 @@ def test_uses_are_said_in_bounded_messages(hosted: Any, tmp_path: Path) -> None:
     hosted.finish(client, 1)
     assert client.flush(90)
     sent: list[int] = []
-    send = client.supervisor.send
+    send = client.supervisor.connection.send
 
     def count(message: Any) -> None:
         if isinstance(message, Touch):
             sent.append(len(message.keys))
         send(message)
 
-    client.supervisor.send = count  # type: ignore[method-assign]
+    client.supervisor.connection.send = count  # type: ignore[method-assign]
     client.touch([*held, *names(50, 1000)])
     client.touch(held[:10])
     client.touch(names(70_000, 2000))  # too many at once: passed over
@@ -124,7 +124,7 @@ def test_an_end_that_finds_no_room_is_refused(hosted: Any, tmp_path: Path, monke
     client.open()
     long = PackedKeys.of(names(200_000))
     with monkeypatch.context() as patch:
-        patch.setattr(client.supervisor, "send", lambda message: None)
+        patch.setattr(client.supervisor.connection, "send", lambda message: None)
         for number in range(4):
             client.end_request(EndRequest(f"r{number}", f"m{number}", (long,), 1, 16, True, {}))
     assert client.take_persisted() == {"r2": False, "r3": False}
@@ -136,7 +136,7 @@ def test_short_ends_are_bounded_too(hosted: Any, tmp_path: Path, monkeypatch: py
     client = hosted.connect(f"lmdb://{tmp_path}/store", "inline")
     client.open()
     with monkeypatch.context() as patch:
-        patch.setattr(client.supervisor, "send", lambda message: None)
+        patch.setattr(client.supervisor.connection, "send", lambda message: None)
         for number in range(40_000):
             client.end_request(EndRequest(f"r{number}", f"m{number}", (PackedKeys(),), 0, 16, True, {}))
         client.end_request(EndRequest("long", "long", (PackedKeys(),), 0, 16, True, {"label": "x" * (16 << 20)}))

@@ -26,8 +26,8 @@ from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.samples import sample_pack
 from persistkv_s3 import S3Backend
-from persistkv_s3.client.errors import LateError
-from persistkv_s3.log.names import LogName, Names
+from persistkv_s3.client.transport import LateError
+from persistkv_s3.log.layout import LogName, Names
 from persistkv_s3.packs import UploadBudget
 from tests.backends.s3.conftest import Opener
 from tests.storage.host.conftest import STRIDE, Hosted

@@ -70,9 +70,10 @@ class BatchCommit:
         try:
             return self._write()
         except StoreFullError as error:
-            if not (self._batch.packs or self._batch.manifests):
-                raise
             full = error
+        if not (self._batch.packs or self._batch.manifests):
+            self._environment.age()
+            return self._write() if self._drop_shared_manifests(1) else self._stale()
         try:
             while met_the_maps_end(full) and self._widen():
                 try:
@@ -93,39 +94,57 @@ class BatchCommit:
         finally:
             del full  # its traceback references it, and would keep the rows of the batch alive
 
-    def _drop_shared_manifests(self) -> bool:
+    def _drop_shared_manifests(self, at_most: int = _DROPPED_AT_ONCE) -> bool:
         """Delete manifests that reference packs of the batch's deletions, if many do, in short transactions.
 
+        :param at_most: maximum for the first transaction; packs with fewer manifests are left to the batch's own one.
         :returns: False if others have committed since the caller last read the changes.
+        :raises StoreFullError: the disk has no space for the deletion of a single manifest.
         """
         for pack_ids, alone in ((self._batch.deletions, False), (self._batch.bad, True)):
-            for pack_id in self._shared(pack_ids):
+            for pack_id in self._shared(pack_ids, at_most):
                 more = True
                 while more:
-                    environment = self._environment
-                    with environment.transaction(write=True) as transaction:
-                        payloads = environment.payloads(transaction)
-                        commit = self._begin(transaction, payloads)
-                        if commit is None:
-                            return False
-                        more = commit.drop_manifests_of(pack_id, _DROPPED_AT_ONCE, alone=alone)
-                        commit.finish()
-                        payloads.finish()
-                    self._note(commit)
+                    try:
+                        dropped = self._drop_some(pack_id, at_most, alone=alone)
+                    except StoreFullError:
+                        if at_most == 1:
+                            raise
+                        at_most = 1  # a full disk has no pages for a larger transaction: deletions need some, too
+                        self._environment.age()
+                        continue
+                    if dropped is None:
+                        return False
+                    more = dropped
+                    at_most = min(4 * at_most, _DROPPED_AT_ONCE)
                     time.sleep(TURN_S)
         return True
 
-    def _shared(self, pack_ids: Sequence[bytes]) -> list[bytes]:
-        """Return the packs that more manifests reference than one transaction deletes."""
+    def _drop_some(self, pack_id: bytes, at_most: int, *, alone: bool) -> bool | None:
+        """Run one transaction of ``_drop_shared_manifests``; return None if another process has committed meanwhile."""
+        environment = self._environment
+        with environment.transaction(write=True) as transaction:
+            payloads = environment.payloads(transaction)
+            commit = self._begin(transaction, payloads)
+            if commit is None:
+                return None
+            more = commit.drop_manifests_of(pack_id, at_most, alone=alone)
+            commit.finish()
+            payloads.finish()
+        self._note(commit)
+        return more
+
+    def _shared(self, pack_ids: Sequence[bytes], at_most: int) -> list[bytes]:
+        """Return the packs that more than ``at_most`` manifests reference."""
         if not pack_ids:
             return []
         with self._environment.transaction() as transaction:
             rows = transaction.rows
             counts = [
-                sum(1 for _ in islice(rows.starting_with(LINKS, self._namespace + pack_id), _DROPPED_AT_ONCE + 1))
+                sum(1 for _ in islice(rows.starting_with(LINKS, self._namespace + pack_id), at_most + 1))
                 for pack_id in pack_ids
             ]
-        return [pack_id for pack_id, count in zip(pack_ids, counts, strict=True) if count > _DROPPED_AT_ONCE]
+        return [pack_id for pack_id, count in zip(pack_ids, counts, strict=True) if count > at_most]
 
     def _note(self, commit: CatalogTransaction) -> None:
         """Record the result of a transaction that preceded the batch's."""

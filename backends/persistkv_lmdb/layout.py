@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lmdb import _Database
 
 DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"  # names given by LMDB
-FORMAT_VERSION = 2
+FORMAT_VERSION = 1
 _CAPACITY_ROW = b"capacity"
 _CAPACITY = struct.Struct("<Q")
 _TTL_ROW = b"ttl"

@@ -87,7 +87,7 @@ def test_store_as_documented(open_store, identity, placement, path, dump):
     clock = rows["meta"].pop(b"clock")
     total, free, aging = struct.unpack("<QQQ", rows["meta"].pop(b"space", bytes(24)))
     assert rows["meta"] == {
-        b"format": b"PKVLMDB1" + struct.pack("<I", 2),
+        b"format": b"PKVLMDB1" + struct.pack("<I", 1),
         b"capacity": struct.pack("<Q", 64 << 20),
         b"placement": placement.encode(),
     }

@@ -29,20 +29,20 @@ from persistkv.storage.catalog.backend import check_batch
 from persistkv.storage.catalog.pieces import read_pieces
 from persistkv.storage.extensions import BackendStats, CompactProgress, FreeSpace, Policy
 from persistkv.storage.identity import Identity
+from persistkv_lmdb.allocator import Allocator, first_place, read_extents
 from persistkv_lmdb.commit import BatchCommit
 from persistkv_lmdb.compaction import Compactor
-from persistkv_lmdb.environment.environment import STORE_DIRECTORIES, STORE_FILES, Environment
-from persistkv_lmdb.environment.errors import met_the_maps_end, translated_at_open
-from persistkv_lmdb.environment.registry import ENVIRONMENTS
+from persistkv_lmdb.environment import STORE_DIRECTORIES, STORE_FILES, Environment
+from persistkv_lmdb.errors import met_the_maps_end, translated_at_open
 from persistkv_lmdb.files import check_store, sync_directory
+from persistkv_lmdb.fsck import find_faults
 from persistkv_lmdb.layout import (
     read_policy,
     used_bytes,
 )
 from persistkv_lmdb.options import LmdbOptions, Placement, Reads, check_policy
-from persistkv_lmdb.recovery.fsck import find_faults
-from persistkv_lmdb.recovery.quarantine import delete_quarantined, quarantined
-from persistkv_lmdb.segments.allocator import Allocator, first_place, read_extents
+from persistkv_lmdb.quarantine import delete_quarantined, quarantined
+from persistkv_lmdb.registry import ENVIRONMENTS
 from persistkv_lmdb.status_files import read_statuses, remove_status, write_status
 
 logger = logging.getLogger(__name__)

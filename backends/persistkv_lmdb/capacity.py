@@ -18,13 +18,13 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.storage.catalog.pieces import page_bytes
 from persistkv.storage.catalog.transaction import rows_bound
 from persistkv.storage.format.pack_writer import NewPack
+from persistkv_lmdb.allocator import read_extents, recorded_bytes, recorded_used_bytes
 from persistkv_lmdb.layout import Transaction, read_capacity, read_catalogue_bytes, read_placement, used_bytes
 from persistkv_lmdb.options import Placement
-from persistkv_lmdb.segments.allocator import read_extents, recorded_bytes, recorded_used_bytes
-from persistkv_lmdb.segments.payloads import Payloads
+from persistkv_lmdb.payloads import Payloads
 
 if TYPE_CHECKING:
-    from persistkv_lmdb.environment.environment import Environment
+    from persistkv_lmdb.environment import Environment
 
 LOCK_FILE_BYTES = 64 << 10  # 64 KiB: upper bound for lock.mdb (512 readers) and the guard file
 _CATALOGUE_SHARE, _SMALL_SHARE, _SMALL = 256, 32, 8 << 20

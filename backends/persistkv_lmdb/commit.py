@@ -22,10 +22,10 @@ from persistkv.storage.catalog.rows import LINKS
 from persistkv.storage.catalog.transaction import kept_names
 from persistkv.storage.format.pack import PackTable
 from persistkv_lmdb.capacity import Amount, Goal, Room
-from persistkv_lmdb.environment.environment import Environment
-from persistkv_lmdb.environment.errors import met_the_maps_end
+from persistkv_lmdb.environment import Environment
+from persistkv_lmdb.errors import met_the_maps_end
 from persistkv_lmdb.layout import Transaction, read_ttl
-from persistkv_lmdb.segments.payloads import Payloads
+from persistkv_lmdb.payloads import Payloads
 
 _EVICTED_AT_ONCE = 512
 """Maximum of packs and manifests that one transaction evicts: takes tens of milliseconds."""

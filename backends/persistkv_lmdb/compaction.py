@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from persistkv.errors import StoreFullError
 from persistkv.storage.catalog.records import pack_table
 from persistkv.storage.extensions import CompactProgress
+from persistkv_lmdb.allocator import read_extents
 from persistkv_lmdb.capacity import Amount, Room
 from persistkv_lmdb.commit import TURN_S
-from persistkv_lmdb.environment.environment import Environment
+from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.layout import rows
-from persistkv_lmdb.segments.allocator import read_extents
 
 _STEP_BYTES = 16 << 20  # 16 MiB: moved per transaction, takes tens of milliseconds
 _STEP_PACKS = 64  # maximum per transaction: more would need more space in the catalogue than a small store has

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from persistkv.errors import StoreUnavailableError
-from persistkv_lmdb.segments.vectored_io import write_all
+from persistkv_lmdb.vectored_io import write_all
 
 _ROOT = 0
 

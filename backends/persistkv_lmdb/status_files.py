@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from persistkv.storage.files import replace_file
-from persistkv_lmdb.environment.errors import translated_io
+from persistkv_lmdb.errors import translated_io
 from persistkv_lmdb.files import open_regular
 
 DIRECTORY = "status"

@@ -16,8 +16,8 @@ from persistkv.errors import CorruptStoreError, StoreBusyError
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_lmdb.recovery import fsck, guard
-from persistkv_lmdb.recovery.fsck import Finding, Verdict, inspect
+from persistkv_lmdb import fsck, guard
+from persistkv_lmdb.fsck import Finding, Verdict, inspect
 
 DIES = """
 import os, signal, sys
@@ -135,7 +135,7 @@ def test_a_look_ends_with_the_process_that_asked():
     """A host that is killed while it opens a large store would leave one walk after the other."""
     looking = """
 import os, time
-from persistkv_lmdb.recovery.fsck import end_with
+from persistkv_lmdb.fsck import end_with
 end_with(os.getppid())
 print("looking", flush=True)
 time.sleep(600)
@@ -173,7 +173,7 @@ for read_only in (True, False):
 
 
 def test_a_store_whose_end_was_never_written_is_no_damage(open_store, path, filled, monkeypatch):
-    monkeypatch.setattr("persistkv_lmdb.environment.opening.is_cut_short", lambda _: True)
+    monkeypatch.setattr("persistkv_lmdb.opening.is_cut_short", lambda _: True)
     assert len(list(open_store().namespaces())) == 1
 
 
@@ -257,7 +257,7 @@ def test_open_after_deaths_while_opening_keeps_content(open_store, path, filled)
 import os, signal, sys
 from persistkv.config import StoreUrl
 from persistkv_lmdb import LmdbBackend
-from persistkv_lmdb.environment import opening
+from persistkv_lmdb import opening
 opening.open_databases = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
 """
@@ -322,7 +322,7 @@ def test_how_the_child_ends(path, filled, monkeypatch, program, finding):
 def test_walk_never_imports_torch(path, filled):
     code = f"""
 import atexit, os, sys
-from persistkv_lmdb.recovery import fsck
+from persistkv_lmdb import fsck
 os._exit = lambda code: sys.exit("torch" in sys.modules)
 fsck.main({str(path)!r}, os.getppid())
 """

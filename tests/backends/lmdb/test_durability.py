@@ -15,11 +15,8 @@ from persistkv.errors import CorruptStoreError, StoreError, StoreFullError, Stor
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
-from persistkv_lmdb import files
-from persistkv_lmdb.environment import environment, opening
-from persistkv_lmdb.recovery import guard
-from persistkv_lmdb.recovery.fsck import Verdict, inspect
-from persistkv_lmdb.segments import segment_files, vectored_io
+from persistkv_lmdb import environment, files, guard, opening, segments, vectored_io
+from persistkv_lmdb.fsck import Verdict, inspect
 
 DIES_IN_ITS_COMMIT = """
 import os, signal, sys
@@ -27,7 +24,7 @@ from persistkv.config import StoreUrl
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.samples import sample_pack
 from persistkv_lmdb import LmdbBackend
-from persistkv_lmdb.recovery.guard import WriterLock
+from persistkv_lmdb.guard import WriterLock
 
 backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
 namespace = bytes.fromhex(sys.argv[2])
@@ -298,7 +295,7 @@ def test_payload_whose_sync_failed_is_written_again(backend, namespace, path, pl
         fails()
 
     with monkeypatch.context() as patch:
-        patch.setattr(segment_files.os, "fdatasync", lost)
+        patch.setattr(segments.os, "fdatasync", lost)
         with pytest.raises(StoreError, match="Input/output error"):
             backend.commit(namespace, CommitBatch([pack]))
     assert tables(backend, namespace) == {}
@@ -322,7 +319,7 @@ def test_file_is_published_only_once_its_name_is_durable(backend, namespace, pat
         synced.append(name)
         fsync(fd)
 
-    monkeypatch.setattr(segment_files.os, "fsync", once)
+    monkeypatch.setattr(segments.os, "fsync", once)
     with pytest.raises(StoreError):
         backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert list((path / "segments").iterdir())

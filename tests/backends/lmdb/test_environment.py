@@ -13,7 +13,7 @@ import pytest
 from persistkv.errors import CorruptStoreError, StoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_lmdb.environment import opening
+from persistkv_lmdb import opening
 
 
 def read_all(backend, namespace, pack):

@@ -52,7 +52,7 @@ def somebody_who_does_not_end_closing(path, monkeypatch):
     path.mkdir(exist_ok=True)
     with (path / "guard").open("a+") as other, monkeypatch.context() as patch:
         fcntl.flock(other, fcntl.LOCK_EX)
-        patch.setattr("persistkv_lmdb.recovery.guard._CLOSING_PATIENCE_S", 0.05)
+        patch.setattr("persistkv_lmdb.guard._CLOSING_PATIENCE_S", 0.05)
         yield
 
 

@@ -14,7 +14,7 @@ import pytest
 from persistkv.errors import CorruptStoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.samples import sample_pack
-from persistkv_lmdb.environment import opening
+from persistkv_lmdb import opening
 
 AS_ORDINARY_USER = """
 import os, sys

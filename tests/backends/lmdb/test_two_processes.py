@@ -17,7 +17,7 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_lmdb.recovery import guard
+from persistkv_lmdb import guard
 
 PATIENCE_S = 60
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from persistkv_lmdb.segments import vectored_io
-from persistkv_lmdb.segments.vectored_io import Bounce, behind, front, read_all, starts_aligned, write_all
+from persistkv_lmdb import vectored_io
+from persistkv_lmdb.vectored_io import Bounce, behind, front, read_all, starts_aligned, write_all
 
 PAGE = 4096
 

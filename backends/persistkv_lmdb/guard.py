@@ -31,11 +31,11 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from persistkv.errors import CorruptStoreError, StoreBusyError, StoreError
-from persistkv_lmdb.environment.errors import translated_at_open, translated_io
+from persistkv_lmdb.errors import translated_at_open, translated_io
 from persistkv_lmdb.files import open_regular, sync_directory, write_again
+from persistkv_lmdb.fsck import DAMAGE, inspect
 from persistkv_lmdb.layout import DATA_FILE, meta_bytes
-from persistkv_lmdb.recovery.fsck import DAMAGE, inspect
-from persistkv_lmdb.recovery.quarantine import quarantine
+from persistkv_lmdb.quarantine import quarantine
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,10 @@ from persistkv.errors import StoreBusyError, StoreError, StoreFullError
 from persistkv.storage.catalog.records import read_clock, write_clock
 from persistkv.storage.extensions import Policy
 from persistkv.storage.format.pack import align
+from persistkv_lmdb.allocator import recorded_bytes
 from persistkv_lmdb.capacity import LOCK_FILE_BYTES, Shares, read_shares, wanted_catalogue_bytes
-from persistkv_lmdb.environment.errors import free_disk_bytes, translated, translated_at_open
-from persistkv_lmdb.environment.opening import open_environment
+from persistkv_lmdb.errors import free_disk_bytes, translated, translated_at_open
+from persistkv_lmdb.guard import GUARD_FILE, WRITER_LOCK_FILE, Guard, WriterLock
 from persistkv_lmdb.layout import (
     DATA_FILE,
     LOCK_FILE,
@@ -36,12 +37,11 @@ from persistkv_lmdb.layout import (
     write_placement,
     write_policy,
 )
+from persistkv_lmdb.opening import open_environment
 from persistkv_lmdb.options import Placement
-from persistkv_lmdb.recovery.guard import GUARD_FILE, WRITER_LOCK_FILE, Guard, WriterLock
-from persistkv_lmdb.segments.allocator import recorded_bytes
-from persistkv_lmdb.segments.payloads import Payloads
-from persistkv_lmdb.segments.segment_files import DIRECTORY as SEGMENT_DIRECTORY
-from persistkv_lmdb.segments.segment_files import SegmentFiles
+from persistkv_lmdb.payloads import Payloads
+from persistkv_lmdb.segments import DIRECTORY as SEGMENT_DIRECTORY
+from persistkv_lmdb.segments import SegmentFiles
 from persistkv_lmdb.status_files import DIRECTORY as STATUS_DIRECTORY
 
 STORE_FILES = (DATA_FILE, LOCK_FILE, GUARD_FILE, WRITER_LOCK_FILE)

@@ -25,10 +25,10 @@ import lmdb
 
 from persistkv.errors import CorruptStoreError, ProcessIdInUseError
 from persistkv.storage.extensions import Policy
-from persistkv_lmdb.environment.errors import translated_at_open
+from persistkv_lmdb.errors import translated_at_open
 from persistkv_lmdb.files import sync_directory
+from persistkv_lmdb.fsck import DAMAGE, inspect
 from persistkv_lmdb.layout import DATA_FILE, Databases, is_cut_short, open_databases
-from persistkv_lmdb.recovery.fsck import DAMAGE, inspect
 
 logger = logging.getLogger(__name__)
 

@@ -26,10 +26,10 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreError
 from persistkv.storage.executor import ThreadPool
 from persistkv.storage.format.codec import Buffer
-from persistkv_lmdb.environment.errors import translated_io
+from persistkv_lmdb.allocator import Extent
+from persistkv_lmdb.errors import translated_io
 from persistkv_lmdb.files import open_directory, open_regular
-from persistkv_lmdb.segments.allocator import Extent
-from persistkv_lmdb.segments.vectored_io import (
+from persistkv_lmdb.vectored_io import (
     Bounce,
     behind,
     front,

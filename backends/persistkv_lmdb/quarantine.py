@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from persistkv_lmdb.environment.errors import translated_io
+from persistkv_lmdb.errors import translated_io
 from persistkv_lmdb.files import sync_directory
 from persistkv_lmdb.layout import DATA_FILE, LOCK_FILE
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from persistkv.errors import StoreBusyError
 from persistkv.storage.extensions import Policy
-from persistkv_lmdb.environment.environment import Environment
-from persistkv_lmdb.environment.errors import translated_at_open
-from persistkv_lmdb.environment.opening import file_id
-from persistkv_lmdb.recovery import guard
+from persistkv_lmdb import guard
+from persistkv_lmdb.environment import Environment
+from persistkv_lmdb.errors import translated_at_open
+from persistkv_lmdb.opening import file_id
 
 
 class _Slot:

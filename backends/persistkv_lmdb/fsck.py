@@ -41,6 +41,7 @@ from persistkv.storage.catalog.records import (
 )
 from persistkv.storage.format.manifest import decode_manifest, decode_manifest_keys
 from persistkv.storage.format.pack import ID_BYTES
+from persistkv_lmdb.allocator import Allocator, Extent, decode_extents
 from persistkv_lmdb.layout import (
     DATA_FILE,
     Databases,
@@ -51,16 +52,13 @@ from persistkv_lmdb.layout import (
     rows,
 )
 from persistkv_lmdb.options import LmdbOptions
-from persistkv_lmdb.segments.allocator import Allocator, Extent, decode_extents
 
 logger = logging.getLogger(__name__)
 
 _LEAST_CPU_S = 60
 _BYTES_A_SECOND = 50_000_000  # of processor time: far below the speed of the check, which reads part of each MiB
 _PATIENCE = 20  # wall clock time as a multiple of the processor time: a slow disk is no damage
-_PROGRAM = (
-    "import sys; sys.path[:] = {path!r}; from persistkv_lmdb.recovery.fsck import main; main({directory!r}, {parent})"
-)
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from persistkv_lmdb.fsck import main; main({directory!r}, {parent})"
 _DEATHS_BY_DAMAGE = frozenset(
     {signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGXCPU}
 )

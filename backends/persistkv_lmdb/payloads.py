@@ -12,10 +12,10 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreFullError
 from persistkv.storage.catalog.pieces import RowPayloads
 from persistkv.storage.format.codec import Buffer
+from persistkv_lmdb.allocator import Allocator, pages_of, read_extents
 from persistkv_lmdb.layout import Transaction
 from persistkv_lmdb.options import Placement
-from persistkv_lmdb.segments.allocator import Allocator, pages_of, read_extents
-from persistkv_lmdb.segments.segment_files import SegmentFiles
+from persistkv_lmdb.segments import SegmentFiles
 
 _SEGMENT_BYTES = 1 << 30  # 1 GiB
 _MOST_SEGMENTS = 64

@@ -7,15 +7,18 @@
 4. The name of a file is durable before its first pages are allocated, even if its creator was killed or failed.
 5. Other threads write while the transaction runs, and all writes have ended when it commits or aborts. If the process
    is killed, the kernel keeps the writer lock until its writes have ended, because it closes the files only then.
+6. I/O is gathered: up to 1,024 buffers per call, O_DIRECT if addresses, lengths and offsets are multiples of 4 KiB.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
+import mmap
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -24,30 +27,52 @@ from typing import NamedTuple
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreError
+from persistkv.memory.libc import address_of
 from persistkv.storage.executor import ThreadPool
 from persistkv.storage.format.codec import Buffer
-from persistkv_lmdb.allocator import Extent
-from persistkv_lmdb.errors import translated_io
-from persistkv_lmdb.files import open_directory, open_regular
-from persistkv_lmdb.vectored_io import (
-    Bounce,
-    behind,
-    front,
-    is_aligned,
-    is_cached,
-    read_all,
-    write_all,
-)
+from persistkv.storage.format.pack import align
+from persistkv_lmdb.files import SEGMENT_DIRECTORY, allocated_bytes, open_regular, translated_io
 
 logger = logging.getLogger(__name__)
 
-DIRECTORY = "segments"
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _WRITES_AT_ONCE = 3  # the next writes are queued when one ends
 _THREAD_BYTES = 1 << 20  # 1 MiB: a shorter write ends before another thread would have started it
+_MOST_BUFFERS = 1024  # per call: IOV_MAX
+_CACHESTAT = 451  # Linux 6.5, the same number on all architectures
 
 
-class Run(NamedTuple):
+class Extent(NamedTuple):
+    """Consecutive pages of one segment."""
+
+    segment: int
+    page: int
+    pages: int
+
+    @property
+    def end(self) -> int:
+        """The page after the last one."""
+        return self.page + self.pages
+
+
+class BatchSizes(NamedTuple):
+    """Sizes of the writes that ``Bounce.aligned`` makes of a stream."""
+
+    first: int = 4 << 20
+    """4 MiB: the disk writes the first batch while the rest is gathered. Writing 4 and 28 MiB from two threads takes no
+    longer than writing 32 MiB at once."""
+    second: int = 8 << 20
+    """8 MiB, if buffers are small: gathering 28 MiB of 64 KiB blocks takes 1 to 2 ms, writing 4 MiB takes 1.3 ms."""
+    later: int = 32 << 20
+    """32 MiB: for a pack cut at fixed depths, everything after the first batch."""
+    small: int = 128 << 10
+    """128 KiB: mean length of small buffers; adjacent rows are one buffer."""
+    bounce: int = 4 << 20
+    """4 MiB: memory for copies."""
+    buffers: int = _MOST_BUFFERS - 1
+
+
+class _Run(NamedTuple):
     """Consecutive bytes of one file."""
 
     segment: int
@@ -55,12 +80,12 @@ class Run(NamedTuple):
     length: int
 
 
-class Piece(NamedTuple):
+class _Piece(NamedTuple):
     """Contiguous part of a request within one file."""
 
     number: int
-    """Index of its payload within a scan."""
-    run: Run
+    """Index of its payload within a request."""
+    run: _Run
     buffers: Sequence[memoryview]
 
 
@@ -70,7 +95,7 @@ class _Descriptors(NamedTuple):
 
 
 class SegmentFiles:
-    """Segment files of a store. ``prepare``, ``read`` and ``scan`` are thread-safe; the rest needs the writer lock."""
+    """Segment files of a store. ``prepare`` and ``read`` are thread-safe; the rest needs the writer lock."""
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
         """:raises OSError: the store's directory cannot be opened."""
@@ -138,7 +163,7 @@ class SegmentFiles:
         written = 0
         for buffers in self._bounce.aligned(stream):
             length = sum(map(len, buffers))
-            runs = list(runs_of(extents, written, length))
+            runs = list(_runs_of(extents, written, length))
             if sum(run.length for run in runs) < length:
                 raise StoreError(f"{self._path}: a payload is longer than it said")
             self._touched.update(run.segment for run in runs)
@@ -149,7 +174,7 @@ class SegmentFiles:
             written += length
         return written
 
-    def _begin_write(self, runs: Sequence[Run], buffers: list[memoryview]) -> None:
+    def _begin_write(self, runs: Sequence[_Run], buffers: list[memoryview]) -> None:
         """Write in another thread. If one is idle, return once it has started.
 
         Otherwise the thread would wait up to 5 ms for the GIL while the caller continues with other work.
@@ -202,57 +227,43 @@ class SegmentFiles:
                 self._unnamed = False
 
     def read(
-        self, extents: Sequence[Extent], offset: int, buffers: Sequence[memoryview], *, cached: bool = False
-    ) -> bool:
-        """Fill ``buffers`` from a payload, starting at ``offset``; return False if the payload ends earlier or is lost.
+        self,
+        wanted: Sequence[tuple[Sequence[Extent], int, Sequence[memoryview]]],
+        *,
+        cached: bool = False,
+        bypass: bool = False,
+    ) -> list[bool]:
+        """Fill buffers from parts of payloads, given as extents, offset and buffers; contiguous parts with one call.
 
         :param cached: read through the page cache, regardless of its content.
+        :param bypass: read past the page cache, even if it holds the bytes.
+        :returns: for each part, False if its payload ends earlier or is lost.
         :raises StoreError: the disk failed.
         """
-        filled = 0
-        with translated_io(self._path):
-            for piece in placed_pieces(0, extents, offset, buffers):
-                if not self._read(piece, cached=cached):
-                    return False
-                filled += piece.run.length
-        return filled == sum(buffer.nbytes for buffer in buffers)
-
-    def scan(self, wanted: Sequence[tuple[Sequence[Extent], int, Sequence[memoryview]]]) -> list[bool]:
-        """Read parts of many payloads, given as extents, offset and buffers; see ``read``.
-
-        Contiguous parts are read with one call, past the page cache if buffers and file system allow it.
-
-        :raises StoreError: the disk failed.
-        """
-        pieces = [piece for number, one in enumerate(wanted) for piece in placed_pieces(number, *one)]
+        pieces = [piece for number, one in enumerate(wanted) for piece in _placed_pieces(number, *one)]
         filled = [0] * len(wanted)
         with translated_io(self._path):
-            for neighbours in neighbours_of(pieces):
-                whole = self._scan(neighbours)
+            for neighbours in _neighbours_of(pieces):
+                whole = len(neighbours) > 1 and self._read(
+                    _Run(*neighbours[0].run[:2], sum(piece.run.length for piece in neighbours)),
+                    [buffer for piece in neighbours for buffer in piece.buffers],
+                    cached=cached,
+                    bypass=bypass,
+                )
                 for piece in neighbours:
-                    if whole or self._read(piece):
+                    if whole or self._read(piece.run, piece.buffers, cached=cached, bypass=bypass):
                         filled[piece.number] += piece.run.length
-        return [count == sum(map(len, buffers)) for count, (_, _, buffers) in zip(filled, wanted, strict=True)]
-
-    def _scan(self, neighbours: Sequence[Piece]) -> bool:
-        """Read contiguous pieces past the page cache with one call; False: they must be read one by one."""
-        first = neighbours[0].run
-        buffers = [buffer for piece in neighbours for buffer in piece.buffers]
-        descriptors = self._found(first.segment)
-        if descriptors is None or descriptors.direct is None or not self._direct:
-            return False
-        try:
-            return read_all(descriptors.direct, buffers, first.offset, PAGE_BYTES)
-        except OSError as error:
-            if not self._is_refusal(error, buffers):
-                raise
-            return False
+        return [
+            count == sum(buffer.nbytes for buffer in buffers)
+            for count, (_, _, buffers) in zip(filled, wanted, strict=True)
+        ]
 
     def lengths(self) -> dict[int, int]:
         """Return the allocated bytes of each file, without holes and without preallocation beyond its end."""
         with translated_io(self._path):
-            found = {segment: os.fstat(self._descriptors(segment).buffered) for segment in self._there()}
-        return {segment: min(status.st_size, 512 * status.st_blocks) for segment, status in found.items()}
+            return {
+                segment: allocated_bytes(os.fstat(self._descriptors(segment).buffered)) for segment in self._there()
+            }
 
     def make_writable(self) -> None:
         """Open files for writing from now on; no other call may be running."""
@@ -271,50 +282,48 @@ class SegmentFiles:
             os.close(fd)
         self._open.clear()
 
-    def _write_runs(self, runs: Sequence[Run], buffers: list[memoryview], begun: threading.Event | None = None) -> None:
+    def _write_runs(
+        self, runs: Sequence[_Run], buffers: list[memoryview], begun: threading.Event | None = None
+    ) -> None:
         if begun is not None:
             begun.set()
         with translated_io(self._path):
             for run in runs:
-                self._write(run, front(buffers, run.length))
+                fds, part = self._descriptors(run.segment), front(buffers, run.length)
                 buffers = behind(buffers, run.length)
+                if fds.direct is not None and self._direct:
+                    try:
+                        write_all(fds.direct, part, run.offset, PAGE_BYTES)
+                        continue
+                    except OSError as error:
+                        if not self._is_refusal(error, part):
+                            raise
+                write_all(fds.buffered, part, run.offset)
 
-    def _write(self, run: Run, buffers: Sequence[memoryview]) -> None:
-        descriptors = self._descriptors(run.segment)
-        if descriptors.direct is not None and self._direct:
+    def _read(self, run: _Run, buffers: Sequence[memoryview], *, cached: bool, bypass: bool) -> bool:
+        """Fill buffers, past the page cache if possible; return False if the file is lost or too short.
+
+        If the file ends within the run, it may hold more than an aligned read returned: the read is repeated through
+        the page cache.
+        """
+        try:
+            buffered, direct = self._descriptors(run.segment)
+        except FileNotFoundError:
+            return False
+        if (
+            direct is not None
+            and self._direct
+            and not cached
+            and not run.length % PAGE_BYTES
+            and (bypass or not is_cached(buffered, run.offset, run.length))
+        ):
             try:
-                write_all(descriptors.direct, buffers, run.offset, PAGE_BYTES)
-                return
+                if read_all(direct, buffers, run.offset, PAGE_BYTES):
+                    return True
             except OSError as error:
                 if not self._is_refusal(error, buffers):
                     raise
-        write_all(descriptors.buffered, buffers, run.offset)
-
-    def _read(self, piece: Piece, *, cached: bool = False) -> bool:
-        """Fill a piece's buffers, past the page cache if possible; return False if the file is lost or too short.
-
-        If the file ends within the piece, it may hold more than an aligned read returned: the read is repeated through
-        the page cache.
-        """
-        run = piece.run
-        descriptors = self._found(run.segment)
-        if descriptors is None:
-            return False
-        direct = None if cached else self._direct_fd(descriptors, run)
-        if direct is not None:
-            try:
-                if read_all(direct, piece.buffers, run.offset, PAGE_BYTES):
-                    return True
-            except OSError as error:
-                if not self._is_refusal(error, piece.buffers):
-                    raise
-        return read_all(descriptors.buffered, piece.buffers, run.offset)
-
-    def _direct_fd(self, descriptors: _Descriptors, run: Run) -> int | None:
-        """Return the descriptor for O_DIRECT; None if it is refused, the run has partial pages, or all is cached."""
-        if descriptors.direct is None or not self._direct or run.length % PAGE_BYTES:
-            return None
-        return None if is_cached(descriptors.buffered, run.offset, run.length) else descriptors.direct
+        return read_all(buffered, buffers, run.offset)
 
     def _is_refusal(self, error: OSError, buffers: Sequence[memoryview]) -> bool:
         """Return whether O_DIRECT was refused. If the buffers were aligned, it is not used again.
@@ -327,13 +336,6 @@ class SegmentFiles:
             self._direct = False
             logger.info("%s: O_DIRECT is refused (%s); payloads go through the page cache", self._path, error)
         return True
-
-    def _found(self, segment: int) -> _Descriptors | None:
-        """Return the descriptors of a file to read; None if it is lost."""
-        try:
-            return self._descriptors(segment)
-        except FileNotFoundError:
-            return None
 
     def _descriptors(self, segment: int, *, create: bool = False) -> _Descriptors:
         with self._lock:
@@ -366,9 +368,10 @@ class SegmentFiles:
         """Open the directory of the files for the length of the block."""
         if create:
             with suppress(FileExistsError):
-                os.mkdir(DIRECTORY, 0o700, dir_fd=self._store)
+                os.mkdir(SEGMENT_DIRECTORY, 0o700, dir_fd=self._store)
                 self._unnamed = True
-        descriptor = open_directory(DIRECTORY, dir_fd=self._store)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(SEGMENT_DIRECTORY, flags, dir_fd=self._store)
         try:
             yield descriptor
         finally:
@@ -384,38 +387,38 @@ class SegmentFiles:
         return [int(name[:8]) for name in names if name[8:] == ".seg" and name[:8].isdecimal()]
 
 
-def runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[Run]:
+def _runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_Run]:
     """Yield the runs of a part of a payload; they are shorter than the part if the payload ends before it does."""
     for extent in extents:
         size = extent.pages * PAGE_BYTES
         if length and offset < size:
             count = min(length, size - offset)
-            yield Run(extent.segment, extent.page * PAGE_BYTES + offset, count)
+            yield _Run(extent.segment, extent.page * PAGE_BYTES + offset, count)
             length -= count
             offset = size
         offset -= size
 
 
-def placed_pieces(
+def _placed_pieces(
     number: int, extents: Sequence[Extent], offset: int, buffers: Sequence[memoryview]
-) -> Iterator[Piece]:
+) -> Iterator[_Piece]:
     """Yield pieces that fill ``buffers`` from ``offset`` of a payload; fewer if the payload ends earlier.
 
     :param number: index of the payload.
     """
     rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
     length = sum(map(len, rest))
-    for run in runs_of(extents, offset, length):
+    for run in _runs_of(extents, offset, length):
         if run.length == length:  # the usual case: one run, nothing to split
-            yield Piece(number, run, rest)
+            yield _Piece(number, run, rest)
             return
-        yield Piece(number, run, front(rest, run.length))
+        yield _Piece(number, run, front(rest, run.length))
         rest = behind(rest, run.length)
 
 
-def neighbours_of(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+def _neighbours_of(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
     """Group consecutive pieces that are contiguous in one file."""
-    together: list[Piece] = []
+    together: list[_Piece] = []
     end = (-1, 0)
     for piece in pieces:
         if together and (piece.run.segment, piece.run.offset) != end:
@@ -425,3 +428,197 @@ def neighbours_of(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         end = (piece.run.segment, piece.run.offset + piece.run.length)
     if together:
         yield together
+
+
+def starts_aligned(view: memoryview) -> bool:
+    """Return whether the buffer, which must not be empty, starts at a multiple of 4 KiB."""
+    return not address_of(view) % PAGE_BYTES
+
+
+def front(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
+    """Return the first ``count`` bytes."""
+    found = []
+    for buffer in buffers:
+        if count <= len(buffer):
+            found.append(buffer[:count])
+            break
+        found.append(buffer)
+        count -= len(buffer)
+    return found
+
+
+def behind(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
+    """Return everything after the first ``count`` bytes."""
+    for index, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [buffer[count:], *buffers[index + 1 :]]
+        count -= len(buffer)
+    return []
+
+
+def is_aligned(buffers: Sequence[memoryview]) -> bool:
+    """Return whether O_DIRECT can transfer all buffers."""
+    return all(not len(buffer) % PAGE_BYTES and starts_aligned(buffer) for buffer in buffers)
+
+
+def write_all(fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1) -> None:
+    """Write all bytes.
+
+    :param unit: a short write is continued at a multiple of it.
+    :raises OSError: some bytes may have been written.
+    """
+    rest = list(buffers)
+    while rest:
+        done = os.pwritev(fd, rest[:_MOST_BUFFERS], offset)
+        done -= done % unit
+        if not done:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rest = behind(rest, done)
+        offset += done
+
+
+def read_all(fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1) -> bool:
+    """Fill the buffers; return False if the file ends too early, or a call ends within a ``unit``."""
+    rest = list(buffers)
+    while rest:
+        done = os.preadv(fd, rest[:_MOST_BUFFERS], offset)
+        if not done or done % unit:
+            return False
+        if len(rest) <= _MOST_BUFFERS and done == sum(map(len, rest)):
+            return True
+        rest = behind(rest, done)
+        offset += done
+    return True
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
+
+
+class _Pages(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("cached", "dirty", "writing", "evicted", "recently_evicted"))
+
+
+_syscall = ctypes.CDLL(None).syscall  # not PyDLL: it may visit many pages, and CDLL releases the GIL meanwhile
+_syscall.argtypes = (ctypes.c_long, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
+
+
+def is_cached(fd: int, offset: int, length: int) -> bool:
+    """Return whether the page cache holds all pages of a part of a file; False if the kernel cannot report it."""
+    part, pages = _Range(offset, length), _Pages()
+    if _syscall(_CACHESTAT, fd, ctypes.addressof(part), ctypes.addressof(pages), 0):
+        return False
+    return bool(pages.cached * PAGE_BYTES >= length)
+
+
+class Bounce:
+    """Aligned memory through which unaligned buffers are copied; allocated once and bounded."""
+
+    def __init__(self, settle: Callable[[], None], sizes: BatchSizes = BatchSizes()) -> None:  # noqa: B008
+        """:param settle: waits until earlier lists are no longer in use; called before the memory is reused."""
+        self._sizes = sizes
+        self._memory = memoryview(mmap.mmap(-1, sizes.bounce))  # backed by physical memory on first use
+        self._settle = settle
+        self._lent = False
+
+    def aligned(self, stream: Iterator[Buffer]) -> Iterator[list[memoryview]]:
+        """Yield the stream's bytes in lists of aligned buffers: a short list, then long ones.
+
+        If buffers are small, the second list has twice the bytes of the first one. Aligned buffers are yielded as they
+        are, and are valid as long as the stream's. The end of the stream is padded with zeros to a multiple of 4 KiB.
+
+        :raises Exception: errors of ``settle``.
+        """
+        batch, sizes = _Batch(self._lend, self._sizes.first, self._sizes), self._sizes
+        is_first = True
+        while (rest := batch.take(stream)) is not None:
+            while rest:
+                if batch.full:  # checked late: so the stream is exhausted before the last list
+                    tail = memoryview(bytes(batch.close()))
+                    yield batch.buffers
+                    more = sizes.second if is_first and batch.has_small_buffers else sizes.later
+                    batch, is_first = _Batch(self._lend, more, sizes), False
+                    batch.add(tail)
+                rest = batch.add(rest)
+        tail = batch.close()
+        batch.add(memoryview(bytes(tail) + bytes(align(len(tail)) - len(tail))))
+        batch.close()
+        if batch.buffers:
+            yield batch.buffers
+
+    def _lend(self) -> memoryview:
+        """Return the memory for one list; waits until the previous list is no longer in use."""
+        if self._lent:
+            self._settle()
+        self._lent = True
+        return self._memory
+
+
+class _Batch:
+    """Buffers of one write.
+
+    :param lend: returns the memory for copies; called on the first copy.
+    :param most_bytes: approximate maximum length.
+    """
+
+    def __init__(self, lend: Callable[[], memoryview], most_bytes: int, sizes: BatchSizes) -> None:
+        self.buffers: list[memoryview] = []
+        self._lend = lend
+        self._most_bytes = most_bytes
+        self._sizes = sizes
+        self._memory = memoryview(b"")
+        self._begun = self._filled = self._length = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether the batch must be written now."""
+        copied = self._filled > 0 and self._filled == len(self._memory)
+        return copied or self._length >= self._most_bytes or len(self.buffers) >= self._sizes.buffers
+
+    @property
+    def has_small_buffers(self) -> bool:
+        """Whether buffers are small on average, so that a batch has many buffers for its bytes."""
+        return self._length <= len(self.buffers) * self._sizes.small
+
+    def take(self, stream: Iterator[Buffer]) -> memoryview | None:
+        """Add the stream's aligned buffers without copying; return the first that needs ``add``, None at the end."""
+        buffers, length = self.buffers, self._length
+        most = self._sizes.buffers if self._begun == self._filled else 0
+        most_bytes = self._most_bytes
+        try:
+            for piece in stream:
+                view = piece if type(piece) is memoryview and piece.format == "B" else memoryview(piece).cast("B")
+                size = len(view)
+                fits = len(buffers) < most and length + size <= most_bytes
+                if not fits or not size or size % PAGE_BYTES or not starts_aligned(view):
+                    return view
+                buffers.append(view)
+                length += size
+            return None
+        finally:
+            self._length = length
+
+    def add(self, piece: memoryview) -> memoryview:
+        """Add as much as fits, aligned pages without copying; return the remainder."""
+        count = len(piece)
+        if count >= PAGE_BYTES and not self._filled % PAGE_BYTES and starts_aligned(piece):
+            if self._begun < self._filled:
+                self.close()
+            count = min(count - count % PAGE_BYTES, self._most_bytes)
+            self.buffers.append(piece if count == len(piece) else piece[:count])
+        elif count:
+            self._memory = self._memory or self._lend()
+            count = min(count, len(self._memory) - self._filled)
+            self._memory[self._filled : self._filled + count] = piece[:count]
+            self._filled += count
+        self._length += count
+        return piece[count:]
+
+    def close(self) -> memoryview:
+        """List the bytes copied since the last aligned buffer, except a partial page at the end, which is returned."""
+        end = self._filled - self._filled % PAGE_BYTES
+        if self._begun < end:
+            self.buffers.append(self._memory[self._begun : end])
+        tail = self._memory[end : self._filled]
+        self._begun = self._filled = end
+        return tail

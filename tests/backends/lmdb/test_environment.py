@@ -13,7 +13,7 @@ import pytest
 from persistkv.errors import CorruptStoreError, StoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_lmdb import opening
+from persistkv_lmdb import environment, opening
 
 
 def read_all(backend, namespace, pack):
@@ -85,14 +85,11 @@ def test_nobody_reads_while_files_are_opened_for_writing(open_store, backend, na
 
 def test_reading_goes_on_where_writing_cannot_join(open_store, monkeypatch, closed_pack):
     reader = open_store(read_only=True)
-    open_databases = opening.open_databases
 
-    def refuse_writing(env, placement):
-        if not env.flags()["readonly"]:
-            raise CorruptStoreError("refused")
-        return open_databases(env, placement)
+    def refuse_writing(*_):
+        raise CorruptStoreError("refused")
 
-    monkeypatch.setattr(opening, "open_databases", refuse_writing)
+    monkeypatch.setattr(environment, "create_databases", refuse_writing)
     with pytest.raises(CorruptStoreError, match="refused"):
         open_store()
     assert read_all(reader, closed_pack.namespace, closed_pack) == payload_of(closed_pack)
@@ -388,7 +385,9 @@ os.kill(os.getpid(), 9)
 """
     subprocess.run([sys.executable, "-c", code, str(path)], check=False)
     backend = open_store()
-    assert backend.environment._env.reader_check() == 0  # done at open already
+    assert backend.stats().packs == 0
+    code = "import lmdb, sys; print(lmdb.open(sys.argv[1], readonly=True).reader_check())"
+    assert run(code, path) == ["0"]  # done at open already
 
 
 def test_numbers_of_another_kind_fill_the_same_bytes(backend, namespace):

@@ -11,7 +11,7 @@ from persistkv.errors import ConfigurationError, StoreError
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_lmdb import segments
-from persistkv_lmdb.vectored_io import is_cached
+from persistkv_lmdb.segments import is_cached
 
 PAGE = 4096
 

@@ -184,13 +184,7 @@ class LmdbBackend(CatalogBackend):
                 self.environment.suspect()
             raise
 
-    def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        return self._read(namespace, spans, bypass=False)
-
-    def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        return self._read(namespace, spans, bypass=True)
-
-    def _read(self, namespace: bytes, spans: Sequence[ReadSpan], *, bypass: bool) -> list[bool]:
+    def read(self, namespace: bytes, spans: Sequence[ReadSpan], *, bypass: bool = False) -> list[bool]:
         with self.environment.transaction() as transaction:
             places = [read_extents(transaction, namespace + span.pack_id) for span in spans]
             wanted = [
@@ -206,6 +200,9 @@ class LmdbBackend(CatalogBackend):
                 else read_pieces(transaction, namespace + span.pack_id, span.offset, span.buffers)
                 for extents, span in zip(places, spans, strict=True)
             ]
+
+    def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+        return self.read(namespace, spans, bypass=True)
 
     def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
         places = []  # segment and page of the start; packs outside of segments come first

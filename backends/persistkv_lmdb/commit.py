@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -90,26 +89,6 @@ class BatchCommit:
         self._attempted = False
         self._keep = kept_names(namespace, batch)
 
-    @contextmanager
-    def _step(self, *, as_it_is: bool = False) -> Iterator[tuple[Transaction, CatalogTransaction, Room]]:
-        """Run one transaction on catalogue and payloads.
-
-        :raises StaleError: others have committed since ``seen``; nothing was changed.
-        :raises StoreFullError: it does not fit; nothing was changed.
-        """
-        with self._environment.transaction(write=True) as transaction:
-            room = Room(self._environment, transaction, as_it_is=as_it_is)
-            commit = CatalogTransaction(transaction, room.payloads, self._namespace, self._keep)
-            if self._seen not in (None, commit.cursor):
-                raise StaleError
-            yield transaction, commit, room
-            commit.finish()
-            if commit.grew and not room.used().within(room.limit):  # checked while the disk writes
-                raise room.full()
-        self._evicted += commit.evicted
-        if self._seen is not None:
-            self._seen = commit.cursor
-
     def write(self) -> CommitResult:
         """Write the batch in one transaction; if many requests name packs that it deletes, shorter ones precede it.
 
@@ -121,7 +100,8 @@ class BatchCommit:
         for pack in batch.packs if self._attempted else ():
             pack.restart()  # another process may have stored it since the attempt that failed
         self._attempted = True
-        with self._step() as (transaction, commit, room):
+        with environment.transaction(write=True) as transaction:
+            commit, room = self._begin(transaction)
             room.need_for(commit.missing(batch.packs), batch)
             room.check()
             commit.apply(batch)
@@ -131,7 +111,11 @@ class BatchCommit:
                 environment.note_taken(room.need.payload)
                 room.widen(Amount(0, 0))
                 commit.evict(Goal(room, room.spared()), _EVICTED_AT_ONCE)
+            commit.finish()
+            if commit.grew and not room.used().within(room.limit):  # checked while the disk writes
+                raise room.full()
             environment.note_freed(transaction, room.payloads.freed)
+        self._note(commit)
         return CommitResult(commit.cursor, self._evicted)
 
     def write_after_eviction(self, full: StoreFullError) -> CommitResult:
@@ -189,6 +173,23 @@ class BatchCommit:
                 continue
             at_most = min(4 * at_most, _EVICTED_AT_ONCE)
 
+    def _begin(self, transaction: Transaction, *, as_it_is: bool = False) -> tuple[CatalogTransaction, Room]:
+        """Return what a write transaction changes: the catalogue, and the room for it.
+
+        :raises StaleError: others have committed since ``seen``.
+        """
+        room = Room(self._environment, transaction, as_it_is=as_it_is)
+        commit = CatalogTransaction(transaction, room.payloads, self._namespace, self._keep)
+        if self._seen not in (None, commit.cursor):
+            raise StaleError
+        return commit, room
+
+    def _note(self, commit: CatalogTransaction) -> None:
+        """Record what a transaction did that has been committed."""
+        self._evicted += commit.evicted
+        if self._seen is not None:
+            self._seen = commit.cursor
+
     def _drop_shared_manifests(self, shared_by: int) -> None:
         """Delete, in short transactions, manifests that reference packs of the batch's deletions.
 
@@ -208,8 +209,11 @@ class BatchCommit:
         return [pack_id for pack_id, count in zip(pack_ids, counts, strict=True) if count > shared_by]
 
     def _drop_some(self, pack_id: bytes, alone: bool, at_most: int) -> bool:
-        with self._step() as (_, commit, _):
+        with self._environment.transaction(write=True) as transaction:
+            commit, _ = self._begin(transaction)
             more = commit.drop_manifests_of(pack_id, at_most, alone=alone)
+            commit.finish()
+        self._note(commit)
         time.sleep(_TURN_S)
         return more
 
@@ -219,7 +223,8 @@ class BatchCommit:
         A large batch rewrites many pages, which are reusable only two transactions later.
         """
         try:
-            with self._step() as (_, _, room):
+            with self._environment.transaction(write=True) as transaction:
+                _, room = self._begin(transaction)
                 return room.widen_by(room.limit.catalogue // _WIDER_BY)
         except StoreFullError:
             return False
@@ -231,7 +236,8 @@ class BatchCommit:
             multiple of the batch's bytes, calculated as if no file could grow.
         :raises StoreFullError: nothing evictable is left.
         """
-        with self._step(as_it_is=more > 0) as (transaction, commit, room):
+        with self._environment.transaction(write=True) as transaction:
+            commit, room = self._begin(transaction, as_it_is=more > 0)
             commit.touch(self._batch.touches)
             need = room.need_for(commit.missing(self._batch.packs), self._batch)
             if not more:
@@ -243,8 +249,9 @@ class BatchCommit:
             too_much = not room.used().plus(need).within(room.limit)
             if ended is Evicted.ALL and (too_much or not (self._evicted or commit.evicted)):
                 raise _NothingLeftError(str(room.full()))
-            number = transaction.txn.id()
-        self._freed_by = number
+            commit.finish()
+            self._freed_by = transaction.txn.id()
+        self._note(commit)
         return ended is Evicted.SOME
 
     def _goal(self, room: Room, more: int) -> Amount:

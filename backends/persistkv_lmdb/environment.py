@@ -503,14 +503,12 @@ def file_id(path: Path) -> tuple[int, int] | None:
 
 
 class _Slot:
-    """Entry of a store's directory, kept while this process opens it or has it open."""
+    """Entry of a store's directory."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.environments: list[Environment] = []
         """More than one if another process replaced the open files with those of another store."""
-        self.visitors = 0
-        """Threads that hold the lock or wait for it."""
 
 
 class Environments:
@@ -533,7 +531,14 @@ class Environments:
         """
         with translated_at_open(path):
             status = path.stat()
-        with self._visited((status.st_dev, status.st_ino), path, files.OPENING_PATIENCE_S) as slot:
+        with self._lock:
+            slot = self._slots.setdefault((status.st_dev, status.st_ino), _Slot())
+        patience_s = files.OPENING_PATIENCE_S
+        if not slot.lock.acquire(timeout=patience_s):
+            raise StoreBusyError(
+                f"{path} is busy: another thread of this process has been opening it for more than {patience_s:g} s"
+            )
+        try:
             wanted = file_id(path)
             found = next((env for env in slot.environments if env.file_id == wanted), None)
             if found is None:
@@ -543,38 +548,19 @@ class Environments:
                 found.make_writable()
             found.handles += 1
             return found
+        finally:
+            slot.lock.release()
 
     def release(self, environment: Environment) -> None:
         """Release one use of an environment; the last release closes it."""
         with self._lock:
-            found = [key for key, slot in self._slots.items() if environment in slot.environments]
-        for key in found:  # one, or none in a fork
-            with self._visited(key, environment.path, None) as slot:
+            found = [slot for slot in self._slots.values() if environment in slot.environments]
+        for slot in found:  # one, or none in a fork
+            with slot.lock:
                 environment.handles -= 1
                 if not environment.handles:
                     slot.environments.remove(environment)
                     environment.close()
-
-    @contextmanager
-    def _visited(self, key: tuple[int, int], path: Path, patience_s: float | None) -> Iterator[_Slot]:
-        """Hold the slot's lock for the length of the block; remove a slot that is left empty."""
-        with self._lock:
-            slot = self._slots.setdefault(key, _Slot())
-            slot.visitors += 1
-        try:
-            if not slot.lock.acquire(timeout=-1 if patience_s is None else patience_s):
-                raise StoreBusyError(
-                    f"{path} is busy: another thread of this process has been opening it for more than {patience_s:g} s"
-                )
-            try:
-                yield slot
-            finally:
-                slot.lock.release()
-        finally:
-            with self._lock:
-                slot.visitors -= 1
-                if not slot.visitors and not slot.environments and self._slots.get(key) is slot:
-                    del self._slots[key]
 
     def _forget(self) -> None:
         """Reset the registry in a forked child: another thread of the parent may have held a lock."""

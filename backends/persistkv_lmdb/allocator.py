@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptStoreError, StoreFullError
@@ -51,15 +51,32 @@ def read_extents(rows: Rows, name: bytes) -> list[Extent] | None:
     return None if row is None else decode_extents(row)
 
 
+class Space(NamedTuple):
+    """Pages of all segments, as the last transaction left them."""
+
+    total: int = 0
+    free: int = 0
+    aging: int = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all extents of packs."""
+        return max(0, self.total - self.free - self.aging) * PAGE_BYTES
+
+
+def read_space(rows: Rows) -> Space:
+    """Return the recorded totals; zeros if the row is missing or invalid."""
+    row = rows.get(META, SPACE_ROW)
+    return Space() if row is None or len(row) != _SPACE.size else Space(*_SPACE.unpack(row))
+
+
 class Allocator:
     """State of the allocator within one transaction."""
 
     def __init__(self, transaction: Transaction) -> None:
         self._rows = transaction
-        self._before = _recorded(transaction)
-        self.total: int = self._before[0]
-        self.free: int = self._before[1]
-        self.aging: int = self._before[2]
+        self._before = read_space(transaction)
+        self.total, self.free, self.aging = self._before
         """Pages of all segments; free pages; aging pages."""
 
     @property
@@ -368,23 +385,6 @@ class Payloads:
         ahead = 4 * pages if pages * PAGE_BYTES >= _LARGE_BYTES else 0
         step = min(max(self.allocator.total // _STEPS, least, ahead), largest, most // _STEPS)
         return max(step, _LEAST_STEP_BYTES // PAGE_BYTES)
-
-
-def recorded_bytes(rows: Rows) -> int:
-    """Return the bytes of all segments."""
-    return _recorded(rows)[0] * PAGE_BYTES
-
-
-def recorded_used_bytes(rows: Rows) -> int:
-    """Return the bytes of all extents of packs."""
-    total, free, aging = _recorded(rows)
-    return max(0, total - free - aging) * PAGE_BYTES
-
-
-def _recorded(rows: Rows) -> tuple[int, int, int]:
-    """Return the totals as the last transaction left them; zeros if the row is missing or invalid."""
-    row = rows.get(META, SPACE_ROW)
-    return (0, 0, 0) if row is None or len(row) != _SPACE.size else _SPACE.unpack(row)
 
 
 def _extent_at(item: Sequence[Buffer]) -> Extent:

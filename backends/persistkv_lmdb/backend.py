@@ -34,6 +34,8 @@ from persistkv_lmdb.commit import BatchCommit, StaleError, compact
 from persistkv_lmdb.environment import ENVIRONMENTS, Environment
 from persistkv_lmdb.files import (
     STATUS_DIRECTORY,
+    STORE_FILES,
+    allocated_bytes,
     met_the_maps_end,
     open_regular,
     prepare_directory,
@@ -78,36 +80,30 @@ class LmdbOptions(msgspec.Struct, frozen=True):
     """How payloads are read."""
 
     def __post_init__(self) -> None:
-        size = self.capacity_bytes
-        if size is not None and not is_capacity(size):
+        if (given := self.given).capacity is not None and not is_capacity(given.capacity):
             raise ConfigurationError("lmdb option capacity", self.capacity, "a size from 1MiB to 64TiB")
-        _ = self.ttl_s  # raises if it is invalid
-
-    @property
-    def capacity_bytes(self) -> int | None:
-        """``capacity`` as a number of bytes.
-
-        :raises ConfigurationError: it is not a positive size.
-        """
-        return None if self.capacity is None else parse_size(self.capacity, name="lmdb option capacity")
 
     @property
     def given(self) -> Policy:
-        """Capacity, ttl and placement; None for options that were not given."""
-        return Policy(self.capacity_bytes, self.ttl_s, None if self.placement is None else self.placement.value)
+        """Capacity in bytes, ttl in seconds and placement; None for options that were not given.
+
+        :raises ConfigurationError: capacity or ttl does not read.
+        """
+        return Policy(
+            None if self.capacity is None else parse_size(self.capacity, name="lmdb option capacity"),
+            None if self.ttl is None else parse_duration(self.ttl, name="lmdb option ttl"),
+            None if self.placement is None else self.placement.value,
+        )
 
     @property
     def policy(self) -> Policy:
         """The policy of a store that is created with these options."""
-        return Policy(self.capacity_bytes or DEFAULT_CAPACITY, self.ttl_s, (self.placement or Placement.EXTENTS).value)
-
-    @property
-    def ttl_s(self) -> float | None:
-        """``ttl`` in seconds.
-
-        :raises ConfigurationError: it is not a positive duration.
-        """
-        return None if self.ttl is None else parse_duration(self.ttl, name="lmdb option ttl")
+        given = self.given
+        return replace(
+            given,
+            capacity=given.capacity or DEFAULT_CAPACITY,
+            placement=given.placement or Placement.EXTENTS.value,
+        )
 
 
 class LmdbBackend(CatalogBackend):
@@ -222,7 +218,11 @@ class LmdbBackend(CatalogBackend):
         )
 
     def disk_bytes(self) -> int:
-        return self.environment.disk_bytes()
+        total = sum(self.environment.files.lengths().values())
+        for name in STORE_FILES:
+            with suppress(FileNotFoundError):  # no lock file on a read-only file system
+                total += allocated_bytes((self._path / name).stat())
+        return total
 
     def policy(self) -> Policy:
         with self.environment.transaction() as transaction:

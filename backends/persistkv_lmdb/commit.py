@@ -31,7 +31,7 @@ from persistkv.storage.catalog.transaction import kept_names, rows_bound
 from persistkv.storage.extensions import CompactProgress
 from persistkv.storage.format.pack import PackTable, align
 from persistkv.storage.format.pack_writer import NewPack
-from persistkv_lmdb.allocator import read_extents, recorded_bytes
+from persistkv_lmdb.allocator import read_extents, read_space
 from persistkv_lmdb.environment import (
     CATALOGUE_AHEAD,
     LOCK_FILE_BYTES,
@@ -108,13 +108,13 @@ class BatchCommit:
             if (ttl_s := read_ttl(transaction)) is not None:
                 commit.expire(ttl_s, _EXPIRED_AT_ONCE)
             if commit.grew:
-                environment.note_taken(room.need.payload)
+                environment.taken.append(room.need.payload)
                 room.widen(Amount(0, 0))
                 commit.evict(Goal(room, room.spared()), _EVICTED_AT_ONCE)
             commit.finish()
             if commit.grew and not room.used().within(room.limit):  # checked while the disk writes
                 raise room.full()
-            environment.note_freed(transaction, room.payloads.freed)
+            environment.freed = transaction.txn.id(), room.payloads.freed
         self._note(commit)
         return CommitResult(commit.cursor, self._evicted)
 
@@ -289,7 +289,7 @@ class Room:
         self._transaction = transaction
         self.payloads = environment.payloads(transaction)
         self._is_inline = environment.shares.placement is Placement.INLINE
-        segments = recorded_bytes(transaction) if as_it_is else self.payloads.limit
+        segments = read_space(transaction).total * PAGE_BYTES if as_it_is else self.payloads.limit
         self.limit = Amount(environment.limit_bytes(as_it_is=as_it_is), _NO_LIMIT if self._is_inline else segments)
         """Upper bound on ``used`` after a commit that adds content."""
         self._growth = max(0, segments - self._segments)
@@ -323,7 +323,8 @@ class Room:
         """
         if not any(self.need):
             return
-        pending = self._environment.pending_bytes(self._transaction)
+        number, freed = self._environment.freed
+        pending = freed if number == self._transaction.txn.id() - 1 else 0
         free = self.payloads.allocator.free * PAGE_BYTES + self._growth
         used = self.used().plus(self.need).plus(Amount(pending, 0))
         if not used.within(self.limit) or self.need.payload > free:
@@ -362,7 +363,7 @@ class Room:
     def spared(self) -> Amount:
         """Return a limit that reserves space for the next commits; in the segments, as much as recent commits took."""
         catalogue, payload = self.limit
-        ahead = min(payload // 16, self._environment.taken_lately(), _MAX_AHEAD)
+        ahead = min(payload // 16, max(self._environment.taken, default=0), _MAX_AHEAD)
         rewritten = 0 if self._is_inline else min((catalogue - MIN_CATALOGUE) // 2, CATALOGUE_AHEAD)
         return Amount(catalogue - max(rewritten, min(catalogue // 16, _MAX_AHEAD)), payload - ahead)
 

@@ -27,8 +27,8 @@ from persistkv.errors import StoreBusyError, StoreError, StoreFullError
 from persistkv.storage.catalog.records import read_clock, write_clock
 from persistkv.storage.extensions import Policy
 from persistkv_lmdb import files
-from persistkv_lmdb.allocator import Payloads, recorded_bytes, recorded_used_bytes
-from persistkv_lmdb.files import DATA_FILE, STORE_FILES, allocated_bytes, translated, translated_at_open
+from persistkv_lmdb.allocator import Payloads, read_space
+from persistkv_lmdb.files import DATA_FILE, translated, translated_at_open
 from persistkv_lmdb.layout import (
     Placement,
     Transaction,
@@ -92,7 +92,7 @@ class Shares(NamedTuple):
 def _read_shares(transaction: Transaction) -> Shares:
     capacity, placement = read_capacity(transaction), read_placement(transaction)
     if placement is Placement.INLINE:
-        return Shares(capacity, placement, 0, recorded_bytes(transaction))
+        return Shares(capacity, placement, 0, read_space(transaction).total * PAGE_BYTES)
     return Shares(capacity, placement, read_catalogue_bytes(transaction), 0)
 
 
@@ -107,7 +107,7 @@ def wanted_catalogue_bytes(transaction: Transaction, whole: int) -> int:
 
     Half is added, because requests that share stored blocks keep adding rows when no file can grow any more.
     """
-    catalogue, payload = transaction.used_bytes(), recorded_used_bytes(transaction)
+    catalogue, payload = transaction.used_bytes(), read_space(transaction).used_bytes
     wanted = whole * catalogue // (catalogue + payload) * 3 // 2 + CATALOGUE_AHEAD
     most = whole // (_MOST_YOUNG if payload < whole // _YOUNG else _MOST)
     return max(_catalogue_share(whole), min(wanted, most)) - LOCK_FILE_BYTES
@@ -128,8 +128,11 @@ class Environment:
         self.process = os.getpid()
         self._databases: Mapping[str, _Database] = {}
         self._payloads: Payloads | None = None
-        self._freed = (0, 0)
-        self._taken: deque[int] = deque(maxlen=_COMMITS)
+        self.freed = (0, 0)
+        """Number of the last transaction that deleted from LMDB, and the bytes that it freed: reusable in the next but
+        one."""
+        self.taken: deque[int] = deque(maxlen=_COMMITS)
+        """Bytes that recent commits of this process took in the segments: an estimate for the next."""
         self._map_lock = _MapLock()
         self._stuck = 0
         """A wait for snapshots up to this transaction has timed out."""
@@ -231,7 +234,7 @@ class Environment:
 
         The expected size of the catalogue limits the growth of segments; they shrink only for its present size.
         """
-        held, segments, capacity = self.file_bytes(), recorded_bytes(transaction), self.shares.capacity
+        held, segments, capacity = self.file_bytes(), read_space(transaction).total * PAGE_BYTES, self.shares.capacity
         disk = LOCK_FILE_BYTES + held + segments + files.free_disk_bytes(self.path)
         whole, catalogue = (capacity, self.map_bytes) if disk >= capacity else (disk, held)
         left = max(0, whole - LOCK_FILE_BYTES - catalogue)
@@ -268,34 +271,17 @@ class Environment:
         return True
 
     def _oldest_snapshot(self, newest: int) -> int:
-        """Return the last transaction that the oldest snapshot of any process includes; ``newest`` without readers."""
-        found = self._oldest_listed(newest)
-        if found < newest:
+        """Return the last transaction that the oldest snapshot of any process includes; ``newest`` without readers.
+
+        LMDB lists a header line, then process, thread and transaction per line; ``-`` for an idle reader.
+        """
+        for is_checked in (False, True):
+            numbers = [line.split()[-1] for line in self._env.readers().splitlines()[1:]]
+            found = min([newest, *(int(number) for number in numbers if number.isdecimal())])
+            if found == newest or is_checked:
+                break
             self._env.reader_check()  # removes the readers of dead processes
-            found = self._oldest_listed(newest)
         return found
-
-    def _oldest_listed(self, newest: int) -> int:
-        """Parse LMDB's reader list: process, thread and transaction per line; ``-`` for an idle reader."""
-        numbers = [line.split()[-1] for line in self._env.readers().splitlines()[1:]]
-        return min([newest, *(int(number) for number in numbers if number.isdecimal())])
-
-    def pending_bytes(self, transaction: Transaction) -> int:
-        """Return the bytes that the previous transaction freed: LMDB reuses them in the next one."""
-        before, freed = self._freed
-        return freed if before == transaction.txn.id() - 1 else 0
-
-    def note_freed(self, transaction: Transaction, freed: int) -> None:
-        """Record the bytes that a transaction frees if it commits, for ``pending_bytes``."""
-        self._freed = transaction.txn.id(), freed
-
-    def note_taken(self, payload: int) -> None:
-        """Record the bytes that a commit takes in the segments, for ``taken_lately``."""
-        self._taken.append(payload)
-
-    def taken_lately(self) -> int:
-        """Return the most bytes that a recent commit of this process took in the segments: an estimate for the next."""
-        return max(self._taken, default=0)
 
     def age(self) -> int:
         """Commit an empty transaction, so that the next one can reuse pages that the one before this freed.
@@ -326,14 +312,6 @@ class Environment:
         """Request an integrity check at the next opening that finds no process with the store open."""
         if self._guard is not None:
             self._guard.suspect()
-
-    def disk_bytes(self) -> int:
-        """Return the bytes that the file system has allocated to the store."""
-        total = sum(self.files.lengths().values())
-        for name in STORE_FILES:
-            with suppress(FileNotFoundError):  # no lock file on a read-only file system
-                total += allocated_bytes((self.path / name).stat())
-        return total
 
     def close(self) -> None:
         """Close the environment; no transaction may be running. In a forked child this does nothing."""

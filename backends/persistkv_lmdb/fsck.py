@@ -132,22 +132,19 @@ def inspect(directory: Path) -> Finding:
         with suppress(OSError, ValueError):  # it has ended, or has a lower limit
             resource.prlimit(child.pid, resource.RLIMIT_CPU, (limit_s, limit_s + LEAST_CPU_S))
         try:
-            said, complained = child.communicate(timeout=PATIENCE * limit_s)
+            output, errors = child.communicate(timeout=PATIENCE * limit_s)
         except subprocess.TimeoutExpired:
             child.kill()
             return Finding(Verdict.UNKNOWN, f"a walk through it did not end within {PATIENCE * limit_s} s")
-    return _finding(directory, child.returncode, said.decode("utf-8", "replace"), complained.decode("utf-8", "replace"))
-
-
-def _finding(directory: Path, code: int, output: str, errors: str) -> Finding:
-    said = " ".join(output.split())[:500]
-    if -code in _DEATHS_BY_DAMAGE:
-        return Finding(Verdict.DAMAGED, f"a walk through it was ended by {signal.Signals(-code).name}")
-    if code in _SAID and said:
-        return Finding(Verdict(code), said)
-    complaint = errors.strip().rpartition("\n")[2]
-    logger.warning("%s cannot be looked at: exit code %d, %s", directory, code, complaint)
-    return Finding(Verdict.UNKNOWN, f"the walk ended with exit code {code}")
+    if -child.returncode in _DEATHS_BY_DAMAGE:
+        name = signal.Signals(-child.returncode).name
+        return Finding(Verdict.DAMAGED, f"a walk through it was ended by {name}")
+    said = " ".join(output.decode("utf-8", "replace").split())[:500]
+    if child.returncode in _SAID and said:
+        return Finding(Verdict(child.returncode), said)
+    complaint = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
+    logger.warning("%s cannot be looked at: exit code %d, %s", directory, child.returncode, complaint)
+    return Finding(Verdict.UNKNOWN, f"the walk ended with exit code {child.returncode}")
 
 
 def main(directory: str, parent: int) -> NoReturn:

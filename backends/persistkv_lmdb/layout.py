@@ -70,19 +70,15 @@ class Transaction(Rows):
         self._databases = databases
 
     def get(self, table: str, key: bytes) -> Buffer | None:
-        """See ``Rows``."""
         return self.txn.get(key, db=self._databases[table])
 
     def put(self, table: str, key: bytes, value: Buffer) -> None:
-        """See ``Rows``."""
         self.txn.put(key, value, db=self._databases[table])
 
     def delete(self, table: str, key: bytes) -> bool:
-        """See ``Rows``."""
         return self.txn.delete(key, db=self._databases[table])
 
     def range(self, table: str, start: bytes) -> Iterator[tuple[Buffer, Buffer]]:
-        """See ``Rows``."""
         cursor = self.cursor(table)
         if cursor.set_range(start):
             yield from cursor.iternext()

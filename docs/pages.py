@@ -3,7 +3,8 @@
 1. What is written once stays where it is: the front page is README.md, a driver's page is the README in its folder.
 2. A link between files, which works where the repository is browsed, becomes one between pages. One to a file that is
    no page becomes its text. One to nothing is a warning, which ``mkdocs build --strict`` makes an error.
-3. A page that would fetch something from elsewhere is a warning as well: the site is read without a network.
+3. A link to a source file on a line of its own becomes the file's text.
+4. A page that would fetch something from elsewhere is a warning as well: the site is read without a network.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ STANDS_FOR = MappingProxyType({"backends/persistkv_s3/README.md": "s3.md"})
 """Files that are no page of their own, and where a link to them goes."""
 
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
+_SOURCE = re.compile(r"^\[([\w./-]+\.(py|toml))\]\(([\w./-]+)\)$", re.MULTILINE)
+_LANGUAGES = MappingProxyType({"py": "python", "toml": "toml"})
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _FETCH = re.compile(
     r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=[\"']?((?:https?:)?//[^\"'\s>]+)", re.IGNORECASE
@@ -46,6 +49,7 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
     """Turn links between files into links between pages; what stands in a fence stays."""
     where = page.file.src_uri
     source = next((source for source, name in PAGES.items() if name == where), f"docs/{where}")
+    markdown = _SOURCE.sub(_included(source), markdown)
     parts, end = [], 0
     for fence in _FENCE.finditer(markdown):
         parts += [_LINK.sub(_rewriter(source, where, files), markdown[end : fence.start()]), fence[0]]
@@ -58,6 +62,15 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
     for url in _FETCH.findall(output):
         logger.warning("%s fetches %s: the site is to be read without a network", page.file.src_uri, url)
     return output
+
+
+def _included(source: str) -> Callable[[re.Match[str]], str]:
+    def include(link: re.Match[str]) -> str:
+        title, suffix, target = link.groups()
+        text = (ROOT / posixpath.dirname(source) / target).read_text()
+        return f'```{_LANGUAGES[suffix]} title="{title}"\n{text}```'
+
+    return include
 
 
 def _rewriter(source: str, where: str, files: Files) -> Callable[[re.Match[str]], str]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from persistkv.storage.catalog.pieces import RowPayloads
-from persistkv.storage.catalog.records import manifest_row
+from persistkv.storage.catalog.rows import RowPayloads, manifest_row
 from persistkv.testing.memory import MemoryBackend
 
 

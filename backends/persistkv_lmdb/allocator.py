@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptStoreError, StoreFullError
-from persistkv.storage.catalog.pieces import RowPayloads
-from persistkv.storage.catalog.rows import META, Rows
+from persistkv.storage.catalog.rows import META, RowPayloads, Rows
 from persistkv.storage.format.codec import Buffer
 from persistkv_lmdb.layout import AGING, EXTENTS, FREE, SEGMENTS, SIZES, SPACE_ROW, Placement, Transaction
 from persistkv_lmdb.segments import Extent, SegmentFiles

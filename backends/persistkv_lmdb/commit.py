@@ -24,9 +24,7 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreFullError
 from persistkv.storage.backend import CommitBatch, CommitResult
 from persistkv.storage.catalog import CatalogTransaction, Evicted
-from persistkv.storage.catalog.pieces import page_bytes
-from persistkv.storage.catalog.records import pack_table
-from persistkv.storage.catalog.rows import LINKS, PACKS
+from persistkv.storage.catalog.rows import LINKS, PACKS, pack_table, page_bytes
 from persistkv.storage.catalog.transaction import kept_names, rows_bound
 from persistkv.storage.extensions import CompactProgress
 from persistkv.storage.format.pack import PackTable, align

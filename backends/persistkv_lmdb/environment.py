@@ -24,7 +24,7 @@ import lmdb
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreBusyError, StoreError, StoreFullError
-from persistkv.storage.catalog.records import read_clock, write_clock
+from persistkv.storage.catalog.order import read_clock, write_clock
 from persistkv.storage.extensions import Policy
 from persistkv_lmdb import files
 from persistkv_lmdb.allocator import Payloads, read_space

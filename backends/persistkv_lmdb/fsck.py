@@ -30,25 +30,23 @@ from lmdb import verify
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptPackError, CorruptStoreError
-from persistkv.storage.catalog.records import (
-    ORDER_KEY,
-    Chain,
-    NamespaceState,
-    Use,
-    decode_namespace,
-    pack_table,
-    read_clock,
-)
+from persistkv.storage.catalog.order import read_clock
 from persistkv.storage.catalog.rows import (
     CHAINS,
     MANIFEST_KEYS,
     MANIFESTS,
     NAMESPACES,
     ORDER,
+    ORDER_KEY,
     PACKS,
     PIECES,
     STATES,
     USES,
+    Chain,
+    NamespaceState,
+    Use,
+    decode_namespace,
+    pack_table,
 )
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.manifest import decode_manifest, decode_manifest_keys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,11 +11,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from persistkv.storage import open_backend
+from persistkv.storage import open_inspectable
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, tables
+from persistkv.testing.memory import MemoryBackend
 from persistkv.testing.samples import sample_manifest, sample_pack
 
 NUMBERS = st.integers(0, 11)
@@ -35,13 +38,14 @@ class Held:
 class EvictionMachine(RuleBasedStateMachine):
     """Packs are numbers. The model tells which would go next; the driver decides only how many go."""
 
-    url = ""
+    open_store: Callable[[str], InspectableBackend]
+    """Opens a store of 4 MiB in a directory."""
     evictions = 0
 
     @initialize()
     def open(self) -> None:
         self.directory = tempfile.TemporaryDirectory()
-        self.backend = open_backend(self.url.format(self.directory.name))
+        self.backend = self.open_store(self.directory.name)
         self.namespace = self.backend.open_namespace(Identity.of({})).id
         self.ids = {number: self.pack(number).pack_id for number in range(12)}
         self.moment = 0
@@ -180,15 +184,16 @@ class EvictionMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    "url",
+    "open_store",
     [
-        "memory://model?capacity=4MiB",
-        "lmdb://{}/store?capacity=4MiB&placement=inline",
-        "lmdb://{}/store?capacity=4MiB&placement=extents",
+        lambda directory: MemoryBackend(capacity=4 << 20),
+        lambda directory: open_inspectable(f"lmdb://{directory}/store?capacity=4MiB&placement=inline"),
+        lambda directory: open_inspectable(f"lmdb://{directory}/store?capacity=4MiB&placement=extents"),
     ],
+    ids=["memory", "inline", "extents"],
 )
-def test_eviction_follows_the_model(url: str) -> None:
-    machine = type("Machine", (EvictionMachine,), {"url": url})
+def test_eviction_follows_the_model(open_store: Callable[[str], InspectableBackend]) -> None:
+    machine = type("Machine", (EvictionMachine,), {"open_store": staticmethod(open_store)})
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
     limits = settings(
         max_examples=30, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=checks

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend
 from persistkv.storage.catalog import LOG_ENTRIES
 from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
@@ -65,7 +64,7 @@ class TestMemoryBackend(BackendConformance):
 
 
 def test_each_open_is_a_store_of_its_own() -> None:
-    first, second = open_backend("memory://one"), open_backend("memory://one")
+    first, second = MemoryBackend(), MemoryBackend()
     first.open_namespace(sample_identity())
     assert not list(second.namespaces())
 

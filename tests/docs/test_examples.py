@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from persistkv.config import convert_options
 from persistkv.integrations.transformers import Engine
 from persistkv.tiering.example import ExampleSecondaryTier
-from persistkv.tiering.factory import SECONDARY_TIERS
 from persistkv.tiering.persistent import PersistentTier
-from persistkv.tiering.spec import TieringOffloadingOptions
+from persistkv.tiering.spec import SECONDARY_TIERS, TieringOffloadingOptions
 from persistkv_tools.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +41,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=None,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
+    words = Tokenizer(WordLevel({str(token): token for token in range(256)}))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(directory)
     return directory
 
 
@@ -46,6 +51,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Rewrites an example for this machine: its model, its store, little memory, and all the time that it takes."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompt.txt").write_text(" ".join(map(str, PROMPT)))
     defaults = Engine.open.__func__.__kwdefaults__  # type: ignore[attr-defined]
     monkeypatch.setitem(defaults, "cpu_bytes", "64MiB")
     monkeypatch.setitem(defaults, "lookup_deadline_s", 100.0)

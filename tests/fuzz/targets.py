@@ -182,7 +182,7 @@ def _serve(number: int, table: bytes, payload: bytes, *, exact: bool) -> bool:
     set_table_row(backend, namespace, PACKS[number].pack_id, table)
     set_payload(backend, namespace, PACKS[number].pack_id, payload)
     memory = bytearray(b"\xaa" * (10 * STRIDE))
-    store = Store(backend, IDENTITY, Rows(memoryview(memory), LAYOUT), StoreOptions(), url="memory://fuzz")
+    store = Store(backend, IDENTITY, Rows(memoryview(memory), LAYOUT), StoreOptions(), url="fuzz://memory")
     wanted = [
         (segment.group, key, block)
         for segment in PACKS[number].segments

@@ -29,7 +29,7 @@ SABOTAGE = {
     "checks of keys": ("table", "import persistkv.storage.format.keys as m; m.PackedKeys.distinct = True"),
     "claimed content": (
         "codec",
-        "import zstandard, persistkv.storage.format.codec.zstd as m\n"
+        "import zstandard, persistkv.storage.format.codec as m\n"
         "def careless(stored, out):\n"
         "    raw = zstandard.ZstdDecompressor().decompress(stored)\n"
         "    out[:] = (raw + bytes(len(out)))[:len(out)]\n"

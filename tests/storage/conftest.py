@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from persistkv.base import make_offload_key
-from persistkv.config import GroupLayout, RowLayout
+from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
 from persistkv.storage.store import Store
+from persistkv.testing.memory import MemoryBackend
 
 IDENTITY = Identity.of({"weights": "w", "dtype": "float32"})
 
@@ -55,7 +56,8 @@ def open_store(make_rows: Callable[..., Rows]) -> Iterator[Callable[..., Store]]
     opened: list[Store] = []
 
     def open_one(url: str, rows: Rows | None = None, identity: Identity = IDENTITY, **options: object) -> Store:
-        backend = open_backend(url)
+        parsed = StoreUrl.parse(url)
+        backend = MemoryBackend.open(parsed) if parsed.scheme == "memory" else open_backend(url)
         try:
             store = Store(backend, identity, rows or make_rows(), StoreOptions(**options), url=url)  # type: ignore[arg-type]
         except BaseException:

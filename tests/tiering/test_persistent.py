@@ -26,8 +26,12 @@ Described = Callable[..., ReqContext]
 
 
 class TestPersistentTierInline(SecondaryTierConformance):
+    @pytest.fixture(autouse=True)
+    def _directory(self, tmp_path: Path) -> None:
+        self.url = f"lmdb://{tmp_path}/store"
+
     def open_tier(self, config: OffloadingConfig, view: memoryview) -> PersistentTier:
-        return PersistentTier(config, view, url="memory://x", host="inline", max_age_s=0.0)
+        return PersistentTier(config, view, url=self.url, host="inline", max_age_s=0.0)
 
 
 class TestPersistentTierInThread(SecondaryTierConformance):

@@ -32,6 +32,17 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 @pytest.fixture
+def sqlite_plug_in(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installs the example backend, a driver without optional protocols, under the scheme ``sqlite``."""
+    directory = tmp_path_factory.mktemp("plug-in")
+    info = directory / "persistkv_sqlite-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: persistkv-sqlite\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[persistkv.backends]\nsqlite = persistkv_sqlite:SqliteBackend\n")
+    monkeypatch.syspath_prepend(directory)
+
+
+@pytest.fixture
 def start(tmp_path: Path) -> Run:
     """The command line in a process of its own."""
 

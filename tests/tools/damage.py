@@ -11,8 +11,7 @@ import lmdb
 
 from persistkv.config import PAGE_BYTES, StoreUrl
 from persistkv.storage import open_backend
-from persistkv.storage.catalog.pieces import PIECE_BYTES
-from persistkv.storage.catalog.records import SEQUENCE, manifest_row
+from persistkv.storage.catalog.rows import PIECE_BYTES, SEQUENCE, manifest_row
 from persistkv.storage.format.pack import PackTable
 from persistkv_lmdb.layout import DATABASES
 from tests.tools.contexts import Contexts

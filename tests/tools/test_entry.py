@@ -118,7 +118,7 @@ class CtrlC:
         if name == "typer":
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, CtrlC())
-sys.argv = ["persistkv", "ls", "memory://here"]
+sys.argv = ["persistkv", "ls", "lmdb:///absent"]
 from persistkv_tools.entry import main
 main()
 """

@@ -13,7 +13,7 @@ from persistkv.integrations.model_config import plain_config
 from persistkv.integrations.transformers.hashing import HASH_NAME
 from persistkv.integrations.transformers.kv_cache import KVGeometry, KVGroupGeometry
 from persistkv.storage.format.codec import Buffer
-from persistkv.storage.identity.fingerprint import fingerprint_checkpoint, fingerprint_tensors
+from persistkv.storage.identity import fingerprint_checkpoint, fingerprint_tensors
 
 IDENTITY_VERSION = 1
 KV_LAYOUT = "per group: block, layer, key or value, head, token, head size"

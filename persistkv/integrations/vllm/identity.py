@@ -14,7 +14,7 @@ from typing import Any
 
 from persistkv.errors import ConfigurationError
 from persistkv.integrations.model_config import plain, plain_config
-from persistkv.storage.identity.fingerprint import fingerprint_checkpoint
+from persistkv.storage.identity import fingerprint_checkpoint
 
 logger = logging.getLogger(__name__)
 

@@ -5,34 +5,45 @@ from __future__ import annotations
 import os
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from itertools import islice
 
-from persistkv.errors import StoreError, StoreFullError, StoreUnavailableError
+from persistkv.errors import CorruptPackError, StoreError, StoreFullError, StoreUnavailableError
 from persistkv.storage.backend import Changes, CommitBatch, CommitResult, Namespace, ReadSpan
-from persistkv.storage.catalog.pieces import RowPayloads, read_pieces
-from persistkv.storage.catalog.queries import (
-    UseQueries,
-    find_chain,
-    find_changes,
-    find_manifest_keys,
-    find_manifests,
-    find_manifests_naming,
-    find_namespace,
-    find_tables,
+from persistkv.storage.catalog.order import read_clock
+from persistkv.storage.catalog.rows import (
+    ADDED,
+    CHAINS,
+    LOG,
+    LOG_KEY,
+    MANIFEST_KEYS,
+    MANIFESTS,
+    NAMESPACES,
+    PACKS,
+    SEQUENCE,
+    STATES,
+    USES,
+    Chain,
+    NamespaceState,
+    RowPayloads,
+    Rows,
+    Use,
+    cursor_sequence,
+    decode_namespace,
+    encode_namespace,
+    manifest_row,
+    manifests_of,
+    pack_table,
+    read_pieces,
 )
-from persistkv.storage.catalog.records import NamespaceState, decode_namespace, encode_namespace
-from persistkv.storage.catalog.rows import NAMESPACES, STATES, Rows
-from persistkv.storage.catalog.transaction import (
-    CatalogTransaction,
-    Evicted,
-    kept_names,
-    rows_bound,
-)
+from persistkv.storage.catalog.transaction import CatalogTransaction, Evicted, kept_names, rows_bound
 from persistkv.storage.extensions import BackendStats, InspectableBackend, RequestUse
-from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
-from persistkv.storage.format.pack import PackTable
+from persistkv.storage.format.codec import Buffer
+from persistkv.storage.format.manifest import ManifestKeys, RequestManifest, decode_manifest, decode_manifest_keys
+from persistkv.storage.format.pack import ID_BYTES, PackTable, table_lengths
 from persistkv.storage.identity import Identity
 
 _AT_ONCE = 256  # manifests or tables per read transaction
@@ -64,12 +75,12 @@ class CatalogBackend(InspectableBackend):
     def open_namespace(self, identity: Identity) -> Namespace:
         name = identity.digest
         with self.rows() as rows:
-            if (found := find_namespace(rows, name)) is not None:
+            if (found := _find_namespace(rows, name)) is not None:
                 return found
         if not self.capabilities.writable:
             raise StoreUnavailableError(f"the store holds no namespace {name.hex()}, and is open read-only")
         with self.rows(write=True) as rows:
-            if (found := find_namespace(rows, name)) is not None:  # another process has created it meanwhile
+            if (found := _find_namespace(rows, name)) is not None:  # another process has created it meanwhile
                 return found
             created = Namespace(identity, time.time())
             rows.put(NAMESPACES, name, encode_namespace(created))
@@ -79,44 +90,65 @@ class CatalogBackend(InspectableBackend):
 
     def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
         with self.rows() as rows:
-            return find_changes(rows, namespace, cursor)
-
-    def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
-        start = namespace
-        while start:
-            with self.rows() as rows:
-                start, heads = find_manifests(rows, namespace, start, _AT_ONCE)
-            yield from heads
-
-    def manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
-        found: list[ManifestKeys | None] = []
-        for start in range(0, len(manifest_ids), _AT_ONCE):
-            with self.rows() as rows:
-                some = manifest_ids[start : start + _AT_ONCE]
-                found += [find_manifest_keys(rows, namespace, manifest_id) for manifest_id in some]
-        return found
-
-    def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
-        with self.rows() as rows:
-            return find_manifests_naming(rows, namespace, packs)
-
-    def chain(self, namespace: bytes, manifest_id: str) -> list[bytes] | None:
-        with self.rows() as rows:
-            return find_chain(rows, namespace, manifest_id)
+            row = rows.get(STATES, namespace)
+            if row is None:
+                raise StoreError(f"the store holds no namespace {namespace.hex()}")
+            state = NamespaceState.decode(row)
+            since = None if cursor is None else cursor_sequence(state, cursor)
+            moved = None if since is None else _moved(rows, namespace, since, state.sequence)
+            if moved is None:
+                found = [pack_table(key, row) for key, row in rows.starting_with(PACKS, namespace)]
+                return Changes(state.cursor, [table for table in found if table is not None], reset=True)
+            added, removed = moved
+            return Changes(state.cursor, _find_tables(rows, namespace, added), removed)
 
     def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
         found: list[PackTable] = []
         for start in range(0, len(pack_ids), _AT_ONCE):
             with self.rows() as rows:
-                found += find_tables(rows, namespace, pack_ids[start : start + _AT_ONCE])
+                found += _find_tables(rows, namespace, pack_ids[start : start + _AT_ONCE])
         return found
 
+    def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
+        start = namespace
+        while start:
+            with self.rows() as rows:
+                found = islice(rows.range(MANIFESTS, start), _AT_ONCE)
+                some = [(bytes(key), bytes(row)) for key, row in found if key[:ID_BYTES] == namespace]
+            yield from filter(None, (_decoded_head(row) for _, row in some))
+            start = some[-1][0] + b"\0" if len(some) == _AT_ONCE else b""
+
+    def manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
+        found: list[ManifestKeys | None] = []
+        for start in range(0, len(manifest_ids), _AT_ONCE):
+            with self.rows() as rows:
+                for manifest_id in manifest_ids[start : start + _AT_ONCE]:
+                    row = rows.get(MANIFEST_KEYS, manifest_row(namespace, manifest_id))
+                    keys = None
+                    with suppress(CorruptPackError):
+                        keys = None if row is None else decode_manifest_keys(row)
+                    found.append(keys)
+        return found
+
+    def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
+        with self.rows() as rows:
+            names = dict.fromkeys(name for pack_id in packs for name in manifests_of(rows, namespace + pack_id))
+            return list(filter(None, (_decoded_head(rows.get(MANIFESTS, name)) for name in names)))
+
+    def chain(self, namespace: bytes, manifest_id: str) -> list[bytes] | None:
+        with self.rows() as rows:
+            chain = Chain.decode(rows.get(CHAINS, manifest_row(namespace, manifest_id)))
+        return None if chain is None else list(chain.packs)
+
     def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
-        queries = UseQueries(namespace)
+        moments: dict[bytes, list[int]] = {}
         found: list[RequestUse | None] = []
         for start in range(0, len(manifest_ids), _AT_ONCE):
             with self.rows() as rows:
-                found += queries.find(rows, manifest_ids[start : start + _AT_ONCE])
+                skew = read_clock(rows)[1].skew
+                for manifest_id in manifest_ids[start : start + _AT_ONCE]:
+                    chain = Chain.decode(rows.get(CHAINS, manifest_row(namespace, manifest_id)))
+                    found.append(None if chain is None else _use_of(rows, namespace, chain, skew, moments))
         return found
 
     def stats(self) -> BackendStats:
@@ -199,3 +231,66 @@ def check_batch(namespace: bytes, batch: CommitBatch) -> None:
     """
     if any(pack.namespace != namespace for pack in batch.packs):
         raise StoreError(f"a pack of another namespace than {namespace.hex()}")
+
+
+# Rows that are missing or damaged are left out of the results.
+
+
+def _find_namespace(rows: Rows, name: bytes) -> Namespace | None:
+    row = rows.get(NAMESPACES, name)
+    return None if row is None else decode_namespace(name, row)
+
+
+def _find_tables(rows: Rows, namespace: bytes, pack_ids: Iterable[bytes]) -> list[PackTable]:
+    names = [namespace + pack_id for pack_id in pack_ids]
+    found = [pack_table(name, row) for name in names if (row := rows.get(PACKS, name)) is not None]
+    return [table for table in found if table is not None]
+
+
+def _decoded_head(row: Buffer | None) -> RequestManifest | None:
+    try:
+        return None if row is None else decode_manifest(row)
+    except CorruptPackError:
+        return None
+
+
+def _moved(rows: Rows, namespace: bytes, since: int, until: int) -> tuple[dict[bytes, None], list[bytes]] | None:
+    """Return the ids of the packs that were added and removed after ``since``; None if the log lacks entries."""
+    added: dict[bytes, None] = {}
+    removed: list[bytes] = []
+    for sequence in range(since + 1, until + 1):
+        row = rows.get(LOG, LOG_KEY.pack(namespace, sequence))
+        if row is None:
+            return None
+        entry = bytes(row)
+        if entry[:1] == ADDED:
+            added[entry[1:]] = None
+        else:
+            removed.append(entry[1:])
+    return added, removed
+
+
+def _use_of(
+    rows: Rows, namespace: bytes, chain: Chain, skew: float, moments: dict[bytes, list[int]]
+) -> RequestUse | None:
+    """Return the use of the request with this chain.
+
+    :param skew: see ``StoreClock.skew``.
+    :param moments: cache: for each last pack, the sorted moments at which the manifests that name it were written.
+    """
+    if not chain.packs:
+        return RequestUse(chain.time + skew, False, 0, chain.pinned)
+    last = namespace + chain.packs[-1]
+    use = Use.decode(rows.get(USES, last))
+    if use is None:
+        return None
+    if last not in moments:
+        chains = [Chain.decode(rows.get(CHAINS, name)) for name in manifests_of(rows, last)]
+        moments[last] = sorted(other.moment for other in chains if other is not None)
+    naming = moments[last]
+    later = len(naming) - bisect_right(naming, chain.moment)
+    held = [row for pack_id in chain.packs if (row := rows.get(PACKS, namespace + pack_id)) is not None]
+    lengths = [table_lengths(row[SEQUENCE.size :]) for row in held]
+    raw, stored = (sum(length[part] for length in lengths) for part in (0, 1))
+    reused = use.moment > chain.moment
+    return RequestUse(use.time + skew, reused, max(0, len(naming) - 1), chain.pinned, later, raw, stored)

@@ -1,4 +1,4 @@
-"""Eviction order of packs and manifests.
+"""Eviction order of packs and manifests, and the store's clock, which measures ages and ttl.
 
 1. A batch that uses anything is one moment, even if it takes several transactions. A pack is listed at the moment of
    its last use, a manifest at the moment at which it was written. At the same moment, packs of unknown depth precede
@@ -8,21 +8,127 @@
    by moment is also the order by time.
 
 Readers skip entries of ``ORDER`` that are duplicate or wrong because of damage.
+
+A machine's wall clock may jump: a wrong RTC at boot, an NTP step, a restored snapshot. Therefore the store has its own
+clock. It starts at the wall clock's time and advances by elapsed time that two clocks confirm:
+
+1. Since the last recorded reading on the same boot, it advances by the smaller of the times elapsed on the wall clock
+   and on the clock since boot (``CLOCK_BOOTTIME``). A jump of the wall clock therefore expires nothing, in either
+   direction.
+2. The time between two boots is measured by the wall clock alone. It counts only after the wall clock has run steadily
+   for ``CONFIRMATION_S`` on the new boot; until then, expiry treats the machine's downtime as zero.
+3. It never moves backwards.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import struct
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
-from persistkv.storage.catalog.clock import Reading
-from persistkv.storage.catalog.records import MANIFEST, ORDER_KEY, Chain, Use, read_clock, write_clock
-from persistkv.storage.catalog.rows import CHAINS, ORDER, USES, Rows
-from persistkv.storage.format.pack import ID_BYTES
+from persistkv.errors import CorruptStoreError
+from persistkv.storage.catalog.rows import CHAINS, MANIFEST, MAX_COUNT, META, ORDER, ORDER_KEY, USES, Chain, Rows, Use
 
+logger = logging.getLogger(__name__)
+
+CONFIRMATION_S = 3600.0  # one hour: NTP corrects a wrong RTC within minutes of a boot
+_TOLERANCE_S = 60.0
+_DRIFT = 0.01  # chrony and adjtime slew the wall clock by up to a few percent
+_LATEST_S = float(1 << 40)  # seconds since the epoch; far beyond any clock
 _SKEW_S = 1.0  # seconds: a larger change of ``StoreClock.skew`` is recorded
 _MAX_PINS = (1 << 32) - 1
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_CLOCK_ROW = b"clock"
+_CLOCK = struct.Struct("<Qddd16sdd")
+
+
+class Reading(NamedTuple):
+    """The machine's clocks at one moment."""
+
+    wall: float
+    """Seconds since the epoch."""
+    since_boot: float
+    """Seconds since boot, suspended time included."""
+    boot: bytes
+    """16 bytes that identify the boot."""
+
+    @classmethod
+    def now(cls) -> Reading:
+        """Read the machine's clocks."""
+        return cls(time.time(), time.clock_gettime(time.CLOCK_BOOTTIME), _boot())
+
+
+class StoreClock(NamedTuple):
+    """A recorded reading of the store's clock; see the module docstring."""
+
+    time: float
+    """The store's time, in seconds since the epoch."""
+    at: Reading
+    """The machine's clocks at that moment."""
+    unconfirmed: float = 0.0
+    """Seconds between two boots that are not counted yet."""
+    unconfirmed_since: float = 0.0
+    """``Reading.since_boot`` from which the confirmation of these seconds is timed."""
+
+    @property
+    def skew(self) -> float:
+        """Seconds by which the wall clock is ahead of the store's clock."""
+        return self.at.wall - self.time
+
+    def advanced(self, now: Reading) -> StoreClock:
+        """Return the store's clock at a later reading of the machine's clocks."""
+        wall = now.wall - self.at.wall
+        if now.boot != self.at.boot or now.since_boot < self.at.since_boot:
+            return StoreClock(self.time, now, max(0.0, wall), now.since_boot)
+        elapsed = now.since_boot - self.at.since_boot
+        unconfirmed, since = self.unconfirmed, self.unconfirmed_since
+        if abs(wall - elapsed) > _TOLERANCE_S + _DRIFT * elapsed:
+            logger.warning(
+                "the wall clock moved by %+.0f s against the time since boot: ages and ttl follow elapsed time",
+                wall - elapsed,
+            )
+            if unconfirmed:
+                unconfirmed, since = max(0.0, unconfirmed + wall - elapsed), now.since_boot
+            wall = min(wall, elapsed)
+        moved = self.time + max(0.0, wall)
+        if unconfirmed and now.since_boot - since >= CONFIRMATION_S:
+            moved, unconfirmed = moved + unconfirmed, 0.0
+        return StoreClock(moved, now, unconfirmed, since)
+
+
+def _boot() -> bytes:
+    try:
+        return bytes.fromhex(_BOOT_ID.read_text().strip().replace("-", ""))[:16]
+    except (OSError, ValueError):  # no /proc: a new boot is only detected by a smaller time since boot
+        return bytes(16)
+
+
+def read_clock(rows: Rows) -> tuple[int, StoreClock]:
+    """Return the number of the last moment and the clock at that moment; a new store has moment 0.
+
+    :raises CorruptStoreError: the row is damaged, so the eviction order is unknown.
+    """
+    row = rows.get(META, _CLOCK_ROW)
+    if row is None:
+        now = Reading.now()
+        return 0, StoreClock(now.wall, now)
+    if len(row) == _CLOCK.size:
+        moment, seconds, wall, since_boot, boot, unconfirmed, since = _CLOCK.unpack(row)
+        values = (seconds, wall, since_boot, unconfirmed, since)
+        if moment <= MAX_COUNT and all(math.isfinite(value) and 0 <= value <= _LATEST_S for value in values):
+            return moment, StoreClock(seconds, Reading(wall, since_boot, boot), unconfirmed, since)
+    raise CorruptStoreError(f"unreadable clock: {bytes(row).hex()}")
+
+
+def write_clock(rows: Rows, moment: int, clock: StoreClock) -> None:
+    """Record the last moment and the clock at that moment."""
+    seconds, at, unconfirmed, since = clock
+    row = _CLOCK.pack(moment, seconds, at.wall, at.since_boot, at.boot, unconfirmed, since)
+    rows.put(META, _CLOCK_ROW, row)
 
 
 class Candidate(NamedTuple):
@@ -34,11 +140,6 @@ class Candidate(NamedTuple):
     time: float
     """Last use on the store's clock: seconds since the epoch."""
 
-    @property
-    def namespace(self) -> bytes:
-        """Id of the namespace, 16 bytes."""
-        return self.name[:ID_BYTES]
-
 
 class EvictionOrder:
     """The eviction order within one write transaction."""
@@ -49,7 +150,8 @@ class EvictionOrder:
         self.moment = moment + 1
         clock = before.advanced(Reading.now())
         self._clock = clock._replace(time=max(clock.time, math.nextafter(before.time, math.inf)))
-        self._counts = False
+        self.counts = False
+        """Whether this transaction is a moment, so that the next one gets a new moment; otherwise both share one."""
         self._clock_changed = clock.at.boot != before.at.boot or abs(clock.skew - before.skew) > _SKEW_S
         """Whether the clock must be recorded even if the moment does not count."""
 
@@ -68,7 +170,7 @@ class EvictionOrder:
         if use is None:
             return False
         if (use.moment, use.time) != (self.moment, self.time):
-            self._unlist(use.order_key(name))
+            self._rows.delete(ORDER, use.order_key(name))
             self._put(name, use._replace(moment=self.moment, time=self.time))
         return True
 
@@ -76,19 +178,19 @@ class EvictionOrder:
         """Add ``count``, which may be negative, to a pack's pins; do nothing if the pack is not held."""
         use = self._use(name)
         if use is not None:
-            self._unlist(use.order_key(name))
+            self._rows.delete(ORDER, use.order_key(name))
             self._put(name, use._replace(pins=min(max(0, use.pins + count), _MAX_PINS)))
 
     def remove_pack(self, name: bytes) -> None:
         """Delete a pack's rows of the eviction order."""
         use = self._use(name)
         if use is not None:
-            self._unlist(use.order_key(name))
+            self._rows.delete(ORDER, use.order_key(name))
             self._rows.delete(USES, name)
 
     def add_manifest(self, name: bytes, flags: int, packs: tuple[bytes, ...]) -> None:
         """List a new manifest as written now."""
-        self._put_chain(name, Chain(self.moment, self.time, flags, packs))
+        self._put(name, Chain(self.moment, self.time, flags, packs))
 
     def chain(self, name: bytes) -> Chain | None:
         """Return a manifest's chain; None if it is not held or its row is damaged."""
@@ -96,12 +198,12 @@ class EvictionOrder:
 
     def reflag(self, name: bytes, chain: Chain, flags: int) -> None:
         """Replace a manifest's flags."""
-        self._unlist(chain.order_key(name))
-        self._put_chain(name, chain._replace(flags=flags))
+        self._rows.delete(ORDER, chain.order_key(name))
+        self._put(name, chain._replace(flags=flags))
 
     def remove_manifest(self, name: bytes, chain: Chain) -> None:
         """Delete a manifest's rows of the eviction order."""
-        self._unlist(chain.order_key(name))
+        self._rows.delete(ORDER, chain.order_key(name))
         self._rows.delete(CHAINS, name)
 
     def oldest(self) -> Iterator[Candidate]:
@@ -109,18 +211,14 @@ class EvictionOrder:
         key = b""
         while (found := self._rows.first(ORDER, key)) is not None:
             if (candidate := self._candidate(found)) is None:
-                self._unlist(found)
+                self._rows.delete(ORDER, found)
             else:
                 yield candidate
             key = found + b"\0"
 
-    def count(self) -> None:
-        """Count this transaction as a moment, so that the next one gets a new moment; otherwise both share one."""
-        self._counts = True
-
     def finish(self) -> None:
         """Record the clock if the moment counts, or if the machine's clocks changed."""
-        if self._counts or self._clock_changed:
+        if self.counts or self._clock_changed:
             write_clock(self._rows, self.moment, self._clock)
 
     def _candidate(self, found: bytes) -> Candidate | None:
@@ -135,15 +233,7 @@ class EvictionOrder:
     def _use(self, name: bytes) -> Use | None:
         return Use.decode(self._rows.get(USES, name))
 
-    def _put(self, name: bytes, use: Use) -> None:
-        self._rows.put(USES, name, use.encode())
-        if not use.pins:
-            self._rows.put(ORDER, use.order_key(name), b"")
-
-    def _put_chain(self, name: bytes, chain: Chain) -> None:
-        self._rows.put(CHAINS, name, chain.encode())
-        if not chain.pinned:
-            self._rows.put(ORDER, chain.order_key(name), b"")
-
-    def _unlist(self, key: bytes) -> None:
-        self._rows.delete(ORDER, key)
+    def _put(self, name: bytes, row: Use | Chain) -> None:
+        self._rows.put(USES if isinstance(row, Use) else CHAINS, name, row.encode())
+        if not row.pinned:
+            self._rows.put(ORDER, row.order_key(name), b"")

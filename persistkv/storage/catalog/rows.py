@@ -1,11 +1,24 @@
-"""Ordered rows: the interface that a driver implements for its catalogue."""
+"""Ordered rows: the interface that a driver implements for its catalogue, and the encoding of the rows.
+
+docs/format.md specifies the encoding. Payloads may be rows, too: pieces of at most 256 KiB. In LMDB, a value takes
+contiguous pages, and a full, fragmented file has no contiguous room for larger values.
+"""
 
 from __future__ import annotations
 
+import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from hashlib import blake2b
+from typing import NamedTuple
 
+from persistkv.config import PAGE_BYTES
+from persistkv.errors import CorruptPackError, CorruptStoreError
+from persistkv.storage.backend import Namespace
 from persistkv.storage.format.codec import Buffer
+from persistkv.storage.format.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
+from persistkv.storage.identity import Identity
 
 # The tables. Except in META, keys begin with the namespace's id (16 bytes), so a namespace is one range of each table.
 META = "meta"
@@ -72,3 +85,247 @@ class Rows(ABC):
     def first(self, table: str, start: bytes) -> bytes | None:
         """Return the first key from ``start`` on; None if there is none."""
         return next((bytes(key) for key, _ in self.range(table, start)), None)
+
+
+PIECE_BYTES = 256 << 10  # 256 KiB: small enough to find contiguous room in a store of a few MiB
+
+SEQUENCE = struct.Struct("<Q")
+_PIECE = struct.Struct(">I")
+LOG_KEY = struct.Struct(">16sQ")
+ADDED, REMOVED = b"+", b"-"
+_CREATED = struct.Struct("<d")
+_STATE = struct.Struct("<8s6Q")
+_USE = struct.Struct("<QdII")
+_CHAIN = struct.Struct("<QdB")
+MAX_COUNT = 1 << 62  # limit of valid counters; adding to them cannot overflow 64 bits
+
+PINNED, ORDERED = 1, 2
+PACK, MANIFEST = 0, 1
+ORDER_KEY = struct.Struct(">QIB32s")
+"""Moment, depth counted from UNKNOWN_DEPTH down, ``PACK`` or ``MANIFEST``, and the row's name."""
+
+
+class Use(NamedTuple):
+    """Last use of a pack."""
+
+    moment: int
+    """Number of the moment; see ``order``."""
+    time: float
+    """Seconds since the epoch, on the store's clock."""
+    depth: int
+    """Number of blocks before the pack in its chain; UNKNOWN_DEPTH if it is not known."""
+    pins: int
+    """Number of pinned manifests that name the pack."""
+
+    @property
+    def pinned(self) -> bool:
+        """Whether a pinned manifest names the pack. ``ORDER`` does not list it then."""
+        return self.pins > 0
+
+    def order_key(self, name: bytes) -> bytes:
+        """Return the key of ``ORDER``.
+
+        :param name: namespace and pack id.
+        """
+        return ORDER_KEY.pack(self.moment, UNKNOWN_DEPTH - self.depth, PACK, name)
+
+    def encode(self) -> bytes:
+        """Return the row."""
+        return _USE.pack(*self)
+
+    @classmethod
+    def decode(cls, row: Buffer | None) -> Use | None:
+        """Return the use of a row; None if the row is missing or damaged."""
+        return cls(*_USE.unpack(row)) if row is not None and len(row) == _USE.size else None
+
+
+class Chain(NamedTuple):
+    """A manifest's packs, and the moment and time at which it was written."""
+
+    moment: int
+    time: float
+    flags: int
+    packs: tuple[bytes, ...]
+    """Ids of the packs, from the beginning of the context on."""
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the manifest is pinned. ``ORDER`` does not list it then."""
+        return bool(self.flags & PINNED)
+
+    @property
+    def ordered(self) -> bool:
+        """Whether ``packs`` are in the order of the context."""
+        return bool(self.flags & ORDERED)
+
+    def order_key(self, name: bytes) -> bytes:
+        """Return the key of ``ORDER``.
+
+        :param name: namespace and digest of the manifest's id.
+        """
+        return ORDER_KEY.pack(self.moment, UNKNOWN_DEPTH, MANIFEST, name)
+
+    def encode(self) -> bytes:
+        """Return the row."""
+        return _CHAIN.pack(self.moment, self.time, self.flags) + b"".join(self.packs)
+
+    @classmethod
+    def decode(cls, row: Buffer | None) -> Chain | None:
+        """Return the chain of a row; None if the row is missing or damaged."""
+        if row is None or len(row) < _CHAIN.size or (len(row) - _CHAIN.size) % ID_BYTES:
+            return None
+        moment, seconds, flags = _CHAIN.unpack_from(row)
+        ids = bytes(row[_CHAIN.size :])
+        packs = tuple(ids[start : start + ID_BYTES] for start in range(0, len(ids), ID_BYTES))
+        return cls(moment, seconds, flags, packs)
+
+
+@dataclass
+class NamespaceState:
+    """A namespace's change count and exact totals: one row, written by each commit that changes one of them."""
+
+    generation: bytes
+    """8 random bytes, part of each cursor: a deleted and recreated namespace does not accept cursors from before."""
+    sequence: int = 0
+    """Number of changes so far."""
+    packs: int = 0
+    blocks: int = 0
+    requests: int = 0
+    raw_bytes: int = 0
+    stored_bytes: int = 0
+
+    @property
+    def cursor(self) -> bytes:
+        """Current position in the change log."""
+        return self.generation + self.sequence.to_bytes(8, "big")
+
+    def encode(self) -> bytes:
+        """Return the row.
+
+        :raises CorruptStoreError: a total is negative.
+        """
+        generation, *counts = astuple(self)
+        if min(counts) < 0:
+            raise CorruptStoreError(f"namespace state: a count of {min(counts)}")
+        return _STATE.pack(generation, *counts)
+
+    @classmethod
+    def decode(cls, row: Buffer) -> NamespaceState:
+        """Return the state of a row.
+
+        :raises CorruptStoreError: the row is damaged.
+        """
+        if len(row) != _STATE.size:
+            raise CorruptStoreError(f"namespace state: {len(row)} bytes instead of {_STATE.size}")
+        generation, *counts = _STATE.unpack(row)
+        if max(counts) > MAX_COUNT:
+            raise CorruptStoreError(f"namespace state: a count of {max(counts)}")
+        return cls(generation, *counts)
+
+    def count(self, table: PackTable, sign: int) -> None:
+        """Add a pack to the totals (``sign`` 1), or subtract it (-1)."""
+        self.packs += sign
+        self.blocks += sign * len(table.keys)
+        self.raw_bytes += sign * table.raw_length
+        self.stored_bytes += sign * table.payload_length
+
+
+def cursor_sequence(state: NamespaceState, cursor: bytes) -> int | None:
+    """Return the sequence number in a cursor of this namespace; None if the cursor is not valid for it."""
+    sequence = int.from_bytes(cursor[8:], "big")
+    known = len(cursor) == 16 and cursor[:8] == state.generation and sequence <= state.sequence
+    return sequence if known else None
+
+
+def manifest_row(namespace: bytes, manifest_id: str) -> bytes:
+    """Return a manifest's row key. It contains a digest, because ids may exceed the limit of keys (LMDB: 511 bytes)."""
+    return namespace + blake2b(manifest_id.encode(), digest_size=ID_BYTES).digest()
+
+
+def encode_namespace(namespace: Namespace) -> bytes:
+    """Return the row of ``NAMESPACES``."""
+    return _CREATED.pack(namespace.created) + namespace.identity.encode()
+
+
+def decode_namespace(key: Buffer, row: Buffer) -> Namespace | None:
+    """Return the namespace of a row; None if the row is damaged."""
+    if len(row) < _CREATED.size:
+        return None
+    try:
+        namespace = Namespace(Identity.decode(bytes(row[_CREATED.size :])), _CREATED.unpack_from(row)[0])
+        return namespace if namespace.id == key else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def pack_table(key: Buffer, row: Buffer) -> PackTable | None:
+    """Return the table of a row of ``PACKS``; None if the row is damaged or belongs to another key."""
+    try:
+        table = PackTable.parse(row[SEQUENCE.size :])
+    except CorruptPackError:
+        return None
+    return table if table.namespace + table.pack_id == key else None
+
+
+def manifests_of(rows: Rows, pack: bytes) -> list[bytes]:
+    """Return the row keys of the manifests that name a pack.
+
+    :param pack: the pack's row key.
+    """
+    return [pack[:ID_BYTES] + bytes(key[2 * ID_BYTES :]) for key, _ in rows.starting_with(LINKS, pack)]
+
+
+class RowPayloads:
+    """Payloads of one transaction, stored as rows; implements ``Payloads``."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
+        """See ``Payloads``."""
+        index = filled = 0
+        buffer = memoryview(bytearray(PIECE_BYTES))
+        for part in stream:
+            rest = memoryview(part)
+            while rest:
+                if not filled and len(rest) >= PIECE_BYTES:  # the driver gets a whole piece without a copy here
+                    piece, rest = rest[:PIECE_BYTES], rest[PIECE_BYTES:]
+                else:
+                    count = min(len(rest), PIECE_BYTES - filled)
+                    buffer[filled : filled + count] = rest[:count]
+                    filled, rest = filled + count, rest[count:]
+                    if filled < PIECE_BYTES:
+                        break
+                    piece, filled = buffer, 0
+                self._rows.put(PIECES, name + _PIECE.pack(index), piece)
+                index += 1
+        if filled:
+            self._rows.put(PIECES, name + _PIECE.pack(index), buffer[:filled])
+
+    def delete(self, name: bytes, length: int) -> None:
+        """See ``Payloads``."""
+        for key in [bytes(key) for key, _ in self._rows.starting_with(PIECES, name)]:
+            self._rows.delete(PIECES, key)
+
+
+def page_bytes(payload_length: int) -> int:
+    """Return an upper bound on the bytes of the pages that a payload takes; LMDB adds a header to each piece."""
+    return payload_length + PAGE_BYTES * (2 * (payload_length // PIECE_BYTES) + 2)
+
+
+def read_pieces(rows: Rows, name: bytes, offset: int, buffers: Sequence[memoryview]) -> bool:
+    """Fill ``buffers`` from a span of the pack ``name`` (namespace and pack id), as ``Backend.read`` does."""
+    index, start = divmod(offset, PIECE_BYTES)
+    piece = rows.get(PIECES, name + _PIECE.pack(index))
+    for buffer in buffers:
+        rest = buffer.cast("B")
+        while rest:
+            if start == PIECE_BYTES:
+                index, start = index + 1, 0
+                piece = rows.get(PIECES, name + _PIECE.pack(index))
+            if piece is None or start >= len(piece):
+                return False
+            count = min(len(rest), len(piece) - start)
+            rest[:count] = piece[start : start + count]
+            start, rest = start + count, rest[count:]
+    return True

@@ -10,19 +10,25 @@ from typing import Protocol
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.catalog.order import Candidate, EvictionOrder
-from persistkv.storage.catalog.records import (
+from persistkv.storage.catalog.rows import (
     ADDED,
+    LINKS,
+    LOG,
     LOG_KEY,
+    MANIFEST_KEYS,
+    MANIFESTS,
     ORDERED,
+    PACKS,
     PINNED,
     REMOVED,
     SEQUENCE,
+    STATES,
     NamespaceState,
+    Rows,
     manifest_row,
     manifests_of,
     pack_table,
 )
-from persistkv.storage.catalog.rows import LINKS, LOG, MANIFEST_KEYS, MANIFESTS, PACKS, STATES, Rows
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.manifest import encode_manifest, encode_manifest_keys
 from persistkv.storage.format.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
@@ -106,7 +112,7 @@ class CatalogTransaction:
     def remove(self, batch: CommitBatch) -> None:
         """Apply the deletions of a batch, then its touches, so that the packs it uses are evicted last."""
         if batch.packs or batch.manifests or batch.touches:
-            self._order.count()
+            self._order.counts = True
         for pack_id in batch.deletions:
             self._delete(self._namespace + pack_id)
         for pack_id in batch.bad:

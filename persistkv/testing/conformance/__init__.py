@@ -16,14 +16,10 @@ A driver's tests subclass it, and define the driver and the URLs of its stores:
 Tests of features that a driver's ``Capabilities`` exclude are skipped.
 """
 
-from persistkv.testing.conformance.changes import ChangesTests
-from persistkv.testing.conformance.commits import CommitTests
+from persistkv.testing.conformance.commits import ChangesTests, CommitTests
+from persistkv.testing.conformance.content import ManifestTests, ReadTests
 from persistkv.testing.conformance.eviction import EvictionTests
-from persistkv.testing.conformance.manifests import ManifestTests
-from persistkv.testing.conformance.opening import OpeningTests
-from persistkv.testing.conformance.processes import ProcessTests
-from persistkv.testing.conformance.reads import ReadTests
-from persistkv.testing.conformance.status import StatusTests
+from persistkv.testing.conformance.stores import OpeningTests, ProcessTests, StatusTests
 from persistkv.testing.conformance.suite import RawKind, RawStore
 
 __all__ = ["BackendConformance", "RawKind", "RawStore"]

@@ -13,7 +13,7 @@ import xxhash
 
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.catalog import LOG_ENTRIES
-from persistkv.storage.catalog.records import NamespaceState, cursor_sequence
+from persistkv.storage.catalog.rows import NamespaceState, cursor_sequence
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_lmdb.layout import DATABASES
 

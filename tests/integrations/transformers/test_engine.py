@@ -207,8 +207,8 @@ class TestBadInput:
             ({"cpu_bytes": 100}, "cpu_bytes"),
             ({"url": "nowhere"}, "url"),
             ({"url": "tape:///kv"}, "lmdb"),
-            ({"url": "memory://x", "codec": "brotli"}, "codec"),
-            ({"url": "memory://x", "host": "cloud"}, "host"),
+            ({"url": "lmdb:///dev/shm/none", "codec": "brotli"}, "codec"),
+            ({"url": "lmdb:///dev/shm/none", "host": "cloud"}, "host"),
         ],
     )
     def test_options_are_named(self, open_engine, options, field):

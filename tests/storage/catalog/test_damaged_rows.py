@@ -7,7 +7,7 @@ import time
 import pytest
 
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.catalog.records import Use
+from persistkv.storage.catalog.rows import Use
 from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import tables
 from persistkv.testing.memory import MemoryBackend

@@ -118,9 +118,9 @@ def delete_all_of(client: StoreClient, key: bytes) -> None:
     store.catalogue.backend.commit(store.namespace, CommitBatch(deletions=[pack.pack_id]))
 
 
-def test_an_end_that_finds_no_room_is_refused(hosted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_that_finds_no_room_is_refused(hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of long contexts end while the store's side takes nothing: the queue of their manifests is bounded."""
-    client = hosted.connect("memory://x", "inline")
+    client = hosted.connect(f"lmdb://{tmp_path}/store", "inline")
     client.open()
     long = PackedKeys.of(names(200_000))
     with monkeypatch.context() as patch:
@@ -131,9 +131,9 @@ def test_an_end_that_finds_no_room_is_refused(hosted: Any, monkeypatch: pytest.M
     assert client.counters.refused_ends == 2
 
 
-def test_short_ends_are_bounded_too(hosted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_ends_are_bounded_too(hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests without a key, and with labels, take memory as well."""
-    client = hosted.connect("memory://x", "inline")
+    client = hosted.connect(f"lmdb://{tmp_path}/store", "inline")
     client.open()
     with monkeypatch.context() as patch:
         patch.setattr(client.supervisor, "send", lambda message: None)

@@ -76,8 +76,8 @@ def test_store_load_and_reopen(hosted: Any, tmp_path: Path, kind: str) -> None:
     assert stats.host.counters.missed_blocks == 1
 
 
-def test_a_bad_job_leaves_nothing_behind(hosted: Any) -> None:
-    client = hosted.connect("memory://x", "inline")
+def test_a_bad_job_leaves_nothing_behind(hosted: Any, tmp_path: Path) -> None:
+    client = hosted.connect(f"lmdb://{tmp_path}/store", "inline")
     client.open()
     with pytest.raises(ValueError, match="keys have 0"):
         client.submit_store(1, "a", [b""], [0], None, BLOCK)
@@ -125,7 +125,7 @@ def test_a_host_that_answers_slowly_is_not_killed() -> None:
             return SocketConnection(ours, ToEngine)
 
     layout = RowLayout(4096, (GroupLayout(((0, 4096),)),))
-    hello = Hello("memory://x", b"{}", layout, StoreOptions())
+    hello = Hello("lmdb:///absent", b"{}", layout, StoreOptions())
     client = StoreClient(Slow(memoryview(b"")), hello, max_queue_bytes=1 << 30, watchdog_s=0.3)
     host.send(Opened(b"n" * 16, ""))
     client.open()
@@ -188,8 +188,8 @@ def test_what_nobody_heard_of_before_it_went_only_went(hosted: Any, tmp_path: Pa
     assert sorted(client.take_removed()) == sorted(names(70))
 
 
-def test_what_makes_no_sense_ends_the_host_not_the_engine(hosted: Any) -> None:
-    client = hosted.connect("memory://x", "inline")
+def test_what_makes_no_sense_ends_the_host_not_the_engine(hosted: Any, tmp_path: Path) -> None:
+    client = hosted.connect(f"lmdb://{tmp_path}/store", "inline")
     client.open()
     client.supervisor.connection._answers.append(Stored(PackedKeys(b"abc", 2)))
     client.poll()

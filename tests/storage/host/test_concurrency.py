@@ -95,7 +95,7 @@ def medium(monkeypatch: pytest.MonkeyPatch) -> Iterator[Medium]:
 
 @pytest.fixture
 def client(hosted: Any, medium: Medium) -> StoreClient:
-    opened: StoreClient = hosted.connect("memory://gated", "thread", max_age_s=1e6, refresh_s=0.01)
+    opened: StoreClient = hosted.connect("lmdb:///gated", "thread", max_age_s=1e6, refresh_s=0.01)
     opened.open()
     return opened
 
@@ -226,7 +226,7 @@ def test_rows_are_free_only_when_the_slowest_part_has_ended(hosted: Any, client:
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 def test_closing_waits_for_all_that_runs(hosted: Any, medium: Medium, codec: str) -> None:
-    client = hosted.connect("memory://gated", "thread", codec=codec, max_age_s=1e6)
+    client = hosted.connect("lmdb:///gated", "thread", codec=codec, max_age_s=1e6)
     client.open()
     store(client, 1, names(64))
     assert hosted.finish(client, 1).failed == []

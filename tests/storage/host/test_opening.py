@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
+import msgspec
 import pytest
 
 from persistkv.config import GroupLayout, RowLayout
@@ -30,7 +31,7 @@ from persistkv.storage.records import StoreOptions
 from tests.storage.host.jobs import BLOCK, KINDS, names, wait_for
 
 HELLO = Hello(
-    "memory://x",
+    "lmdb:///absent",
     Identity.of({"weights": "w"}).encode(),
     RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)),)),
     StoreOptions(),
@@ -208,11 +209,11 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return gate
 
 
-def test_the_stores_side_answers_while_it_opens(hosted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stores_side_answers_while_it_opens(hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, woken = held_up(monkeypatch), threading.Event()
     sent: list[Any] = []
     side = StoreServer(memoryview(hosted.memory), sent.append, lambda threads: ThreadExecutor(threads, woken.set))
-    side.handle(HELLO)
+    side.handle(msgspec.structs.replace(HELLO, url=f"lmdb://{tmp_path}/store"))
     side.handle(Ping())
     side.step()
     assert [type(message) for message in sent] == [Pong]

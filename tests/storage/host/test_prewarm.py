@@ -5,7 +5,6 @@ from contextlib import closing
 
 import pytest
 
-from persistkv.config import StoreUrl
 from persistkv.errors import StoreError, StoreUnavailableError
 from persistkv.storage import open_backend
 from persistkv.storage.host.prewarm import acknowledge_warm, pending_warm, request_warm, warm_answers, withdraw_warm
@@ -76,6 +75,6 @@ def test_rows_of_others_and_what_does_not_read_are_passed_over(backend):
 
 def test_where_nobody_could_see_it_it_is_refused(backend, url):
     with pytest.raises(StoreUnavailableError):
-        request_warm(MemoryBackend.open(StoreUrl.parse("memory://here")), SPACE, "r1")
+        request_warm(MemoryBackend(), SPACE, "r1")
     with closing(open_backend(url, read_only=True)) as reader, pytest.raises(StoreError):
         request_warm(reader, SPACE, "r1")

@@ -3,14 +3,14 @@ from __future__ import annotations
 import json
 import os
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from persistkv.errors import ConfigurationError
-from persistkv.storage.identity import fingerprint_cache
-from persistkv.storage.identity.fingerprint import fingerprint_checkpoint, fingerprint_tensors, weight_files
+from persistkv.storage.identity import fingerprint_checkpoint, fingerprint_tensors, weight_files
 
 TENSORS = {"b.weight": ("F32", [2, 3], bytes(range(24))), "a.bias": ("BF16", [4], b"\x01\x02" * 4)}
 
@@ -173,7 +173,8 @@ class TestHeader:
 class TestCache:
     @pytest.fixture(autouse=True)
     def young_files_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(fingerprint_cache, "_SETTLED_NS", 0)
+        now = time.time_ns
+        monkeypatch.setattr(time, "time_ns", lambda: now() + 10_000_000_000)
 
     def records(self, cache_home: Path) -> list[Path]:
         return list((cache_home / "persistkv" / "fingerprints").iterdir())

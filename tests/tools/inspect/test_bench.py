@@ -37,9 +37,8 @@ def test_a_person_reads_a_verdict(run, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_medium_without_a_disk_has_figures_and_no_ratios(run):
-    """A store in memory ends with its handle: only what one handle does is measured."""
-    found = json.loads(run("bench", "memory://x", *SMALL, "--json").stdout)
+def test_bench_medium_without_plain_access_has_figures_and_no_ratios(run, sqlite_plug_in, tmp_path):
+    found = json.loads(run("bench", f"sqlite://{tmp_path}/kv.db", *SMALL, "--json").stdout)
     assert [(figure["name"], figure["ratio"]) for figure in found["figures"]] == [("store", None), ("load, warm", None)]
     assert any("no ratios" in note for note in found["notes"])
 

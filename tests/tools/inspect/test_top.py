@@ -102,7 +102,7 @@ def showing(statuses):
 class TestValues:
     def test_rates_are_those_between_two_rows(self):
         rows = {}
-        watch = Watch("memory://x", showing(rows))
+        watch = Watch("lmdb:///x", showing(rows))
         rows["e1"] = make_status(time=1000.0, counters=StoreCounters(stored_raw_bytes=100, evicted_blocks=1))
         (view,) = watch.look().engines
         assert view.rates is None

@@ -7,8 +7,7 @@ from contextlib import closing
 import pytest
 
 from persistkv.storage import open_backend
-from persistkv.storage.identity import Identity
-from persistkv.storage.identity.fingerprint import fingerprint_checkpoint
+from persistkv.storage.identity import Identity, fingerprint_checkpoint
 
 CONFIG = {"rope_theta": 10000.0, "hidden_size": 64, "rope_scaling": {"factor": 2.0, "type": "linear"}}
 

@@ -90,9 +90,12 @@ def test_set_bad_value_is_named(run, store, value, named):
     assert policy(run, store) == {"capacity": GIB, "ttl_s": None, "placement": "inline"}
 
 
-def test_set_store_without_a_policy_is_refused(run):
-    done = run("set", "memory://one", "capacity=1GiB", "--yes")
-    assert done.returncode in (2, 3)
+def test_set_store_without_a_policy_is_refused(run, sqlite_plug_in, tmp_path):
+    url = f"sqlite://{tmp_path}/kv.db"
+    open_backend(url).close()
+    done = run("set", url, "capacity=1GiB", "--yes")
+    assert done.returncode == 2
+    assert "sqlite" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["label one a=b", "pin one", "prune --older-than 30d --yes"])

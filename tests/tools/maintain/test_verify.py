@@ -9,7 +9,6 @@ from contextlib import closing
 
 import pytest
 
-from persistkv.config import StoreUrl
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.format.codec import ZstdCodec
@@ -33,7 +32,7 @@ from tests.tools.damage import Damage, store_with_a_bad_pack
 from tests.tools.middle_pack import MiddlePack
 from tests.tools.signals import obey_ctrl_c, run_interrupted
 
-URL = "memory://here"
+URL = "lmdb:///here"
 
 
 def ignore(num_bytes):
@@ -42,7 +41,7 @@ def ignore(num_bytes):
 
 @pytest.fixture
 def memory():
-    backend = MemoryBackend.open(StoreUrl.parse(URL))
+    backend = MemoryBackend()
     writer = Contexts(backend, groups=2, codec=ZstdCodec(1))
     for number in range(6):
         writer.add(f"r{number}", f"a b c{number} d{number}")

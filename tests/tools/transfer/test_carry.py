@@ -32,11 +32,11 @@ def ignore(num_bytes):
 
 
 def import_archive(target, path, took, **options):
-    return Import(path, verify_archive(path, took), target, "memory://target").run(target, took, **options)
+    return Import(path, verify_archive(path, took), target, "lmdb:///target").run(target, took, **options)
 
 
 def push(source, target, namespaces, selection, took, **options):
-    return Push(source, namespaces, selection, target, "memory://target").run(target, took, **options)
+    return Push(source, namespaces, selection, target, "lmdb:///target").run(target, took, **options)
 
 
 def catalogue(backend, namespace):

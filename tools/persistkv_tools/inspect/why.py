@@ -12,8 +12,7 @@ import typer
 
 from persistkv.errors import ConfigurationError, FieldDifference
 from persistkv.storage.backend import Namespace
-from persistkv.storage.identity import Identity
-from persistkv.storage.identity.fingerprint import fingerprint_checkpoint
+from persistkv.storage.identity import Identity, fingerprint_checkpoint
 from persistkv_tools import render
 from persistkv_tools.options import InNamespace, Json, Url, opened
 from persistkv_tools.selection import NotFoundError, chosen_namespaces

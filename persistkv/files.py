@@ -7,10 +7,8 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from persistkv.storage.format.codec import Buffer
 
-
-def replace_file(target: Path, pieces: Iterable[Buffer]) -> None:
+def replace_file(target: Path, pieces: Iterable[bytes | bytearray | memoryview]) -> None:
     """Replace a file atomically: readers see the whole old or the whole new content. Missing directories are created.
 
     Only the user can access the file (mode 0600). It is not synced: after a power loss it may have the old content, the

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from persistkv.storage.catalog.pieces import PIECE_BYTES, RowPayloads, read_pieces
+from persistkv.storage.catalog.rows import PIECE_BYTES, RowPayloads, read_pieces
 from persistkv.testing.memory import MemoryRows
 
 NAME, NEIGHBOURS = b"n" * 32, (b"m" * 32, b"n" * 31 + b"o")

@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from persistkv.memory.huge_pages import HUGE_PAGE_BYTES, collapse, map_aligned, use_huge_pages
+from persistkv.memory.pages import HUGE_PAGE_BYTES, collapse, map_aligned, use_huge_pages
 from persistkv.storage.host.child import map_rows
 
 

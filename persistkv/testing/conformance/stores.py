@@ -1,0 +1,280 @@
+"""Opening, closing and sharing of stores: namespaces, several handles and processes, status rows."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+
+import pytest
+
+from persistkv.config import StoreUrl
+from persistkv.errors import ConfigurationError, StoreError, StoreUnavailableError
+from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.storage.extensions import InspectableBackend, SupportsStatus
+from persistkv.testing.conformance.suite import BackendSuite, check_totals, read_pack, sample_identity, tables
+from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
+
+
+class OpeningTests(BackendSuite):
+    """Tests of ``open``, ``close``, ``namespaces`` and ``open_namespace``."""
+
+    def test_reopened_store_holds_what_was_committed(self, url: str) -> None:
+        self.need_persistence()
+        first = self.open(url)
+        opened = first.open_namespace(sample_identity())
+        pack, manifest = sample_pack(opened.id, 1), sample_manifest("r1")
+        cursor = first.commit(opened.id, CommitBatch([pack], [manifest])).cursor
+        stats = first.stats()
+        first.close()
+
+        again = self.open(url)
+        assert list(again.namespaces()) == [opened]
+        assert again.open_namespace(sample_identity()) == opened
+        assert tables(again, opened.id) == {pack.pack_id: pack.table}
+        assert read_pack(again, opened.id, pack.table) == payload_of(pack)
+        assert list(again.manifests(opened.id)) == [manifest.manifest]
+        assert again.manifest_keys(opened.id, ["r1"])[0] == manifest.keys
+        assert again.changes(opened.id, cursor).added == []
+        assert check_totals(again) == stats
+        again.close()
+
+    def test_read_only_needs_a_store(self, url: str) -> None:
+        with pytest.raises(StoreUnavailableError):
+            self.open(url, read_only=True)
+        with pytest.raises(StoreUnavailableError):  # the first attempt created nothing
+            self.open(url, read_only=True)
+
+    def test_read_only_reads_and_does_not_write(self, url: str) -> None:
+        self.need_persistence()
+        writer = self.open(url)
+        assert writer.capabilities.writable
+        opened = writer.open_namespace(sample_identity())
+        pack = sample_pack(opened.id, 1)
+        writer.commit(opened.id, CommitBatch([pack]))
+        writer.close()
+
+        reader = self.open(url, read_only=True)
+        assert not reader.capabilities.writable
+        assert reader.open_namespace(sample_identity()) == opened
+        assert read_pack(reader, opened.id, pack.table) == payload_of(pack)
+        with pytest.raises(StoreUnavailableError):
+            reader.open_namespace(sample_identity(1))
+        with pytest.raises(StoreError):
+            reader.commit(opened.id, CommitBatch(deletions=[pack.pack_id]))
+        assert tables(reader, opened.id) == {pack.pack_id: pack.table}
+        assert list(reader.namespaces()) == [opened]
+        reader.close()
+
+    def test_unknown_option_is_named_and_nothing_created(self, url: str) -> None:
+        wrong = f"{url}{'&' if '?' in url else '?'}no_such_option=1"
+        with pytest.raises(ConfigurationError, match="no_such_option"):
+            self.open(wrong)
+        with pytest.raises(StoreUnavailableError):
+            self.open(url, read_only=True)
+
+    def test_fresh_store_is_empty(self, backend: InspectableBackend) -> None:
+        assert list(backend.namespaces()) == []
+        stats = check_totals(backend)
+        assert (stats.packs, stats.blocks, stats.requests) == (0, 0, 0)
+
+    def test_namespace_is_created_once(self, backend: InspectableBackend) -> None:
+        before = time.time()
+        opened = backend.open_namespace(sample_identity())
+        assert opened.identity == sample_identity()
+        assert opened.id == sample_identity().digest
+        assert before - 1 <= opened.created <= time.time() + 1
+        assert backend.open_namespace(sample_identity()) == opened
+        assert list(backend.namespaces()) == [opened]
+
+    def test_namespaces_do_not_see_each_other(self, backend: InspectableBackend) -> None:
+        ours, theirs = (backend.open_namespace(sample_identity(number)).id for number in (1, 2))
+        mine, other = sample_pack(ours, 1, content=10), sample_pack(theirs, 1, content=20)
+        backend.commit(ours, CommitBatch([mine], [sample_manifest("same", 1)]))
+        backend.commit(theirs, CommitBatch([other], [sample_manifest("same", 2), sample_manifest("more")]))
+
+        assert {namespace.id for namespace in backend.namespaces()} == {ours, theirs}
+        assert tables(backend, ours) == {mine.pack_id: mine.table}
+        assert tables(backend, theirs) == {other.pack_id: other.table}
+        assert read_pack(backend, ours, mine.table) == payload_of(mine)
+        assert read_pack(backend, theirs, other.table) == payload_of(other)
+        assert read_pack(backend, ours, other.table) is None
+        assert [manifest.id for manifest in backend.manifests(ours)] == ["same"]
+        assert backend.manifest_keys(ours, ["same"])[0] == sample_manifest("same", 1).keys
+        assert backend.manifest_keys(ours, ["more"])[0] is None
+
+        backend.commit(ours, CommitBatch(deletions=[mine.pack_id, other.pack_id]))
+        assert tables(backend, ours) == {}
+        assert read_pack(backend, theirs, other.table) == payload_of(other)
+        check_totals(backend)
+
+    def test_unknown_namespace_cannot_be_committed_to(self, backend: InspectableBackend) -> None:
+        stranger = sample_identity(9).digest
+        with pytest.raises(StoreError):
+            backend.commit(stranger, CommitBatch([sample_pack(stranger, 1)]))
+
+    def test_pack_of_another_namespace_is_refused(self, backend: InspectableBackend, namespace: bytes) -> None:
+        with pytest.raises(StoreError):
+            backend.commit(namespace, CommitBatch([sample_pack(sample_identity(9).digest, 1)]))
+        assert tables(backend, namespace) == {}
+
+    def test_close_is_idempotent_and_final(self, backend: InspectableBackend, namespace: bytes) -> None:
+        backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
+        backend.close()
+        backend.close()
+        with pytest.raises(StoreError):
+            backend.changes(namespace, None)
+        with pytest.raises(StoreError):
+            backend.read(namespace, [ReadSpan(bytes(16), 0, [memoryview(bytearray(1))])])
+        with pytest.raises(StoreError):
+            backend.commit(namespace, CommitBatch())
+        with pytest.raises(StoreError):
+            backend.stats()
+
+
+_PATIENCE_S = 60
+
+
+class ProcessTests(BackendSuite):
+    """Tests of the guarantees of ``Capabilities.shared`` and of durability."""
+
+    def test_two_handles(self, url: str) -> None:
+        self.need_sharing()
+        first, second = self.open(url), self.open(url)
+        namespace = first.open_namespace(sample_identity()).id
+        assert second.open_namespace(sample_identity()).id == namespace
+        cursor = second.changes(namespace, None).cursor
+        pack = sample_pack(namespace, 1)
+        first.commit(namespace, CommitBatch([pack]))
+        assert second.commit(namespace, CommitBatch([sample_pack(namespace, 2)], seen=cursor)).stale
+        assert list(second.changes(namespace, cursor).added) == [pack.table]
+        first.close()
+        assert read_pack(second, namespace, pack.table) == payload_of(pack)
+        assert not second.commit(namespace, CommitBatch([sample_pack(namespace, 2)])).stale
+        check_totals(second)
+        second.close()
+
+    def test_reader_beside_a_writer(self, url: str) -> None:
+        self.need_sharing()
+        writer = self.open(url)
+        namespace = writer.open_namespace(sample_identity()).id
+        reader = self.open(url, read_only=True)
+        cursor = reader.changes(namespace, None).cursor
+        pack = sample_pack(namespace, 1)
+        writer.commit(namespace, CommitBatch([pack], [sample_manifest("r1")]))
+        assert list(reader.changes(namespace, cursor).added) == [pack.table]
+        assert read_pack(reader, namespace, pack.table) == payload_of(pack)
+        assert [manifest.id for manifest in reader.manifests(namespace)] == ["r1"]
+        writer.close()
+        assert reader.stats().packs == 1
+        again = self.open(url)
+        again.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
+        assert reader.stats().packs == 2
+        again.close()
+        reader.close()
+
+    def test_two_processes_write(self, url: str) -> None:
+        self.need_sharing()
+        backend = self.open(url)
+        namespace = backend.open_namespace(sample_identity()).id
+        with _other_process(self.driver, url, range(1000, 1030)) as returned:
+            for number in range(30):
+                backend.commit(namespace, _batch(namespace, number))
+            assert [next(returned) for _ in range(30)] == list(range(1000, 1030))
+            assert next(returned, None) is None
+        for number in (*range(30), *range(1000, 1030)):
+            assert _held(backend, namespace, _batch(namespace, number)) == [True] * 3
+        check_totals(backend)
+        backend.close()
+
+    def test_killed_process_loses_nothing_that_returned(self, url: str) -> None:
+        self.need_persistence()
+        with _other_process(self.driver, url, range(1_000_000)) as returned:
+            numbers = [next(returned) for _ in range(12)]
+        backend = self.open(url)
+        namespace = backend.open_namespace(sample_identity()).id
+        held = [_held(backend, namespace, _batch(namespace, number)) for number in range(backend.stats().requests + 2)]
+        assert all(all(parts) or not any(parts) for parts in held)
+        assert all(all(held[number]) for number in numbers)
+        check_totals(backend)
+        backend.commit(namespace, _batch(namespace, 5_000_000))
+        backend.close()
+
+
+def _batch(namespace: bytes, number: int) -> CommitBatch:
+    packs = [sample_pack(namespace, 10 * number + part, blocks=2) for part in range(2)]
+    return CommitBatch(packs, [sample_manifest(f"r{number}", number)])
+
+
+def _held(backend: InspectableBackend, namespace: bytes, batch: CommitBatch) -> list[bool]:
+    """Return, for each pack and manifest of a batch, whether it is stored with the right content."""
+    payloads = [payload_of(pack) for pack in batch.packs]  # the tables exist once the streams have run
+    packs = [read_pack(backend, namespace, pack.table) for pack in batch.packs]
+    keys = [backend.manifest_keys(namespace, [write.manifest.id])[0] for write in batch.manifests]
+    return [
+        *(found == payload for found, payload in zip(packs, payloads, strict=True)),
+        *(found == write.keys for found, write in zip(keys, batch.manifests, strict=True)),
+    ]
+
+
+@contextmanager
+def _other_process(driver: type[InspectableBackend], url: str, numbers: range) -> Iterator[Iterator[int]]:
+    """Start a process that commits a batch per number; yield the numbers whose commits returned. Kill it at the end."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_commit_all, args=(driver, url, numbers, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield _received(ours)
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def _received(connection: Connection) -> Iterator[int]:
+    while connection.poll(_PATIENCE_S):
+        try:
+            yield connection.recv()
+        except EOFError:
+            return
+
+
+def _commit_all(driver: type[InspectableBackend], url: str, numbers: range, returned: Connection) -> None:
+    backend = driver.open(StoreUrl.parse(url))
+    namespace = backend.open_namespace(sample_identity()).id
+    for number in numbers:
+        backend.commit(namespace, _batch(namespace, number))
+        returned.send(number)
+    backend.close()
+    returned.close()
+
+
+class StatusTests(BackendSuite):
+    """Tests of ``publish_status`` and ``statuses``."""
+
+    def test_rows_are_shown_replaced_and_taken_away(self, backend: InspectableBackend) -> None:
+        if not isinstance(backend, SupportsStatus):
+            pytest.skip("the driver shows nothing")
+        backend.publish_status("one", b"first")
+        backend.publish_status("other", b"theirs")
+        backend.publish_status("one", b"second")
+        assert backend.statuses() == {"one": b"second", "other": b"theirs"}
+        for _ in range(2):
+            backend.publish_status("one", None)
+        assert backend.statuses() == {"other": b"theirs"}
+
+    def test_another_handle_sees_them_and_may_not_write(self, backend: InspectableBackend, url: str) -> None:
+        self.need_sharing()
+        reader = self.open(url, read_only=True)
+        if not (isinstance(backend, SupportsStatus) and isinstance(reader, SupportsStatus)):
+            pytest.skip("the driver shows nothing")
+        assert reader.statuses() == {}
+        backend.publish_status("one", b"row")
+        assert reader.statuses() == {"one": b"row"}
+        with pytest.raises(StoreError):
+            reader.publish_status("two", b"row")
+        reader.close()

@@ -146,7 +146,7 @@ def open_regular(path: str | Path, flags: int, mode: int = 0o600, *, dir_fd: int
 
 
 def prepare_directory(store: Path, *, read_only: bool) -> None:
-    """Create a store's directory and those above it durably unless ``read_only``, and check what it contains.
+    """Create a store's directory and its parents durably unless ``read_only``, and check its content.
 
     :raises StoreUnavailableError: it cannot be created, or another user may have prepared its content: it belongs to
         another user and is opened for writing, or a file of a store is a link, a FIFO or of another type.
@@ -376,7 +376,7 @@ class WriterLock:
         return False
 
     def _holder(self) -> str:
-        """Return the process that holds the flock, in words, as far as the kernel names it."""
+        """Return the holder of the flock: its PID if the kernel reports it."""
         held = os.fstat(self._fd)
         place = f"{os.major(held.st_dev):02x}:{os.minor(held.st_dev):02x}:{held.st_ino}"
         with suppress(OSError):

@@ -125,7 +125,7 @@ def inspect(directory: Path) -> Finding:
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
     except OSError as error:
-        return Finding(Verdict.UNKNOWN, f"no process to look at it can be started: {error}")
+        return Finding(Verdict.UNKNOWN, f"the integrity check could not be started: {error}")
     with child:
         with suppress(OSError, ValueError):  # it has ended, or has a lower limit
             resource.prlimit(child.pid, resource.RLIMIT_CPU, (limit_s, limit_s + LEAST_CPU_S))
@@ -141,7 +141,7 @@ def inspect(directory: Path) -> Finding:
     if child.returncode in _SAID and said:
         return Finding(Verdict(child.returncode), said)
     complaint = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
-    logger.warning("%s cannot be looked at: exit code %d, %s", directory, child.returncode, complaint)
+    logger.warning("%s: the integrity check did not complete: exit code %d, %s", directory, child.returncode, complaint)
     return Finding(Verdict.UNKNOWN, f"the walk ended with exit code {child.returncode}")
 
 
@@ -231,7 +231,7 @@ def _examine_rows(transaction: Transaction) -> str:
 def _recount(
     transaction: Transaction, states: dict[bytes, NamespaceState], unreadable: Counter[str]
 ) -> dict[bytes, NamespaceState]:
-    """Return the states with totals counted anew; count the rows that do not read."""
+    """Return the states with recounted totals, and count unreadable rows."""
     counted = {name: NamespaceState(state.generation, sequence=state.sequence) for name, state in states.items()}
     for key, row in transaction.starting_with(PACKS, b""):
         table = pack_table(key, row)

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 DEFAULT_CAPACITY = 10 << 30  # 10 GiB
 _MIN_CAPACITY = 1 << 20  # 1 MiB
-_MAX_CAPACITY = 64 << 40  # 64 TiB: half of what a process can map on x86-64
+_MAX_CAPACITY = 64 << 40  # 64 TiB: half of the address space of a process on x86-64
 _META_PAGES = 2
 
-# Databases of the allocator, beside those of ``persistkv.storage.catalog.rows``.
+# Databases of the allocator, in addition to those of ``persistkv.storage.catalog.rows``.
 EXTENTS = "extents"
 """namespace, pack id → extents of the payload, for packs whose payload is stored in extents."""
 SEGMENTS = "segments"

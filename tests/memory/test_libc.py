@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import errno
 import mmap
 import os
@@ -8,7 +10,7 @@ import pytest
 from persistkv.memory import libc
 
 
-def test_kernel_says_why_it_refuses():
+def test_kernel_says_why_it_refuses() -> None:
     memory = mmap.mmap(-1, mmap.PAGESIZE)
     address = libc.address_of(memoryview(memory))
     assert libc.madvise(address, mmap.PAGESIZE, mmap.MADV_NORMAL) == 0
@@ -16,7 +18,7 @@ def test_kernel_says_why_it_refuses():
     assert libc.madvise(address + 1, mmap.PAGESIZE, mmap.MADV_NORMAL) == errno.EINVAL
 
 
-def test_file_lies_where_addresses_were_reserved():
+def test_file_lies_where_addresses_were_reserved() -> None:
     fd = os.memfd_create("test")
     os.truncate(fd, mmap.PAGESIZE)
     address = libc.reserve(2 * mmap.PAGESIZE)
@@ -28,12 +30,12 @@ def test_file_lies_where_addresses_were_reserved():
     os.close(fd)
 
 
-def test_more_addresses_than_there_are():
+def test_more_addresses_than_there_are() -> None:
     assert libc.reserve(1 << 62) == 0
 
 
 @pytest.mark.parametrize("writable", [True, False])
-def test_memory_and_its_address(writable):
+def test_memory_and_its_address(writable: bool) -> None:
     memory = memoryview(mmap.mmap(-1, 4 * mmap.PAGESIZE))
     rows = memory[mmap.PAGESIZE :].cast("b", (3, mmap.PAGESIZE))
     address = libc.address_of(rows if writable else rows.toreadonly())
@@ -41,4 +43,4 @@ def test_memory_and_its_address(writable):
     found = libc.memory_at(address, 3 * mmap.PAGESIZE)
     assert (found.format, found.shape) == ("B", (3 * mmap.PAGESIZE,))
     found[:2] = b"ab"
-    assert memory[mmap.PAGESIZE :][:3] == b"ab\0"
+    assert bytes(memory[mmap.PAGESIZE :][:3]) == b"ab\0"

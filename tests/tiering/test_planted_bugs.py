@@ -35,7 +35,7 @@ def does_not_pin_cascades(manager: TieringOffloadingManager) -> None:
 
 def cascades_failed_stores(manager: TieringOffloadingManager) -> None:
     complete = manager.complete_store
-    manager.complete_store = lambda keys, req, success=True: complete(keys, req, True)  # type: ignore[method-assign]
+    manager.complete_store = lambda keys, req_context, success=True: complete(keys, req_context, True)  # type: ignore[method-assign]
 
 
 def tells_tiers_of_an_end_before_the_last_store(manager: TieringOffloadingManager) -> None:

@@ -73,7 +73,7 @@ def test_uses_are_said_in_bounded_messages(hosted: Any, tmp_path: Path) -> None:
             sent.append(len(message.keys))
         send(message)
 
-    client.supervisor.send = count  # type: ignore[method-assign]
+    client.supervisor.send = count
     client.touch([*held, *names(50, 1000)])
     client.touch(held[:10])
     client.touch(names(70_000, 2000))  # too many at once: passed over

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.rig import show
 from persistkv.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext, make_offload_key
 from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
-from persistkv.cpu.primary import CPUPrimaryTierOffloadingManager
+from persistkv.cpu.manager import CPUPrimaryTierOffloadingManager
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion
 from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from persistkv.tiering.manager import TieringOffloadingManager

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import StoreError
-from persistkv.memory.huge_pages import use_huge_pages
+from persistkv.memory.pages import use_huge_pages
 from persistkv.storage.host.client import JobOutcome, StoreClient
 from persistkv.storage.host.protocol import Hello
 from persistkv.storage.host.supervisor import Host, InlineHost, ProcessHost, ThreadHost

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from persistkv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
-from persistkv.cpu.common import CPULoadStoreSpec
 from persistkv.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from persistkv.cpu.layout import cell_bytes
+from persistkv.cpu.manager import CPULoadStoreSpec
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion, row_stride_bytes
 
 _TENSORS_PER_GROUP = 4

@@ -70,7 +70,11 @@ class RequestDescription:
         """Tokens of the whole context, including those of an unfinished block; set by the engine."""
         self.labels: dict[str, str] = dict(labels or {})
         """Stored with the context and shown by tools."""
-        _check_labels(self.labels)
+        for part in (*self.labels, *self.labels.values()):
+            try:
+                part.encode()
+            except (AttributeError, UnicodeEncodeError):
+                raise ConfigurationError("labels", labels, "names and values that are text") from None
         self._depths: dict[OffloadKey, int] = {}
 
     def extend(self, group_idx: int, keys: Iterable[OffloadKey]) -> None:
@@ -86,14 +90,6 @@ class RequestDescription:
     def depth(self, key: OffloadKey) -> int | None:
         """Return how many blocks of its group precede this one; None if the key is not of this request."""
         return self._depths.get(key)
-
-
-def _check_labels(labels: Mapping[str, str]) -> None:
-    for part in (*labels, *labels.values()):
-        try:
-            part.encode()
-        except (AttributeError, UnicodeEncodeError):
-            raise ConfigurationError("labels", labels, "names and values that are text") from None
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _REPORT_INTERVAL_S = 60.0
 
@@ -24,13 +29,27 @@ class Isolation:
         self.component = component
         self._next_report: dict[str, float] = {}
 
-    def guard(self, call: str, consequence: str) -> Guard:
-        """Return a context manager around one call of the component.
+    @contextmanager
+    def guard(self, call: str, consequence: str) -> Iterator[Guard]:
+        """Return a context manager around one call of the component; its target shows whether the call raised.
 
         :param call: name of the call in the log line.
         :param consequence: effect of an exception of the call, for the log line.
         """
-        return Guard(self, call, consequence)
+        guard = Guard()
+        try:
+            yield guard
+        except Exception as error:
+            guard.raised = True
+            self.report(call, consequence, error)
+
+    def attempt(self, call: str, consequence: str, default: T, function: Callable[..., T], *arguments: Any) -> T:
+        """Return the function's result, or the default if it raises; the texts are those of ``guard``."""
+        try:
+            return function(*arguments)
+        except Exception as error:
+            self.report(call, consequence, error)
+            return default
 
     def report(self, call: str, consequence: str, error: Exception) -> None:
         """Log an exception of a call, with its traceback."""
@@ -40,24 +59,9 @@ class Isolation:
             logger.error("%s raised in %s: %s", self.component, call, consequence, exc_info=error)
 
 
+@dataclass
 class Guard:
-    """Context manager that logs and suppresses an exception of its block; see ``Isolation.guard``."""
+    """Result of a guarded block."""
 
-    def __init__(self, isolation: Isolation, call: str, consequence: str) -> None:
-        self.raised = False
-        """Whether the block raised; set when the block ends."""
-        self._isolation = isolation
-        self._call = call
-        self._consequence = consequence
-
-    def __enter__(self) -> Guard:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        self.raised = True
-        self._isolation.report(self._call, self._consequence, error)
-        return True
+    raised: bool = False
+    """Whether the block raised; set when the block ends."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from persistkv.base import GPULoadStoreSpec
-from persistkv.cpu.common import CPULoadStoreSpec
+from persistkv.cpu.manager import CPULoadStoreSpec
 
 
 @pytest.mark.parametrize("block_ids", [[3, 1, 2], (), range(2), np.array([7, 5])])

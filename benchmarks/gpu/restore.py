@@ -29,7 +29,7 @@ from persistkv.errors import ConfigurationError
 from persistkv.integrations.transformers.kv_cache import KVGroupGeometry, PagedKVCache
 from persistkv.integrations.transformers.offload import OffloadLoop
 from persistkv.integrations.transformers.stack import StackOptions, build_stack
-from persistkv.memory.huge_pages import huge_memory
+from persistkv.memory.pages import huge_memory
 
 TARGET = 0.85
 

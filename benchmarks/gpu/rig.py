@@ -17,15 +17,12 @@ from persistkv.base import (
     OffloadingHandler,
     TransferSpec,
 )
-from persistkv.cpu.common import CPULoadStoreSpec
 from persistkv.cpu.devices.base import Direction
-from persistkv.cpu.devices.cuda import CUDACopyEngine
-from persistkv.cpu.devices.cuda_batch import PageCopier
+from persistkv.cpu.devices.cuda import CUDACopyEngine, PageCopier
 from persistkv.cpu.gpu_worker import CpuGpuOffloadingHandlers, SingleDirectionOffloadingHandler
-from persistkv.cpu.layout import cell_bytes, tensor_offsets
-from persistkv.cpu.pinning import rows_per_registration
+from persistkv.cpu.layout import KVMemory, cell_bytes, tensor_offsets
+from persistkv.cpu.manager import CPULoadStoreSpec
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion, row_stride_bytes
-from persistkv.cpu.transfer import KVMemory
 
 _TENSORS = 4  # as layers do, they keep consecutive pages of a tensor apart in the rows
 
@@ -67,7 +64,7 @@ class Worker:
         rows = torch.frombuffer(self._region.create_kv_memoryview(), dtype=torch.int8).view(self.num_blocks, -1)
         views = tuple(rows[:, offset : offset + self.page_bytes] for offset in tensor_offsets(self.caches, 1))
         pages = tuple(canonical.tensor for canonical in self.caches.tensors)
-        memory = KVMemory(pages, views, 1, rows_per_registration(self._region.row_stride))
+        memory = KVMemory(pages, views, 1, self._region.rows_per_registration)
         self.store, self.load = (
             SingleDirectionOffloadingHandler(self.caches, CUDACopyEngine(memory, direction, copier))
             for direction in Direction

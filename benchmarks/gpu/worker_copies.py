@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.gpu.results import Results, parse
 from benchmarks.gpu.rig import PinnedCopies, Worker, medians_of_interleaved, run_job, start_job, store_spec
-from persistkv.cpu.devices.cuda_batch import (
+from persistkv.cpu.devices.cuda import (
     PREFER_OVERLAP_WITH_COMPUTE,
     DriverBatchCopier,
     PageCopier,

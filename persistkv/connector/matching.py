@@ -1,4 +1,4 @@
-"""The longest prefix of a context that all KV cache groups can serve.
+"""The blocks that a context needs of each KV cache group, and the longest prefix that all groups can serve.
 
 1. A full-attention group can serve a length if it has every block before it. A sliding-window group can serve a length
    if it has the blocks in the window that ends there.
@@ -12,10 +12,46 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from persistkv.connector.request_state import GroupGeometry
+from persistkv.connector.common import KVCacheGroupSpec
+
+
+@dataclass(frozen=True)
+class GroupGeometry:
+    """Division of one KV cache group's tokens into blocks, and the tokens that a context needs."""
+
+    spec: KVCacheGroupSpec
+    factor: int
+    """Device blocks in an offloaded block."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a device block."""
+        return self.spec.block_size
+
+    @property
+    def offloaded_tokens(self) -> int:
+        """Tokens in an offloaded block."""
+        return self.spec.block_size * self.factor
+
+    def first_needed(self, num_tokens: int, start: int = 0) -> int:
+        """Return the first token, from ``start`` on, that the token after the first ``num_tokens`` attends to."""
+        window = self.spec.sliding_window
+        return start if window is None else min(max(start, num_tokens - window + 1), num_tokens)
+
+    def device_blocks(self, num_tokens: int, start: int = 0) -> range:
+        """Return the device blocks that a context of ``num_tokens`` needs from ``start`` on."""
+        return range(self.first_needed(num_tokens, start) // self.block_size, num_tokens // self.block_size)
+
+    def offloaded_blocks(self, num_tokens: int, start: int = 0) -> range:
+        """Return the offloaded blocks that a context of ``num_tokens`` needs, even in part, from ``start`` on."""
+        first = self.first_needed(num_tokens, start)
+        if first == num_tokens:
+            return range(0)
+        return range(first // self.offloaded_tokens, -(-num_tokens // self.offloaded_tokens))
 
 
 class GroupBlocks(NamedTuple):
@@ -38,9 +74,13 @@ def longest_match(groups: Sequence[GroupBlocks], unit: int, start: int, limit: i
     """
     length = min(limit, *(len(group.keys) * group.geometry.offloaded_tokens for group in groups))
     length -= length % unit
-    for group in groups:
-        if group.geometry.spec.sliding_window is None:
-            length = _served_by_full_attention(group, unit, start, length)
+    for geometry, keys, is_there in groups:
+        if geometry.spec.sliding_window is None:
+            size = geometry.offloaded_tokens
+            first = start // size
+            served = len(list(takewhile(is_there, keys[first : length // size])))
+            length = min(length, (first + served) * size)
+            length -= length % unit
     runs = [_WindowRun(group, unit, start) for group in groups if group.geometry.spec.sliding_window is not None]
     settled = 0
     while runs and settled < len(runs):
@@ -59,14 +99,6 @@ def longest_that_fits(geometries: Sequence[GroupGeometry], unit: int, start: int
 
     first = start // unit
     return (first + bisect_right(range(first + 1, limit // unit + 1), max_blocks, key=num_blocks)) * unit
-
-
-def _served_by_full_attention(group: GroupBlocks, unit: int, start: int, length: int) -> int:
-    size = group.geometry.offloaded_tokens
-    first = start // size
-    served = list(takewhile(group.is_there, group.keys[first : length // size]))
-    length = min(length, (first + len(served)) * size)
-    return length - length % unit
 
 
 class _WindowRun:

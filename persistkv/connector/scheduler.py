@@ -12,19 +12,19 @@ all groups can serve. All methods are called from one thread, and none of them w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from persistkv.base import (
     LoadStoreSpec,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
-    PrepareStoreOutput,
     ReqContext,
     RequestDescription,
     TransferResult,
+    TransferSpec,
 )
 from persistkv.connector.common import (
     ConnectorMetadata,
@@ -34,19 +34,15 @@ from persistkv.connector.common import (
     LoadProgress,
     TransferJob,
 )
-from persistkv.connector.matching import GroupBlocks, longest_match, longest_that_fits
-from persistkv.connector.planning import (
-    Offer,
-    check_tables,
-    filled_blocks,
-    group_without_blocks,
-    load_target,
-    needed_keys,
-    num_promoted_tokens,
-    store_source,
-)
-from persistkv.connector.request_state import BlockTable, GroupGeometry, JobRecord, RequestOffloadState
+from persistkv.connector.matching import GroupBlocks, GroupGeometry, longest_match, longest_that_fits
+from persistkv.connector.request_state import BlockTable, RequestOffloadState
 from persistkv.errors import ConfigurationError
+
+
+class _Job(NamedTuple):
+    state: RequestOffloadState
+    keys: Sequence[OffloadKey]
+    is_load: bool
 
 
 class OffloadingConnectorScheduler:
@@ -83,7 +79,7 @@ class OffloadingConnectorScheduler:
         self._max_load_blocks = max_load_blocks if any(spec.sliding_window for spec in groups) else None
         self._requests: dict[str, RequestOffloadState] = {}
         self._to_plan: dict[str, RequestOffloadState] = {}
-        self._jobs: dict[int, JobRecord] = {}
+        self._jobs: dict[int, _Job] = {}
         self._job_ids = count()
         self._loads: list[TransferJob] = []
         self._released: list[str] = []
@@ -102,11 +98,11 @@ class OffloadingConnectorScheduler:
         :raises ValueError: a request of this id exists. A finished request exists until its transfers have ended.
         """
         if req_id in self._requests:
-            raise ValueError(f"a request {req_id!r} lives already")
+            raise ValueError(f"request {req_id!r} already exists")
         description = RequestDescription(len(self._geometries), labels)
         context = ReqContext(req_id, kv_transfer_params, description if store else None, store)
         policy = self.manager.on_new_request(context).policy
-        self._requests[req_id] = RequestOffloadState.make(context, description, policy, stores=store)
+        self._requests[req_id] = RequestOffloadState(self._geometries, context, description, policy, store)
         return context
 
     def update_keys(self, req_id: str, group_idx: int, keys: Iterable[OffloadKey], num_tokens: int) -> None:
@@ -145,7 +141,7 @@ class OffloadingConnectorScheduler:
 
     def num_promoted_tokens(self, req_id: str) -> int:
         """Return how many tokens of the last load were promoted from a secondary tier."""
-        return num_promoted_tokens(self._geometries, self._requests[req_id])
+        return self._requests[req_id].num_promoted_tokens()
 
     def update_state_after_alloc(
         self, req_id: str, device_block_ids: Sequence[BlockTable], num_external_tokens: int
@@ -161,20 +157,18 @@ class OffloadingConnectorScheduler:
         """
         state = self._requests[req_id]
         end = state.num_local_tokens + num_external_tokens
-        check_tables(self._geometries, device_block_ids, end)
+        state.check_tables(device_block_ids, end)
         if any(end % geometry.block_size for geometry in self._geometries):
             raise ValueError(f"{num_external_tokens} tokens behind {state.num_local_tokens} end within a block")
-        group = group_without_blocks(self._geometries, device_block_ids, state.num_local_tokens, end)
+        group = state.group_without_blocks(device_block_ids, end)
         if group is not None:
             raise ValueError(f"group {group} has no device blocks for all that {end} tokens need of it")
         state.block_tables = [list(table) for table in device_block_ids]
         state.num_external_tokens = num_external_tokens
         source = self._prepare_load(state)
         if source is not None:
-            keys = self._external_keys(state)
-            job_id = self._register(JobRecord(req_id, keys, is_load=True))
-            self._loads.append(TransferJob(job_id, (source, load_target(self._geometries, state))))
-        state.skip_stores(self._geometries, state.num_matched_tokens)
+            self._loads.append(self._job(state, state.external_keys, (source, state.load_target()), is_load=True))
+        state.skip_stores(state.num_matched_tokens)
         return state.num_external_tokens
 
     def update_computed_tokens(
@@ -187,7 +181,7 @@ class OffloadingConnectorScheduler:
         :raises ValueError: if the blocks do not cover the tokens.
         """
         state = self._requests[req_id]
-        check_tables(self._geometries, device_block_ids, num_computed_tokens)
+        state.check_tables(device_block_ids, num_computed_tokens)
         state.block_tables = [list(table) for table in device_block_ids]
         state.num_computed_tokens = num_computed_tokens
         self._to_plan[req_id] = state
@@ -217,13 +211,14 @@ class OffloadingConnectorScheduler:
         """
         output = ConnectorOutput()
         for result in results:
-            record = self._jobs.pop(result.job_id)
-            state = self._requests[record.req_id]
+            state, keys, is_load = self._jobs.pop(result.job_id)
             state.jobs.discard(result.job_id)
-            if record.is_load:
-                output.loads[record.req_id] = self._end_load(state, record, result)
+            if is_load:
+                output.loads[state.context.req_id] = self._end_load(state, keys, result)
             else:
-                self._end_store(state, record, result)
+                self.manager.complete_store(keys, state.context, result.success)
+                self.stats.stored_blocks += len(keys) if result.success else 0
+                self.stats.failed_stores += not result.success
             self._release_if_done(state)
         output.released, self._released = self._released, []
         return output
@@ -242,28 +237,12 @@ class OffloadingConnectorScheduler:
         self.manager.shutdown()
 
     def _match(self, state: RequestOffloadState, limit: int) -> int | None:
-        """Return the result of ``get_num_new_matched_tokens`` for tokens up to ``limit``."""
-        local, waiting = state.num_local_tokens, set[OffloadKey]()
-        chains = state.description.group_keys
-        is_there = self._probe(state, waiting)
-        groups = [GroupBlocks(*pair, is_there) for pair in zip(self._geometries, chains, strict=True)]
-        if self._max_load_blocks is not None:
-            limit = longest_that_fits(self._geometries, self._match_unit, local, limit, self._max_load_blocks)
-        matched = longest_match(groups, self._match_unit, local, limit)
-        if not matched:
-            return 0
-        state.promoted |= waiting
-        if waiting and not waiting.isdisjoint(self._keys(state, local, matched)):
-            return None
-        self.manager.touch(self._keys(state, 0, matched), state.context)
-        return matched - local
-
-    def _probe(self, state: RequestOffloadState, waiting: set[OffloadKey]) -> Callable[[OffloadKey], bool]:
-        """Return a function that says whether a block can be served now or later; the latter are added to ``waiting``.
+        """Return the result of ``get_num_new_matched_tokens`` for tokens up to ``limit``.
 
         A block that is not ready yet does not end the search: so the manager sees all needed blocks in one step and
         promotes them in one job.
         """
+        local, waiting = state.num_local_tokens, set[OffloadKey]()
         lookup, context, waits = self.manager.lookup, state.context, not state.gave_up_waiting
 
         def is_there(key: OffloadKey) -> bool:
@@ -273,13 +252,18 @@ class OffloadingConnectorScheduler:
                 return True
             return answer or False
 
-        return is_there
-
-    def _keys(self, state: RequestOffloadState, start: int, stop: int) -> list[OffloadKey]:
-        return needed_keys(self._geometries, state.description.group_keys, start, stop)
-
-    def _external_keys(self, state: RequestOffloadState) -> list[OffloadKey]:
-        return self._keys(state, state.num_local_tokens, state.num_matched_tokens)
+        chains = state.description.group_keys
+        groups = [GroupBlocks(*pair, is_there) for pair in zip(self._geometries, chains, strict=True)]
+        if self._max_load_blocks is not None:
+            limit = longest_that_fits(self._geometries, self._match_unit, local, limit, self._max_load_blocks)
+        matched = longest_match(groups, self._match_unit, local, limit)
+        if not matched:
+            return 0
+        state.promoted |= waiting
+        if waiting and not waiting.isdisjoint(state.keys(local, matched)):
+            return None
+        self.manager.touch(state.keys(0, matched), context)
+        return matched - local
 
     def _prepare_load(self, state: RequestOffloadState) -> LoadStoreSpec | None:
         """Protect the blocks to load. If some were evicted since the match, retry once with the remaining blocks."""
@@ -287,40 +271,26 @@ class OffloadingConnectorScheduler:
             if not state.num_external_tokens:
                 return None
             try:
-                return self.manager.prepare_load(self._external_keys(state), state.context)
+                return self.manager.prepare_load(state.external_keys, state.context)
             except KeyError:
                 self.stats.failed_loads += 1
                 state.gave_up_waiting = True
                 state.num_external_tokens = self._match(state, state.num_matched_tokens) or 0
-                local, end = state.num_local_tokens, state.num_matched_tokens
-                if group_without_blocks(self._geometries, state.block_tables, local, end) is not None:
+                if state.group_without_blocks(state.block_tables, state.num_matched_tokens) is not None:
                     break
         state.num_external_tokens = 0
         return None
 
     def _plan_store(self, state: RequestOffloadState) -> TransferJob | None:
-        """Plan the store of newly full blocks; each block is offered to the manager once."""
+        """Plan the store of newly full blocks; each block is offered to the manager once.
+
+        If there is not enough room, retry with the front half of each group, because a prefix is worth more than a
+        suffix.
+        """
         if not state.stores:
             return None
-        offers, output = self._prepare_store(state, filled_blocks(self._geometries, state))
-        if output is None or not output.keys_to_store:
-            return None
-        if len(output.keys_to_store) < sum(len(offer.keys) for offer in offers):
-            wanted = set(output.keys_to_store)
-            offers = [offer.only(wanted) for offer in offers]
-        job_id = self._register(JobRecord(state.context.req_id, output.keys_to_store, is_load=False))
-        return TransferJob(job_id, (store_source(self._geometries, state, offers), output.store_spec))
-
-    def _prepare_store(
-        self, state: RequestOffloadState, offers: list[Offer]
-    ) -> tuple[list[Offer], PrepareStoreOutput | None]:
-        """Allocate rows. If there is not enough room, retry with the front half of each group, because a prefix is
-        worth more than a suffix.
-
-        :returns: the blocks of the last attempt, and the manager's result.
-        """
+        offers, output = state.filled_blocks(), None
         offered = asked = sum(len(offer.keys) for offer in offers)
-        output = None
         while asked:
             output = self.manager.prepare_store([key for offer in offers for key in offer.keys], state.context)
             if output is not None:
@@ -328,33 +298,34 @@ class OffloadingConnectorScheduler:
             offers = [offer.front_half() for offer in offers]
             asked = sum(len(offer.keys) for offer in offers)
         self.stats.dropped_blocks += offered - asked
-        return offers, output
+        if output is None or not output.keys_to_store:
+            return None
+        if len(output.keys_to_store) < asked:
+            wanted = set(output.keys_to_store)
+            offers = [offer.only(wanted) for offer in offers]
+        spec = (state.store_source(offers), output.store_spec)
+        return self._job(state, output.keys_to_store, spec, is_load=False)
 
-    def _register(self, record: JobRecord) -> int:
+    def _job(
+        self, state: RequestOffloadState, keys: Sequence[OffloadKey], spec: TransferSpec, *, is_load: bool
+    ) -> TransferJob:
         job_id = next(self._job_ids)
-        self._jobs[job_id] = record
-        self._requests[record.req_id].jobs.add(job_id)
-        return job_id
+        self._jobs[job_id] = _Job(state, keys, is_load)
+        state.jobs.add(job_id)
+        return TransferJob(job_id, spec)
 
-    def _end_load(self, state: RequestOffloadState, record: JobRecord, result: TransferResult) -> LoadProgress:
-        self.manager.complete_load(record.keys, state.context)
+    def _end_load(self, state: RequestOffloadState, keys: Sequence[OffloadKey], result: TransferResult) -> LoadProgress:
+        self.manager.complete_load(keys, state.context)
         num_tokens = state.num_external_tokens
-        if result.success:
-            self.stats.loaded_blocks += len(record.keys)
-            state.num_computed_tokens = state.num_matched_tokens
-            self._to_plan[record.req_id] = state
-        else:
+        if not result.success:
             self.stats.failed_loads += 1
             state.num_external_tokens = 0
-            state.skip_stores(self._geometries, state.num_local_tokens)
-        return LoadProgress(result.success, num_tokens, result.num_bytes if result.success else 0)
-
-    def _end_store(self, state: RequestOffloadState, record: JobRecord, result: TransferResult) -> None:
-        self.manager.complete_store(record.keys, state.context, result.success)
-        if result.success:
-            self.stats.stored_blocks += len(record.keys)
-        else:
-            self.stats.failed_stores += 1
+            state.skip_stores(state.num_local_tokens)
+            return LoadProgress(False, num_tokens, 0)
+        self.stats.loaded_blocks += len(keys)
+        state.num_computed_tokens = state.num_matched_tokens
+        self._to_plan[state.context.req_id] = state
+        return LoadProgress(True, num_tokens, result.num_bytes)
 
     def _release_if_done(self, state: RequestOffloadState) -> None:
         """End a finished request at the manager, after its last store was completed and cascaded."""

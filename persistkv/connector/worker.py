@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from persistkv.base import LoadStoreSpec, OffloadingHandler, TransferResult
-from persistkv.connector.common import ConnectorMetadata, TransferJob
+from persistkv.connector.common import ConnectorMetadata
 from persistkv.isolation import Isolation
 
 HandlerEntry = tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]
@@ -36,7 +36,7 @@ class OffloadingConnectorWorker:
         :raises KeyError: a direction without a handler; nothing was started.
         """
         jobs = (*metadata.loads, *metadata.stores)
-        handlers = [self._handler_of(job) for job in jobs]
+        handlers = [self._handlers[job.spec[0].medium(), job.spec[1].medium()] for job in jobs]
         for job, handler in zip(jobs, handlers, strict=True):
             started = False
             with self._isolations[handler].guard("transfer_async", "the transfer failed"):
@@ -45,10 +45,6 @@ class OffloadingConnectorWorker:
                 self._owners[job.job_id] = handler
             else:
                 self._not_started.append(TransferResult(job.job_id, success=False))
-
-    def _handler_of(self, job: TransferJob) -> OffloadingHandler:
-        source, target = job.spec
-        return self._handlers[source.medium(), target.medium()]
 
     def get_finished(self) -> list[TransferResult]:
         """Return the transfers that ended since the last call, each once, including those that did not start.
@@ -61,14 +57,12 @@ class OffloadingConnectorWorker:
             with isolation.guard("get_finished", "its transfers failed") as guard:
                 results.extend(handler.get_finished())
             if guard.raised:
-                self.wait(self._jobs_of(handler))
+                in_flight = [job_id for job_id, owner in self._owners.items() if owner is handler]
+                self.wait(in_flight)
                 reported = {result.job_id for result in results}
-                results += [TransferResult(job, success=False) for job in self._jobs_of(handler) if job not in reported]
+                results += [TransferResult(job_id, success=False) for job_id in in_flight if job_id not in reported]
             finished += [result for result in results if self._owners.pop(result.job_id, None) is not None]
         return finished
-
-    def _jobs_of(self, handler: OffloadingHandler) -> list[int]:
-        return [job_id for job_id, owner in self._owners.items() if owner is handler]
 
     def wait(self, job_ids: Iterable[int]) -> None:
         """Block until these transfers have ended; ids that are not in flight are ignored."""

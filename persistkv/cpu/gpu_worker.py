@@ -5,25 +5,20 @@ from __future__ import annotations
 import torch
 
 from persistkv.base import (
-    BlockIDsLoadStoreSpec,
     CanonicalKVCaches,
     GPULoadStoreSpec,
-    LoadStoreSpec,
     OffloadingHandler,
     TransferResult,
     TransferSpec,
 )
-from persistkv.cpu.common import CPULoadStoreSpec
 from persistkv.cpu.devices.base import CopyEngine, Direction
-from persistkv.cpu.devices.select import copy_engine_class
-from persistkv.cpu.layout import cell_bytes, check_kv_caches, tensor_offsets
-from persistkv.cpu.pinning import pin_mmap_region, rows_per_registration
+from persistkv.cpu.devices.cpu import CPUCopyEngine
+from persistkv.cpu.devices.cuda import CUDACopyEngine
+from persistkv.cpu.layout import KVMemory, cell_bytes, check_kv_caches, plan_copies, tensor_offsets
+from persistkv.cpu.manager import CPULoadStoreSpec
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion
-from persistkv.cpu.transfer import KVMemory, compute_sub_block_ptrs, plan_copies
 from persistkv.errors import ConfigurationError
 from persistkv.isolation import Isolation
-
-__all__ = ["CpuGpuOffloadingHandlers", "SingleDirectionOffloadingHandler", "compute_sub_block_ptrs"]
 
 
 class SingleDirectionOffloadingHandler(OffloadingHandler):
@@ -34,18 +29,16 @@ class SingleDirectionOffloadingHandler(OffloadingHandler):
         self._engine: CopyEngine | None = engine
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
-        """Start a transfer of blocks of all groups between their pages and rows.
+        """See ``OffloadingHandler``. The transfer sees all work enqueued before on the caller's current stream.
 
-        Pages and rows must not change until the job is reported. The transfer sees all work that was enqueued on the
-        caller's current stream before this call.
-
-        :returns: False if the transfer could not be started, and always after ``shutdown``.
-        :raises ValueError: if the specs are not of this direction, or do not fit each other or the caches; nothing
-            was started.
+        :returns: False also after ``shutdown``.
         """
         if self._engine is None:
             return False
-        gpu, cpu = _sides(spec, self._engine.direction)
+        gpu, cpu = spec if self._engine.direction is Direction.STORE else spec[::-1]
+        if not (isinstance(gpu, GPULoadStoreSpec) and isinstance(cpu, CPULoadStoreSpec)):
+            media = f"{spec[0].medium()} to {spec[1].medium()}"
+            raise ValueError(f"a transfer from {media} is no {self._engine.direction.value}")
         return self._engine.submit(job_id, plan_copies(gpu, cpu, self._kv_caches, self._engine.memory))
 
     def get_finished(self) -> list[TransferResult]:
@@ -56,7 +49,6 @@ class SingleDirectionOffloadingHandler(OffloadingHandler):
             self._engine.wait(job_ids)
 
     def shutdown(self) -> None:
-        """Wait for the transfers in flight, without reporting them, and release pages and rows; idempotent."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.drain()
@@ -88,7 +80,7 @@ class CpuGpuOffloadingHandlers:
         engine_class = copy_engine_class(kv_caches.tensors[0].tensor.device)
         rows = _rows(kv_caches, block_size_factor, num_cpu_blocks, mmap_region)
         pages = tuple(canonical.tensor[:, : canonical.page_size_bytes] for canonical in kv_caches.tensors)
-        registered = rows_per_registration(mmap_region.row_stride) if mmap_region is not None else None
+        registered = mmap_region.rows_per_registration if mmap_region is not None else None
         memory = KVMemory(pages, rows, block_size_factor, registered)
         self.gpu_to_cpu_handler, self.cpu_to_gpu_handler = (
             SingleDirectionOffloadingHandler(kv_caches, engine_class(memory, direction))
@@ -105,12 +97,15 @@ class CpuGpuOffloadingHandlers:
                 handler.shutdown()
 
 
-def _sides(spec: TransferSpec, direction: Direction) -> tuple[GPULoadStoreSpec, BlockIDsLoadStoreSpec]:
-    gpu, cpu = spec if direction is Direction.STORE else spec[::-1]
-    if isinstance(gpu, GPULoadStoreSpec) and isinstance(cpu, CPULoadStoreSpec):
-        return gpu, cpu
-    media: list[str] = [side.medium() for side in spec if isinstance(side, LoadStoreSpec)]
-    raise ValueError(f"a transfer from {' to '.join(media)} is no {direction.value}")
+def copy_engine_class(device: torch.device) -> type[CopyEngine]:
+    """Return the strategy for tensors on a device.
+
+    :raises ConfigurationError: if the kind of device has none.
+    """
+    engines: dict[str, type[CopyEngine]] = {"cpu": CPUCopyEngine, "cuda": CUDACopyEngine}
+    if device.type not in engines:
+        raise ConfigurationError("kv_caches device", str(device), f"one of {', '.join(engines)}")
+    return engines[device.type]
 
 
 def _rows(
@@ -125,7 +120,7 @@ def _rows(
         raise ConfigurationError("num_cpu_blocks", num_cpu_blocks, f"{region.num_blocks}, as the region has")
     if device.type == "cuda":
         with torch.cuda.device(device):  # registering memory creates a context on the current device
-            pin_mmap_region(region)
+            region.pin()
     cell = region.create_next_view(cell_bytes(kv_caches, block_size_factor))
     offsets = tensor_offsets(kv_caches, block_size_factor)
     return tuple(cell[:, offset : offset + size] for offset, size in zip(offsets, sizes, strict=True))

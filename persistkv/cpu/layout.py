@@ -1,16 +1,23 @@
-"""The geometry of a row: one cell per worker, which holds ``block_size_factor`` consecutive pages of each KV tensor.
+"""The geometry of rows, and the copies between pages of KV tensors and rows.
 
-A row holds one block of one group. Tensors that no group uses together share the same offset, so a row is as wide as
-the widest group, not as the sum of all groups.
+A row holds one block of one group. It has one cell per worker, which holds ``block_size_factor`` consecutive pages
+(sub-blocks) of each KV tensor. Tensors that no group uses together share the same offset, so a row is as wide as the
+widest group, not as the sum of all groups.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from persistkv.base import CanonicalKVCaches
+from persistkv.base import BlockIDsLoadStoreSpec, CanonicalKVCaches, GPULoadStoreSpec
 from persistkv.config import GroupLayout
 from persistkv.errors import ConfigurationError
+
+IntArray = npt.NDArray[np.int64]
 
 
 def cell_bytes(kv_caches: CanonicalKVCaches, block_size_factor: int) -> int:
@@ -82,15 +89,11 @@ def check_kv_caches(kv_caches: CanonicalKVCaches, block_size_factor: int) -> Non
             raise ConfigurationError(f"{where}.page_size_bytes", canonical.page_size_bytes, expected)
         if tensor.device != device:
             raise ConfigurationError(f"{where}.device", str(tensor.device), f"{device}, as the first tensor")
-    _check_refs(kv_caches)
-
-
-def _check_refs(kv_caches: CanonicalKVCaches) -> None:
     for group, refs in enumerate(kv_caches.group_data_refs):
+        where = f"kv_caches.group_data_refs[{group}]"
         if not refs:
-            raise ConfigurationError(f"kv_caches.group_data_refs[{group}]", refs, "at least one tensor of the group")
+            raise ConfigurationError(where, refs, "at least one tensor of the group")
         for ref in refs:
-            where = f"kv_caches.group_data_refs[{group}]"
             if not 0 <= ref.tensor_idx < len(kv_caches.tensors):
                 expected = f"0 to {len(kv_caches.tensors) - 1}"
                 raise ConfigurationError(f"{where}.tensor_idx", ref.tensor_idx, expected)
@@ -110,3 +113,88 @@ def _merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         else:
             merged.append((offset, length))
     return tuple(merged)
+
+
+@dataclass(frozen=True)
+class KVMemory:
+    """The two sides of all transfers of one worker."""
+
+    pages: tuple[torch.Tensor, ...]
+    """The engine's side, per KV tensor: int8, shape (num_gpu_blocks, page bytes), rows contiguous."""
+    rows: tuple[torch.Tensor, ...]
+    """The primary tier's side, per KV tensor: int8, shape (num_cpu_blocks, block_size_factor * page bytes)."""
+    block_size_factor: int
+    """GPU blocks in one offloaded block."""
+    rows_per_registration: int | None = None
+    """Consecutive rows that one call registers with CUDA, starting at row 0. None: all rows."""
+
+
+@dataclass(frozen=True)
+class PageCopies:
+    """Pages of one KV tensor and the sub-blocks that they are copied to or from, one to one."""
+
+    tensor_idx: int
+    page_bytes: int
+    """Bytes to copy of each page, from its start."""
+    blocks: IntArray
+    """Blocks of the KV tensor."""
+    sub_blocks: IntArray
+    """Row times ``block_size_factor``, plus the position in the row."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.page_bytes * len(self.blocks)
+
+
+def plan_copies(
+    gpu: GPULoadStoreSpec, cpu: BlockIDsLoadStoreSpec, kv_caches: CanonicalKVCaches, memory: KVMemory
+) -> list[PageCopies]:
+    """Pair the GPU blocks of all groups with places in the rows.
+
+    A group uses as many rows as its blocks need. Its first block is paired with sub-block
+    ``block_indices % block_size_factor`` of its first row. The rows of group 0 are first. Copies of several groups with
+    the same tensor and page size are merged.
+
+    :raises ValueError: if groups, rows or numbers of blocks do not fit the caches.
+    """
+    if len(gpu.group_sizes) != len(kv_caches.group_data_refs):
+        raise ValueError(f"{len(gpu.group_sizes)} groups in {gpu}, the caches have {len(kv_caches.group_data_refs)}")
+    factor = memory.block_size_factor
+    blocks = np.asarray(gpu.block_ids, np.int64)
+    rows = np.asarray(cpu.block_ids, np.int64)
+    _check_bounds("row", rows, memory.rows[0].shape[0])
+    parts: dict[tuple[int, int], list[tuple[IntArray, IntArray]]] = {}
+    first_block = first_row = 0
+    for size, index, refs in zip(gpu.group_sizes, gpu.block_indices, kv_caches.group_data_refs, strict=True):
+        skip = index % factor
+        num_rows = -(-(skip + size) // factor) if size else 0
+        group_blocks = blocks[first_block : first_block + size]
+        group_rows = rows[first_row : first_row + num_rows]
+        if len(group_rows) < num_rows:
+            break
+        sub_blocks = (group_rows[:, None] * factor + np.arange(factor)).reshape(-1)[skip : skip + size]
+        first_block, first_row = first_block + size, first_row + num_rows
+        for ref in refs if size else ():
+            _check_bounds("GPU block", group_blocks, memory.pages[ref.tensor_idx].shape[0])
+            parts.setdefault((ref.tensor_idx, ref.page_size_bytes), []).append((group_blocks, sub_blocks))
+    if first_block != len(blocks) or first_row != len(rows):
+        raise ValueError(f"{cpu} does not have the rows for {gpu} at {factor} GPU blocks a row")
+    return [
+        PageCopies(tensor_idx, page_bytes, np.concatenate([b for b, _ in pairs]), np.concatenate([s for _, s in pairs]))
+        for (tensor_idx, page_bytes), pairs in parts.items()
+    ]
+
+
+def row_addresses(ids: IntArray, tensor: torch.Tensor) -> IntArray:
+    """Return the addresses of rows of a tensor of bytes; there may be gaps between its rows.
+
+    :raises ValueError: a row does not exist.
+    """
+    _check_bounds("row", ids, tensor.shape[0])
+    return tensor.data_ptr() + ids * tensor.stride(0)
+
+
+def _check_bounds(what: str, ids: IntArray, count: int) -> None:
+    """Raise ValueError if a number is out of range: a wrong one would become an address outside the memory."""
+    if len(ids) and (ids.min() < 0 or ids.max() >= count):
+        raise ValueError(f"{what} {ids.min() if ids.min() < 0 else ids.max()} is not one of {count}")

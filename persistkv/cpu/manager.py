@@ -9,9 +9,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from persistkv.base import (
+    BlockIDsLoadStoreSpec,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
@@ -19,17 +22,25 @@ from persistkv.base import (
     ReqContext,
     RequestOffloadingContext,
 )
-from persistkv.cpu.common import CPULoadStoreSpec
 from persistkv.cpu.policies import CACHE_POLICIES
 from persistkv.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from persistkv.cpu.shared_offload_region import SharedOffloadRegion
 
 _BEING_WRITTEN = -1  # in place of a number of readers
 
 
-class CPUOffloadingManager(OffloadingManager):
-    """Manager of the rows of the primary tier.
+class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
+    """Rows of the primary tier, one per offloaded block."""
 
-    Not thread-safe: the scheduler's thread calls it. A call that raises changes nothing.
+    @staticmethod
+    def medium() -> str:
+        return "CPU"
+
+
+class CPUOffloadingManager(OffloadingManager):
+    """Manager of the rows of the primary tier. A call that raises changes nothing.
 
     :param num_blocks: number of rows.
     :param cache_policy: ``lru``, ``arc``, or the name of an installed policy.
@@ -96,10 +107,6 @@ class CPUOffloadingManager(OffloadingManager):
         self._policy.touch(keys)
 
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """End the protection by ``prepare_load``.
-
-        :raises KeyError: if a block is not being read.
-        """
         keys, earlier = self._split_by_epoch(keys, reading=True)
         refs = self._refs
         rows = self._rows_of(keys)
@@ -133,7 +140,8 @@ class CPUOffloadingManager(OffloadingManager):
             if missing > self._num_evictable - len(spared):
                 return None
             evicted = self._evict(missing, spared)
-        rows = self._take_free(len(wanted))
+        rows = sorted(self._free[-len(wanted) :])  # consecutive blocks tend to get adjacent rows
+        del self._free[-len(wanted) :]
         held.update(zip(wanted, rows, strict=True))
         self._being_written.update(wanted)
         for row in rows:
@@ -183,10 +191,7 @@ class CPUOffloadingManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def reset_cache(self, weights_changed: bool = True) -> None:
-        """Forget all blocks. Rows that jobs use become free when those jobs are completed with their keys, as usual.
-
-        Never waits. Iterates over all rows.
-        """
+        """Forget all blocks. Rows that jobs use become free when those jobs are completed with their keys, as usual."""
         refs = self._refs
         self._record([key for key, row in self._rows.items() if refs[row] >= 0], removed=True)
         self._earlier_rows.update((key, row) for key, row in self._rows.items() if refs[row])
@@ -201,13 +206,6 @@ class CPUOffloadingManager(OffloadingManager):
             return list(map(self._rows.__getitem__, keys))
         except KeyError as error:
             raise KeyError(f"block {error.args[0].hex()} is not held") from None
-
-    def _take_free(self, count: int) -> list[int]:
-        """Take rows in ascending order, so that consecutive blocks tend to get adjacent rows."""
-        rows = self._free[-count:]
-        del self._free[-count:]
-        rows.sort()
-        return rows
 
     def _evict(self, count: int, spared: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Free ``count`` rows, except those of ``spared``. The caller has checked that there are enough."""
@@ -257,3 +255,49 @@ class CPUOffloadingManager(OffloadingManager):
     def _record(self, keys: Sequence[OffloadKey], *, removed: bool) -> None:
         if self._events is not None and keys:
             self._events.append(OffloadingEvent(list(keys), CPULoadStoreSpec.medium(), removed))
+
+
+class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
+    """Manager of a region's rows, the tier in front of all others.
+
+    A cascade to a secondary tier reads rows (``prepare_read``), a promotion writes them (``prepare_write``).
+
+    :param mmap_region: holds the bytes; must have ``num_blocks`` rows. Owned by the manager: ``shutdown`` releases it.
+    :raises ConfigurationError: if the region has another number of rows, and as ``CPUOffloadingManager`` does.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        mmap_region: SharedOffloadRegion,
+        cache_policy: str = "lru",
+        enable_events: bool = False,
+    ) -> None:
+        super().__init__(num_blocks, cache_policy, enable_events)
+        if mmap_region.num_blocks != num_blocks:
+            raise ConfigurationError("num_blocks", num_blocks, f"{mmap_region.num_blocks}, as the region has")
+        self.mmap_region = mmap_region
+        self._kv_memoryview: memoryview | None = None
+
+    prepare_read = CPUOffloadingManager.prepare_load
+    complete_read = CPUOffloadingManager.complete_load
+    prepare_write = CPUOffloadingManager.prepare_store
+    complete_write = CPUOffloadingManager.complete_store
+
+    def get_kv_memoryview(self) -> memoryview:
+        """Return all rows, writable, shape (num_blocks, row_stride), format ``B``; the same object at each call.
+
+        :raises RegionError: after ``shutdown``.
+        """
+        if self._kv_memoryview is None:
+            self._kv_memoryview = self.mmap_region.create_kv_memoryview()
+        return self._kv_memoryview
+
+    def shutdown(self) -> None:
+        """Release the view, then the region. All readers of rows must have ended before."""
+        view, self._kv_memoryview = self._kv_memoryview, None
+        if view is not None:
+            # An array over the view prevents its release. Then the region logs a warning and its memory stays mapped.
+            with contextlib.suppress(BufferError):
+                view.release()
+        self.mmap_region.cleanup()

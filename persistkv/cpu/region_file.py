@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from persistkv.errors import ConfigurationError, RegionError
-from persistkv.memory.huge_pages import use_huge_pages
+from persistkv.memory.pages import use_huge_pages
 
 SHARED_MEMORY_DIRECTORY = "/dev/shm"
 
@@ -71,7 +71,7 @@ class RegionFile:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            file = cls._create(path, size) or cls._attach(path, size)
+            file = cls._create_or_attach(path, size)
             if file is not None:
                 return file
             if time.monotonic() >= deadline:
@@ -95,45 +95,35 @@ class RegionFile:
         os.close(self._lock_fd)
 
     @classmethod
-    def _create(cls, path: str, size: int) -> RegionFile | None:
-        """Create the file. None if it exists, or if another process removed it as a leftover before it was locked."""
+    def _create_or_attach(cls, path: str, size: int) -> RegionFile | None:
+        """Return None if the file is not ready, or was a leftover and has been removed: then the caller retries."""
+        created = True
         try:
             lock_fd = os.open(path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
-            return None
+            created = False
         except OSError as error:
             raise RegionError(f"{path} cannot be created: {error.strerror}") from error
-        return cls._adopt(path, lock_fd, size, created=True)
-
-    @classmethod
-    def _attach(cls, path: str, size: int) -> RegionFile | None:
-        """Attach to the file. None if it does not exist, is not ready, or was a leftover and has been removed."""
-        if _remove_leftover(path):
-            return None
+        if not created:
+            if _remove_leftover(path):
+                return None
+            try:
+                lock_fd = os.open(path, _OPEN_FLAGS)
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                raise RegionError(f"{path} cannot be opened: {error.strerror}") from error
+        file = None
         try:
-            lock_fd = os.open(path, _OPEN_FLAGS)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise RegionError(f"{path} cannot be opened: {error.strerror}") from error
-        if os.fstat(lock_fd).st_size != size:
-            os.close(lock_fd)
-            return None
-        return cls._adopt(path, lock_fd, size, created=False)
-
-    @classmethod
-    def _adopt(cls, path: str, lock_fd: int, size: int, *, created: bool) -> RegionFile | None:
-        """Lock and use the file. If another process locked or removed it, close the descriptor and return None."""
-        try:
-            if _lock(lock_fd, fcntl.LOCK_SH) and _is_at(lock_fd, path):
+            ready = created or os.fstat(lock_fd).st_size == size
+            if ready and _lock(lock_fd, fcntl.LOCK_SH) and _is_at(lock_fd, path):
                 if created:
                     _allocate(lock_fd, path, size)
-                return cls(path, lock_fd, os.open(path, _OPEN_FLAGS), created)
-        except BaseException:
-            os.close(lock_fd)
-            raise
-        os.close(lock_fd)
-        return None
+                file = cls(path, lock_fd, os.open(path, _OPEN_FLAGS), created)
+            return file
+        finally:
+            if file is None:
+                os.close(lock_fd)
 
 
 def _allocate(fd: int, path: str, size: int) -> None:
@@ -144,10 +134,8 @@ def _allocate(fd: int, path: str, size: int) -> None:
         _unlink_if_at(fd, path)
         directory = os.path.dirname(path)
         free = os.statvfs(directory)
-        available = free.f_bavail * free.f_frsize
-        raise ConfigurationError(
-            "total_size_bytes", size, f"at most the {available} bytes free in {directory} ({error.strerror})"
-        ) from error
+        expected = f"at most the {free.f_bavail * free.f_frsize} bytes free in {directory} ({error.strerror})"
+        raise ConfigurationError("total_size_bytes", size, expected) from error
     if not use_huge_pages(fd, size):
         logger.info("%s lies in small pages, at least in part: disks transfer them more slowly", path)
 

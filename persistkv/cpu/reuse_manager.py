@@ -52,30 +52,27 @@ class FilterReusedOffloadingManager(OffloadingManager):
         self._counted: dict[str, set[OffloadKey]] = {}  # by request with a description
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        if req_context.description is None:
-            self._count((key,))
-        else:
-            counted = self._counted.get(req_context.req_id)
-            if counted is None or key not in counted:
-                self._count_request(key, req_context.req_id, req_context.description)
-        return self.backing.lookup(key, req_context)
-
-    def _count_request(self, key: OffloadKey, req_id: str, description: RequestDescription) -> None:
-        counted = self._counted.setdefault(req_id, set())
-        new = [described for chain in description.group_keys for described in chain if described not in counted]
-        if description.depth(key) is None:
-            new.append(key)
-        new.sort(key=lambda block: description.depth(block) or 0, reverse=True)  # the tracker forgets the deepest first
-        counted.update(new)
-        self._count(new)
-
-    def _count(self, keys: Iterable[OffloadKey]) -> None:
-        """Count a lookup of each key; the last key is forgotten last."""
+        description, new = req_context.description, [key]
+        if description is not None:
+            counted = self._counted.setdefault(req_context.req_id, set())
+            new = [] if key in counted else self._uncounted(key, counted, description)
+            counted.update(new)
         num_lookups = self._num_lookups
-        for key in keys:
-            num_lookups[key] = num_lookups.pop(key, 0) + 1
+        for block in new:
+            num_lookups[block] = num_lookups.pop(block, 0) + 1
         while len(num_lookups) > self.max_tracker_size:
             num_lookups.popitem(last=False)
+        return self.backing.lookup(key, req_context)
+
+    @staticmethod
+    def _uncounted(key: OffloadKey, counted: set[OffloadKey], description: RequestDescription) -> list[OffloadKey]:
+        """Return the blocks of a request that were not counted for it yet, deepest first: the tracker forgets these
+        first.
+        """
+        new = [block for chain in description.group_keys for block in chain if block not in counted]
+        if description.depth(key) is None:
+            new.append(key)
+        return sorted(new, key=lambda block: description.depth(block) or 0, reverse=True)
 
     def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Allocate rows for blocks that were looked up often enough and are not held; see the class for the others."""

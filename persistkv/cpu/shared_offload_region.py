@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 import mmap
-from typing import TYPE_CHECKING
+from typing import ClassVar, Protocol, cast
 
 import torch
 
 from persistkv.config import PAGE_BYTES
 from persistkv.cpu.region_file import SHARED_MEMORY_DIRECTORY, RegionFile, region_path, remove_leftover_regions
 from persistkv.errors import ConfigurationError, RegionError
-from persistkv.memory.prefault import prefault
-
-if TYPE_CHECKING:
-    from persistkv.cpu.pinning import PinnedMemory
+from persistkv.memory.pages import prefault
 
 __all__ = ["SharedOffloadRegion", "remove_leftover_regions", "row_stride_bytes"]
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of the process
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +25,19 @@ def row_stride_bytes(num_workers: int, cpu_page_size: int) -> int:
     return -(-num_workers * cpu_page_size // PAGE_BYTES) * PAGE_BYTES
 
 
+class CudaRuntime(Protocol):
+    """The part of the CUDA runtime that registers memory; each call returns an error code, 0 for success."""
+
+    def cudaHostRegister(self, address: int, size: int, flags: int, /) -> int: ...
+
+    def cudaHostUnregister(self, address: int, /) -> int: ...
+
+
 class SharedOffloadRegion:
     """Rows of shared memory. A row is one offloaded block; each worker has a cell of ``cpu_page_size`` bytes in it.
 
-    The first process creates and allocates the file, the others attach. A file that a killed process left is replaced;
-    a file in use is never changed. The last process to release the file removes it. Not thread-safe, but rows may be
-    read and written from any thread. If construction fails, the file and the mapping are released.
+    The first process creates and allocates the file, the others attach; see ``RegionFile``. Not thread-safe, but rows
+    may be read and written from any thread. If construction fails, the file and the mapping are released.
 
     :param instance_id: the same in all processes of one engine; part of the file's name.
     :param total_size_bytes: must be ``num_blocks`` rows of ``row_stride_bytes(num_workers, cpu_page_size)``.
@@ -42,6 +48,9 @@ class SharedOffloadRegion:
     :raises ConfigurationError: if the numbers do not agree, or there is too little shared memory.
     :raises RegionError: if the file did not become ready in time or cannot be opened.
     """
+
+    registration_bytes: ClassVar[int] = 1 << 30  # 1 GiB
+    """Bound on the bytes that one call registers with CUDA: drivers refuse or stall on hundreds of GiB at once."""
 
     def __init__(
         self,
@@ -55,21 +64,35 @@ class SharedOffloadRegion:
         directory: str = SHARED_MEMORY_DIRECTORY,
         timeout_s: float = 60.0,
     ) -> None:
-        self._file: RegionFile | None = None
-        self._mmap: mmap.mmap | None = None
-        self._rows: torch.Tensor | None = None
-        self._pinned: PinnedMemory | None = None
-        self.row_stride = _checked_stride(total_size_bytes, num_blocks, rank, num_workers, cpu_page_size)
+        for name, value in (("num_blocks", num_blocks), ("num_workers", num_workers), ("cpu_page_size", cpu_page_size)):
+            if value <= 0:
+                raise ConfigurationError(name, value, "a positive number")
+        if rank is not None and not 0 <= rank < num_workers:
+            raise ConfigurationError("rank", rank, f"0 to {num_workers - 1}, or None for the scheduler")
+        self.row_stride = row_stride_bytes(num_workers, cpu_page_size)
+        if total_size_bytes != num_blocks * self.row_stride:
+            expected = f"{num_blocks * self.row_stride}: {num_blocks} rows of {self.row_stride} bytes"
+            raise ConfigurationError("total_size_bytes", total_size_bytes, expected)
         self.mmap_path = region_path(instance_id, directory)
         self.total_size_bytes = total_size_bytes
         self.num_blocks = num_blocks
         self.rank = rank
         self.cpu_page_size = cpu_page_size
-        self.page_size = mmap.PAGESIZE
-        """Bytes of a memory page of this machine."""
         self._next_offset = 0
+        self._cuda: CudaRuntime | None = None
+        self._pinned: list[int] = []  # addresses of the ranges that are registered with CUDA
+        self._file: RegionFile | None = None
+        self._mmap: mmap.mmap | None = None
+        self._rows: torch.Tensor | None = None
         try:
-            self._map(timeout_s)
+            self._file = RegionFile.open(self.mmap_path, total_size_bytes, timeout_s)
+            self._mmap = mmap.mmap(self._file.fd, total_size_bytes)
+            # torch references the object passed to it, but not its buffer. A private memoryview keeps the buffer
+            # exported, so that the mapping outlives the last tensor.
+            self._rows = torch.frombuffer(memoryview(self._mmap), dtype=torch.int8).view(num_blocks, self.row_stride)
+            first, length = (0, self.row_stride) if rank is None else (rank * cpu_page_size, cpu_page_size)
+            with memoryview(self._mmap) as memory:
+                prefault(memory, first, length, self.row_stride)
         except BaseException:
             self.cleanup()
             raise
@@ -86,17 +109,22 @@ class SharedOffloadRegion:
         return self._file.fd
 
     @property
-    def is_pinned(self) -> bool:
-        """Whether the mapping is registered with CUDA in this process."""
-        return self._pinned is not None
-
-    @property
     def address(self) -> int:
         """Address of the mapping in this process.
 
         :raises RegionError: after ``cleanup``.
         """
-        return self._open_rows().data_ptr()
+        return self._mapped()[1].data_ptr()
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the mapping is registered with CUDA in this process."""
+        return bool(self._pinned)
+
+    @property
+    def rows_per_registration(self) -> int:
+        """Number of consecutive rows, starting at row 0, that one call registers with CUDA."""
+        return max(1, self.registration_bytes // self.row_stride)
 
     def create_next_view(self, page_size: int) -> torch.Tensor:
         """Reserve the next ``page_size`` bytes of this worker's cell in every row.
@@ -106,7 +134,7 @@ class SharedOffloadRegion:
             nothing is reserved then.
         :raises RegionError: after ``cleanup``.
         """
-        rows = self._open_rows()
+        rows = self._mapped()[1]
         if self.rank is None:
             raise ConfigurationError("rank", None, "a worker's rank: the scheduler has no cell")
         left = self.cpu_page_size - self._next_offset
@@ -119,17 +147,44 @@ class SharedOffloadRegion:
     def create_kv_memoryview(self) -> memoryview:
         """Return all rows without a copy: writable, shape (num_blocks, row_stride), format ``B``.
 
-        :raises RegionError: after ``cleanup``, or if the view would not share the region's bytes.
+        :raises RegionError: after ``cleanup``.
         """
-        rows = self._open_rows()
-        view = memoryview(self._open_mmap()).cast("B", (self.num_blocks, self.row_stride))
-        if torch.frombuffer(view, dtype=torch.int8).data_ptr() != rows.data_ptr():
-            raise RegionError(f"a view of {self.mmap_path} does not share its memory")
-        return view
+        return memoryview(self._mapped()[0]).cast("B", (self.num_blocks, self.row_stride))
 
-    def adopt_pinned(self, pinned: PinnedMemory) -> None:
-        """Own memory that was registered with CUDA, and unregister it at ``cleanup``."""
-        self._pinned = pinned
+    def pin(self, runtime: CudaRuntime | None = None) -> bool:
+        """Register the mapping with CUDA, so that the GPU accesses it directly, until ``cleanup``.
+
+        Ranges end between two rows, since a single copy must not touch two registrations. If CUDA refuses a range, the
+        ranges before it are unregistered, one warning is logged, and copies use unpinned memory, which is slower.
+
+        :param runtime: for tests; by default the CUDA runtime of torch.
+        :returns: whether the region is pinned.
+        """
+        if self._pinned:
+            return True
+        if runtime is None:
+            if not torch.cuda.is_available():
+                return False
+            runtime = cast(CudaRuntime, torch.cuda.cudart())  # type: ignore[no-untyped-call]
+        self._cuda = runtime
+        step = self.rows_per_registration * self.row_stride
+        for offset in range(0, self.total_size_bytes, step):
+            size = min(step, self.total_size_bytes - offset)
+            code = int(runtime.cudaHostRegister(self.address + offset, size, _PORTABLE))
+            if code:
+                self._unpin()
+                _clear_cuda_error()
+                logger.warning(
+                    "CUDA error %d while pinning %d bytes at offset %d of %s: copies use unpinned memory, which is "
+                    "slower",
+                    code,
+                    size,
+                    offset,
+                    self.mmap_path,
+                )
+                return False
+            self._pinned.append(self.address + offset)
+        return True
 
     def cleanup(self) -> None:
         """Unpin, drop the region's tensor, unmap, and release the file, which the last process removes. Idempotent.
@@ -137,58 +192,40 @@ class SharedOffloadRegion:
         All users of the rows must have ended before. If a tensor or view of the rows still exists, the memory stays
         mapped until it is deleted, and a warning is logged.
         """
-        if self._pinned is not None:
-            self._pinned.release()
-            self._pinned = None
+        self._unpin()
         self._rows = None
-        self._unmap()
+        mapping, self._mmap = self._mmap, None
+        try:
+            if mapping is not None:
+                mapping.close()
+        except BufferError:
+            logger.warning("%s is still in use at cleanup; its memory is freed when that ends", self.mmap_path)
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _map(self, timeout_s: float) -> None:
-        self._file = RegionFile.open(self.mmap_path, self.total_size_bytes, timeout_s)
-        self._mmap = mmap.mmap(self._file.fd, self.total_size_bytes)
-        # torch references the object passed to it, but not its buffer. A private memoryview keeps the buffer exported,
-        # so that the mapping outlives the last tensor.
-        self._rows = torch.frombuffer(memoryview(self._mmap), dtype=torch.int8).view(self.num_blocks, self.row_stride)
-        first, length = (
-            (0, self.row_stride) if self.rank is None else (self.rank * self.cpu_page_size, self.cpu_page_size)
-        )
-        with memoryview(self._mmap) as memory:
-            prefault(memory, first, length, self.row_stride)
+    def _unpin(self) -> None:
+        """Unregister all ranges, the last one first. A failure is logged and does not affect the others."""
+        failed = False
+        while self._pinned and self._cuda is not None:
+            address = self._pinned.pop()
+            if code := int(self._cuda.cudaHostUnregister(address)):
+                failed = True
+                logger.warning("cudaHostUnregister(%#x) failed with error %d", address, code)
+        if failed:
+            _clear_cuda_error()
 
-    def _open_rows(self) -> torch.Tensor:
-        if self._rows is None:
+    def _mapped(self) -> tuple[mmap.mmap, torch.Tensor]:
+        if self._mmap is None or self._rows is None:
             raise RegionError(f"{self.mmap_path} was cleaned up")
-        return self._rows
-
-    def _open_mmap(self) -> mmap.mmap:
-        if self._mmap is None:
-            raise RegionError(f"{self.mmap_path} was cleaned up")
-        return self._mmap
-
-    def _unmap(self) -> None:
-        mapping, self._mmap = self._mmap, None
-        if mapping is None:
-            return
-        try:
-            mapping.close()
-        except BufferError:
-            logger.warning("%s is still in use at cleanup; its memory is freed when that ends", self.mmap_path)
+        return self._mmap, self._rows
 
 
-def _checked_stride(
-    total_size_bytes: int, num_blocks: int, rank: int | None, num_workers: int, cpu_page_size: int
-) -> int:
-    for name, value in (("num_blocks", num_blocks), ("num_workers", num_workers), ("cpu_page_size", cpu_page_size)):
-        if value <= 0:
-            raise ConfigurationError(name, value, "a positive number")
-    if rank is not None and not 0 <= rank < num_workers:
-        raise ConfigurationError("rank", rank, f"0 to {num_workers - 1}, or None for the scheduler")
-    stride = row_stride_bytes(num_workers, cpu_page_size)
-    if total_size_bytes != num_blocks * stride:
-        raise ConfigurationError(
-            "total_size_bytes", total_size_bytes, f"{num_blocks * stride}: {num_blocks} rows of {stride} bytes"
-        )
-    return stride
+def _clear_cuda_error() -> None:
+    """Consume the error of a refused call, which CUDA would report again at this thread's next kernel launch."""
+    if not torch.cuda.is_available():
+        return
+    try:
+        torch.ones(1, device="cuda")
+    except RuntimeError as error:
+        logger.debug("CUDA reported the error of a registration again: %s", error)

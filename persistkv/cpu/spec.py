@@ -17,11 +17,10 @@ from persistkv.base import (
     OffloadingSpec,
 )
 from persistkv.config import convert_options, parse_size
-from persistkv.cpu.common import CPULoadStoreSpec
 from persistkv.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from persistkv.cpu.layout import cell_bytes
+from persistkv.cpu.manager import CPULoadStoreSpec, CPUPrimaryTierOffloadingManager
 from persistkv.cpu.policies import CACHE_POLICIES
-from persistkv.cpu.primary import CPUPrimaryTierOffloadingManager
 from persistkv.cpu.reuse_manager import MAX_TRACKER_SIZE, FilterReusedOffloadingManager
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion, row_stride_bytes
 from persistkv.errors import ConfigurationError
@@ -83,15 +82,21 @@ class CPUOffloadingSpec(OffloadingSpec):
     """Rows of the primary tier."""
 
     def __post_init__(self) -> None:
-        self.options = convert_options(self.options_type, self.extra_config, where="offloading")
-        self.block_size_factor = self._checked_factor()
-        if self.options.store_threshold < 0:
+        self.options = options = convert_options(self.options_type, self.extra_config, where="offloading")
+        gpu_size = self.geometry.gpu_block_size
+        block_size = gpu_size if options.block_size is None else options.block_size
+        if block_size <= 0 or block_size % gpu_size:
+            raise ConfigurationError(
+                "block_size", block_size, f"a positive multiple of {gpu_size}, the GPU's block size"
+            )
+        self.block_size_factor = block_size // gpu_size
+        if options.store_threshold < 0:
             expected = "0 lookups, which stores every block, or more"
-            raise ConfigurationError("store_threshold", self.options.store_threshold, expected)
-        if self.options.max_tracker_size < 1:
-            raise ConfigurationError("max_tracker_size", self.options.max_tracker_size, "1 block or more")
-        CACHE_POLICIES.get(self.options.eviction_policy)
-        size = parse_size(self.options.cpu_bytes_to_use, name="cpu_bytes_to_use")
+            raise ConfigurationError("store_threshold", options.store_threshold, expected)
+        if options.max_tracker_size < 1:
+            raise ConfigurationError("max_tracker_size", options.max_tracker_size, "1 block or more")
+        CACHE_POLICIES.get(options.eviction_policy)
+        size = parse_size(options.cpu_bytes_to_use, name="cpu_bytes_to_use")
         self.num_blocks = size // self.row_stride
         if not self.num_blocks:
             raise ConfigurationError("cpu_bytes_to_use", size, f"{self.row_stride} bytes or more, one offloaded block")
@@ -160,10 +165,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         )
 
     def shutdown(self) -> None:
-        """Shut down the handlers, then the manager, then the region; idempotent.
-
-        Exceptions of the handlers and of the manager are logged, and the region is released regardless of them.
-        """
+        """Shut down the handlers, the manager and the region; idempotent. Exceptions of the first two are logged."""
         if self._handlers is not None:
             self._handlers.shutdown()
         if self._manager is not None:
@@ -171,10 +173,3 @@ class CPUOffloadingSpec(OffloadingSpec):
                 self._manager.shutdown()
         if self._region is not None:
             self._region.cleanup()
-
-    def _checked_factor(self) -> int:
-        size = self.geometry.gpu_block_size if self.options.block_size is None else self.options.block_size
-        if size <= 0 or size % self.geometry.gpu_block_size:
-            expected = f"a positive multiple of {self.geometry.gpu_block_size}, the GPU's block size"
-            raise ConfigurationError("block_size", size, expected)
-        return size // self.geometry.gpu_block_size

@@ -19,20 +19,28 @@ def madvise(address: int, num_bytes: int, advice: int) -> int:
     return ctypes.get_errno() if _libc().madvise(address, num_bytes, advice) else 0
 
 
-def reserve(num_bytes: int) -> int:
-    """Reserve unused addresses until ``unmap``; return the first, or 0 if so many are not available."""
-    address = _libc().mmap(None, num_bytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    return 0 if address == _MAP_FAILED else int(address)
+def map_shared(fd: int, num_bytes: int, alignment: int) -> int:
+    """Map a file, shared and writable, to a multiple of ``alignment``; return the address, 0 if it cannot be mapped.
 
-
-def map_at(address: int, num_bytes: int, fd: int) -> bool:
-    """Map a file, shared and writable, to reserved addresses; return False if it cannot be mapped."""
+    :param alignment: a multiple of the page size.
+    """
+    libc, reserved = _libc(), num_bytes + alignment
+    start = libc.mmap(None, reserved, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if start == _MAP_FAILED:
+        return 0
+    address = -(-start // alignment) * alignment
     access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
-    return bool(_libc().mmap(address, num_bytes, access, flags, fd, 0) == address)
+    if libc.mmap(address, num_bytes, access, flags, fd, 0) != address:
+        libc.munmap(start, reserved)
+        return 0
+    end = address + -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    libc.munmap(start, address - start)
+    libc.munmap(end, start + reserved - end)
+    return int(address)
 
 
 def unmap(address: int, num_bytes: int) -> None:
-    """Release reserved or mapped addresses."""
+    """Unmap memory."""
     _libc().munmap(address, num_bytes)
 
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptPackError, StoreError
-from persistkv.memory.huge_pages import huge_memory
+from persistkv.memory.pages import huge_memory
 from persistkv.memory.rows import Rows, runs
 from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.extensions import read_frames

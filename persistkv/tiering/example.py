@@ -44,10 +44,6 @@ class ExampleSecondaryTier(SecondaryTierManager):
     def get_tier_type() -> str:
         return "example"
 
-    def get_num_blocks(self) -> int:
-        """Return the number of blocks held."""
-        return len(self.blocks)
-
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         return key in self.blocks
 
@@ -110,20 +106,15 @@ class ExampleSecondaryTier(SecondaryTierManager):
         for key, row in zip(job.keys, job.block_ids.tolist(), strict=True):
             if key in self.blocks:
                 self.blocks.move_to_end(key)
-            elif self._make_room(own):
-                self.blocks[key] = b"".join(self._ranges(key, row))
-            else:
-                declined.append(key)
+                continue
+            if len(self.blocks) == self.max_blocks:
+                victim = next((held for held in self.blocks if held not in own), None)
+                if victim is None:
+                    declined.append(key)
+                    continue
+                del self.blocks[victim]
+            self.blocks[key] = b"".join(self._ranges(key, row))
         return declined
-
-    def _make_room(self, protected: set[OffloadKey]) -> bool:
-        if len(self.blocks) < self.max_blocks:
-            return True
-        victim = next((key for key in self.blocks if key not in protected), None)
-        if victim is None:
-            return False
-        del self.blocks[victim]
-        return True
 
     def _load(self, job: JobMetadata) -> list[OffloadKey]:
         failed = []
@@ -142,6 +133,5 @@ class ExampleSecondaryTier(SecondaryTierManager):
     def _ranges(self, key: OffloadKey, row: int) -> list[memoryview]:
         """Return the valid bytes of the block's row: those of its group."""
         layout = self.config.layout
-        base = row * layout.row_stride
-        group = layout.groups[get_offload_group_idx(key)]
-        return [self._flat[base + offset : base + offset + size] for offset, size in group.ranges]
+        ranges, base = layout.groups[get_offload_group_idx(key)].ranges, row * layout.row_stride
+        return [self._flat[base + offset : base + offset + size] for offset, size in ranges]

@@ -25,71 +25,57 @@ class IsolatedTier:
     def __init__(self, tier: SecondaryTierManager) -> None:
         self.tier = tier
         self._isolation = Isolation(f"secondary tier {tier.get_tier_type()}")
-        self._report = self._isolation.report
+        self._attempt = self._isolation.attempt
         self.num_cascading = 0
         """Blocks that its store jobs keep from eviction."""
+        self.is_usable = True
+        """Whether it gets lookups and jobs."""
         self.is_silent = False
         """Whether its last poll raised."""
         self._is_stale = False
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether it gets lookups and jobs."""
-        return not (self.is_silent or self._is_stale)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         try:
             return self.tier.lookup(key, req_context)
         except Exception as error:
-            self._report("lookup", "the block is a miss", error)
+            self._isolation.report("lookup", "the block is a miss", error)
             return False
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        try:
-            self.tier.touch(keys, req_context)
-        except Exception as error:
-            self._report("touch", "the use is not counted", error)
+        self._attempt("touch", "the use is not counted", None, self.tier.touch, keys, req_context)
 
     def submit(self, job: JobMetadata) -> bool:
-        """Submit a load or a store.
-
-        :returns: whether the tier accepted the job; False if it raised.
-        """
-        try:
-            if job.is_promotion:
-                self.tier.submit_load(job)
-            else:
-                self.tier.submit_store(job)
-        except Exception as error:
-            self._report("submit_load" if job.is_promotion else "submit_store", "the job failed", error)
-            return False
-        return True
+        """Submit a load or a store; return False if the tier raised."""
+        submit = self.tier.submit_load if job.is_promotion else self.tier.submit_store
+        with self._isolation.guard(submit.__name__, "the job failed") as guard:
+            submit(job)
+        return not guard.raised
 
     def finished_jobs(self) -> list[JobResult]:
         finished: list[JobResult] = []
-        self.is_silent = False
-        try:
+        consequence = "its jobs fail, and it gets no others until a poll succeeds"
+        with self._isolation.guard("get_finished_jobs", consequence) as guard:
             finished.extend(self.tier.get_finished_jobs())  # keeps the results of an iterator that raises
-        except Exception as error:
-            self._report("get_finished_jobs", "its jobs fail, and it gets no others until a poll succeeds", error)
-            self.is_silent = True
+        self.is_silent = guard.raised
+        self.is_usable = not (self.is_silent or self._is_stale)
         return finished
 
     def on_new_request(self, req_context: ReqContext) -> OffloadPolicy:
-        with self._isolation.guard("on_new_request", "the tier receives newly computed blocks only"):
-            return self.tier.on_new_request(req_context).policy
-        return OffloadPolicy.BLOCK_LEVEL
+        return self._attempt(
+            "on_new_request",
+            "the tier receives newly computed blocks only",
+            OffloadPolicy.BLOCK_LEVEL,
+            lambda: self.tier.on_new_request(req_context).policy,
+        )
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        with self._isolation.guard("on_request_finished", "the tier may miss the end of the request"):
-            self.tier.on_request_finished(req_context)
+        consequence = "the tier may miss the end of the request"
+        self._attempt("on_request_finished", consequence, None, self.tier.on_request_finished, req_context)
 
     def take_events(self) -> list[OffloadingEvent]:
         events: list[OffloadingEvent] = []
-        try:
+        with self._isolation.guard("take_events", "events of the tier may be missing"):
             events.extend(self.tier.take_events())
-        except Exception as error:
-            self._report("take_events", "events of the tier may be missing", error)
         return events
 
     def reset_cache(self, weights_changed: bool) -> None:
@@ -98,27 +84,25 @@ class IsolatedTier:
             self.tier.reset_cache(weights_changed)
         if weights_changed:
             self._is_stale = guard.raised
+            self.is_usable = not (self.is_silent or self._is_stale)
 
     def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
-        with self._isolation.guard("ask_recent", "recently used contexts are not promoted"):
+        def ask() -> bool:
             return isinstance(self.tier, RecentContexts) and self.tier.ask_recent(max_blocks, only_asked=only_asked)
-        return False
+
+        return self._attempt("ask_recent", "recently used contexts are not promoted", False, ask)
 
     def take_recent(self) -> list[list[OffloadKey]] | None:
-        with self._isolation.guard("take_recent", "recently used contexts are not promoted"):
+        def take() -> list[list[OffloadKey]] | None:
             return self.tier.take_recent() if isinstance(self.tier, RecentContexts) else None
-        return None
+
+        return self._attempt("take_recent", "recently used contexts are not promoted", None, take)
 
     def has_pending_work(self) -> bool:
-        with self._isolation.guard("has_pending_work", "the tier is taken as idle"):
-            return self.tier.has_pending_work()
-        return False
+        return self._attempt("has_pending_work", "the tier is taken as idle", False, self.tier.has_pending_work)
 
     def shutdown(self, drain_s: float) -> None:
-        """Wait for the tier's jobs, then end it.
-
-        :param drain_s: seconds to wait for the jobs.
-        """
+        """Wait up to ``drain_s`` seconds for the tier's jobs, then end it."""
         with self._isolation.guard("drain_jobs", "shutting down without waiting for its jobs"):
             if not self.tier.drain_jobs(drain_s):
                 logger.warning("jobs of tier %s did not end within %.0f s", self.tier.get_tier_type(), drain_s)

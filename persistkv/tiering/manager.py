@@ -19,13 +19,11 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Sequence
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
 
 from persistkv.base import (
-    BlockIDsLoadStoreSpec,
     LoadStoreSpec,
     OffloadingEvent,
     OffloadingManager,
@@ -35,18 +33,87 @@ from persistkv.base import (
     ReqContext,
     RequestOffloadingContext,
 )
-from persistkv.cpu.primary import CPUPrimaryTierOffloadingManager
+from persistkv.cpu.manager import CPULoadStoreSpec, CPUPrimaryTierOffloadingManager
 from persistkv.errors import ConfigurationError
 from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from persistkv.tiering.isolated_tier import IsolatedTier
 from persistkv.tiering.prewarming import Prewarming, RecentContexts
-from persistkv.tiering.promotion import PendingPromotion, TieringRequest, TieringStats, TierJob
 
 logger = logging.getLogger(__name__)
 
 _DRAIN_S = 60.0
 _PREWARM = ReqContext("prewarm")
 """Pseudo-request that owns the promotions of recently used contexts."""
+
+
+@dataclass
+class TieringStats:
+    """Totals since the manager was created, in blocks."""
+
+    cascaded_blocks: int = 0
+    """Submitted to secondary tiers."""
+    dropped_cascades: int = 0
+    """Not submitted, because cascades already held their share of the primary tier."""
+    failed_cascades: int = 0
+    """Submitted and not stored."""
+    promoted_blocks: int = 0
+    """Loaded from a secondary tier and readable."""
+    failed_promotions: int = 0
+    """Submitted and not loaded."""
+    declined_promotions: int = 0
+    """Not submitted, because the primary tier had no row for them."""
+    expired_holds: int = 0
+    """Promoted and not loaded by their request before the deadline."""
+
+
+@dataclass
+class _Promotion:
+    """Blocks of one tier that one request looked up in this step, all groups together."""
+
+    context: ReqContext
+    keys: dict[OffloadKey, None] = field(default_factory=dict)  # in the order of the lookups
+    since: float = field(default_factory=time.monotonic)  # bounds the time that the promotion waits for rows
+
+    def in_prefix_order(self) -> list[OffloadKey]:
+        """Return the keys by depth, groups interleaved: any first part of the list is a prefix of each group."""
+        description = self.context.description
+        if description is None:
+            return list(self.keys)
+        return sorted(self.keys, key=lambda key: description.depth(key) or 0)
+
+
+@dataclass
+class _Job:
+    """A job in flight in a secondary tier."""
+
+    tier: IsolatedTier
+    keys: list[OffloadKey]
+    is_promotion: bool
+    context: ReqContext
+    epoch: int
+    """Number of resets before its submission."""
+
+
+@dataclass
+class _Request:
+    """One request, from its announcement, first lookup or first store until its end has reached the tiers."""
+
+    context: ReqContext
+    request_level_tiers: list[IsolatedTier]
+    storing: int = 0
+    """Blocks of the request that are being written to the primary tier."""
+    awaiting: set[OffloadKey] = field(default_factory=set)
+    """Blocks that the request offered while a promotion or another request was writing them. Its end reaches the tiers
+    after these blocks do."""
+    finished: bool = False
+    missed: set[OffloadKey] = field(default_factory=set)
+    """Blocks whose promotion failed or found no row: misses for this request, so that it does not retry forever."""
+    held: set[OffloadKey] = field(default_factory=set)
+    """Promoted blocks that stay referenced until the request loads them."""
+    held_until: float = 0.0
+    """Monotonic seconds."""
+    received: dict[IsolatedTier, set[OffloadKey]] = field(default_factory=dict)
+    """Promoted blocks that a request-level tier received for the request before the request offered them."""
 
 
 class TieringOffloadingManager(OffloadingManager):
@@ -83,24 +150,21 @@ class TieringOffloadingManager(OffloadingManager):
         self.secondary_tiers = list(secondary_tiers)
         self.stats = TieringStats()
         self._tiers = [IsolatedTier(tier) for tier in self.secondary_tiers]
-        self._usable_tiers = self._tiers
         self._enable_events = enable_events
         self._max_cascading = primary_tier.num_blocks * cascade_share / max(1, len(self._tiers))
         self._hold_s = hold_s
         self._epoch = 0
         self._polled = False  # whether finished jobs were polled in this step
         self._job_ids = itertools.count()
-        self._jobs: dict[int, TierJob] = {}
-        self._requests: dict[str, TieringRequest] = {}
-        self._pending: dict[tuple[IsolatedTier, str], PendingPromotion] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._requests: dict[str, _Request] = {}
+        self._pending: dict[tuple[IsolatedTier, str], _Promotion] = {}
         self._waiters: dict[OffloadKey, set[str]] = {}  # requests by the promoted block that they wait for
-        self._awaited: dict[OffloadKey, set[str]] = {}  # requests by the block in TieringRequest.awaiting
+        self._awaited: dict[OffloadKey, set[str]] = {}  # requests by the block in _Request.awaiting
         self._lost: set[OffloadKey] = set()  # blocks being promoted by a tier that cannot be polled
-        self._prewarming: Prewarming | None = None
-        for tier in self._tiers if prewarm_share else ():
-            if isinstance(tier.tier, RecentContexts):
-                self._prewarming = Prewarming(tier, int(primary_tier.num_blocks * prewarm_share))
-                break
+        listing = [tier for tier in self._tiers if isinstance(tier.tier, RecentContexts)]
+        num_prewarmed = int(primary_tier.num_blocks * prewarm_share)
+        self._prewarming = Prewarming(listing[0], num_prewarmed) if prewarm_share and listing else None
 
     # Lookup and promotion
 
@@ -117,96 +181,73 @@ class TieringOffloadingManager(OffloadingManager):
             return False if key in self._lost else None
         if key in request.missed:
             return False
-        for tier in self._usable_tiers:
-            answer = tier.lookup(key, req_context)
+        for tier in self._tiers:
+            answer = tier.lookup(key, req_context) if tier.is_usable else False
             if answer:
-                self._want(tier, key, req_context)
-                return None
-            if answer is None:
+                place = (tier, req_context.req_id)
+                pending = self._pending.get(place)
+                if pending is None:
+                    pending = self._pending[place] = _Promotion(req_context)
+                pending.keys[key] = None
+                self._waiters[key] = {req_context.req_id}
+            if answer or answer is None:
                 return None
         return False
 
-    def _want(self, tier: IsolatedTier, key: OffloadKey, req_context: ReqContext) -> None:
-        place = (tier, req_context.req_id)
-        pending = self._pending.get(place)
-        if pending is None:
-            pending = self._pending[place] = PendingPromotion(tier, req_context, since=time.monotonic())
-        pending.keys[key] = None
-        self._waiters[key] = {req_context.req_id}
-
     def _submit_promotions(self) -> None:
-        pending, self._pending = self._pending, {}
-        for place, promotion in pending.items():
-            if not promotion.tier.is_usable:
-                for key in promotion.keys:
-                    self._miss(key)
+        primary, pending = self.primary_tier, self._pending
+        self._pending = {}
+        for (tier, req_id), promotion in pending.items():
+            keys, context = promotion.in_prefix_order(), promotion.context
+            if not tier.is_usable:
+                self._miss(keys)
                 continue
-            keys, resident = promotion.in_prefix_order(), self._resident(promotion.req_context)
-            spared = self.primary_tier.num_evictable_of(resident)
-            room = self.primary_tier.num_free_or_evictable() - spared
+            # The request's blocks in the primary tier: its promotion must not evict its own prefix.
+            chains = context.description.group_keys if context.description is not None else ()
+            resident = [key for chain in chains for key in chain if primary.is_ready(key)]
+            room = primary.num_free_or_evictable() - primary.num_evictable_of(resident)
             if not room and time.monotonic() - promotion.since < self._hold_s:
-                self._pending[place] = promotion
+                self._pending[tier, req_id] = promotion
                 continue
-            self._decline(keys[room:])
-            if room:
-                self._submit_promotion(promotion, keys[:room], resident)
+            output = primary.prepare_write(resident + keys[:room], context) if room else None
+            declined = keys[room:] if output is not None else keys
+            self.stats.declined_promotions += len(declined)
+            self._miss(declined)
+            if output is None:
+                continue
+            for key in set(keys[:room]).difference(output.keys_to_store):
+                del self._waiters[key]  # another job writes it to the primary tier
+            if output.keys_to_store:
+                self._submit(_Job(tier, output.keys_to_store, True, context, self._epoch), output.store_spec)
 
     def _prewarm(self, prewarming: Prewarming) -> None:
         """Queue the next recently used context once all promotions of the previous one have ended."""
-        if not prewarming.is_due or self._is_prewarming():
+        if (
+            not prewarming.is_due
+            or any(req_id == _PREWARM.req_id for _, req_id in self._pending)
+            or any(job.context is _PREWARM for job in self._jobs.values())
+        ):
             return
-        keys = prewarming.next_context()
-        new = [
-            key for key in keys or () if self.primary_tier.lookup(key, _PREWARM) is False and key not in self._waiters
-        ]
-        for tier in self._usable_tiers:
-            held = [key for key in new if key not in self._waiters and tier.lookup(key, _PREWARM)]
+        new = [key for key in prewarming.next_context() or () if self.primary_tier.lookup(key, _PREWARM) is False]
+        for tier in self._tiers:
+            held = [key for key in new if key not in self._waiters and tier.is_usable and tier.lookup(key, _PREWARM)]
             if held:
-                since = time.monotonic()
-                self._pending[tier, _PREWARM.req_id] = PendingPromotion(tier, _PREWARM, dict.fromkeys(held), since)
+                self._pending[tier, _PREWARM.req_id] = _Promotion(_PREWARM, dict.fromkeys(held))
                 self._waiters.update((key, set()) for key in held)
 
-    def _is_prewarming(self) -> bool:
-        if any(place[1] == _PREWARM.req_id for place in self._pending):
-            return True
-        return any(job.req_context is _PREWARM for job in self._jobs.values())
-
-    def _resident(self, req_context: ReqContext) -> list[OffloadKey]:
-        """Return the request's blocks in the primary tier: its promotion must not evict its own prefix."""
-        if req_context.description is None:
-            return []
-        is_ready = self.primary_tier.is_ready
-        return [key for chain in req_context.description.group_keys for key in chain if is_ready(key)]
-
-    def _submit_promotion(
-        self, promotion: PendingPromotion, keys: list[OffloadKey], resident: list[OffloadKey]
-    ) -> None:
-        output = self.primary_tier.prepare_write(resident + keys, promotion.req_context)
-        if output is None:
-            self._decline(keys)
-            return
-        for key in set(keys).difference(output.keys_to_store):
-            del self._waiters[key]  # another job writes it to the primary tier
-        if output.keys_to_store:
-            job = TierJob(promotion.tier, output.keys_to_store, True, promotion.req_context, self._epoch)
-            self._submit(job, output.store_spec)
-
-    def _decline(self, keys: Iterable[OffloadKey]) -> None:
-        """Count blocks without a row as misses; the requests use the prefix before them."""
+    def _miss(self, keys: Iterable[OffloadKey]) -> None:
+        """Count blocks as misses of the requests that wait for them; the requests use the prefix before them."""
         for key in keys:
-            self.stats.declined_promotions += 1
-            self._miss(key)
+            for req_id in self._waiters.pop(key, ()):
+                if request := self._requests.get(req_id):
+                    request.missed.add(key)
 
-    def _miss(self, key: OffloadKey) -> None:
-        for req_id in self._waiters.pop(key, ()):
-            if request := self._requests.get(req_id):
-                request.missed.add(key)
-
-    def _submit(self, job: TierJob, spec: LoadStoreSpec) -> bool:
+    def _submit(self, job: _Job, rows: LoadStoreSpec) -> bool:
         """Submit a job. If the tier raises, finish the job as failed and return False."""
         job_id = next(self._job_ids)
         self._jobs[job_id] = job
-        if job.tier.submit(JobMetadata(job_id, job.keys, _block_ids(spec), job.is_promotion, job.req_context)):
+        block_ids = cast(CPULoadStoreSpec, rows).block_ids
+        if job.tier.submit(JobMetadata(job_id, job.keys, block_ids, job.is_promotion, job.context)):
             return True
         self._finish(JobResult(job_id, success=False))
         return False
@@ -217,7 +258,7 @@ class TieringOffloadingManager(OffloadingManager):
         spec = self.primary_tier.prepare_load(keys, req_context)
         request = self._requests.get(req_context.req_id)
         if request is not None and request.held:
-            self._let_go(request, request.held.intersection(keys))
+            self._release_held(request, request.held.intersection(keys))
         return spec
 
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
@@ -228,9 +269,9 @@ class TieringOffloadingManager(OffloadingManager):
         for tier in self._tiers:
             tier.touch(keys, req_context)
 
-    def _let_go(self, request: TieringRequest, keys: set[OffloadKey]) -> None:
+    def _release_held(self, request: _Request, keys: Collection[OffloadKey]) -> None:
         self.primary_tier.complete_read(list(keys), request.context)
-        request.held -= keys
+        request.held = request.held.difference(keys)
 
     # Storing
 
@@ -250,22 +291,11 @@ class TieringOffloadingManager(OffloadingManager):
             for tier in request.request_level_tiers:
                 received = request.received.get(tier)
                 self._cascade(tier, [key for key in ready if key not in received] if received else ready, req_context)
-            self._await_others(request, existing)
+            for key in existing:
+                if self.primary_tier.lookup(key, req_context) is None and key not in self._lost:
+                    request.awaiting.add(key)
+                    self._awaited.setdefault(key, set()).add(req_context.req_id)
         return output
-
-    def _await_others(self, request: TieringRequest, keys: Sequence[OffloadKey]) -> None:
-        for key in keys:
-            if self.primary_tier.lookup(key, request.context) is None and key not in self._lost:
-                request.awaiting.add(key)
-                self._awaited.setdefault(key, set()).add(request.context.req_id)
-
-    def _settle(self, keys: Sequence[OffloadKey]) -> None:
-        """End the wait of requests for the writers of these blocks, successful or not."""
-        for key in keys if self._awaited else ():
-            for req_id in self._awaited.pop(key, ()):
-                if request := self._requests.get(req_id):
-                    request.awaiting.discard(key)
-                    self._end_if_done(request)
 
     def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         written, orphaned = self.primary_tier.end_writes(keys, success)
@@ -275,8 +305,15 @@ class TieringOffloadingManager(OffloadingManager):
         if request is not None:
             request.storing -= len(written) + len(orphaned)
             self._end_if_done(request)
-        self._settle(written)
-        self._settle(orphaned)
+        self._settle((*written, *orphaned))
+
+    def _settle(self, keys: Sequence[OffloadKey]) -> None:
+        """End the wait of requests for the writers of these blocks, successful or not."""
+        for key in keys if self._awaited else ():
+            for req_id in self._awaited.pop(key, ()):
+                if request := self._requests.get(req_id):
+                    request.awaiting.discard(key)
+                    self._end_if_done(request)
 
     def _cascade(self, tier: IsolatedTier, ready: list[OffloadKey], req_context: ReqContext) -> bool:
         """Submit readable blocks to a tier, unless its cascades hold their share of the rows.
@@ -291,50 +328,44 @@ class TieringOffloadingManager(OffloadingManager):
         spec = self.primary_tier.prepare_read(ready, req_context)
         tier.num_cascading += len(ready)
         self.stats.cascaded_blocks += len(ready)
-        return self._submit(TierJob(tier, ready, False, req_context, self._epoch), spec)
+        return self._submit(_Job(tier, ready, False, req_context, self._epoch), spec)
 
     # Requests
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        request = self._requests.get(req_context.req_id)
-        if request is None:
-            request = self._begin(req_context)
-        elif request.finished:  # the id is used again while stores of the finished request are in flight
+        request = self._requests.get(req_context.req_id) or self._begin(req_context)
+        if request.finished:  # the id is used again while stores of the finished request are in flight
             request.finished = False
             request.missed.clear()
         request.context = req_context
         wants_all = bool(request.request_level_tiers)
         return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL if wants_all else OffloadPolicy.BLOCK_LEVEL)
 
-    def _begin(self, req_context: ReqContext) -> TieringRequest:
+    def _begin(self, req_context: ReqContext) -> _Request:
         """Announce a request to the tiers, as their contract requires before its first lookup or job."""
         wanting = [tier for tier in self._tiers if tier.on_new_request(req_context) is OffloadPolicy.REQUEST_LEVEL]
-        request = self._requests[req_context.req_id] = TieringRequest(req_context, wanting)
+        request = self._requests[req_context.req_id] = _Request(req_context, wanting)
         return request
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        request = self._requests.get(req_context.req_id)
+        """End a request, and drop the pending promotions that no other request waits for."""
+        req_id = req_context.req_id
+        request = self._requests.get(req_id)
         if request is None:
             return
         request.finished = True
-        self._cancel_promotions(request)
-        self._let_go(request, set(request.held))
-        self._end_if_done(request)
-
-    def _cancel_promotions(self, request: TieringRequest) -> None:
-        """Drop the pending blocks that no other request waits for."""
-        req_id = request.context.req_id
         for place in [place for place in self._pending if place[1] == req_id]:
             promotion = self._pending[place]
             for key in list(promotion.keys):
-                waiters = self._waiters[key]
-                waiters.discard(req_id)
-                if not waiters:
+                self._waiters[key].discard(req_id)
+                if not self._waiters[key]:
                     del self._waiters[key], promotion.keys[key]
             if not promotion.keys:
                 del self._pending[place]
+        self._release_held(request, request.held)
+        self._end_if_done(request)
 
-    def _end_if_done(self, request: TieringRequest) -> None:
+    def _end_if_done(self, request: _Request) -> None:
         if request.finished and not request.storing and not request.awaiting:
             del self._requests[request.context.req_id]
             for tier in self._tiers:
@@ -358,13 +389,10 @@ class TieringOffloadingManager(OffloadingManager):
     def _poll(self) -> None:
         self._polled = True
         for tier in self._tiers:
-            was_silent = tier.is_silent
             for result in tier.finished_jobs():
                 self._finish(result)
             if tier.is_silent:
                 self._lose_promotions(tier)
-            if tier.is_silent is not was_silent:
-                self._usable_tiers = [tier for tier in self._tiers if tier.is_usable]
 
     def _lose_promotions(self, tier: IsolatedTier) -> None:
         """Stop waiting for the promotions of a tier that cannot be polled.
@@ -374,8 +402,7 @@ class TieringOffloadingManager(OffloadingManager):
         for job in self._jobs.values():
             if job.tier is tier and job.is_promotion and job.epoch == self._epoch:
                 self._lost.update(job.keys)
-                for key in job.keys:
-                    self._miss(key)
+                self._miss(job.keys)
                 self._settle(job.keys)
 
     def _finish(self, result: JobResult) -> None:
@@ -384,72 +411,57 @@ class TieringOffloadingManager(OffloadingManager):
             logger.error("a secondary tier reported job %d, which is not in flight", result.job_id)
             return
         failed = set(result.failed_keys) if result.success else set(job.keys)
-        if job.is_promotion:
-            self._finish_promotion(job, failed)
-        else:
+        if not job.is_promotion:
             job.tier.num_cascading -= len(job.keys)
             self.stats.failed_cascades += len(failed)
-            self.primary_tier.complete_read(job.keys, job.req_context)
-
-    def _finish_promotion(self, job: TierJob, failed: set[OffloadKey]) -> None:
+            self.primary_tier.complete_read(job.keys, job.context)
+            return
         good = [key for key in job.keys if key not in failed]
         self.stats.promoted_blocks += len(good)
         self.stats.failed_promotions += len(failed)
         if failed:
-            self.primary_tier.complete_write([key for key in job.keys if key in failed], job.req_context, success=False)
-        self.primary_tier.complete_write(good, job.req_context)
+            self.primary_tier.complete_write([key for key in job.keys if key in failed], job.context, success=False)
+        self.primary_tier.complete_write(good, job.context)
         self._lost.difference_update(job.keys)
         if job.epoch == self._epoch:
-            for key in failed:
-                self._miss(key)
-            self._cascade_promoted(job.tier, good)
-            self._hold(good)
+            self._miss(failed)
+            self._deliver(job.tier, good)
         self._settle(job.keys)
 
-    def _cascade_promoted(self, source: IsolatedTier, keys: Sequence[OffloadKey]) -> None:
-        """Submit promoted blocks to request-level tiers, for the requests that offered them or wait for them.
+    def _deliver(self, source: IsolatedTier, keys: Sequence[OffloadKey]) -> None:
+        """Reference promoted rows for the requests that wait for them, and submit the blocks to request-level tiers.
 
         The tier that a block was loaded from receives it only if the request offered it.
         """
-        if len(self._tiers) == 1 and not self._awaited:
-            return
-        by_request: dict[str, list[OffloadKey]] = {}
+        waited: dict[str, set[OffloadKey]] = {}
         for key in keys:
-            for req_id in self._waiters.get(key, set()) | self._awaited.get(key, set()):
-                by_request.setdefault(req_id, []).append(key)
-        for req_id, promoted in by_request.items():
+            for req_id in self._waiters.pop(key, ()):
+                waited.setdefault(req_id, set()).add(key)
+            for req_id in self._awaited.get(key, ()):
+                waited.setdefault(req_id, set())
+        for req_id, wanted in waited.items():
             request = self._requests.get(req_id)
             if request is None:
                 continue
-            waits = request.context.store and not request.finished
+            if request.finished:
+                wanted = set()
             for tier in request.request_level_tiers:
-                due = promoted
-                if tier is source or not waits:
-                    due = [key for key in promoted if key in request.awaiting]
+                takes_all = tier is not source and request.context.store
+                due = [key for key in keys if key in request.awaiting or (takes_all and key in wanted)]
                 if self._cascade(tier, due, request.context):
                     request.received.setdefault(tier, set()).update(due)
-
-    def _hold(self, keys: Sequence[OffloadKey]) -> None:
-        """Reference promoted rows for each request that waits for them."""
-        by_request: dict[str, list[OffloadKey]] = {}
-        for key in keys:
-            for req_id in self._waiters.pop(key, ()):
-                by_request.setdefault(req_id, []).append(key)
-        for req_id, wanted in by_request.items():
-            request = self._requests.get(req_id)
-            if request is not None and not request.finished:
-                self.primary_tier.prepare_read(wanted, request.context)
-                request.held.update(wanted)
+            if wanted:
+                self.primary_tier.prepare_read(list(wanted), request.context)
+                request.held |= wanted
                 request.held_until = time.monotonic() + self._hold_s
 
     def _expire_holds(self) -> None:
-        now = None
-        for request in self._requests.values():
-            if request.held:
-                now = time.monotonic() if now is None else now
-                if now >= request.held_until:
-                    self.stats.expired_holds += len(request.held)
-                    self._let_go(request, set(request.held))
+        holding = [request for request in self._requests.values() if request.held]
+        now = time.monotonic() if holding else 0.0
+        for request in holding:
+            if now >= request.held_until:
+                self.stats.expired_holds += len(request.held)
+                self._release_held(request, request.held)
 
     # All tiers
 
@@ -459,11 +471,11 @@ class TieringOffloadingManager(OffloadingManager):
             return True
         if any(job.tier.is_usable for job in self._jobs.values()):
             return True
-        return any(tier.has_pending_work() for tier in self._usable_tiers)
+        return any(tier.is_usable and tier.has_pending_work() for tier in self._tiers)
 
     def reset_cache(self, weights_changed: bool = True) -> None:
         for request in self._requests.values():
-            self._let_go(request, set(request.held))
+            self._release_held(request, request.held)
             request.received.clear()
         self._epoch += 1
         self._pending.clear()
@@ -472,7 +484,6 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary_tier.reset_cache(weights_changed)
         for tier in self._tiers:
             tier.reset_cache(weights_changed)
-        self._usable_tiers = [tier for tier in self._tiers if tier.is_usable]
 
     def shutdown(self) -> None:
         """Shut the tiers down in order, the primary tier last. Waits for their jobs, which use its rows."""
@@ -481,9 +492,3 @@ class TieringOffloadingManager(OffloadingManager):
                 tier.shutdown(_DRAIN_S)
         finally:
             self.primary_tier.shutdown()
-
-
-def _block_ids(spec: LoadStoreSpec) -> npt.NDArray[np.int64]:
-    if not isinstance(spec, BlockIDsLoadStoreSpec):
-        raise TypeError(f"the primary tier returned {spec!r} instead of a list of rows")
-    return spec.block_ids

@@ -5,15 +5,47 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from inspect import Parameter, signature
 from typing import Any, ClassVar
 
 from persistkv.base import OffloadingManager
 from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
-from persistkv.cpu.primary import CPUPrimaryTierOffloadingManager
+from persistkv.cpu.manager import CPUPrimaryTierOffloadingManager
 from persistkv.cpu.spec import CPUOffloadingOptions, CPUOffloadingSpec
+from persistkv.errors import ConfigurationError
+from persistkv.registry import Registry
 from persistkv.tiering.base import SecondaryTierManager
-from persistkv.tiering.factory import SECONDARY_TIERS, create_secondary_tier
+from persistkv.tiering.example import ExampleSecondaryTier
 from persistkv.tiering.manager import TieringOffloadingManager
+from persistkv.tiering.persistent import PersistentTier
+
+SECONDARY_TIERS = Registry[SecondaryTierManager](
+    "persistkv.tiers",
+    "secondary_tiers type",
+    SecondaryTierManager,
+    {tier.get_tier_type(): tier for tier in (ExampleSecondaryTier, PersistentTier)},
+)
+
+
+def create_secondary_tier(
+    tier_config: Mapping[str, Any], primary_kv_view: memoryview, config: OffloadingConfig
+) -> SecondaryTierManager:
+    """Build the tier of one entry of ``secondary_tiers``: ``{"type": NAME, option: value, …}``.
+
+    :param primary_kv_view: the primary tier's rows, (num_blocks, row_stride) bytes.
+    :raises ConfigurationError: no type, an unknown one (the error lists the known ones), or an option that the tier
+        does not know. Errors of the tier's constructor are raised unchanged.
+    """
+    options = dict(tier_config)
+    kind = options.pop("type", None)
+    tier = SECONDARY_TIERS.get(kind)
+    parameters = list(signature(tier).parameters.values())[2:]
+    if not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):  # such a tier checks its options
+        known = {parameter.name for parameter in parameters}
+        for name in options.keys() - known:
+            expected = f"one of {', '.join(sorted(known)) or 'none'}"
+            raise ConfigurationError(f"tier {kind} option {name}", options[name], expected)
+    return tier(config, primary_kv_view, **options)
 
 
 class TieringOffloadingOptions(CPUOffloadingOptions, frozen=True, kw_only=True):
@@ -56,9 +88,17 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         )
         with ExitStack() as undo:
             undo.callback(primary.shutdown)
+            groups = self.group_layouts or (GroupLayout(((0, self.cpu_page_size * self.geometry.num_workers),)),)
+            config = OffloadingConfig(
+                self.identity,
+                self.geometry.gpu_block_size * self.block_size_factor,
+                RowLayout(self.row_stride, groups),
+                self.num_blocks,
+                self.get_region().fd,
+            )
             tiers: list[SecondaryTierManager] = []
             for tier_config in options.secondary_tiers:
-                tiers.append(create_secondary_tier(tier_config, primary.get_kv_memoryview(), self._tier_config()))
+                tiers.append(create_secondary_tier(tier_config, primary.get_kv_memoryview(), config))
                 undo.callback(tiers[-1].shutdown)
             manager = TieringOffloadingManager(
                 primary,
@@ -70,13 +110,3 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             )
             undo.pop_all()
         return manager
-
-    def _tier_config(self) -> OffloadingConfig:
-        groups = self.group_layouts or (GroupLayout(((0, self.cpu_page_size * self.geometry.num_workers),)),)
-        return OffloadingConfig(
-            self.identity,
-            self.geometry.gpu_block_size * self.block_size_factor,
-            RowLayout(self.row_stride, groups),
-            self.num_blocks,
-            self.get_region().fd,
-        )

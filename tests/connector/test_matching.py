@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persistkv.connector.common import KVCacheGroupSpec
-from persistkv.connector.matching import GroupBlocks, longest_match, longest_that_fits
-from persistkv.connector.request_state import GroupGeometry
+from persistkv.connector.matching import GroupBlocks, GroupGeometry, longest_match, longest_that_fits
 
 
 def blocks_needed(geometry, length, start):

@@ -5,8 +5,7 @@ import pytest
 from persistkv.base import GPULoadStoreSpec, OffloadPolicy, TransferResult
 from persistkv.connector.common import KVCacheGroupSpec
 from persistkv.connector.scheduler import OffloadingConnectorScheduler
-from persistkv.cpu.common import CPULoadStoreSpec
-from persistkv.cpu.manager import CPUOffloadingManager
+from persistkv.cpu.manager import CPULoadStoreSpec, CPUOffloadingManager
 from persistkv.cpu.reuse_manager import FilterReusedOffloadingManager
 from persistkv.errors import ConfigurationError
 
@@ -290,7 +289,7 @@ class TestEndOfRequest:
 
     def test_an_id_may_come_back_but_not_live_twice(self, scheduler):
         scheduler.on_new_request("request")
-        with pytest.raises(ValueError, match="lives"):
+        with pytest.raises(ValueError, match="already exists"):
             scheduler.on_new_request("request")
         scheduler.request_finished("request")
         scheduler.build_connector_meta()

@@ -5,7 +5,7 @@ import pytest
 from persistkv.base import GPULoadStoreSpec, OffloadingHandler, TransferResult, TransferSpec
 from persistkv.connector.common import ConnectorMetadata, TransferJob
 from persistkv.connector.worker import OffloadingConnectorWorker
-from persistkv.cpu.common import CPULoadStoreSpec
+from persistkv.cpu.manager import CPULoadStoreSpec
 
 
 class Handler(OffloadingHandler):

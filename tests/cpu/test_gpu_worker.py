@@ -21,14 +21,12 @@ from persistkv.base import (
     TransferSpec,
 )
 from persistkv.cpu import gpu_worker
-from persistkv.cpu.common import CPULoadStoreSpec
 from persistkv.cpu.devices.base import CopyEngine, Direction
-from persistkv.cpu.devices.cuda import CUDACopyEngine
-from persistkv.cpu.devices.cuda_batch import DriverBatchCopier
+from persistkv.cpu.devices.cuda import CUDACopyEngine, DriverBatchCopier
 from persistkv.cpu.gpu_worker import CpuGpuOffloadingHandlers, SingleDirectionOffloadingHandler
-from persistkv.cpu.layout import cell_bytes, group_layouts
+from persistkv.cpu.layout import KVMemory, PageCopies, cell_bytes, group_layouts
+from persistkv.cpu.manager import CPULoadStoreSpec
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion, row_stride_bytes
-from persistkv.cpu.transfer import KVMemory, PageCopies
 from persistkv.errors import ConfigurationError
 
 NUM_BLOCKS, NUM_ROWS = 96, 80

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from persistkv.base import OffloadingEvent, OffloadKey, ReqContext
-from persistkv.cpu.common import CPULoadStoreSpec
-from persistkv.cpu.manager import CPUOffloadingManager
+from persistkv.cpu.manager import CPULoadStoreSpec, CPUOffloadingManager
 from persistkv.errors import ConfigurationError
 
 MakeKeys = Callable[[int], list[OffloadKey]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import mmap
 import os
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from persistkv.cpu.pinning import pin_mmap_region
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion, row_stride_bytes
 from persistkv.errors import ConfigurationError, RegionError
 
@@ -124,7 +122,6 @@ def test_cleanup_is_idempotent_and_leaves_nothing(make_region: MakeRegion) -> No
     region = make_region()
     path = Path(region.mmap_path)
     assert path.name == "persistkv_offload_engine.mmap"
-    assert region.page_size == mmap.PAGESIZE
     assert os.fstat(region.fd).st_size == ROWS * STRIDE
     region.cleanup()
     region.cleanup()
@@ -157,7 +154,9 @@ def test_memory_outlives_cleanup_while_it_is_held(make_region: MakeRegion, caplo
     assert mapped not in Path("/proc/self/maps").read_text()
 
 
-def test_a_failed_construction_leaves_nothing(make_region: MakeRegion, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_construction_leaves_nothing(
+    make_region: MakeRegion, shared_memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*arguments: object) -> None:
         raise MemoryError("no more")
 
@@ -168,11 +167,9 @@ def test_a_failed_construction_leaves_nothing(make_region: MakeRegion, monkeypat
     del caught
     gc.collect()
     assert set(os.listdir("/proc/self/fd")) == before
+    assert os.listdir(shared_memory) == []
     monkeypatch.undo()
-    region = make_region()
-    assert region._file is not None
-    assert region._file.created
-    region.cleanup()
+    make_region().cleanup()
 
 
 def test_a_region_of_another_size_is_not_joined(make_region: MakeRegion, shared_memory: str) -> None:
@@ -198,7 +195,7 @@ def test_it_is_unpinned_at_cleanup(make_region: MakeRegion) -> None:
     runtime = Runtime()
     region = make_region()
     address = region.address
-    assert pin_mmap_region(region, runtime)
+    assert region.pin(runtime)
     assert runtime.registered == {address}
     region.cleanup()
     assert not region.is_pinned

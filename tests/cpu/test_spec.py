@@ -19,8 +19,7 @@ from persistkv.base import (
     ReqContext,
     make_offload_key,
 )
-from persistkv.cpu.common import CPULoadStoreSpec
-from persistkv.cpu.primary import CPUPrimaryTierOffloadingManager
+from persistkv.cpu.manager import CPULoadStoreSpec, CPUPrimaryTierOffloadingManager
 from persistkv.cpu.reuse_manager import FilterReusedOffloadingManager
 from persistkv.cpu.spec import CPUOffloadingSpec, WorkerGeometry
 from persistkv.errors import ConfigurationError

@@ -16,9 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from persistkv.config import convert_options
 from persistkv.integrations.transformers import Engine
 from persistkv.tiering.example import ExampleSecondaryTier
-from persistkv.tiering.factory import SECONDARY_TIERS
 from persistkv.tiering.persistent import PersistentTier
-from persistkv.tiering.spec import TieringOffloadingOptions
+from persistkv.tiering.spec import SECONDARY_TIERS, TieringOffloadingOptions
 from persistkv_tools.cli import main
 
 ROOT = Path(__file__).parents[2]

@@ -18,20 +18,24 @@ def test_kernel_says_why_it_refuses() -> None:
     assert libc.madvise(address + 1, mmap.PAGESIZE, mmap.MADV_NORMAL) == errno.EINVAL
 
 
-def test_file_lies_where_addresses_were_reserved() -> None:
+@pytest.mark.parametrize("alignment", [mmap.PAGESIZE, 64 * mmap.PAGESIZE])
+def test_map_shared_file_is_mapped_at_the_alignment_until_unmap(alignment: int) -> None:
     fd = os.memfd_create("test")
     os.truncate(fd, mmap.PAGESIZE)
-    address = libc.reserve(2 * mmap.PAGESIZE)
+    address = libc.map_shared(fd, mmap.PAGESIZE, alignment)
     assert address
-    assert libc.map_at(address, mmap.PAGESIZE, fd)
-    assert libc.madvise(address, mmap.PAGESIZE, mmap.MADV_WILLNEED) == 0
-    libc.unmap(address, 2 * mmap.PAGESIZE)
+    assert not address % alignment
+    libc.memory_at(address, 1)[:] = b"x"
+    assert os.pread(fd, 1, 0) == b"x"
+    libc.unmap(address, mmap.PAGESIZE)
     assert libc.madvise(address, mmap.PAGESIZE, mmap.MADV_WILLNEED) == errno.ENOMEM
     os.close(fd)
 
 
-def test_more_addresses_than_there_are() -> None:
-    assert libc.reserve(1 << 62) == 0
+def test_map_shared_more_than_there_are_addresses_is_0() -> None:
+    fd = os.memfd_create("test")
+    assert libc.map_shared(fd, 1 << 62, mmap.PAGESIZE) == 0
+    os.close(fd)
 
 
 @pytest.mark.parametrize("writable", [True, False])

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from persistkv.memory import prefault as module
+from persistkv.memory import libc
 from persistkv.memory.libc import address_of
-from persistkv.memory.prefault import prefault
+from persistkv.memory.pages import prefault
 
 PAGE = mmap.PAGESIZE
 
@@ -39,10 +39,15 @@ def test_everything(memory: memoryview) -> None:
     assert all(resident(memory))
 
 
+def test_pages_that_several_cells_share(memory: memoryview) -> None:
+    prefault(memory, 0, 100, PAGE // 2)
+    assert all(resident(memory))
+
+
 @pytest.mark.parametrize("supported", [True, False])
 def test_no_byte_changes(memory: memoryview, supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not supported:
-        monkeypatch.setattr(module, "MADV_POPULATE_WRITE", 9999)
+        monkeypatch.setattr(libc, "MADV_POPULATE_WRITE", 9999)
     content = np.random.default_rng(0).integers(0, 256, len(memory), np.uint8)
     np.frombuffer(memory, np.uint8)[:] = content
     prefault(memory, 0, PAGE, 4 * PAGE)
@@ -52,18 +57,9 @@ def test_no_byte_changes(memory: memoryview, supported: bool, monkeypatch: pytes
 def test_without_the_kernels_help_pages_are_read(
     memory: memoryview, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "MADV_POPULATE_WRITE", 9999)
+    monkeypatch.setattr(libc, "MADV_POPULATE_WRITE", 9999)
     with caplog.at_level("INFO"):
         prefault(memory, 0, 64 * PAGE, 64 * PAGE)
     assert all(resident(memory))
     assert errno.errorcode[errno.EINVAL] in caplog.text
     assert "prefaulted" in caplog.text
-
-
-def test_large_ranges_are_cut_and_small_ones_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 4 * PAGE)
-    whole = list(module._chunks(10 * PAGE, 0, 10 * PAGE, 10 * PAGE))
-    assert whole == [[(0, 4 * PAGE)], [(4 * PAGE, 8 * PAGE)], [(8 * PAGE, 10 * PAGE)]]
-    cells = list(module._chunks(64 * PAGE, 0, 1, 8 * PAGE))
-    assert [len(chunk) for chunk in cells] == [4, 4]
-    assert all(end - begin == PAGE for chunk in cells for begin, end in chunk)

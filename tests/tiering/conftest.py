@@ -16,8 +16,7 @@ import pytest
 
 from persistkv.base import OffloadKey, ReqContext, RequestDescription, make_offload_key
 from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
-from persistkv.cpu.common import CPULoadStoreSpec
-from persistkv.cpu.primary import CPUPrimaryTierOffloadingManager
+from persistkv.cpu.manager import CPULoadStoreSpec, CPUPrimaryTierOffloadingManager
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion
 from persistkv.tiering.base import SecondaryTierManager
 from persistkv.tiering.manager import TieringOffloadingManager

@@ -39,7 +39,7 @@ def test_the_oldest_blocks_go_first_and_never_those_of_the_job(
     tier.touch(old[:1], req)
     stack.store(new, req)
     assert set(tier.blocks) == {old[0], *new}
-    assert tier.get_num_blocks() == 4
+    assert len(tier.blocks) == 4
     many = keys(6)
     stack.store(many, req)
     assert list(tier.blocks) == many[:4], "what cannot fit beside the rest of its job is declined"
@@ -55,9 +55,9 @@ def test_jobs_wait_for_a_poll_where_that_is_asked_for(
     req = described("r")
     stack.manager.on_new_request(req)
     stack.store(keys(2), req)
-    assert (len(tier.pending_jobs), tier.get_num_blocks()) == (1, 0)
+    assert (len(tier.pending_jobs), len(tier.blocks)) == (1, 0)
     stack.step()
-    assert (len(tier.pending_jobs), tier.get_num_blocks()) == (0, 2)
+    assert (len(tier.pending_jobs), len(tier.blocks)) == (0, 2)
 
 
 def test_example_tier_defaults_to_1000_blocks(make_stack: Callable[..., Any]) -> None:
@@ -80,7 +80,7 @@ def test_example_tier_lengths_differ_raises_without_side_effects(
     with pytest.raises(ValueError, match="2 keys and 1 rows"):
         (tier.submit_load if is_promotion else tier.submit_store)(job)
     assert list(tier.get_finished_jobs()) == []
-    assert tier.get_num_blocks() == 0
+    assert len(tier.blocks) == 0
     assert not tier.has_pending_work()
 
 

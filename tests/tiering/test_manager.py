@@ -43,7 +43,7 @@ def test_a_completed_store_cascades_to_all_tiers(make_stack: MakeStack, keys: Ke
     assert [list(tier.stores[0].keys) for tier in stack.tiers] == [names, names]
     assert stack.primary.prepare_store(keys(6), req) is None, "rows that a cascade reads are protected"
     stack.step()
-    assert [tier.get_num_blocks() for tier in stack.tiers] == [3, 3]
+    assert [len(tier.blocks) for tier in stack.tiers] == [3, 3]
     assert stack.primary.prepare_store(keys(8), req) is not None, "each tier let go of its own reference"
 
 

@@ -17,8 +17,8 @@ from tests.tiering.test_stateful import TieringMachine, run
 
 
 def publishes_failed_promotions(manager: TieringOffloadingManager) -> None:
-    finish = manager._finish_promotion
-    manager._finish_promotion = lambda job, failed: finish(job, set())  # type: ignore[method-assign]
+    complete = manager.primary_tier.complete_write
+    wrap_primary(manager, complete_write=lambda keys, req, success=True: complete(keys, req))
 
 
 def does_not_pin_cascades(manager: TieringOffloadingManager) -> None:
@@ -30,7 +30,7 @@ def does_not_pin_cascades(manager: TieringOffloadingManager) -> None:
         primary.complete_read(keys, req)
         return spec
 
-    manager.primary_tier = Wrapped(primary, prepare_read=unpinned, complete_read=lambda keys, req: None)  # type: ignore[assignment]
+    wrap_primary(manager, prepare_read=unpinned, complete_read=lambda keys, req: None)
 
 
 def cascades_failed_stores(manager: TieringOffloadingManager) -> None:
@@ -39,38 +39,40 @@ def cascades_failed_stores(manager: TieringOffloadingManager) -> None:
 
 
 def tells_tiers_of_an_end_before_the_last_store(manager: TieringOffloadingManager) -> None:
-    end = manager._end_if_done
+    finish = manager.on_request_finished
 
-    def early(request: Any) -> None:
-        if request.finished and request.storing:
-            for tier in manager.secondary_tiers:
-                tier.on_request_finished(request.context)
-        end(request)
+    def early(req_context: ReqContext) -> None:
+        storing = manager.primary_tier.num_free_or_evictable() < manager.primary_tier.num_blocks
+        for tier in manager.secondary_tiers if storing else ():
+            tier.on_request_finished(req_context)
+        finish(req_context)
 
-    manager._end_if_done = early  # type: ignore[method-assign]
+    manager.on_request_finished = early  # type: ignore[method-assign]
 
 
-def never_lets_go_of_promoted_rows(manager: TieringOffloadingManager) -> None:
-    manager._let_go = lambda request, keys: None  # type: ignore[method-assign]
+def never_releases_rows(manager: TieringOffloadingManager) -> None:
+    wrap_primary(manager, complete_read=lambda keys, req: None)
 
 
 def frees_rows_before_the_job_ends(manager: TieringOffloadingManager) -> None:
-    submit = manager._submit_promotion
+    primary = manager.primary_tier
 
-    def early(promotion: Any, keys: list[OffloadKey], resident: list[OffloadKey]) -> None:
-        submit(promotion, keys, resident)
-        for job in list(manager._jobs.values()):
-            if job.is_promotion and not getattr(job, "freed", False):
-                job.freed = True  # type: ignore[attr-defined]
-                manager.primary_tier.complete_write(job.keys, job.req_context)
+    def early(keys: Sequence[OffloadKey], req: ReqContext) -> Any:
+        output = primary.prepare_write(keys, req)
+        if output is not None:
+            primary.complete_write(output.keys_to_store, req)
+        return output
 
-    manager._submit_promotion = early  # type: ignore[method-assign]
-    manager._finish_promotion = lambda job, failed: manager._hold([])  # type: ignore[method-assign]
+    wrap_primary(manager, prepare_write=early, complete_write=lambda keys, req, success=True: None)
 
 
 def ignores_the_epoch(manager: TieringOffloadingManager) -> None:
     """Cascades whatever was stored, also what a reset has orphaned."""
-    manager.primary_tier = Wrapped(manager.primary_tier, is_ready=lambda key: True)  # type: ignore[assignment]
+    wrap_primary(manager, is_ready=lambda key: True)
+
+
+def wrap_primary(manager: TieringOffloadingManager, **changed: Any) -> None:
+    manager.primary_tier = Wrapped(manager.primary_tier, **changed)  # type: ignore[assignment]
 
 
 class Wrapped:
@@ -91,7 +93,7 @@ class Wrapped:
         does_not_pin_cascades,
         cascades_failed_stores,
         tells_tiers_of_an_end_before_the_last_store,
-        never_lets_go_of_promoted_rows,
+        never_releases_rows,
         frees_rows_before_the_job_ends,
         ignores_the_epoch,
     ],

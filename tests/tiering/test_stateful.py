@@ -35,7 +35,7 @@ from persistkv.base import (
     make_offload_key,
 )
 from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
-from persistkv.cpu.primary import CPUPrimaryTierOffloadingManager
+from persistkv.cpu.manager import CPUPrimaryTierOffloadingManager
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion
 from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from persistkv.tiering.manager import TieringOffloadingManager

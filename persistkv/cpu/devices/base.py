@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from persistkv.base import TransferResult
-from persistkv.cpu.transfer import KVMemory, PageCopies
+from persistkv.cpu.layout import KVMemory, PageCopies
 
 
 class Direction(Enum):

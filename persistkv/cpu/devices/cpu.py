@@ -20,15 +20,17 @@ import torch
 
 from persistkv.base import TransferResult
 from persistkv.cpu.devices.base import CopyEngine, Direction
-from persistkv.cpu.transfer import IntArray, KVMemory, PageCopies
+from persistkv.cpu.layout import IntArray, KVMemory, PageCopies
 
-_BUFFER_BYTES = 8 << 20  # 8 MiB: small enough to stay in the last-level cache between the write and the read
-_FEW_RUNS = 8  # up to this many calls are cheaper than a copy through the buffer
+BUFFER_BYTES = 8 << 20  # 8 MiB: small enough to stay in the last-level cache between the write and the read
+FEW_RUNS = 8  # up to this many calls are cheaper than a copy through the buffer
 # The cost of torch's loops is per element, so pages are copied as wide elements. Nothing is computed, so all bit
 # patterns are preserved. Element-wise loops are fastest with the widest type; page copies are slow with complex types.
-_WIDE = (torch.int64, torch.int32, torch.int16)
-_WIDEST = (torch.complex128, *_WIDE)
+WIDE = (torch.int64, torch.int32, torch.int16)
+WIDEST = (torch.complex128, *WIDE)
 _MANY_ELEMENTS = 1 << 15  # from here on, index_select copies each page with all threads and waits for them each time
+
+Index = tuple[torch.Tensor, ...]
 
 logger = logging.getLogger(__name__)
 
@@ -80,80 +82,60 @@ class CPUCopyEngine(CopyEngine):
         rows = self.memory.rows[part.tensor_idx]
         pages = self.memory.pages[part.tensor_idx][:, : part.page_bytes]
         rows = rows.view(len(rows), factor, -1)[:, :, : part.page_bytes]
-        num_chunks = -(-part.num_bytes // _BUFFER_BYTES)
-        most_runs = max(_FEW_RUNS, 2 * num_chunks)
-        by_row = _in_order(part.sub_blocks)
-        blocks, sub_blocks = part.blocks[by_row], part.sub_blocks[by_row]
+        most_runs = max(FEW_RUNS, 2 * -(-part.num_bytes // BUFFER_BYTES))
+        order = _in_order(part.sub_blocks)
+        blocks, sub_blocks = part.blocks[order], part.sub_blocks[order]
         if len(runs := _runs(sub_blocks, blocks)) <= most_runs:
-            self._copy_runs(pages, rows, blocks, sub_blocks, runs)
-        elif len(runs := _runs(sub_blocks)) <= most_runs:
-            self._copy_row_runs(pages, rows, blocks, sub_blocks, runs)
+            for run in runs:
+                first = int(blocks[run.start])
+                for begin, end, rectangle in _rectangles(sub_blocks[run], rows):
+                    self._move(pages[first + begin : first + end].view(rectangle.shape), None, rectangle, None)
+            return
+        if len(runs := _runs(sub_blocks)) <= most_runs:
+            for run in runs:
+                for begin, end, rectangle in _rectangles(sub_blocks[run], rows):
+                    index = torch.from_numpy(blocks[run.start + begin : run.start + end])
+                    if rectangle.shape[1] == 1:
+                        rectangle = rectangle[:, 0]
+                    self._move(pages, (index.view(rectangle.shape[:-1]),), rectangle, None)
+            return
+        order = _in_order(part.blocks)
+        in_order, scattered = part.blocks[order], part.sub_blocks[order]
+        if len(runs := _runs(in_order)) <= most_runs:
+            for run in runs:
+                first = int(in_order[run.start])
+                self._move(pages[first : first + run.stop - run.start], None, rows, _row_index(scattered[run], rows))
+            return
+        self._copy_buffered(pages, rows, blocks, sub_blocks)
+
+    def _move(self, pages: torch.Tensor, page_index: Index | None, rows: torch.Tensor, row_index: Index | None) -> None:
+        """Copy between pages and rows in the engine's direction, at most one of them with an index."""
+        stores = self.direction is Direction.STORE
+        source, source_index, target, target_index = (
+            (pages, page_index, rows, row_index) if stores else (rows, row_index, pages, page_index)
+        )
+        if source_index is not None:
+            _gather(source, source_index, target)
+        elif target_index is not None:
+            _scatter(source, target, target_index)
         else:
-            by_block = _in_order(part.blocks)
-            if len(runs := _runs(part.blocks[by_block])) <= most_runs:
-                self._copy_page_runs(pages, rows, part.blocks[by_block], part.sub_blocks[by_block], runs)
-            else:
-                self._copy_buffered(pages, rows, blocks, sub_blocks)
-
-    def _copy_runs(
-        self, pages: torch.Tensor, rows: torch.Tensor, blocks: IntArray, sub_blocks: IntArray, runs: list[slice]
-    ) -> None:
-        """Copy runs that are contiguous on both sides."""
-        for run in runs:
-            first = int(blocks[run.start])
-            for begin, end, rectangle in _rectangles(int(sub_blocks[run.start]), run.stop - run.start, rows):
-                in_order = pages[first + begin : first + end].view(rectangle.shape)
-                if self.direction is Direction.STORE:
-                    _copy(in_order, rectangle)
-                else:
-                    _copy(rectangle, in_order)
-
-    def _copy_row_runs(
-        self, pages: torch.Tensor, rows: torch.Tensor, blocks: IntArray, sub_blocks: IntArray, runs: list[slice]
-    ) -> None:
-        """Copy runs of contiguous sub-blocks and scattered pages."""
-        for run in runs:
-            first = int(sub_blocks[run.start])
-            for begin, end, rectangle in _rectangles(first, run.stop - run.start, rows):
-                index = torch.from_numpy(blocks[run.start + begin : run.start + end])
-                if rectangle.shape[1] == 1:
-                    rectangle = rectangle[:, 0]
-                index = index.view(rectangle.shape[:-1])
-                if self.direction is Direction.STORE:
-                    _gather(pages, (index,), rectangle)
-                else:
-                    _scatter(rectangle, pages, (index,))
-
-    def _copy_page_runs(
-        self, pages: torch.Tensor, rows: torch.Tensor, blocks: IntArray, sub_blocks: IntArray, runs: list[slice]
-    ) -> None:
-        """Copy runs of contiguous pages and scattered sub-blocks."""
-        for run in runs:
-            first = int(blocks[run.start])
-            in_order = pages[first : first + run.stop - run.start]
-            index = _row_index(sub_blocks[run], rows)
-            if self.direction is Direction.STORE:
-                _scatter(in_order, rows, index)
-            else:
-                _gather(rows, index, in_order)
+            _copy(source, target)
 
     def _copy_buffered(self, pages: torch.Tensor, rows: torch.Tensor, blocks: IntArray, sub_blocks: IntArray) -> None:
         """Copy pages and sub-blocks that are scattered on both sides: gather into the buffer, then scatter."""
         page_bytes = pages.shape[1]
-        step = max(1, _BUFFER_BYTES // page_bytes)
+        step = max(1, BUFFER_BYTES // page_bytes)
         if self._buffer is None or len(self._buffer) < step * page_bytes:
-            self._buffer = torch.empty(max(_BUFFER_BYTES, page_bytes), dtype=torch.int8)
+            self._buffer = torch.empty(max(BUFFER_BYTES, page_bytes), dtype=torch.int8)
         buffer = self._buffer[: step * page_bytes].view(step, page_bytes)
         for begin in range(0, len(blocks), step):
             page_index = (torch.from_numpy(blocks[begin : begin + step]),)
             row_index = _row_index(sub_blocks[begin : begin + step], rows)
             part = buffer[: len(page_index[0])]
-            if self.direction is Direction.STORE:
-                _gather(pages, page_index, part)
-                _scatter(part, rows, row_index)
-            else:
-                _gather(rows, row_index, part)
-                _scatter(part, pages, page_index)
+            sides: list[tuple[torch.Tensor, Index]] = [(pages, page_index), (rows, row_index)]
+            source, target = sides if self.direction is Direction.STORE else reversed(sides)
+            _gather(*source, part)
+            _scatter(part, *target)
 
 
 class _InPlace(futures.Executor):
@@ -165,12 +147,9 @@ class _InPlace(futures.Executor):
         return future
 
 
-Index = tuple[torch.Tensor, ...]
-
-
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
     """Perform ``target[...] = source``, both of shape (rows, positions, page)."""
-    source, target = _widened(_WIDE, source, target)
+    source, target = widened(WIDE, source, target)
     if source.shape[1] == 1 and source.shape[2] < _MANY_ELEMENTS:
         # Measured 5 to 10 % faster than copy_ if rows have gaps, which they have as soon as there is a second tensor.
         torch.index_select(source[:, 0], 0, torch.arange(len(source)), out=target[:, 0])
@@ -180,17 +159,17 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 def _gather(source: torch.Tensor, index: Index, out: torch.Tensor) -> None:
     """Perform ``out[...] = source[index]`` without an intermediate copy."""
-    wide_source, wide_out = _widened(_WIDE, source, out)
+    wide_source, wide_out = widened(WIDE, source, out)
     if len(index) == 1 and index[0].dim() == 1 and wide_out.shape[-1] < _MANY_ELEMENTS:
         torch.index_select(wide_source, 0, index[0], out=wide_out)
     else:
-        source, out = _widened(_WIDEST, source, out)
+        source, out = widened(WIDEST, source, out)
         torch.ops.aten.index.Tensor_out(source, index, out=out)
 
 
 def _scatter(source: torch.Tensor, target: torch.Tensor, index: Index) -> None:
     """Perform ``target[index] = source``."""
-    source, target = _widened(_WIDEST, source, target)
+    source, target = widened(WIDEST, source, target)
     if len(index) == 1 and index[0].dim() == 1:
         target.index_copy_(0, index[0], source)
     else:
@@ -214,12 +193,12 @@ def _runs(*sides: IntArray) -> list[slice]:
     return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def _rectangles(first: int, count: int, rows: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
+def _rectangles(sub_blocks: IntArray, rows: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Cut consecutive sub-blocks into a part of the first row, whole rows, and a part of the last row.
 
-    :returns: for each, its begin and end within the ``count``, and its bytes, shape (rows, positions, page).
+    :returns: for each, its begin and end within ``sub_blocks``, and its bytes, shape (rows, positions, page).
     """
-    factor = rows.shape[1]
+    first, count, factor = int(sub_blocks[0]), len(sub_blocks), rows.shape[1]
     done = 0
     while done < count:
         row, position = divmod(first + done, factor)
@@ -233,7 +212,7 @@ def _rectangles(first: int, count: int, rows: torch.Tensor) -> Iterator[tuple[in
         done = end
 
 
-def _widened(types: Sequence[torch.dtype], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def widened(types: Sequence[torch.dtype], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return views of the tensors in the first of the types that fits all of them; unchanged if none fits."""
     for dtype in types:
         if all(

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from persistkv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from persistkv.connector.common import KVCacheGroupSpec
-from persistkv.connector.request_state import GroupGeometry
+from persistkv.connector.matching import GroupGeometry
 from persistkv.integrations.transformers.block_pool import BlockPool
 
 

@@ -12,10 +12,9 @@ from persistkv.base import GPULoadStoreSpec, OffloadingManager
 from persistkv.config import OffloadingConfig, RowLayout
 from persistkv.connector.scheduler import OffloadingConnectorScheduler
 from persistkv.connector.worker import OffloadingConnectorWorker
-from persistkv.cpu.common import CPULoadStoreSpec
 from persistkv.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from persistkv.cpu.layout import cell_bytes, group_layouts
-from persistkv.cpu.primary import CPUPrimaryTierOffloadingManager
+from persistkv.cpu.manager import CPULoadStoreSpec, CPUPrimaryTierOffloadingManager
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion, remove_leftover_regions, row_stride_bytes
 from persistkv.errors import ConfigurationError
 from persistkv.integrations.transformers.kv_cache import PagedKVCache

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
-from persistkv.memory.huge_pages import use_huge_pages
 from persistkv.memory.libc import MADV_POPULATE_WRITE, address_of, madvise
+from persistkv.memory.pages import use_huge_pages
 
 
 class Mapping(NamedTuple):

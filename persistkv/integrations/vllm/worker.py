@@ -10,7 +10,7 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
 from persistkv.cpu.devices.base import Direction
 from persistkv.cpu.devices.cpu import CPUCopyEngine
-from persistkv.cpu.transfer import KVMemory, plan_copies
+from persistkv.cpu.layout import KVMemory, plan_copies
 from persistkv.isolation import Isolation
 
 

@@ -13,8 +13,8 @@ import socket
 import threading
 
 from persistkv.memory.budget import keep_out_of_collections
-from persistkv.memory.huge_pages import collapse, map_aligned
 from persistkv.memory.libc import MADV_POPULATE_READ, madvise, memory_at
+from persistkv.memory.pages import collapse, map_aligned
 from persistkv.storage.host.connection import SocketConnection
 from persistkv.storage.host.protocol import ToStore
 from persistkv.storage.host.server import NoticeHandler, serve

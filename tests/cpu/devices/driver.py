@@ -45,7 +45,7 @@ def build_driver(directory: Path) -> Path:
 
 
 class Driver:
-    """The compiled driver. Implements the registrations of the CUDA runtime (``pinning.CudaRuntime``)."""
+    """The compiled driver. Implements the registrations of the CUDA runtime (``shared_offload_region.CudaRuntime``)."""
 
     def __init__(self, library: Path) -> None:
         self.library = str(library)

@@ -13,7 +13,7 @@ import torch
 from persistkv.cpu.devices import cpu as module
 from persistkv.cpu.devices.base import Direction
 from persistkv.cpu.devices.cpu import CPUCopyEngine
-from persistkv.cpu.transfer import KVMemory, PageCopies
+from persistkv.cpu.layout import KVMemory, PageCopies
 
 PAGE, FACTOR = 48, 3
 NUM_BLOCKS, NUM_ROWS = 200, 60
@@ -53,8 +53,8 @@ def arrangements() -> dict[str, tuple[list[int], list[int]]]:
 @pytest.mark.parametrize("buffer_bytes", [PAGE * 7, PAGE - 1, 8 << 20])
 @pytest.mark.parametrize("name", arrangements())
 def test_every_arrangement_moves_the_same_bytes(name: str, buffer_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BUFFER_BYTES", buffer_bytes)
-    monkeypatch.setattr(module, "_FEW_RUNS", 3)
+    monkeypatch.setattr(module, "BUFFER_BYTES", buffer_bytes)
+    monkeypatch.setattr(module, "FEW_RUNS", 3)
     blocks, sub_blocks = arrangements()[name]
     memory = make_memory()
     original = memory.pages[0].clone()
@@ -87,11 +87,11 @@ def test_calls_do_not_grow_with_pages() -> None:
     memory = KVMemory((pages,), (torch.zeros((1000, 16), dtype=torch.int8),), 1)
     blocks = np.array(random.Random(1).sample(range(1000), 1000))
     for direction in Direction:
-        engine = CPUCopyEngine(memory, direction)
+        engine = CPUCopyEngine(memory, direction, in_place=True)
         for order in (blocks, np.arange(1000)):
             part = PageCopies(0, 16, blocks, order)
             sys.setprofile(count)
-            engine._run(1, [part])
+            engine.submit(1, [part])
             sys.setprofile(None)
         engine.drain()
     assert calls == ["index_select", "index_select", "index_select", "index_copy_"]
@@ -140,6 +140,6 @@ def test_a_failure_is_reported_and_the_next_job_runs(in_place: bool, caplog: pyt
 def test_elements_are_as_wide_as_all_sides_allow(page: int, offset: int, itemsize: int) -> None:
     aligned = torch.zeros((4, page), dtype=torch.int8)
     shifted = torch.zeros((4, 128), dtype=torch.int8)[:, offset : offset + page]
-    wide = module._widened(module._WIDEST, aligned, shifted)
+    wide = module.widened(module.WIDEST, aligned, shifted)
     assert [tensor.element_size() for tensor in wide] == [itemsize] * 2
     assert [tensor.shape for tensor in wide] == [(4, page // itemsize)] * 2

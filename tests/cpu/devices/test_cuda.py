@@ -14,22 +14,20 @@ import pytest
 import torch
 
 from persistkv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
-from persistkv.cpu import pinning
-from persistkv.cpu.common import CPULoadStoreSpec
 from persistkv.cpu.devices.base import Direction
-from persistkv.cpu.devices.cuda import CUDACopyEngine
-from persistkv.cpu.devices.cuda_batch import (
+from persistkv.cpu.devices.cuda import (
     PREFER_OVERLAP_WITH_COMPUTE,
+    CUDACopyEngine,
     DriverBatchCopier,
     PageCopier,
     TorchCopier,
     choose_copier,
 )
 from persistkv.cpu.gpu_worker import CpuGpuOffloadingHandlers
-from persistkv.cpu.pinning import pin_mmap_region, rows_per_registration
+from persistkv.cpu.layout import KVMemory, PageCopies
+from persistkv.cpu.manager import CPULoadStoreSpec
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion
-from persistkv.cpu.transfer import KVMemory, PageCopies
-from persistkv.memory.huge_pages import HUGE_PAGE_BYTES, use_huge_pages
+from persistkv.memory.pages import HUGE_PAGE_BYTES, use_huge_pages
 
 pytestmark = [
     pytest.mark.cuda,
@@ -257,7 +255,7 @@ def test_unmapped_memory_is_refused_and_the_next_job_runs() -> None:
     """Bounds of blocks and rows are checked before; this shows how the driver answers if a region were gone."""
     ended = in_new_process(
         """
-from persistkv.cpu.devices.cuda_batch import Batch
+from persistkv.cpu.devices.cuda import Batch
 from persistkv.memory import libc
 good = pinned_memory(16, 16, 4096)
 nowhere = libc.reserve(1 << 20)
@@ -313,7 +311,7 @@ def test_region_is_unpinned_by_cleanup_and_can_be_pinned_again(shared_memory: st
         region = SharedOffloadRegion("engine", 4 << 16, 4, 0, 1, 1 << 16, directory=shared_memory)
         view = region.create_next_view(1 << 16)
         assert not view.is_pinned()
-        assert pin_mmap_region(region)
+        assert region.pin()
         assert view.is_pinned()
         region.cleanup()  # the view keeps the memory mapped
         assert not view.is_pinned()
@@ -324,12 +322,12 @@ def test_region_is_unpinned_by_cleanup_and_can_be_pinned_again(shared_memory: st
 def test_copies_over_the_border_of_two_registrations_succeed(
     region: SharedOffloadRegion, copier: PageCopier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pinning, "_RANGE_BYTES", 3 << 16)
-    assert pin_mmap_region(region)
+    monkeypatch.setattr(SharedOffloadRegion, "registration_bytes", 3 << 16)
+    assert region.pin()
     pages = random_bytes(16, 1 << 16)
     original = pages.clone()
     rows = region.create_next_view(1 << 16)
-    memory = KVMemory((pages,), (rows,), 1, rows_per_registration(region.row_stride))
+    memory = KVMemory((pages,), (rows,), 1, region.rows_per_registration)
     copies = [PageCopies(0, 1 << 16, np.arange(16), np.arange(16))]
     run(CUDACopyEngine(memory, Direction.STORE, copier), copies)
     assert torch.equal(rows, original.cpu())
@@ -345,10 +343,10 @@ def test_rows_in_huge_pages_are_pinned_and_copied(shared_memory: str, copier: Pa
     try:
         if not use_huge_pages(region.fd, total):
             pytest.skip("the kernel gives no huge pages for shared memory")
-        assert pin_mmap_region(region)
+        assert region.pin()
         pages = random_bytes(num_rows, HUGE_PAGE_BYTES)
         rows = region.create_next_view(HUGE_PAGE_BYTES)
-        memory = KVMemory((pages,), (rows,), 1, rows_per_registration(region.row_stride))
+        memory = KVMemory((pages,), (rows,), 1, region.rows_per_registration)
         order = np.random.default_rng(0).permutation(num_rows)
         run(
             CUDACopyEngine(memory, Direction.STORE, copier),
@@ -434,6 +432,6 @@ os._exit(3)
     page = 2 << 20
     region = SharedOffloadRegion("engine", 16 * page, 16, 0, 1, page, directory=shared_memory)
     try:
-        assert pin_mmap_region(region)
+        assert region.pin()
     finally:
         region.cleanup()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from persistkv.cpu.devices.cuda_batch import Batch, DriverBatchCopier, PageCopier, TorchCopier, choose_copier
+from persistkv.cpu.devices.cuda import Batch, DriverBatchCopier, PageCopier, TorchCopier, choose_copier
 
 cuda = pytest.mark.cuda
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

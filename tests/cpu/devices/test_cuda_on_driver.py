@@ -10,21 +10,19 @@ import pytest
 import torch
 
 from persistkv.base import TransferResult
-from persistkv.cpu import pinning
 from persistkv.cpu.devices.base import Direction
-from persistkv.cpu.devices.cuda import CUDACopyEngine
-from persistkv.cpu.devices.cuda_batch import (
+from persistkv.cpu.devices.cuda import (
     PREFER_OVERLAP_WITH_COMPUTE,
     SOURCE_IN_STREAM_ORDER,
     Batch,
     CopyAttributes,
+    CUDACopyEngine,
     DriverBatchCopier,
     MemoryLocation,
     PageCopier,
 )
-from persistkv.cpu.pinning import pin_mmap_region, rows_per_registration
+from persistkv.cpu.layout import KVMemory, PageCopies
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion
-from persistkv.cpu.transfer import KVMemory, PageCopies
 from tests.cpu.devices.driver import Driver, Stream
 
 PAGE = 4096
@@ -98,12 +96,12 @@ def test_refused_stream_fails_without_the_index_of_a_copy(driver: Driver) -> Non
 def test_no_copy_touches_two_registrations(
     driver: Driver, region: SharedOffloadRegion, order: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pinning, "_RANGE_BYTES", 3 * PAGE + 1)
-    assert pin_mmap_region(region, driver)
+    monkeypatch.setattr(SharedOffloadRegion, "registration_bytes", 3 * PAGE + 1)
+    assert region.pin(driver)
     pages = make_pages()
     original = pages.clone()
     rows = region.create_next_view(PAGE)
-    memory = KVMemory((pages,), (rows,), 1, rows_per_registration(region.row_stride))
+    memory = KVMemory((pages,), (rows,), 1, region.rows_per_registration)
     copier = DriverBatchCopier(driver.library)
     store, load = (CUDACopyEngine(memory, direction, copier) for direction in Direction)
     assert store.submit(1, copies(list(range(3, 3 + NUM_ROWS)), order))

@@ -31,8 +31,8 @@ import xxhash
 
 from persistkv.config import GroupLayout, RowLayout, StoreUrl, parse_size
 from persistkv.errors import ConfigurationError, StoreError
-from persistkv.memory.huge_pages import use_huge_pages
 from persistkv.memory.libc import address_of
+from persistkv.memory.pages import use_huge_pages
 from persistkv.storage import BACKENDS, open_inspectable
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.commit_pipeline import DIRECT_BYTES

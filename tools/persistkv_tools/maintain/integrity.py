@@ -31,7 +31,7 @@ import xxhash
 from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError, CorruptPackError
 from persistkv.memory.budget import no_collections
-from persistkv.memory.huge_pages import huge_memory
+from persistkv.memory.pages import huge_memory
 from persistkv.storage.backend import ReadSpan
 from persistkv.storage.executor import ThreadPool
 from persistkv.storage.extensions import BackendStats, InspectableBackend, scan, scan_order

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from persistkv.base import OffloadKey, ReqContext
-from persistkv.cpu.common import CPULoadStoreSpec
-from persistkv.cpu.primary import CPUPrimaryTierOffloadingManager
+from persistkv.cpu.manager import CPULoadStoreSpec, CPUPrimaryTierOffloadingManager
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion
 from persistkv.errors import ConfigurationError, RegionError
 

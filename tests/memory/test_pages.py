@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from persistkv.memory.huge_pages import HUGE_PAGE_BYTES, collapse, map_aligned, use_huge_pages
+from persistkv.memory.pages import HUGE_PAGE_BYTES, collapse, map_aligned, use_huge_pages
 from persistkv.storage.host.child import map_rows
 
 MakeFile = Callable[[int], tuple[int, mmap.mmap]]

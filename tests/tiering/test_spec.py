@@ -19,10 +19,9 @@ from persistkv.cpu.spec import WorkerGeometry
 from persistkv.errors import ConfigurationError
 from persistkv.tiering.base import SecondaryTierManager
 from persistkv.tiering.example import ExampleSecondaryTier
-from persistkv.tiering.factory import create_secondary_tier
 from persistkv.tiering.manager import TieringOffloadingManager
 from persistkv.tiering.persistent import PersistentTier
-from persistkv.tiering.spec import TieringOffloadingSpec
+from persistkv.tiering.spec import TieringOffloadingSpec, create_secondary_tier
 
 CONFIG = OffloadingConfig({"a": 1}, 16, RowLayout(4096, (GroupLayout(((0, 4096),)),)), 4)
 
@@ -125,7 +124,7 @@ def test_spec_store_threshold_keeps_blocks_from_tiers_until_they_are_reused() ->
         manager.complete_store(output.keys_to_store, req)
         manager.on_request_finished(req)
         manager.take_events()
-        assert tier.get_num_blocks() == blocks
+        assert len(tier.blocks) == blocks
     made.shutdown()
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from persistkv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
-from persistkv.cpu.common import CPULoadStoreSpec
-from persistkv.cpu.transfer import KVMemory, compute_sub_block_ptrs, plan_copies
+from persistkv.cpu.layout import KVMemory, plan_copies, row_addresses
+from persistkv.cpu.manager import CPULoadStoreSpec
 
 
 def setting(factor: int) -> tuple[CanonicalKVCaches, KVMemory]:
@@ -65,34 +65,13 @@ def test_what_does_not_fit_is_refused(
         plan(2, blocks, sizes, indices, rows)
 
 
-@pytest.mark.parametrize("skip", [0, 1, 3])
-def test_addresses_of_sub_blocks(skip: int) -> None:
+def test_row_addresses_of_a_tensor_with_gaps() -> None:
     storage = torch.zeros((5, 100), dtype=torch.int8)
-    tensor = storage[:, 10:70]
-    output = np.zeros(6 - skip, np.int64)
-    compute_sub_block_ptrs([4, 0], 3, output, tensor, skip)
-    begin = storage.data_ptr() + 10
-    expected = [begin + row * 100 + position * 20 for row in (4, 0) for position in range(3)]
-    assert output.tolist() == expected[skip:]
+    found = row_addresses(np.array([4, 0]), storage[:, 10:70])
+    assert found.tolist() == [storage.data_ptr() + 410, storage.data_ptr() + 10]
 
 
-def test_addresses_may_end_within_a_row() -> None:
-    tensor = torch.zeros((2, 8), dtype=torch.int8)
-    output = np.zeros(3, np.int64)
-    compute_sub_block_ptrs(np.array([1, 0]), 2, output, tensor)
-    assert (output - tensor.data_ptr()).tolist() == [8, 12, 0]
-
-
-@pytest.mark.parametrize(
-    ("rows", "factor", "count", "skip", "problem"),
-    [
-        ([0], 3, 1, 0, "do not divide"),
-        ([0], 2, 3, 0, "have 2 sub-blocks after 0, not 3"),
-        ([0], 2, 2, 1, "have 1 sub-blocks after 1, not 2"),
-        ([0], 2, 1, -1, "after -1"),
-        ([2], 2, 2, 0, "row 2 is not one of 2"),
-    ],
-)
-def test_addresses_that_are_not_there(rows: list[int], factor: int, count: int, skip: int, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        compute_sub_block_ptrs(rows, factor, np.zeros(count, np.int64), torch.zeros((2, 8), dtype=torch.int8), skip)
+@pytest.mark.parametrize("row", [-1, 2])
+def test_row_addresses_of_a_row_that_does_not_exist_raises(row: int) -> None:
+    with pytest.raises(ValueError, match=f"row {row} is not one of 2"):
+        row_addresses(np.array([0, row]), torch.zeros((2, 8), dtype=torch.int8))

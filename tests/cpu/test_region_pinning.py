@@ -7,8 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from persistkv.cpu import pinning
-from persistkv.cpu.pinning import pin_mmap_region
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion
 
 STRIDE, ROWS = 8192, 10
@@ -43,16 +41,16 @@ def region(shared_memory: str) -> Iterator[SharedOffloadRegion]:
 
 @pytest.fixture(autouse=True)
 def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinning, "_RANGE_BYTES", 3 * STRIDE + 1)
+    monkeypatch.setattr(SharedOffloadRegion, "registration_bytes", 3 * STRIDE + 1)
 
 
 def test_ranges_are_bounded_and_end_between_rows(region: SharedOffloadRegion) -> None:
     runtime = Runtime()
-    assert pin_mmap_region(region, runtime)
+    assert region.pin(runtime)
     assert region.is_pinned
     offsets = {address - region.address: size for address, size in runtime.registered.items()}
     assert offsets == {0: 3 * STRIDE, 3 * STRIDE: 3 * STRIDE, 6 * STRIDE: 3 * STRIDE, 9 * STRIDE: STRIDE}
-    assert pin_mmap_region(region, runtime)
+    assert region.pin(runtime)
     assert runtime.calls == 4
 
 
@@ -60,7 +58,7 @@ def test_a_refusal_is_rolled_back_with_one_warning(
     region: SharedOffloadRegion, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime = Runtime(refuse_from=3)
-    assert not pin_mmap_region(region, runtime)
+    assert not region.pin(runtime)
     assert not region.is_pinned
     assert not runtime.registered
     (record,) = caplog.records
@@ -70,7 +68,7 @@ def test_a_refusal_is_rolled_back_with_one_warning(
 
 def test_a_failed_release_is_logged(region: SharedOffloadRegion, caplog: pytest.LogCaptureFixture) -> None:
     runtime = Runtime()
-    pin_mmap_region(region, runtime)
+    region.pin(runtime)
     runtime.registered.clear()
     region.cleanup()
     assert len(caplog.records) == 4
@@ -79,14 +77,14 @@ def test_a_failed_release_is_logged(region: SharedOffloadRegion, caplog: pytest.
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_stays_unpinned(region: SharedOffloadRegion, caplog: pytest.LogCaptureFixture) -> None:
-    assert not pin_mmap_region(region)
+    assert not region.pin()
     assert not caplog.records
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_real_pinning(region: SharedOffloadRegion) -> None:
-    assert pin_mmap_region(region)
+    assert region.pin()
     assert region.create_next_view(STRIDE).is_pinned()
 
 
@@ -97,7 +95,7 @@ def test_a_real_refusal_does_not_poison_cuda(region: SharedOffloadRegion, caplog
     address = region.address + 6 * STRIDE
     assert int(runtime.cudaHostRegister(address, STRIDE, 0)) == 0
     try:
-        assert not pin_mmap_region(region)
+        assert not region.pin()
         assert len(caplog.records) == 1
         assert int(torch.ones(3, device="cuda").sum()) == 3
     finally:

@@ -1,4 +1,4 @@
-"""Huge pages for memory that is used in disk I/O: the primary tier's rows and scratch memory.
+"""Huge pages for memory that is used in disk I/O (the primary tier's rows, scratch memory), and resident pages.
 
 Direct I/O transfers bytes between a disk and rows without the page cache, in physically contiguous parts: 2 MiB of
 small pages are 512 addresses for the disk, a huge page is one. On a virtual disk, writing 32 MiB took 16 ms from small
@@ -8,11 +8,12 @@ pages and 7 ms from huge pages; reading took 33 and 13 ms.
 from __future__ import annotations
 
 import errno
+import logging
 import mmap
 import os
-from collections.abc import Iterator
+import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from persistkv.memory import libc
 
@@ -20,6 +21,9 @@ HUGE_PAGE_BYTES = 2 << 20  # 2 MiB, on x86-64, and on AArch64 with small pages o
 
 _STEP_BYTES = 16 << 20  # 16 MiB: 10 ms
 _MAX_THREADS = 8
+_PREFAULT_BYTES = 64 << 20  # 64 MiB in one call
+
+logger = logging.getLogger(__name__)
 
 
 def use_huge_pages(fd: int, num_bytes: int, *, threads: int = _MAX_THREADS) -> bool:
@@ -33,8 +37,14 @@ def use_huge_pages(fd: int, num_bytes: int, *, threads: int = _MAX_THREADS) -> b
         kernel is too old or has too little contiguous memory; then all or part of the file is unchanged.
     """
     whole = num_bytes - num_bytes % HUGE_PAGE_BYTES
-    with _mapped(fd, whole) as address:
-        return not whole or (address != 0 and collapse(address, whole, threads=threads))
+    try:
+        address = map_aligned(fd, whole) if whole else 0
+    except OSError:
+        return False
+    try:
+        return collapse(address, whole, threads=threads)
+    finally:
+        libc.unmap(address, whole)
 
 
 def collapse(address: int, num_bytes: int, *, threads: int = _MAX_THREADS) -> bool:
@@ -61,12 +71,8 @@ def map_aligned(fd: int, num_bytes: int) -> int:
     """
     if (size := os.fstat(fd).st_size) < num_bytes:
         raise OSError(errno.EINVAL, f"{num_bytes} bytes are to be mapped of a file of {size}")
-    reserved = num_bytes + HUGE_PAGE_BYTES
-    somewhere = libc.reserve(reserved)
-    address = _aligned(somewhere)
-    if not somewhere or not libc.map_at(address, num_bytes, fd):
-        if somewhere:
-            libc.unmap(somewhere, reserved)
+    address = libc.map_shared(fd, num_bytes, HUGE_PAGE_BYTES)
+    if not address:
         raise OSError(errno.ENOMEM, f"{num_bytes} bytes of shared memory cannot be mapped")
     return address
 
@@ -83,24 +89,44 @@ def huge_memory(num_bytes: int) -> mmap.mmap:
     return memory
 
 
+def prefault(memory: memoryview, first: int, length: int, stride: int) -> None:
+    """Make ``length`` bytes at ``first``, and again every ``stride`` bytes, resident in this process, in parallel.
+
+    The first access to a shared page takes many times as long as a copy. No byte changes, so other processes may write
+    at the same time. If the kernel does not support it, the pages are read instead, which suffices for allocated
+    memory. The time taken is logged.
+
+    :param memory: one-dimensional, writable, page-aligned, not empty.
+    """
+    import numpy as np  # other users of this module do not need numpy
+
+    started, address, page = time.monotonic(), libc.address_of(memory), mmap.PAGESIZE
+    spans: list[tuple[int, int]] = []  # whole pages: first byte, and byte after the last
+    for offset in range(first, len(memory), stride):
+        begin, end = offset - offset % page, min(-(-(offset + length) // page) * page, len(memory))
+        if spans and begin <= spans[-1][1]:
+            begin = spans.pop()[0]
+        spans.append((begin, end))
+    parts = [(at, min(at + _PREFAULT_BYTES, end)) for begin, end in spans for at in range(begin, end, _PREFAULT_BYTES)]
+    threads = min(16, os.cpu_count() or 1, len(parts))
+
+    def populate(thread: int) -> int:
+        """Return 0, or the errno of the first part that the kernel refused."""
+        problem = 0
+        for begin, end in parts[thread::threads]:
+            problem = problem or libc.madvise(address + begin, end - begin, libc.MADV_POPULATE_WRITE)
+            if problem:
+                np.frombuffer(memory, np.uint8)[begin:end:page].max()
+        return problem
+
+    with ThreadPoolExecutor(threads, "persistkv-prefault") as pool:
+        problem = max(pool.map(populate, range(threads)))
+    if problem:
+        reason = errno.errorcode.get(problem, "unknown")
+        logger.info("MADV_POPULATE_WRITE was not possible (%s); pages were read instead", reason)
+    num_bytes = sum(end - begin for begin, end in spans)
+    logger.info("prefaulted %d MiB in %.2f s", num_bytes >> 20, time.monotonic() - started)
+
+
 def _collapse(step: tuple[int, int]) -> bool:
     return not libc.madvise(*step, libc.MADV_COLLAPSE)
-
-
-@contextmanager
-def _mapped(fd: int, num_bytes: int) -> Iterator[int]:
-    """Map the file for the block and yield its address, a multiple of ``HUGE_PAGE_BYTES``; 0 if it cannot be mapped."""
-    reserved = num_bytes + HUGE_PAGE_BYTES
-    somewhere = libc.reserve(reserved)
-    if not somewhere:
-        yield 0
-        return
-    address = _aligned(somewhere)
-    try:
-        yield address if num_bytes and libc.map_at(address, num_bytes, fd) else 0
-    finally:
-        libc.unmap(somewhere, reserved)
-
-
-def _aligned(address: int) -> int:
-    return -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES

@@ -49,7 +49,7 @@ setup: $(READY)
 
 $(READY): pyproject.toml constraints-dev.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints-dev.txt --editable ".[dev,transformers,report]"
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints-dev.txt --editable ".[dev,transformers]"
 	@touch $@
 
 demo: setup
@@ -157,5 +157,5 @@ gpu-kit: setup
 	$(BIN)/python -m benchmarks.gpu.kit .gpu-kit
 
 clean:
-	rm -rf .gpu-kit $(VENV) $(WHEEL_VENV) $(VENV)-vllm-* dist build .persistkv-demo demo-report.png .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .gpu-kit $(VENV) $(WHEEL_VENV) $(VENV)-vllm-* dist build .persistkv-demo .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.rig import median_interval, show, touch_memory
 from persistkv.integrations.transformers import Engine
-from persistkv.integrations.transformers.demo.model import make_checkpoint
+from persistkv.integrations.transformers.demo_worker import make_checkpoint
 from persistkv.storage.host.protocol import HostStats
 
 MAX_SLOWDOWN = 0.05

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.rig import show
 from benchmarks.trace_policies import OTHER_POLICIES, clairvoyant_hits, lru_hits
-from persistkv_tools.inspect.replay import PACK_BLOCKS, Request, Run, distinct_blocks, read_trace, replay
+from persistkv_tools.inspect.replay import PACK_BLOCKS, Replayed, Request, distinct_blocks, read_trace, replay
 
 CONVERSATION = Path(__file__).parent / "data" / "conversation.jsonl.xz"
 
@@ -46,7 +46,7 @@ def main() -> None:
         blocks, block_bytes = int(distinct * share), block_kib << 10
         with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
             url = f"lmdb://{directory}/store?capacity={blocks * block_bytes}" + f"&{options}" * bool(options)
-            run = Run(url, blocks * block_bytes, blocks)
+            run = Replayed(url, blocks * block_bytes, blocks)
             found = replay(requests, run, block_bytes, pack_blocks=pack_blocks)
         name = f"{share:.0%}, {block_kib} KiB {options}".rstrip()
         rows.append([name, str(pack_blocks or "request"), *columns_of(found, requests)])
@@ -60,7 +60,7 @@ def main() -> None:
     show("hits of caches of whole blocks, by policy", columns, [policy_cells(requests, blocks) for blocks in sizes])
 
 
-def columns_of(found: Run, requests: Sequence[Request]) -> list[str]:
+def columns_of(found: Replayed, requests: Sequence[Request]) -> list[str]:
     """One replay beside the caches of whole blocks: of the nominal number, and of as many as the store held."""
     asked = sum(map(len, requests))
     blocks, held = found.nominal_blocks, found.held_blocks

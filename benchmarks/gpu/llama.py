@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from persistkv.integrations.transformers import engine as engine_module
-from persistkv.integrations.transformers.identity import model_identity
+from persistkv.integrations.transformers.model import model_identity
 
 VOCABULARY = 128_256
 KV_TOKEN_BYTES = 2 * 32 * 8 * 128 * 2  # keys and values, layers, KV heads, head size, bf16

@@ -27,8 +27,7 @@ from benchmarks.store_rig import fresh_keys
 from persistkv.base import OffloadKey
 from persistkv.errors import ConfigurationError
 from persistkv.integrations.transformers.kv_cache import KVGroupGeometry, PagedKVCache
-from persistkv.integrations.transformers.offload import OffloadLoop
-from persistkv.integrations.transformers.stack import StackOptions, build_stack
+from persistkv.integrations.transformers.tiers import Tiers
 from persistkv.memory.pages import huge_memory
 
 TARGET = 0.85
@@ -52,7 +51,7 @@ class Restored(NamedTuple):
         return self.promotion_s + self.load_s
 
 
-class Tiers:
+class Restorer:
     """An engine's tiers and device pages without a model. To be closed."""
 
     def __init__(self, device: torch.device, url: str, max_blocks: int, smoke: bool) -> None:
@@ -61,9 +60,13 @@ class Tiers:
         self.cache = PagedKVCache((geometry,), max_blocks, _BLOCK_TOKENS)
         self.block_bytes = self.cache.block_bytes
         rows = max_blocks + 64
-        options = StackOptions(rows * self.block_bytes, (url,), "raw", "process", False)
-        self._stack = build_stack(self.cache, {"benchmark": "restore", "block": self.block_bytes}, options)
-        self._loop = OffloadLoop(self._stack.scheduler, self._stack.worker, lambda req_id: None, _TIMEOUT_S)
+        self._tiers = Tiers(
+            self.cache,
+            {"benchmark": "restore", "block": self.block_bytes},
+            (url,),
+            cpu_bytes=rows * self.block_bytes,
+            lookup_deadline_s=_TIMEOUT_S,
+        )
         self._pages = self.cache.groups[0].pages.view(torch.int8).view(max_blocks, -1)
 
     def store(self, number: int, keys: Sequence[OffloadKey]) -> None:
@@ -72,17 +75,17 @@ class Tiers:
         :raises RuntimeError: it did not become durable.
         """
         self._fill(number, len(keys))
-        req_id, scheduler = f"store {number}", self._stack.scheduler
+        req_id, scheduler = f"store {number}", self._tiers.scheduler
         num_tokens = len(keys) * _BLOCK_TOKENS
         scheduler.on_new_request(req_id)
         scheduler.update_keys(req_id, 0, keys, num_tokens)
         scheduler.update_computed_tokens(req_id, num_tokens, [list(range(len(keys)))])
-        self._loop.begin(req_id)
+        self._tiers.begin(req_id, lambda: None)
         scheduler.request_finished(req_id)
         deadline = time.monotonic() + _TIMEOUT_S
-        if not self._loop.drain(deadline, req_id) or not self._stack.persistent[0].wait_persisted(req_id, _TIMEOUT_S):
+        if not self._tiers.drain(deadline, req_id) or not self._tiers.persistent[0].wait_persisted(req_id, _TIMEOUT_S):
             raise RuntimeError(f"{len(keys)} blocks did not become durable")
-        self._loop.step()
+        self._tiers.step()
         scheduler.manager.reset_cache(weights_changed=False)
         self._pages.zero_()
 
@@ -91,17 +94,18 @@ class Tiers:
 
         :raises RuntimeError: it is incomplete, or its bytes differ from the stored ones.
         """
-        req_id, scheduler = f"restore {number}", self._stack.scheduler
+        req_id, scheduler = f"restore {number}", self._tiers.scheduler
         num_tokens = len(keys) * _BLOCK_TOKENS
         begin = time.perf_counter()
         scheduler.on_new_request(req_id, store=False)
         scheduler.update_keys(req_id, 0, keys, num_tokens + 1)
-        matched = self._loop.match(req_id, 0)
+        self._tiers.begin(req_id, lambda: None)
+        matched = self._tiers.match(req_id, 0)
         promoted = time.perf_counter()
-        loaded = self._loop.load(req_id, [list(range(len(keys)))], matched)
+        loaded = self._tiers.load(req_id, [list(range(len(keys)))], matched)
         end = time.perf_counter()
         scheduler.request_finished(req_id)
-        self._loop.step()
+        self._tiers.step()
         scheduler.manager.reset_cache(weights_changed=False)
         if loaded.num_tokens != num_tokens or loaded.num_promoted_tokens != num_tokens:
             raise RuntimeError(f"restored {loaded} of {num_tokens} tokens")
@@ -113,7 +117,7 @@ class Tiers:
 
     def close(self) -> None:
         """Release all."""
-        self._stack.close()
+        self._tiers.close()
 
     def _fill(self, number: int, count: int) -> None:
         generator = torch.Generator(self._pages.device).manual_seed(number)
@@ -177,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def measure(directory: Path, size: int, device: torch.device, smoke: bool, results: Results) -> None:
     """Contexts of one size, each stored once and restored once."""
     rounds = 1 if smoke else 3 if size <= 512 << 20 else 2
-    tiers = Tiers(device, f"lmdb://{directory}/store?capacity=40GiB", _num_blocks(size, smoke), smoke)
+    tiers = Restorer(device, f"lmdb://{directory}/store?capacity=40GiB", _num_blocks(size, smoke), smoke)
     try:
         count = size // tiers.block_bytes
         contexts = [[OffloadKey(key) for key in fresh_keys(count)] for _ in range(rounds)]

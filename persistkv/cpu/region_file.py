@@ -24,6 +24,7 @@ SHARED_MEMORY_DIRECTORY = "/dev/shm"
 _PREFIX = "persistkv_offload_"
 _SUFFIX = ".mmap"
 _POLL_SECONDS = 0.01
+_PREDECESSOR_S = 25.0  # the host process of an engine that was killed maps its memory for at most 20 s
 _OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 logger = logging.getLogger(__name__)
@@ -127,17 +128,35 @@ class RegionFile:
 
 
 def _allocate(fd: int, path: str, size: int) -> None:
-    """Allocate memory for every byte now. In a sparse file, an access without free memory kills a process by SIGBUS."""
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError as error:
-        _unlink_if_at(fd, path)
-        directory = os.path.dirname(path)
-        free = os.statvfs(directory)
-        expected = f"at most the {free.f_bavail * free.f_frsize} bytes free in {directory} ({error.strerror})"
-        raise ConfigurationError("total_size_bytes", size, expected) from error
+    """Allocate memory for every byte now. In a sparse file, an access without free memory kills a process by SIGBUS.
+
+    Waits for memory that the host process of a killed engine is about to release.
+    """
+    directory = os.path.dirname(path)
+    deadline = time.monotonic() + _PREDECESSOR_S
+    while True:
+        try:
+            os.posix_fallocate(fd, 0, size)
+            break
+        except OSError as error:
+            space = os.statvfs(directory)
+            if size > space.f_blocks * space.f_frsize or time.monotonic() > deadline:
+                _unlink_if_at(fd, path)
+                raise ConfigurationError(
+                    "total_size_bytes",
+                    size,
+                    f"at most the {_available(directory)} bytes free in {directory} ({error.strerror})",
+                ) from error
+        logger.info("%s: waiting until %d bytes are free in %s", path, size, directory)
+        while _available(directory) < size and time.monotonic() <= deadline:
+            time.sleep(_POLL_SECONDS)
     if not use_huge_pages(fd, size):
         logger.info("%s lies in small pages, at least in part: disks transfer them more slowly", path)
+
+
+def _available(directory: str) -> int:
+    space = os.statvfs(directory)
+    return space.f_bavail * space.f_frsize
 
 
 def _remove_leftover(path: str) -> bool:

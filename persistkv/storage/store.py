@@ -196,6 +196,12 @@ class Store:
         next_one = min(DIRECT_BYTES, self._shares.staged)
         return self._staging.fits(next_one) and self._ends_bytes < self._shares.ends
 
+    def drop_direct(self) -> None:
+        """Drop the packs that are to be written from rows and that no commit has begun to write."""
+        outgoing, self._direct = self._direct, []
+        for one in outgoing:
+            self._ended(one, False)
+
     def touch(self, keys: Iterable[bytes]) -> None:
         """Record a use of blocks; keys that are not held are ignored. Durable with the next commit."""
         pack_of = self.catalogue.index.pack_of

@@ -10,6 +10,7 @@ import logging
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -122,10 +123,13 @@ class PersistentTier(SecondaryTierManager):
         flat = self.primary_kv_view.cast("B") if self.primary_kv_view.ndim != 1 else self.primary_kv_view
         if self.options.host == "inline":
             return InlineHost(flat)
-        if self.options.host == "process" and self.config.region_fd is not None:
-            return ProcessHost(self.config.region_fd, num_bytes)
         if self.options.host == "process":
-            logger.warning("the primary tier's descriptor cannot be had: the store runs in a thread of this process")
+            if self.config.region_fd is not None:
+                with suppress(OSError):
+                    return ProcessHost(self.config.region_fd, num_bytes)
+            logger.warning(
+                "no descriptor of the primary tier, or no pidfds: the store runs in a thread of this process"
+            )
         return ThreadHost(flat)
 
     @staticmethod

@@ -212,6 +212,36 @@ def test_too_little_memory_fails_cleanly(path: str, shared_memory: str) -> None:
     assert set(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 4 MiB."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", tmp_path], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs privileges")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", tmp_path], check=True)
+
+
+def test_open_waits_for_the_memory_of_a_killed_engine(small_tmpfs: Path, start: Start) -> None:
+    """Its host process maps a file without a name until it has ended."""
+    host = start(
+        """
+        file = open(path, "w+b")
+        os.posix_fallocate(file.fileno(), 0, size)
+        os.unlink(path)
+        print("held", flush=True)
+        sys.stdin.readline()
+        """,
+        str(small_tmpfs / "old"),
+        3 * SIZE,
+    )
+    assert line(host) == "held"
+    assert host.stdin is not None
+    threading.Timer(0.5, host.stdin.close).start()
+    file = RegionFile.open(region_path("engine", str(small_tmpfs)), 3 * SIZE, 1)
+    assert file.created
+    file.close()
+
+
 def test_a_directory_that_is_not_there(shared_memory: str) -> None:
     with pytest.raises(RegionError, match="cannot be created: No such file or directory"):
         RegionFile.open(region_path("engine", f"{shared_memory}/nowhere"), SIZE, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -47,15 +48,27 @@ def lmdb(tmp_path: Path, **options: Any) -> Callable[..., PersistentTier]:
     return partial(PersistentTier, url=f"lmdb://{tmp_path}/store", **options)
 
 
-def test_without_a_descriptor_the_store_runs_in_a_thread(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("missing", ["descriptor", "pidfds"])
+def test_without_a_descriptor_or_pidfds_the_store_runs_in_a_thread(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
     from persistkv.config import GroupLayout, RowLayout
 
+    def refuse(pid: int) -> int:
+        raise OSError(errno.ENOSYS, "no pidfds")
+
     memory = memoryview(bytearray(4096 * 4)).cast("B", (4, 4096))
-    config = OffloadingConfig({"a": 1}, 16, RowLayout(4096, (GroupLayout(((0, 4096),)),)), 4)
+    fd = None
+    if missing == "pidfds":
+        fd = os.memfd_create("rows")
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+    config = OffloadingConfig({"a": 1}, 16, RowLayout(4096, (GroupLayout(((0, 4096),)),)), 4, fd)
     with caplog.at_level(logging.WARNING):
         tier = lmdb(tmp_path)(config, memory)
-    assert "runs in a thread" in caplog.text
+    assert caplog.text.count("runs in a thread") == 1
     tier.shutdown()
+    if fd is not None:
+        os.close(fd)
 
 
 def test_a_restarted_stack_starts_warm(make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path) -> None:

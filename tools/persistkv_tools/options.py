@@ -1,22 +1,36 @@
-"""Options that several commands share, and opening of stores."""
+"""Options that several commands share: opening stores, choosing requests, and the view of a request."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
-from typing import Annotated
+from itertools import islice
+from typing import Annotated, NamedTuple
 
+import msgspec
 import typer
 
-from persistkv.errors import ConfigurationError, StoreUnavailableError
+from persistkv.config import parse_duration, parse_size
+from persistkv.errors import ConfigurationError, PersistKVError, StoreUnavailableError
 from persistkv.storage import open_inspectable
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.backend import Namespace
+from persistkv.storage.extensions import InspectableBackend, RequestUse
+from persistkv.storage.format.manifest import RequestManifest
+from persistkv_tools.progress import Throttle
+from persistkv_tools.render import view_of
+
+_NAMED_AT_MOST = 5
+_AT_ONCE = 256
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="The store, e.g. lmdb:///var/cache/kv", show_default=False)]
-Request = Annotated[
+RequestId = Annotated[
     str,
     typer.Argument(metavar="REQUEST", help="The request's id; its first letters are enough.", show_default=False),
+]
+RequestIds = Annotated[
+    list[str] | None, typer.Argument(metavar="[REQUEST]...", help="Ids; their first letters are enough.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, sizes in bytes.")]
 InNamespace = Annotated[
@@ -44,6 +58,15 @@ Rate = Annotated[str | None, typer.Option("--rate", metavar="SIZE", help="Read s
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask before anything is deleted.")]
 
 
+class NotFoundError(PersistKVError):
+    """No request or namespace of the store has this name, or several have."""
+
+
+def throttle_of(rate: str | None) -> Throttle:
+    """The bound that ``--rate`` sets."""
+    return Throttle(None if rate is None else parse_size(rate, name="--rate"))
+
+
 def ensure_consent(what: str, url: str, ways: str, *, yes: bool, json: bool) -> None:
     """Require consent to a deletion: an option, or a terminal to ask at.
 
@@ -52,7 +75,7 @@ def ensure_consent(what: str, url: str, ways: str, *, yes: bool, json: bool) -> 
     :raises ConfigurationError: neither.
     """
     if not (yes or (sys.stdin.isatty() and not json)):
-        raise ConfigurationError(what, url, f"{ways}, where nobody can be asked")
+        raise ConfigurationError(what, url, f"{ways}: there is no terminal to ask at")
 
 
 @contextmanager
@@ -71,10 +94,189 @@ def opened_if_there(url: str) -> Iterator[InspectableBackend | None]:
 
 @contextmanager
 def opened(url: str, *, writable: bool = False) -> Iterator[InspectableBackend]:
-    """A store that exists, open for as long as the block runs. No command but ``import`` and ``push`` makes one."""
+    """Open an existing store for the length of the block."""
     with closing(open_inspectable(url, read_only=True)) as backend:
         if not writable:
             yield backend
             return
     with closing(open_inspectable(url)) as backend:
         yield backend
+
+
+class FoundRequest(NamedTuple):
+    """One request of a store."""
+
+    namespace: Namespace
+    manifest: RequestManifest
+
+
+class RequestView(msgspec.Struct, frozen=True):
+    """One request's whole context."""
+
+    id: str
+    namespace: str
+    """The namespace's id, hexadecimal."""
+    created: float
+    """Seconds since the epoch."""
+    tokens: int
+    blocks: int
+    group_blocks: tuple[int, ...]
+    raw_bytes: int
+    """Bytes of these blocks before the codec; what requests share is counted for each."""
+    ordered: bool
+    labels: dict[str, str]
+    last_used: float | None = None
+    """Last use of all of it: seconds since the epoch. None here and below: the store does not know."""
+    reused: bool | None = None
+    """Whether it was used after it was stored: a hit."""
+    shared_by: int | None = None
+    """Other requests whose context goes through all of it."""
+    pinned: bool | None = None
+    hits: int | None = None
+    """Of those, the ones that were stored after it: its hits by requests that are still held."""
+    stored_bytes: int | None = None
+    """Size of its blocks at rest, by the codec ratio of its packs."""
+
+    @classmethod
+    def of(cls, namespace: bytes, manifest: RequestManifest, use: RequestUse | None) -> RequestView:
+        """The view of a manifest's head, and of what the store knows of its use."""
+        return view_of(cls, manifest, namespace=namespace.hex()).with_use(use)
+
+    def with_use(self, use: RequestUse | None) -> RequestView:
+        """The same request with what the store knows of its use."""
+        if use is None:
+            return self
+        packed = use.packs_raw_bytes
+        stored = round(self.raw_bytes * use.packs_stored_bytes / packed) if packed else None
+        known = {name: getattr(use, name) for name in ("last_used", "reused", "shared_by", "pinned", "hits")}
+        return msgspec.structs.replace(self, **known, stored_bytes=stored)
+
+
+class Selection(msgspec.Struct, frozen=True):
+    """Requests that fulfil all of these; every request for the default."""
+
+    labels: tuple[tuple[str, str | None], ...] = ()
+    """(name, value); None: any value."""
+    made_before: float | None = None
+    """Seconds since the epoch."""
+    made_after: float | None = None
+    more_bytes_than: int | None = None
+    """Of raw bytes."""
+    fewer_bytes_than: int | None = None
+    never_hit: bool = False
+    """Only requests that were never used after they were stored."""
+
+    @classmethod
+    def parse(
+        cls,
+        labels: Iterable[str] | None = None,
+        older_than: str | None = None,
+        newer_than: str | None = None,
+        larger_than: str | None = None,
+        smaller_than: str | None = None,
+        *,
+        never_hit: bool = False,
+    ) -> Selection:
+        """Parse options of a command line.
+
+        :raises ConfigurationError: naming the option that is wrong.
+        """
+        now = time.time()
+        return cls(
+            tuple(map(_label, labels or ())),
+            None if older_than is None else now - parse_duration(older_than, name="--older-than"),
+            None if newer_than is None else now - parse_duration(newer_than, name="--newer-than"),
+            None if larger_than is None else parse_size(larger_than, name="--larger-than"),
+            None if smaller_than is None else parse_size(smaller_than, name="--smaller-than"),
+            never_hit,
+        )
+
+    def takes(self, manifest: RequestManifest, use: RequestUse | None = None) -> bool:
+        """Whether a request fulfils all.
+
+        :param use: decides about ``never_hit``; if it is unknown, the request does not count as unused.
+        """
+        return (
+            (not self.never_hit or (use is not None and not use.reused))
+            and (self.made_before is None or manifest.created < self.made_before)
+            and (self.made_after is None or manifest.created > self.made_after)
+            and (self.more_bytes_than is None or manifest.raw_bytes > self.more_bytes_than)
+            and (self.fewer_bytes_than is None or manifest.raw_bytes < self.fewer_bytes_than)
+            and all(name in manifest.labels and value in (None, manifest.labels[name]) for name, value in self.labels)
+        )
+
+
+def _label(text: str) -> tuple[str, str | None]:
+    name, equals, value = text.partition("=")
+    if not name:
+        raise ConfigurationError("--label", text, "NAME or NAME=VALUE")
+    return name, value if equals else None
+
+
+def chosen_namespaces(backend: InspectableBackend, wanted: str | None, option: str = "--namespace") -> list[Namespace]:
+    """All namespaces, oldest first; or the one whose id begins like ``wanted``.
+
+    :param option: that gave ``wanted``.
+    :raises NotFoundError: there is none, or more than one.
+    """
+    found = sorted(backend.namespaces(), key=lambda namespace: (namespace.created, namespace.id))
+    if wanted is None:
+        return found
+    matching = [namespace for namespace in found if namespace.id.hex().startswith(wanted.lower())]
+    if not wanted or len(matching) != 1:
+        ids = _some(namespace.id.hex() for namespace in (matching or found))
+        raise NotFoundError(f"{option} {wanted!r} is not the begin of one namespace's id; there are: {ids}")
+    return matching
+
+
+def find_request(backend: InspectableBackend, wanted: str, namespace: str | None = None) -> FoundRequest:
+    """The request of this id, or the only one whose id begins so.
+
+    :raises NotFoundError: there is none, or more than one.
+    """
+    similar = [
+        FoundRequest(space, manifest)
+        for space in chosen_namespaces(backend, namespace)
+        for manifest in backend.manifests(space.id)
+        if manifest.id.startswith(wanted)
+    ]
+    candidates = [found for found in similar if found.manifest.id == wanted] or similar
+    if len(candidates) == 1:
+        return candidates[0]
+    if not candidates:
+        raise NotFoundError(f"no request {wanted!r}; persistkv ls shows those that there are")
+    meant = _some(f"{found.manifest.id} (namespace {found.namespace.id.hex()[:8]})" for found in candidates)
+    raise NotFoundError(f"{wanted!r} means {len(candidates)} requests: {meant}")
+
+
+def chosen_requests(
+    backend: InspectableBackend, names: Iterable[str], selection: Selection, namespace: str | None
+) -> list[FoundRequest]:
+    """The requests of these names, each once; without names, all that are selected.
+
+    :raises NotFoundError: a name means none, or more than one.
+    """
+    found = [find_request(backend, name, namespace) for name in names]
+    if found:
+        return list({(one.namespace.id, one.manifest.id): one for one in found}.values())
+    return [
+        FoundRequest(space, manifest)
+        for space in chosen_namespaces(backend, namespace)
+        for manifest in backend.manifests(space.id)
+        if selection.takes(manifest)
+    ]
+
+
+def with_uses(
+    backend: InspectableBackend, namespace: bytes, manifests: Iterable[RequestManifest]
+) -> Iterator[tuple[RequestManifest, RequestUse | None]]:
+    """Requests with what the store knows of their use."""
+    waiting = iter(manifests)
+    while some := list(islice(waiting, _AT_ONCE)):
+        yield from zip(some, backend.uses(namespace, [manifest.id for manifest in some]), strict=True)
+
+
+def _some(names: Iterator[str]) -> str:
+    found = sorted(names)
+    more = f" and {len(found) - _NAMED_AT_MOST} more" if len(found) > _NAMED_AT_MOST else ""
+    return (", ".join(found[:_NAMED_AT_MOST]) or "none") + more

@@ -10,9 +10,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 from rich import box
@@ -27,6 +27,8 @@ _PLAIN_WIDTH = 1000  # a pipe or file has no width; rich would take 80 and cut
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _AGES = ((86_400, "d"), (3600, "h"), (60, "m"))
 _BAR = 24
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 def format_size(num_bytes: int) -> str:
@@ -50,7 +52,6 @@ def format_age(created: float, now: float | None = None) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """A moment, in the local time zone."""
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
@@ -60,7 +61,6 @@ def format_ratio(raw: int, stored: int) -> str:
 
 
 def format_labels(labels: dict[str, str]) -> str:
-    """``name=value``, sorted."""
     return " ".join(f"{name}={value}" for name, value in sorted(labels.items()))
 
 
@@ -74,21 +74,30 @@ def bar(value: int, largest: int) -> str:
     return "█" * (-(-value * _BAR // largest) if largest else 0)
 
 
+def view_of(kind: type[T], source: object, **more: Any) -> T:
+    """A record of the fields that another object has too.
+
+    :param more: values of the other fields.
+    """
+    names = [name for name in kind.__struct_fields__ if name not in more and hasattr(source, name)]
+    return kind(**{name: getattr(source, name) for name in names}, **more)
+
+
 def print_json(value: Any) -> None:
     """Print one JSON object. Values are exact; unprintable characters are written as ``\\u`` sequences."""
     lines = msgspec.json.format(msgspec.json.encode(value), indent=2).decode().split("\n")
-    try:
-        sys.stdout.write("\n".join(map(_escaped_json, lines)) + "\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _nobody_reads()
+    _write("\n".join(map(_escaped_json, lines)) + "\n")
 
 
 def print_exact(text: str) -> None:
     """Print lines for a program; on a terminal, with unprintable characters escaped."""
     lines = text.split("\n")
+    _write("\n".join(map(printable, lines) if sys.stdout.isatty() else lines))
+
+
+def _write(text: str) -> None:
     try:
-        sys.stdout.write("\n".join(map(printable, lines) if sys.stdout.isatty() else lines))
+        sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
         _nobody_reads()
@@ -102,41 +111,103 @@ def _escaped_json(line: str) -> str:
 
 
 def say(text: str) -> None:
-    """Print one line."""
     console().print(plain(text))
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, left: str = "") -> Table:
-    """A table with right-aligned numbers.
+Columns = Mapping[str, str | Callable[[Any], str]]
+"""For each header, the field that the column shows (its name and type decide how), or a function of the record."""
 
-    :param columns: their headers.
-    :param left: headers of left-aligned columns, joined by spaces; the first column is always left-aligned.
+_TIMES = ("created", "updated", "last_used")
+_IDS = ("namespace", "pack")
+
+
+def columns(spec: str, **derived: Callable[[Any], str]) -> Columns:
+    """Columns from words ``header=field``; a header alone shows the field of its name, with spaces for underscores.
+
+    :param derived: texts to be made of a record, by the name that stands for a field.
     """
+    words = (word.partition("=") for word in spec.split())
+    return {header.replace("_", " "): derived.get(field or header, field or header) for header, _, field in words}
+
+
+def cells(columns: Columns, records: Iterable[object]) -> list[list[str]]:
+    """The text of each record's columns."""
+    shown = list(columns.values())
+    return [[_cell(record, column) for column in shown] for record in records]
+
+
+def _cell(record: object, column: str | Callable[[Any], str]) -> str:
+    if callable(column):
+        return column(record)
+    value = getattr(record, column)
+    if value is None:
+        return "-"
+    if column in _TIMES:
+        return format_age(value)
+    if column in _IDS:
+        return str(value)[:8]
+    if column.endswith(("_bytes", "bytes_per_s")):
+        return format_size(round(value)) + "/s" * column.endswith("_s")
+    if isinstance(value, bool):
+        return "yes" if value else ""
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.1%}" if column.endswith("_rate") else f"{value:.2f}"
+    if isinstance(value, dict):
+        return format_labels(value)
+    return " ".join(value) if isinstance(value, list) else str(value)
+
+
+def show_table(
+    columns: Columns,
+    records: Sequence[object],
+    *,
+    title: str | None = None,
+    left: str = "",
+    optional: str = "",
+    most: int | None = None,
+) -> None:
+    """Print a table.
+
+    :param left: headers of left-aligned columns, joined by commas; the first column is always left-aligned.
+    :param optional: headers of columns that are left out if all their cells are empty, "-" or 0.
+    :param most: records to show; a line tells how many more there are.
+    """
+    rows = cells(columns, records[:most])
+    for header in optional.split(","):
+        if header in columns and not any(row[list(columns).index(header)].strip("-0") for row in rows):
+            columns = {name: column for name, column in columns.items() if name != header}
+            rows = cells(columns, records[:most])
+    console().print(table(columns, rows, title=title, left=left))
+    if most is not None and len(records) > most:
+        say(f"and {len(records) - most:,} more; --json lists all")
+
+
+def table(headers: Iterable[str], rows: Iterable[Sequence[str]], *, title: str | None = None, left: str = "") -> Table:
+    """A table with right-aligned numbers; see ``show_table``."""
     made = Table(
         title=None if title is None else plain(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
     )
-    for position, header in enumerate(columns):
-        is_text = position == 0 or header in left.split()
-        made.add_column(
-            header,
-            justify="left" if is_text else "right",
-            no_wrap=not is_text,
-            overflow="fold" if is_text else "ellipsis",
-        )
+    for position, header in enumerate(headers):
+        if position == 0 or header in left.split(","):
+            made.add_column(header, overflow="fold")
+        else:
+            made.add_column(header, justify="right", no_wrap=True)
     for row in rows:
         made.add_row(*map(plain, row))
     return made
 
 
-def pairs(rows: dict[str, str], *, title: str | None = None) -> Table:
-    """A table of names and values."""
+def show_pairs(rows: dict[str, str], *, title: str | None = None) -> None:
+    """Print a table of names and values."""
     heading = None if title is None else plain(title)
     made = Table(show_header=False, title=heading, title_justify="left", box=box.SIMPLE, pad_edge=False)
     made.add_column(no_wrap=True)
     made.add_column(overflow="fold")
     for name, value in rows.items():
         made.add_row(plain(name), plain(value))
-    return made
+    console().print(made)
 
 
 def plain(text: str, style: str = "") -> Text:

@@ -15,16 +15,11 @@ import torch
 
 from persistkv.config import parse_size
 from persistkv.errors import ConfigurationError
-from persistkv.integrations.transformers.hashing import BlockHashChain
-from persistkv.integrations.transformers.identity import model_identity
 from persistkv.integrations.transformers.kv_cache import KVGeometry, PagedKVCache
-from persistkv.integrations.transformers.loading import load_model
-from persistkv.integrations.transformers.offload import OffloadLoop
-from persistkv.integrations.transformers.probe import probe_model
-from persistkv.integrations.transformers.request_run import EngineParts, RequestRun
+from persistkv.integrations.transformers.model import load_model, model_identity, probe_model
+from persistkv.integrations.transformers.request import Request, Sampler
 from persistkv.integrations.transformers.results import EngineStats, GenerateResult
-from persistkv.integrations.transformers.sampling import Sampling
-from persistkv.integrations.transformers.stack import OffloadingStack, StackOptions, build_stack
+from persistkv.integrations.transformers.tiers import Tiers
 
 _DEFAULT_DEVICE_TOKENS = 8192
 LOOKUP_PARAM = "persistkv.lookup"
@@ -38,15 +33,15 @@ class Engine:
     after a fork.
     """
 
-    def __init__(self, model: Any, device: PagedKVCache, stack: OffloadingStack, lookup_deadline_s: float) -> None:
+    def __init__(self, model: Any, device: PagedKVCache, tiers: Tiers) -> None:
         """Use ``Engine.open``."""
         self._id = uuid.uuid4().hex
         self._num_requests = 0
-        self._stack = stack
-        self._runs: dict[str, RequestRun] = {}
         self._closed = False
-        loop = OffloadLoop(stack.scheduler, stack.worker, self._release, lookup_deadline_s)
-        self._parts = EngineParts(model, _forward_options(model), device, loop)
+        self._model, self._device, self._tiers = model, device, tiers
+        # Models that can, compute the logits of the last position only.
+        last_only = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._forward_options = {"logits_to_keep": 1} if last_only else {}
 
     @classmethod
     def open(
@@ -92,7 +87,7 @@ class Engine:
             if value <= 0:
                 raise ConfigurationError(name, value, "a positive number")
         urls = (url,) if isinstance(url, str) else tuple(url or ())
-        options = StackOptions(parse_size(cpu_bytes, name="cpu_bytes"), urls, codec, host, strict_identity)
+        num_bytes = parse_size(cpu_bytes, name="cpu_bytes")
         checkpoint: Path | None = None
         if isinstance(model, (str, Path)):
             model, checkpoint = load_model(model, dtype, attn_implementation, device)
@@ -100,7 +95,17 @@ class Engine:
         geometry = probe_model(model)
         identity = model_identity(model, checkpoint, geometry, block_size) if urls else {}
         cache = PagedKVCache(geometry, blocks, block_size)
-        return cls(model, cache, build_stack(cache, identity, options), lookup_deadline_s)
+        tiers = Tiers(
+            cache,
+            identity,
+            urls,
+            cpu_bytes=num_bytes,
+            lookup_deadline_s=lookup_deadline_s,
+            codec=codec,
+            host=host,
+            strict_identity=strict_identity,
+        )
+        return cls(model, cache, tiers)
 
     def generate(
         self,
@@ -133,23 +138,22 @@ class Engine:
         self._check_open()
         prompt = self._checked_prompt(token_ids, max_new_tokens)
         stop = self._stop_tokens() if stop_token_ids is None else frozenset(stop_token_ids)
-        chooser = Sampling(temperature, top_p, seed).chooser(self._parts.model.device)
+        sampler = Sampler(temperature, top_p, seed, self._model.device)
         params = kv_transfer_params or {}
         reuse = reuse and bool(params.get(LOOKUP_PARAM, True))
         store = store and bool(params.get(STORE_PARAM, True))
         req_id = f"{self._id}-{self._num_requests}"
         self._num_requests += 1
-        self._parts.loop.step()  # rows of stores that ended since the last step are free for this request
-        self._stack.scheduler.on_new_request(req_id, kv_transfer_params, labels, store=store)
-        run = RequestRun(self._parts, req_id, BlockHashChain(self._parts.device.block_size, salt))
-        self._runs[req_id] = run
-        self._parts.loop.begin(req_id)
+        self._tiers.step()  # rows of stores that ended since the last step are free for this request
+        self._tiers.scheduler.on_new_request(req_id, kv_transfer_params, labels, store=store)
+        request = Request(self._model, self._forward_options, self._device, self._tiers, req_id, salt)
+        self._tiers.begin(req_id, request.release)
         try:
             with torch.no_grad():
-                return run.run(prompt, max_new_tokens, chooser, stop, reuse)
+                return request.run(prompt, max_new_tokens, sampler, stop, reuse)
         finally:
-            self._stack.scheduler.request_finished(req_id)
-            self._parts.loop.step()
+            self._tiers.scheduler.request_finished(req_id)
+            self._tiers.step()
 
     def wait_persisted(self, request: GenerateResult | str, timeout_s: float = 60.0) -> bool:
         """Wait until a request's context is durable in every store.
@@ -159,62 +163,62 @@ class Engine:
         self._check_open()
         req_id = request if isinstance(request, str) else request.req_id
         deadline = time.monotonic() + timeout_s
-        if not self._stack.persistent or not self._parts.loop.drain(deadline, req_id):
+        if not self._tiers.persistent or not self._tiers.drain(deadline, req_id):
             return False
         return all(
-            tier.wait_persisted(req_id, max(deadline - time.monotonic(), 0.0)) for tier in self._stack.persistent
+            tier.wait_persisted(req_id, max(deadline - time.monotonic(), 0.0)) for tier in self._tiers.persistent
         )
 
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Wait until all submitted blocks are durable; return False at the timeout."""
         self._check_open()
         deadline = time.monotonic() + timeout_s
-        if not self._parts.loop.drain(deadline):
+        if not self._tiers.drain(deadline):
             return False
-        flushed = [tier.flush(max(deadline - time.monotonic(), 0.0)) for tier in self._stack.persistent]
+        flushed = [tier.flush(max(deadline - time.monotonic(), 0.0)) for tier in self._tiers.persistent]
         return all(flushed)
 
     def stats(self) -> EngineStats:
         """Return totals since the engine was opened. Waits for the stores' answers, some seconds at most."""
-        pools = [group.pool for group in self._parts.device.groups]
+        pools = [group.pool for group in self._device.groups]
         return EngineStats(
             self._num_requests,
             sum(pool.num_blocks for pool in pools),
             sum(pool.num_resident for pool in pools),
-            self._stack.num_cpu_blocks,
-            self._parts.device.block_bytes,
-            self._stack.scheduler.stats,
-            tuple(tier.store_stats() for tier in self._stack.persistent),
+            self._tiers.num_blocks,
+            self._device.block_bytes,
+            self._tiers.scheduler.stats,
+            tuple(tier.store_stats() for tier in self._tiers.persistent),
         )
 
     @property
     def notices(self) -> Sequence[str]:
         """Messages of the stores for the user, such as the reason why a store contains nothing for this model."""
-        return tuple(notice for tier in self._stack.persistent for notice in tier.notices)
+        return tuple(notice for tier in self._tiers.persistent for notice in tier.notices)
 
     @property
     def model(self) -> Any:
         """The model."""
-        return self._parts.model
+        return self._model
 
     @property
     def geometry(self) -> KVGeometry:
         """The model's KV cache groups, and the shape of their KV."""
-        return self._parts.device.geometry
+        return self._device.geometry
 
     def resident_pages(self, group_idx: int = 0) -> dict[bytes, torch.Tensor]:
         """Return a group's reusable pages by block hash: views of (layers, 2, kv_heads, block_size, head_dim).
 
         :param group_idx: index into ``geometry``.
         """
-        group = self._parts.device.groups[group_idx]
+        group = self._device.groups[group_idx]
         return {block_hash: group.pages[index] for block_hash, index in group.pool.resident().items()}
 
     def forget_device(self) -> None:
         """Drop the device's blocks of finished requests, after their transfers have ended; the tiers keep theirs."""
         self._check_open()
-        self._parts.loop.drain(math.inf)
-        for group in self._parts.device.groups:
+        self._tiers.drain(math.inf)
+        for group in self._device.groups:
             group.pool.forget()
 
     def close(self, timeout_s: float = 60.0) -> None:
@@ -229,7 +233,7 @@ class Engine:
             self.flush(timeout_s)
         finally:
             self._closed = True
-            self._stack.close()
+            self._tiers.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -239,25 +243,22 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _release(self, req_id: str) -> None:
-        self._runs.pop(req_id).blocks.release()
-
     def _checked_prompt(self, token_ids: Sequence[int], max_new_tokens: int) -> list[int]:
         prompt = [int(token) for token in token_ids]
-        vocabulary = self._parts.model.get_input_embeddings().num_embeddings
+        vocabulary = self._model.get_input_embeddings().num_embeddings
         if not prompt or min(prompt) < 0 or max(prompt) >= vocabulary:
             shown = f"{len(prompt)} tokens" if prompt else "no tokens"
             raise ConfigurationError("token_ids", shown, f"at least one token, each from 0 to {vocabulary - 1}")
         if max_new_tokens <= 0:
             raise ConfigurationError("max_new_tokens", max_new_tokens, "a positive number")
-        blocks = (len(prompt) + max_new_tokens) // self._parts.device.block_size
-        available = self._parts.device.num_blocks
+        blocks = (len(prompt) + max_new_tokens) // self._device.block_size
+        available = self._device.num_blocks
         if blocks > available:
             raise ConfigurationError("device_blocks", available, f"at least {blocks} for this request")
         return prompt
 
     def _stop_tokens(self) -> frozenset[int]:
-        found = getattr(getattr(self._parts.model, "generation_config", None), "eos_token_id", None)
+        found = getattr(getattr(self._model, "generation_config", None), "eos_token_id", None)
         if found is None:
             return frozenset()
         return frozenset((found,) if isinstance(found, int) else found)
@@ -265,8 +266,3 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigurationError("engine", "closed", "an open engine")
-
-
-def _forward_options(model: Any) -> dict[str, Any]:
-    """Models that can, compute the logits of the last position only."""
-    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}

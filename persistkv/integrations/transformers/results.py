@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # the demo's command reads ``RequestStats`` without torch
+    import torch
 
-from persistkv.connector.common import ConnectorStats
-from persistkv.storage.host.client import StoreStats
+    from persistkv.connector.common import ConnectorStats
+    from persistkv.storage.host.client import StoreStats
 
 
 @dataclass

@@ -6,10 +6,13 @@ meaning of a block's bytes is internal to vLLM and changes without notice.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
+import platform
 from collections.abc import Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from persistkv.errors import ConfigurationError
@@ -27,6 +30,66 @@ _FIXED_HASHES = ("sha256", "sha256_cbor")
 """Algorithms whose seed vLLM fixes if the environment does not set one."""
 
 
+_CPU_FLAGS = ("amx_bf16", "amx_tile", "avx512_bf16", "avx512f", "avx2", "sve", "bf16")
+"""CPU flags by which vLLM selects its kernels, and with them the order of bytes in a block."""
+
+
+def find_vllm_config() -> Any:
+    """Return the ``VllmConfig`` of the engine that is being built.
+
+    vLLM passes a secondary tier a summary without weights and RoPE. The full configuration is in the callers further up
+    the stack: the connector, the scheduler, the engine.
+
+    :raises ConfigurationError: no caller on the stack has one.
+    """
+    from vllm.config import VllmConfig, get_current_vllm_config_or_none
+
+    current = get_current_vllm_config_or_none()
+    frame = inspect.currentframe()
+    while current is None and frame is not None:
+        current = _config_in(frame, VllmConfig)
+        frame = frame.f_back
+    if current is None:
+        expected = "a configuration in a caller: the identity of the KV needs it"
+        raise ConfigurationError("vLLM's configuration", None, expected)
+    return current
+
+
+def _config_in(frame: FrameType, kind: type) -> Any:
+    values = list(frame.f_locals.values())
+    values += [getattr(frame.f_locals.get("self"), name, None) for name in ("vllm_config", "_vllm_config")]
+    return next((value for value in values if isinstance(value, kind)), None)
+
+
+def engine_facts() -> dict[str, Any]:
+    """Return the release without its last number, and the device; for a CPU also its type and flags."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    release = ".".join(str(vllm.__version__).split(".")[:2])
+    device = str(current_platform.device_type)
+    facts: dict[str, Any] = {"name": "vllm", "release": release, "device": device}
+    if device == "cpu":
+        facts["cpu"] = {"machine": platform.machine(), "flags": _cpu_flags()}
+    return facts
+
+
+def _cpu_flags() -> list[str]:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    except OSError:
+        flags = ""
+    return sorted(set(_CPU_FLAGS).intersection(flags.split()))
+
+
+def fixes_hash_seed() -> bool:
+    """Return whether this vLLM release fixes the seed of cryptographic block hashes if the environment sets none."""
+    from vllm.v1.core import kv_cache_utils
+
+    return hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
+
+
 def engine_identity(
     config: Any, offloading: Any, facts: Mapping[str, Any], *, weights: str | None = None, adapters: str | None = None
 ) -> dict[str, Any]:
@@ -34,12 +97,13 @@ def engine_identity(
 
     :param config: vLLM's ``VllmConfig``.
     :param offloading: its ``OffloadingConfig``.
-    :param facts: release and platform, see ``engine.engine_facts``.
+    :param facts: release and platform, see ``engine_facts``.
     :param weights: a name that identifies the weights; None fingerprints their files.
     :param adapters: a name that identifies the LoRA adapters.
     :raises ConfigurationError: the weights cannot be fingerprinted, or adapters are enabled and not named.
     """
     model, cache = config.model_config, config.cache_config
+    backend = getattr(getattr(config, "attention_config", None), "backend", None)
     return {
         "version": IDENTITY_VERSION,
         "engine": dict(facts),
@@ -52,10 +116,17 @@ def engine_identity(
         )
         | {"layout": plain(getattr(offloading, "kv_cache_layout", None))},
         "quantization": plain(getattr(model, "quantization", None)),
-        "attention": _attention(config),
+        "attention": {
+            "backend": getattr(backend, "name", plain(backend)),
+            "sliding_window": plain(getattr(cache, "sliding_window", None)),
+            "window_disabled": bool(getattr(model, "disable_sliding_window", False)),
+        },
         "adapters": _adapters(getattr(config, "lora_config", None), adapters),
         "speculation": _speculation(getattr(config, "speculative_config", None), config.load_config),
-        "groups": [_group(group) for group in offloading.groups],
+        "groups": [
+            {"id": group.group_id, "tokens": group.tokens_per_block, "layers": list(group.layer_names)}
+            for group in offloading.groups
+        ],
         "block": {
             "tokens_per_hash": offloading.cache.tokens_per_hash,
             "blocks_per_chunk": offloading.cache.blocks_per_chunk,
@@ -108,16 +179,6 @@ def _unknown_weights(what: str) -> ConfigurationError:
     return ConfigurationError("secondary tier persistkv option weights", None, expected)
 
 
-def _attention(config: Any) -> dict[str, Any]:
-    attention = getattr(config, "attention_config", None)
-    backend = getattr(attention, "backend", None)
-    return {
-        "backend": getattr(backend, "name", plain(backend)),
-        "sliding_window": plain(getattr(config.cache_config, "sliding_window", None)),
-        "window_disabled": bool(getattr(config.model_config, "disable_sliding_window", False)),
-    }
-
-
 def _adapters(lora: Any, name: str | None) -> dict[str, Any] | None:
     if lora is None:
         return None
@@ -143,10 +204,6 @@ def _speculation(speculative: Any, load: Any) -> dict[str, Any] | None:
         "weights": None if draft is None else _weights(draft, load, None),
         "config": None if draft is None else plain_config(draft.hf_config.to_dict()),
     }
-
-
-def _group(group: Any) -> dict[str, Any]:
-    return {"id": group.group_id, "tokens": group.tokens_per_block, "layers": list(group.layer_names)}
 
 
 def _fields(source: Any, *names: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Options of a ``persistkv`` entry of ``secondary_tiers``, and options of a request."""
+"""Options of a ``persistkv`` entry of ``secondary_tiers``."""
 
 from __future__ import annotations
 
@@ -10,52 +10,35 @@ import msgspec
 
 from persistkv.config import StoreUrl, convert_options
 from persistkv.errors import ConfigurationError
-
-REQUEST_PARAMETER = "persistkv"
-"""Key of this tier's options in a request's ``kv_transfer_params``."""
+from persistkv.tiering.persistent import PersistentTierOptions
 
 _WHERE = "secondary tier persistkv"
 _URL_OPTIONS = ("capacity", "ttl", "deadline")
 
 
-class VllmTierOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the tier."""
+class VllmTierOptions(PersistentTierOptions, frozen=True, kw_only=True):
+    """Options of the tier: those of ``PersistentTier``, and these."""
 
-    url: str
-    """The store, e.g. ``lmdb:///var/cache/kv`` or ``s3://bucket/prefix``, with options of its backend."""
+    host: Literal["process", "thread"] = "process"
     capacity: int | str | None = None
     """The same as in the URL: bound on the bytes of the store."""
     ttl: str | None = None
     """The same as in the URL: time after its last use until content expires."""
     deadline: str | None = None
     """The same as in the URL, for a remote store: time limit of one operation, including its retries."""
-    codec: str = "raw"
-    """Codec of new packs: ``raw``, ``planes`` or ``zstd``."""
-    durability: str = "commit"
-    """``commit``, or ``interval:5s``."""
     policy: Literal["request", "chunk"] = "request"
     """``request``: every chunk of a request is offered, including prefix hits, and its whole context is listed.
     ``chunk``: newly computed chunks only."""
     min_tokens: int = 0
     """Requests that have fewer tokens when their first chunks arrive are not persisted."""
-    io_threads: int = 2
-    """Threads of the store's process that read, verify, encode and decode, in addition to the one that writes."""
-    labels: dict[str, str] = {}
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
     """Stored with each context and shown by tools."""
-    strict_identity: bool = False
-    """Refuse a store that contains only KV of other identities."""
     weights: str | None = None
     """A name for the weights, which must change whenever they change. Needed for weights that are not files on this
     machine. If it is set, the weights are not fingerprinted."""
     adapters: str | None = None
     """A name for the set of LoRA adapters, which must change whenever an adapter changes without a new name, because
     vLLM's keys distinguish adapters only by name. Required if LoRA is enabled."""
-    host: Literal["process", "thread"] = "process"
-    """Execution context of the store."""
-    queue_bytes: int | str = "1GiB"
-    """Bound on the raw bytes of stores in flight; further stores are dropped."""
-    staging_bytes: int | str = "256MiB"
-    """Bound on the memory of the store's process beyond its index."""
     locality: Literal["LOCAL", "REMOTE"] | None = None
     """Locality of the store in vLLM's events. None: ``REMOTE`` if the backend is remote, else ``LOCAL``."""
 
@@ -69,8 +52,8 @@ class VllmTierOptions(msgspec.Struct, frozen=True, kw_only=True):
         return StoreUrl.parse(self.url).scheme
 
     @property
-    def full_url(self) -> str:
-        """The URL with the options that are set outside of it.
+    def tier_options(self) -> dict[str, Any]:
+        """The options of ``PersistentTier``. The URL gets the options that are set outside of it.
 
         :raises ConfigurationError: an option is set both in the URL and outside of it.
         """
@@ -83,44 +66,14 @@ class VllmTierOptions(msgspec.Struct, frozen=True, kw_only=True):
             if name in known:
                 raise ConfigurationError(f"{_WHERE} option {name}", value, "none: the url has it too")
             url += f"{'&' if '?' in url else '?'}{name}={quote(str(value))}"
-        return url
+        return {name: getattr(self, name) for name in PersistentTierOptions.__struct_fields__} | {"url": url}
 
 
-def tier_options(options: Mapping[str, Any]) -> VllmTierOptions:
+def vllm_options(options: Mapping[str, Any]) -> VllmTierOptions:
     """Check the options of a tier's entry.
 
     :raises ConfigurationError: an option is invalid; the error names it.
     """
-    if "url" not in options:
-        raise ConfigurationError(f"{_WHERE} option url", None, "a store's URL, e.g. lmdb:///var/cache/kv")
     checked = convert_options(VllmTierOptions, options, where=_WHERE)
-    _ = checked.full_url
+    _ = checked.tier_options
     return checked
-
-
-class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``kv_transfer_params={"persistkv": {"store": false}}``; ``{"persistkv": false}`` sets both options to false."""
-
-    store: bool = True
-    """Whether the request's context may be persisted."""
-    load: bool = True
-    """Whether the request may be served from the store."""
-
-
-BOTH = RequestOptions()
-NEITHER = RequestOptions(store=False, load=False)
-
-
-def request_options(parameters: Mapping[str, Any] | None) -> RequestOptions:
-    """Return a request's options.
-
-    :raises ConfigurationError: they are invalid.
-    """
-    asked = parameters.get(REQUEST_PARAMETER, True) if parameters else True
-    if isinstance(asked, bool):
-        return BOTH if asked else NEITHER
-    try:
-        return msgspec.convert(asked, RequestOptions)
-    except msgspec.ValidationError:
-        expected = 'true, false, or {"store": true, "load": true}'
-        raise ConfigurationError(f"kv_transfer_params.{REQUEST_PARAMETER}", asked, expected) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from persistkv.integrations.vllm.leftovers import remove_leftovers
+from persistkv.integrations.vllm.regions import remove_leftovers
 
 logger = logging.getLogger(__name__)
 

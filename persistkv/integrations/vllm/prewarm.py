@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, ParentManager, SecondaryT
 
 from persistkv.config import convert_options
 from persistkv.errors import ConfigurationError
-from persistkv.integrations.vllm.tier import tiers_of
+from persistkv.integrations.vllm.tier import persistent_tiers
 from persistkv.tiering.prewarming import Prewarming
 
 _WHERE = "secondary tier persistkv-prewarm"
@@ -54,7 +54,7 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]  # vLLM is n
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.options = convert_options(PrewarmOptions, options, where=_WHERE)
-        tiers = tiers_of(offloading_spec)
+        tiers = persistent_tiers(offloading_spec)
         if not tiers:
             raise ConfigurationError("secondary_tiers", tier_type, "a persistkv tier before it")
         self._prewarming = Prewarming(tiers[0], int(len(primary_kv_view) * self.options.share))

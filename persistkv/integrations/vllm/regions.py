@@ -1,46 +1,46 @@
-"""Finds the file behind the primary tier's memory by its mapping, since vLLM does not pass its descriptor."""
+"""vLLM's regions under /dev/shm: the file behind the primary tier's memory, and files that killed engines left.
+
+1. vLLM does not pass the descriptor of its region, so the file is found by its mapping.
+2. Only a file of this user that no process maps is removed.
+3. Processes of other containers may share /dev/shm and be invisible here. If this is possible, a file is removed only
+   if it has not been modified for ten minutes: an engine maps its region while it starts, and a mapping stays valid
+   after the file is removed.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
+from persistkv.cpu.region_file import SHARED_MEMORY_DIRECTORY
 from persistkv.memory.libc import MADV_POPULATE_WRITE, address_of, madvise
 from persistkv.memory.pages import use_huge_pages
 
+logger = logging.getLogger(__name__)
 
-class Mapping(NamedTuple):
+_PATTERN = "vllm_offload_*.mmap"
+_SAFE_AGE_S = 600
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC  # its inode number, fixed by the kernel
+
+FileId = tuple[int, int]
+"""Device and inode of a file."""
+
+
+class _Mapping(NamedTuple):
     """One line of ``/proc/PID/maps``."""
 
     start: int
     stop: int
     offset: int
-    device: int
-    inode: int
+    file: FileId
+    """The inode is 0 for memory without a file."""
     path: str
     """Empty for memory without a file; ends in ``(deleted)`` if the file was unlinked."""
-
-
-def mappings(process: str = "self") -> Iterator[Mapping]:
-    """Yield the mappings of a process in order of their addresses.
-
-    :raises OSError: the process has ended, or its mappings must not be read.
-    """
-    with open(f"/proc/{process}/maps") as lines:
-        for line in lines:
-            addresses, _, offset, device, inode, *path = line.split(maxsplit=5)
-            start, _, stop = addresses.partition("-")
-            major, _, minor = device.partition(":")
-            yield Mapping(
-                int(start, 16),
-                int(stop, 16),
-                int(offset, 16),
-                os.makedev(int(major, 16), int(minor, 16)),
-                int(inode),
-                path[0].rstrip("\n") if path else "",
-            )
 
 
 def open_region(rows: memoryview) -> int | None:
@@ -52,13 +52,13 @@ def open_region(rows: memoryview) -> int | None:
     source = _source(address_of(rows), rows.nbytes)
     if source is None:
         return None
-    for candidate in _candidates(source):
+    for candidate in (source.path, *(path for path, file in _descriptors("self") if file == source.file)):
         try:
             fd = os.open(candidate, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             continue
         status = os.fstat(fd)
-        if (status.st_dev, status.st_ino) == (source.device, source.inode) and status.st_size >= rows.nbytes:
+        if _file_id(status) == source.file and status.st_size >= rows.nbytes:
             return fd
         os.close(fd)
     return None
@@ -83,18 +83,52 @@ def ready(rows: memoryview) -> None:
     madvise(address_of(rows), rows.nbytes, MADV_POPULATE_WRITE)  # if it fails, the first use of each row does it
 
 
-def _source(address: int, num_bytes: int) -> Mapping | None:
+def remove_leftovers(directory: str = SHARED_MEMORY_DIRECTORY, *, sees_all_processes: bool | None = None) -> list[str]:
+    """Remove the files of regions that no process uses.
+
+    :param sees_all_processes: whether no process is invisible here; None determines it.
+    :returns: the removed paths.
+    """
+    sees_all = _is_in_first_namespace() if sees_all_processes is None else sees_all_processes
+    left = [path for path in sorted(Path(directory).glob(_PATTERN)) if _may_be_removed(path, sees_all)]
+    used = _used_files() if left else set()
+    removed = []
+    for path in left:
+        try:
+            if _file_id(path.stat(follow_symlinks=False)) not in used:
+                path.unlink()
+                removed.append(str(path))
+        except OSError as error:
+            logger.debug("could not remove %s: %s", path, error)
+    if removed:
+        logger.info("removed regions of killed engines: %s", ", ".join(removed))
+    return removed
+
+
+def _may_be_removed(path: Path, sees_all: bool) -> bool:
+    try:
+        status = path.stat(follow_symlinks=False)
+    except OSError:
+        return False
+    return status.st_uid == os.geteuid() and (sees_all or time.time() - status.st_mtime > _SAFE_AGE_S)
+
+
+def _is_in_first_namespace() -> bool:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino == _FIRST_PID_NAMESPACE
+    except OSError:
+        return False
+
+
+def _source(address: int, num_bytes: int) -> _Mapping | None:
     """Return the first of the mappings that cover the bytes with one file from its start, in order; None: none do."""
-    first: Mapping | None = None
+    first: _Mapping | None = None
     covered = address
-    for mapping in mappings():
+    for mapping in _mappings("self"):
         if not mapping.start <= covered < mapping.stop:
             continue
         first = first or mapping
-        file_begins_at = mapping.start - mapping.offset
-        if not mapping.inode or (mapping.device, mapping.inode) != (first.device, first.inode):
-            return None
-        if file_begins_at != address:
+        if not mapping.file[1] or mapping.file != first.file or mapping.start - mapping.offset != address:
             return None
         covered = mapping.stop
         if covered >= address + num_bytes:
@@ -102,12 +136,40 @@ def _source(address: int, num_bytes: int) -> Mapping | None:
     return None
 
 
-def _candidates(source: Mapping) -> Iterator[str]:
-    """Yield paths that may lead to the file: the mapping's, and those of this process's descriptors of the file."""
-    yield source.path
-    with suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):
-                status = os.stat(f"/proc/self/fd/{name}")
-                if (status.st_dev, status.st_ino) == (source.device, source.inode):
-                    yield f"/proc/self/fd/{name}"
+def _used_files() -> set[FileId]:
+    """Return every file that a visible process maps or has open."""
+    used: set[FileId] = set()
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):  # the process has ended, or is another user's, which cannot use a file of this user
+            used.update(mapping.file for mapping in _mappings(process))
+            used.update(file for _, file in _descriptors(process))
+    return used
+
+
+def _mappings(process: str) -> Iterator[_Mapping]:
+    """Yield the mappings of a process in order of their addresses.
+
+    :raises OSError: the process has ended, or its mappings must not be read.
+    """
+    with open(f"/proc/{process}/maps") as lines:
+        for line in lines:
+            addresses, _, offset, device, inode, *path = line.split(maxsplit=5)
+            start, stop = (int(part, 16) for part in addresses.split("-"))
+            major, minor = (int(part, 16) for part in device.split(":"))
+            file = os.makedev(major, minor), int(inode)
+            yield _Mapping(start, stop, int(offset, 16), file, path[0].rstrip("\n") if path else "")
+
+
+def _descriptors(process: str) -> Iterator[tuple[str, FileId]]:
+    """Yield the path of each descriptor of a process, and its file.
+
+    :raises OSError: the process has ended, or its descriptors must not be read.
+    """
+    for name in os.listdir(f"/proc/{process}/fd"):
+        with suppress(OSError):  # closed in the meantime
+            path = f"/proc/{process}/fd/{name}"
+            yield path, _file_id(os.stat(path))
+
+
+def _file_id(status: os.stat_result) -> FileId:
+    return status.st_dev, status.st_ino

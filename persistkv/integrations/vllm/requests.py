@@ -1,4 +1,4 @@
-"""The tier's state of a request until it ends."""
+"""A request: its options, and the tier's state of it until it ends."""
 
 from __future__ import annotations
 
@@ -6,14 +6,46 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from persistkv.base import OffloadKey, ReqContext, RequestDescription, get_offload_group_idx
-from persistkv.errors import ConfigurationError
-from persistkv.integrations.vllm.options import NEITHER, RequestOptions, request_options
 
 logger = logging.getLogger(__name__)
 
+REQUEST_PARAMETER = "persistkv"
+"""Key of this tier's options in a request's ``kv_transfer_params``."""
+
 Position = Callable[[OffloadKey], "int | None"]
 """The number of tokens up to the end of a key's chunk; None if the engine does not know it."""
+
+
+class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``kv_transfer_params={"persistkv": {"store": false}}``; ``{"persistkv": false}`` sets both options to false."""
+
+    store: bool = True
+    """Whether the request's context may be persisted."""
+    load: bool = True
+    """Whether the request may be served from the store."""
+
+
+def request_options(req_id: str, parameters: Mapping[str, Any] | None) -> RequestOptions:
+    """Return a request's options. If they are invalid, log a warning and use neither stores nor loads: the request
+    does not want the default, and must not fail because of its options."""
+    asked = parameters.get(REQUEST_PARAMETER, True) if parameters else True
+    if isinstance(asked, bool):
+        return RequestOptions(asked, asked)
+    try:
+        return msgspec.convert(asked, RequestOptions)
+    except msgspec.ValidationError:
+        expected = 'true, false, or {"store": true, "load": true}'
+        logger.warning(
+            "request %s neither uses nor fills the store: kv_transfer_params.%s must be %s, not %r",
+            req_id,
+            REQUEST_PARAMETER,
+            expected,
+            asked,
+        )
+        return RequestOptions(False, False)
 
 
 class LiveRequest:
@@ -32,11 +64,8 @@ class LiveRequest:
         labels: Mapping[str, str],
     ) -> None:
         self.options = options
-        self.context = ReqContext(req_id)
-        self._description: _Description | None = None
-        if position is not None:
-            self._description = _Description(position, group_tokens, labels)
-            self.context = ReqContext(req_id, description=self._description)
+        self._description = None if position is None else _Description(position, group_tokens, labels)
+        self.context = ReqContext(req_id, description=self._description)
         self._is_long: bool | None = None
         self.has_stored = False
         """Whether any chunk of it was submitted to the store."""
@@ -46,22 +75,16 @@ class LiveRequest:
         if not self.options.store:
             return False
         if self._is_long is None:
-            self._is_long = not min_tokens or self._end(keys) >= min_tokens
+            ends = [self._description.position(key) for key in keys] if self._description is not None else [None]
+            self._is_long = not min_tokens or any(end is None or end >= min_tokens for end in ends)
         return self._is_long
-
-    def _end(self, keys: Sequence[OffloadKey]) -> float:
-        ends = [self._description.position(key) for key in keys] if self._description is not None else [None]
-        return max((float("inf") if end is None else end for end in ends), default=0)
 
     def learn(self, keys: Sequence[OffloadKey]) -> ReqContext:
         """Add keys to the request's context and return it."""
         self.has_stored = True
-        if self._description is not None:
-            try:
-                self._description.learn(keys)
-            except LookupError:  # positions are only useful if all are known
-                self._description = None
-                self.context = ReqContext(self.context.req_id)
+        if self._description is not None and not self._description.learn(keys):
+            self._description = None  # positions are only useful if all are known
+            self.context = ReqContext(self.context.req_id)
         return self.context
 
     def end(self) -> ReqContext:
@@ -80,20 +103,18 @@ class _Description(RequestDescription):
         self._group_tokens = group_tokens
         self._ends: dict[OffloadKey, int] = {}
 
-    def learn(self, keys: Sequence[OffloadKey]) -> None:
-        """Add keys; known keys are ignored.
-
-        :raises LookupError: the engine does not know the position of a key; the keys before it were added.
-        """
+    def learn(self, keys: Sequence[OffloadKey]) -> bool:
+        """Add the keys that are new; return False if the engine does not know the position of one of them."""
         for key in keys:
             if key in self._ends:
                 continue
             end = self.position(key)
             if end is None:
-                raise LookupError(key.hex())
+                return False
             self._ends[key] = end
             self.group_keys[get_offload_group_idx(key)].append(key)
             self.num_tokens = max(self.num_tokens, end)
+        return True
 
     def depth(self, key: OffloadKey) -> int | None:
         end = self._ends.get(key)
@@ -103,13 +124,3 @@ class _Description(RequestDescription):
         """Sort each group's keys in the order of the context."""
         for chain in self.group_keys:
             chain.sort(key=self._ends.__getitem__)
-
-
-def options_of(req_id: str, parameters: Mapping[str, Any] | None) -> RequestOptions:
-    """Return a request's options. If they are invalid, log a warning and use neither stores nor loads: the request
-    does not want the default, and must not fail because of its options."""
-    try:
-        return request_options(parameters)
-    except ConfigurationError as error:
-        logger.warning("request %s neither uses nor fills the store: %s", req_id, error)
-        return NEITHER

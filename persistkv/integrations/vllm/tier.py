@@ -33,14 +33,18 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from persistkv import base as ours
-from persistkv.config import OffloadingConfig
-from persistkv.integrations.vllm.engine import engine_facts, find_vllm_config, fixes_hash_seed
-from persistkv.integrations.vllm.identity import engine_identity, has_random_hashes
-from persistkv.integrations.vllm.layout import group_tokens, row_layout
+from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
+from persistkv.integrations.vllm.identity import (
+    engine_facts,
+    engine_identity,
+    find_vllm_config,
+    fixes_hash_seed,
+    has_random_hashes,
+)
 from persistkv.integrations.vllm.metrics import MetricsReader, Observed, metric_definitions
-from persistkv.integrations.vllm.options import tier_options
+from persistkv.integrations.vllm.options import vllm_options
 from persistkv.integrations.vllm.regions import open_region
-from persistkv.integrations.vllm.requests import LiveRequest, options_of
+from persistkv.integrations.vllm.requests import LiveRequest, request_options
 from persistkv.isolation import Isolation
 from persistkv.storage import BACKENDS
 from persistkv.tiering.base import JobMetadata
@@ -71,17 +75,18 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         **options: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        self.options = tier_options(options)
+        self.options = vllm_options(options)
         scheme = self.options.scheme
         is_remote = BACKENDS.get(scheme).capabilities.remote
         self.locality = Locality(self.options.locality or ("REMOTE" if is_remote else "LOCAL"))
+        self._group_tokens = _chunk_tokens(offloading_spec.config)
         self._region_fd = open_region(primary_kv_view) if self.options.host == "process" else None
         try:
-            self._tier = self._open(offloading_spec.config, primary_kv_view)
+            config = self._tier_config(offloading_spec.config, primary_kv_view)
+            self._tier = PersistentTier(config, primary_kv_view, **self.options.tier_options)
         except BaseException:
             self._close_region()
             raise
-        self._group_tokens = group_tokens(offloading_spec.config)
         self._labels = {"model": str(offloading_spec.config.model.name), **self.options.labels}
         self._requests: dict[str, LiveRequest] = {}
         self._not_loading: set[str] = set()
@@ -89,39 +94,25 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         self._passed_over: list[int] = []
         self._observed = Observed()
         self._metrics = MetricsReader(scheme)
-        tiers_of(offloading_spec).append(self)
-
-    def _open(self, offloading: Any, rows: memoryview) -> PersistentTier:
-        options = self.options
-        return PersistentTier(
-            self._tier_config(offloading, rows),
-            rows,
-            url=options.full_url,
-            codec=options.codec,
-            host=options.host,
-            durability=options.durability,
-            io_threads=options.io_threads,
-            strict_identity=options.strict_identity,
-            queue_bytes=options.queue_bytes,
-            staging_bytes=options.staging_bytes,
-        )
+        persistent_tiers(offloading_spec).append(self._tier)
 
     def _tier_config(self, offloading: Any, rows: memoryview) -> OffloadingConfig:
         engine = find_vllm_config()
         algorithm = engine.cache_config.prefix_caching_hash_algo
         if has_random_hashes(algorithm, fixes_seed=fixes_hash_seed()):
             logger.warning(
-                "block hashes are random (prefix_caching_hash_algo=%s, no PYTHONHASHSEED): after a restart nothing of "
-                "what is stored will be found. Set PYTHONHASHSEED=0, or the algorithm sha256",
+                "block hashes are random (prefix_caching_hash_algo=%s, no PYTHONHASHSEED): no stored block will be "
+                "found after a restart. Set PYTHONHASHSEED=0, or use the algorithm sha256",
                 algorithm,
             )
         identity = engine_identity(
             engine, offloading, engine_facts(), weights=self.options.weights, adapters=self.options.adapters
         )
         tokens = offloading.groups[0].tokens_per_block * offloading.cache.blocks_per_chunk
-        num_rows = len(rows)
-        layout = row_layout(offloading, rows.nbytes // num_rows)
-        return OffloadingConfig(identity, tokens, layout, num_rows, self._region_fd)
+        # A tier does not know the offsets of workers' cells and groups' tensors, so each group uses the whole row.
+        stride = rows.nbytes // len(rows)
+        layout = RowLayout(stride, (GroupLayout(((0, stride),)),) * len(self._group_tokens))
+        return OffloadingConfig(identity, tokens, layout, len(rows), self._region_fd)
 
     # Lookups and jobs
 
@@ -189,7 +180,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
     def _request(self, context: ReqContext) -> LiveRequest:
         request = self._requests.get(context.req_id)
         if request is None:
-            options = options_of(context.req_id, context.kv_transfer_params)
+            options = request_options(context.req_id, context.kv_transfer_params)
             position = getattr(context, "get_offload_key_position", None)
             request = LiveRequest(context.req_id, options, position, self._group_tokens, self._labels)
             self._requests[context.req_id] = request
@@ -200,16 +191,6 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         request = self._requests.pop(req_context.req_id, None)
         if request is not None and request.has_stored:
             self._tier.on_request_finished(request.end())
-
-    # Recently used contexts, for ``PersistKVPrewarm``
-
-    def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
-        """See ``PersistentTier.ask_recent``."""
-        return self._tier.ask_recent(max_blocks, only_asked=only_asked)
-
-    def take_recent(self) -> list[list[ours.OffloadKey]] | None:
-        """See ``PersistentTier.take_recent``."""
-        return self._tier.take_recent()
 
     # The rest
 
@@ -255,7 +236,15 @@ def _job(job: TransferJob, keys: Sequence[OffloadKey], context: ours.ReqContext)
     return JobMetadata(job.job_id, [ours.OffloadKey(key) for key in keys], rows, job.is_promotion, context)
 
 
-def tiers_of(offloading_spec: Any) -> list[PersistKVTier]:
-    """Return the list of this engine's tiers of this kind, in order; it is an attribute of the engine's spec."""
-    tiers: list[PersistKVTier] = vars(offloading_spec).setdefault("_persistkv_tiers", [])
+def persistent_tiers(offloading_spec: Any) -> list[PersistentTier]:
+    """Return the list of this engine's persistent tiers, in order; it is an attribute of the engine's spec."""
+    tiers: list[PersistentTier] = vars(offloading_spec).setdefault("_persistkv_tiers", [])
     return tiers
+
+
+def _chunk_tokens(offloading: Any) -> tuple[int, ...]:
+    """Return the tokens of one chunk for each group index that a key may have: all groups of vLLM, offloaded or not."""
+    chunk = offloading.cache.blocks_per_chunk
+    tokens: dict[int, int] = {group.group_id: group.tokens_per_block * chunk for group in offloading.groups}
+    first = next(iter(tokens.values()))
+    return tuple(tokens.get(index, first) for index in range(max(tokens) + 1))

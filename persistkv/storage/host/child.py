@@ -1,66 +1,100 @@
 """Program of the host process. Never imports torch.
 
-It receives one end of a socket pair and the descriptor of the primary tier's memory. When the other end closes, it
-commits all accepted work and exits.
+It outlives the engine, whose pidfd, socket and primary tier's memory it receives as descriptors. When the engine ends,
+it releases the memory, commits accepted work and exits. The kernel ends it if that takes too long: an orphan that
+hangs must pin neither memory nor the writer lock, for which the next engine waits.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import socket
 import threading
+from contextlib import suppress
 
+from persistkv.memory import libc
 from persistkv.memory.budget import keep_out_of_collections
-from persistkv.memory.libc import MADV_POPULATE_READ, madvise, memory_at
 from persistkv.memory.pages import collapse, map_aligned
 from persistkv.storage.host.connection import SocketConnection
 from persistkv.storage.host.protocol import ToStore
-from persistkv.storage.host.server import NoticeHandler, serve
+from persistkv.storage.host.server import Lifecycle, NoticeHandler, serve
 
 _STEP_BYTES = 16 << 20  # 16 MiB: takes 2 ms, during which no other memory of this process can be mapped
+_END_S = 20  # seconds to end in, if the medium is local
+_REMOTE_END_S = 60
+_RAISED_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_DATA, resource.RLIMIT_NOFILE)
 
 
-def main(engine_pid: int, socket_fd: int, region_fd: int, region_bytes: int) -> None:
-    """Serve until the engine closes the connection or dies."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # for the engine only: this process commits and exits after it
-    _yield_to_the_engine()
+def main(engine_pidfd: int, socket_fd: int, region_fd: int, region_bytes: int) -> None:
+    """Serve until the engine ends the connection or dies, then end.
+
+    :raises OSError: the rows cannot be mapped.
+    """
+    for fd in (engine_pidfd, socket_fd):
+        os.set_inheritable(fd, False)
+    _reset()
     rows = map_rows(region_fd, region_bytes)
-    connection = SocketConnection(socket.socket(fileno=socket_fd), ToStore)
+    engine = socket.socket(fileno=socket_fd)
+    own_pidfd = os.pidfd_open(os.getpid())
+    with suppress(BrokenPipeError):  # the loop finds the end of the connection
+        socket.send_fds(engine, [os.getpid().to_bytes(4, "little")], [own_pidfd])
+    os.close(own_pidfd)
+    signal.alarm(0)
+    connection = SocketConnection(engine, ToStore)
     logging.getLogger().addHandler(NoticeHandler(connection))  # the root logger: drivers log under their own names
     logging.getLogger("persistkv").setLevel(logging.INFO)
-    serve(connection, rows, _watch(engine_pid), keep_out_of_collections)
+    serve(connection, rows, engine_pidfd, _HostProcess(rows))
 
 
-def _yield_to_the_engine() -> None:
-    """Set a scheduling class that does not preempt the engine when one of its messages wakes this process.
+class _HostProcess(Lifecycle):
+    def __init__(self, rows: memoryview) -> None:
+        self._rows = rows
+        self._released = threading.Event()
+        address = libc.address_of(rows)
+        ready = threading.Thread(target=_ready, args=(address, len(rows), self._released), name="persistkv-rows")
+        ready.daemon = True
+        ready.start()
 
-    Without it, the kernel often ran this process instead of the sender. On two busy cores, sending a job then took the
-    scheduler 6 ms at the 99th percentile, with it 0.2 ms; jobs took the same time (benchmarks.busy_scheduler).
+    def opened(self) -> None:
+        os.chdir("/")  # not before: the driver resolves a relative path when it opens
+        keep_out_of_collections()
+
+    def ending(self, *, remote: bool) -> None:
+        signal.alarm(_REMOTE_END_S if remote else _END_S)
+
+    def released(self) -> None:
+        self._released.set()
+        libc.unmap(libc.address_of(self._rows), len(self._rows))
+
+
+def _reset() -> None:
+    """Reset the signal dispositions, limits and CPU affinity of the engine, and set a scheduling class that does not
+    preempt the engine when one of its messages wakes this process.
+
+    Without that class, the kernel often ran this process instead of the sender. On two busy cores, sending a job then
+    took the scheduler 6 ms at the 99th percentile, with it 0.2 ms; jobs took the same time (benchmarks.busy_scheduler).
     """
+    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:  # Python ignores these two
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # for the engine only: this process commits and exits after it
+    for limit in _RAISED_LIMITS:
+        hard = resource.getrlimit(limit)[1]
+        resource.setrlimit(limit, (hard, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # the rows are large
     try:
+        os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))  # the kernel omits CPUs that are not allowed
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     except OSError as error:
-        logging.getLogger(__name__).info("the store's process keeps its scheduling class: %s", error)
-
-
-def _watch(engine_pid: int) -> int | None:
-    """Return a descriptor that becomes readable when the engine dies; None if the kernel has no pidfd, or if the engine
-    is dead already.
-
-    The end of the socket usually reports the death too. If the engine forked, its child keeps the socket open.
-    """
-    try:
-        watched = os.pidfd_open(engine_pid)
-    except OSError:
-        return None
-    return watched if os.getppid() == engine_pid else None
+        logging.getLogger(__name__).info("the host process keeps its CPU affinity or scheduling class: %s", error)
 
 
 def map_rows(region_fd: int, region_bytes: int) -> memoryview:
-    """Map the rows for the lifetime of this process, and start a thread that populates the page table.
+    """Map the rows.
 
     :param region_fd: inherited descriptor, closed here: it shares the engine's flock and would keep it locked.
     :raises OSError: the rows cannot be mapped.
@@ -71,11 +105,10 @@ def map_rows(region_fd: int, region_bytes: int) -> memoryview:
         address = map_aligned(own, region_bytes)
     finally:
         os.close(own)
-    threading.Thread(target=_ready, args=(address, region_bytes), name="persistkv-rows", daemon=True).start()
-    return memory_at(address, region_bytes)
+    return libc.memory_at(address, region_bytes)
 
 
-def _ready(address: int, num_bytes: int) -> None:
+def _ready(address: int, num_bytes: int, released: threading.Event) -> None:
     """Collapse the region to huge pages if the engine did not, then enter all its pages into the page table.
 
     Otherwise the first job that uses a row does this: 32 MiB of rows took 10 ms, and the first promotion after a start
@@ -84,5 +117,7 @@ def _ready(address: int, num_bytes: int) -> None:
     collapse(address, num_bytes, threads=1)
     for begin in range(0, num_bytes, _STEP_BYTES):
         # this also makes pages of /dev/shm writable
-        if madvise(address + begin, min(_STEP_BYTES, num_bytes - begin), MADV_POPULATE_READ):
-            return  # an older kernel: pages are entered at the first use of each row
+        if released.is_set() or libc.madvise(
+            address + begin, min(_STEP_BYTES, num_bytes - begin), libc.MADV_POPULATE_READ
+        ):
+            return  # on an older kernel, pages are entered at the first use of each row

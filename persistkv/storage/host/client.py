@@ -38,6 +38,7 @@ _OPEN_ATTEMPTS = 4
 _END_BYTES = 512  # of the end of a request, without its keys
 _MOST_ENDING_BYTES = 16 << 20  # 16 MiB of keys in ends of requests: the host keeps their manifests in memory
 _GLANCE_S = 5.0  # seconds between the requests for totals of ``glance``
+_GLANCE_TOKEN = 0  # tokens of requests with a waiting caller start at 1
 _NAP_S = 0.0005  # between polls of the calls that wait
 
 
@@ -79,30 +80,6 @@ class StoreStats(msgspec.Struct, frozen=True):
     """None if the host did not answer in time."""
     queued_bytes: int = 0
     """Raw bytes of store jobs in flight; set by ``glance`` only."""
-
-
-class Glance:
-    """Latest totals of the host, requested at intervals without waiting for the answer."""
-
-    TOKEN = 0
-    """Token of these requests. Tokens of requests with a waiting caller start at 1."""
-
-    def __init__(self) -> None:
-        self.totals: protocol.HostStats | None = None
-        self._next = 0.0
-
-    def is_due(self) -> bool:
-        """Return whether to request totals. After True it returns False for some seconds."""
-        now = time.monotonic()
-        if now < self._next:
-            return False
-        self._next = now + _GLANCE_S
-        return True
-
-    def take(self, answer: protocol.HostStats | protocol.Flushed) -> None:
-        """Keep the answer if it contains totals."""
-        if isinstance(answer, protocol.HostStats):
-            self.totals = answer
 
 
 class _Job(NamedTuple):
@@ -250,7 +227,8 @@ class StoreClient:
         self._recent: list[list[bytes]] | None = None
         self._next_token = 0
         self._next_look = 0.0
-        self._glance = Glance()
+        self._totals: protocol.HostStats | None = None
+        self._next_glance = 0.0
         self._open_error: PersistKVError | None = None
 
     # Opening
@@ -280,11 +258,12 @@ class StoreClient:
                     return
                 if not self._may_be_mended(attempt):
                     break
-                logger.warning("the store did not open: its side is started once more")
-                supervisor.host.wait(KILL_S)
+                if not supervisor.host.wait(KILL_S):
+                    break
+                logger.warning("the store did not open: starting its host again")
             slow = supervisor.state is State.OPENING
             reason = f"did not open within {timeout_s} s" if slow else "died while it opened"
-            raise self._open_error or HostError(f"the store's side {reason}")
+            raise self._open_error or HostError(f"the store's host {reason}")
         except BaseException:
             supervisor.abandon()
             raise
@@ -348,7 +327,7 @@ class StoreClient:
         message = protocol.StoreJob(job_id, request, PackedKeys.of(keys), _joined(block_ids), depth_bytes)
         self._owe()
         self._in_flight.begin(job_id, keys, num_bytes, is_store=True)
-        self.supervisor.send(message)
+        self.supervisor.connection.send(message)
 
     def submit_load(self, job_id: int, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Submit a load of blocks into rows. The rows may be written until ``poll`` returns the job.
@@ -363,7 +342,7 @@ class StoreClient:
         message = protocol.LoadJob(job_id, PackedKeys.of(keys), _joined(block_ids))
         self._owe()
         self._in_flight.begin(job_id, keys, 0, is_store=False)
-        self.supervisor.send(message)
+        self.supervisor.connection.send(message)
 
     def touch(self, keys: Collection[bytes]) -> None:
         """Record uses of blocks, so that they are evicted later. The next calls of ``poll`` send them.
@@ -382,16 +361,17 @@ class StoreClient:
         :raises HostError: after a fork.
         """
         self._check_process()
-        self._owe()
         if self.state is not State.OPEN:
             self._in_flight.refuse_end(end.request)
-        elif self._in_flight.begin_end(end.request, _end_bytes(end)):
-            self.supervisor.send(end)
+            return
+        self._owe()
+        if self._in_flight.begin_end(end.request, _end_bytes(end)):
+            self.supervisor.connection.send(end)
 
     def _owe(self) -> None:
         """Start the watchdog for the next answer, unless an earlier answer is still due."""
         if not self._in_flight.owed:
-            self.supervisor.expect_reply()
+            self.supervisor.watchdog.hear()
 
     # The step
 
@@ -424,10 +404,10 @@ class StoreClient:
 
     def _tell_touched(self) -> None:
         """Send recorded uses, unless the outbox is congested: it would grow without bound."""
-        if self.state is State.OPEN and not self.supervisor.congested:
+        if self.state is State.OPEN and not self.supervisor.connection.congested:
             touched = self._replica.take_touched()
             if touched:
-                self.supervisor.send(protocol.Touch(PackedKeys.of(touched)))
+                self.supervisor.connection.send(protocol.Touch(PackedKeys.of(touched)))
 
     @property
     def num_jobs(self) -> int:
@@ -460,7 +440,7 @@ class StoreClient:
         :returns: False if the store is not open; nothing was requested.
         """
         if self.state is State.OPEN:
-            self.supervisor.send(protocol.AskRecent(max_blocks, only_asked))
+            self.supervisor.connection.send(protocol.AskRecent(max_blocks, only_asked))
         return self.state is State.OPEN
 
     def take_recent(self) -> list[list[bytes]] | None:
@@ -472,14 +452,18 @@ class StoreClient:
 
     def _receive(self) -> bool:
         """Handle the messages that have arrived; return whether there were any."""
-        messages = self.supervisor.receive()
+        supervisor, messages = self.supervisor, list[Any]()
         try:
+            if supervisor.uses_rows or supervisor.greet():
+                messages = supervisor.connection.receive()
+            if messages:
+                supervisor.watchdog.hear()
             for message in messages:
                 self._take(message)
         except (ValueError, TypeError, PersistKVError) as error:
-            logger.error("the store's side sent what makes no sense: %s", error)
+            logger.error("the host sent a malformed message: %s", error)
             self._lose()
-        if self.supervisor.is_lost(owes=self._in_flight.owed):
+        if supervisor.is_lost(owes=self._in_flight.owed):
             self._lose()
         return bool(messages)
 
@@ -495,7 +479,8 @@ class StoreClient:
             case protocol.Persisted():
                 self._in_flight.request_persisted(message.request, message.whole)
             case protocol.Flushed() | protocol.HostStats():
-                self._glance.take(message)
+                if isinstance(message, protocol.HostStats):
+                    self._totals = message
                 if message.token == self._next_token:  # callers of older tokens have timed out
                     self._answer = message
             case protocol.Recent():
@@ -511,13 +496,13 @@ class StoreClient:
                 logger.warning("the store does not open: %s", self._open_error)
                 self._lose()
             case protocol.Pong():
-                if self.supervisor.hangs(message.longest_s):
+                if self.supervisor.watchdog.call_hangs(message.longest_s):
                     self._lose()
             case protocol.Notice():
                 logger.log(message.level, "%s", message.text)
 
     def _opened(self, opened: protocol.Opened) -> None:
-        self.supervisor.state = State.OPEN
+        self.supervisor.opened()
         self._replica.end_listing(news=self.counters.restarts > 0)  # ``_lose`` reported all keys as removed
         if opened.notice and opened.notice not in self.notices:
             self.notices.append(opened.notice)
@@ -536,22 +521,24 @@ class StoreClient:
         The next ``poll`` returns jobs that end meanwhile.
         """
         token = self._token()
-        self.supervisor.send(protocol.Flush(token))
+        self.supervisor.connection.send(protocol.Flush(token))
         return self._await(timeout_s) is not None
 
     def stats(self, timeout_s: float = 5.0) -> StoreStats:
         """Return totals of client and host; ``host`` is None if the store is not open or does not answer in time."""
         token = self._token()
         if self.state is State.OPEN:
-            self.supervisor.send(protocol.AskStats(token))
+            self.supervisor.connection.send(protocol.AskStats(token))
             return StoreStats(self.state.value, self.counters, self._await(timeout_s))
         return StoreStats(self.state.value, self.counters, None)
 
     def glance(self) -> StoreStats:
         """Return totals of client and host without waiting. The host's totals are some seconds old, or None."""
-        if self.state is State.OPEN and self._glance.is_due():
-            self.supervisor.send(protocol.AskStats(Glance.TOKEN))
-        return StoreStats(self.state.value, self.counters, self._glance.totals, self._in_flight.queued_bytes)
+        now = time.monotonic()
+        if self.state is State.OPEN and now >= self._next_glance:
+            self._next_glance = now + _GLANCE_S
+            self.supervisor.connection.send(protocol.AskStats(_GLANCE_TOKEN))
+        return StoreStats(self.state.value, self.counters, self._totals, self._in_flight.queued_bytes)
 
     def _token(self) -> int:
         self._check_process()
@@ -572,10 +559,11 @@ class StoreClient:
         return None
 
     def close(self, timeout_s: float = 60.0) -> bool:
-        """Have the host commit its work and exit. Idempotent.
+        """Have the host commit its work and exit. Idempotent. The rows are free on return.
 
-        :param timeout_s: limit for both. After it, the host is killed, which takes up to 6 s more.
-        :returns: whether the host exited by itself in time. If it is killed, uncommitted work is lost.
+        :param timeout_s: limit for both. After it, a host process that still uses rows is killed, which takes up to 6 s
+            more and costs uncommitted work; one that only commits continues for a bounded time.
+        :returns: whether the host exited in time.
         """
         if self.state is State.CLOSED or os.getpid() != self._pid:
             return True
@@ -583,7 +571,10 @@ class StoreClient:
         if self.state is State.OPEN:
             self.flush(timeout_s)
         self._replica.held.clear()
-        return self.supervisor.close(max(1.0, deadline - time.monotonic()))
+        exited = self.supervisor.close(max(1.0, deadline - time.monotonic()))
+        if not self.supervisor.uses_rows:
+            self._in_flight.lose_all()
+        return exited
 
 
 def _end_bytes(end: protocol.EndRequest) -> int:

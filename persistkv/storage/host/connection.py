@@ -33,6 +33,9 @@ _CONGESTED_MESSAGES = 256
 class Connection(ABC):
     """One end of a connection."""
 
+    ended = False
+    """Whether the other side has closed and everything that it sent was received, or this end was closed."""
+
     @abstractmethod
     def send(self, message: ToStore | ToEngine) -> None:
         """Send or queue a message. Never waits; does nothing after the connection has ended."""
@@ -43,11 +46,6 @@ class Connection(ABC):
 
         :raises HostError: the input is malformed; the connection has ended.
         """
-
-    @property
-    @abstractmethod
-    def ended(self) -> bool:
-        """Whether the other side has closed and everything that it sent was received."""
 
     @property
     @abstractmethod
@@ -101,7 +99,6 @@ class QueueConnection(ServedConnection):
         self._inbox = inbox
         self._outbox = outbox
         self._waited_for: list[Any] = []
-        self._ended = False
 
     @classmethod
     def pair(cls) -> tuple[QueueConnection, QueueConnection]:
@@ -110,12 +107,8 @@ class QueueConnection(ServedConnection):
         back: SimpleQueue[Any] = SimpleQueue()
         return cls(back, there), cls(there, back)
 
-    @property
-    def ended(self) -> bool:
-        return self._ended
-
     def send(self, message: ToStore | ToEngine) -> None:
-        if not self._ended:
+        if not self.ended:
             self._outbox.put(message)
 
     @property
@@ -131,7 +124,7 @@ class QueueConnection(ServedConnection):
     def receive(self) -> list[Any]:
         """Return at most some dozens of messages, so that a step stays short."""
         messages, self._waited_for = self._waited_for, []
-        while not self._ended and len(messages) < _MESSAGES_A_STEP:
+        while not self.ended and len(messages) < _MESSAGES_A_STEP:
             try:
                 message = self._inbox.get_nowait()
             except Empty:
@@ -146,21 +139,21 @@ class QueueConnection(ServedConnection):
         return messages
 
     def wait(self, seconds: float | None, engine_pidfd: int | None) -> bool:
-        if not self._waited_for and not self._ended:
+        if not self._waited_for and not self.ended:
             with suppress(Empty):
                 self._take(self._inbox.get(timeout=seconds), self._waited_for)
         return False
 
     def _take(self, message: Any, messages: list[Any]) -> None:
         if message is None:
-            self._ended = True
+            self.ended = True
         elif message is not _WAKE:
             messages.append(message)
 
     def close(self) -> None:
-        if not self._ended:
+        if not self.ended:
             self._outbox.put(None)
-        self._ended = True
+        self.ended = True
 
 
 class SocketConnection(ServedConnection):
@@ -178,18 +171,13 @@ class SocketConnection(ServedConnection):
         self._outbox_bytes = 0
         self._posted: deque[ToEngine] = deque(maxlen=_MOST_POSTED)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._ended = False
 
     def fileno(self) -> int:
         """For selectors."""
         return self._socket.fileno()
 
-    @property
-    def ended(self) -> bool:
-        return self._ended
-
     def send(self, message: ToStore | ToEngine) -> None:
-        if self._ended:
+        if self.ended:
             return
         body = self._encoder.encode(message)
         self._outbox.append(memoryview(_LENGTH.pack(len(body)) + body))
@@ -252,7 +240,7 @@ class SocketConnection(ServedConnection):
         """Read bytes from the socket; return False if there are none, as in most steps of an engine. Uses a permanent
         buffer, because ``recv`` would allocate one for each call.
         """
-        if self._ended:
+        if self.ended:
             return False
         try:
             size = self._socket.recv_into(self._arriving)
@@ -262,7 +250,7 @@ class SocketConnection(ServedConnection):
             size = 0
         with memoryview(self._arriving) as arrived:
             self._inbox += arrived[:size]
-        self._ended = not size
+        self.ended = not size
         return size > 0
 
     def _decoded(self) -> list[Any]:
@@ -272,7 +260,7 @@ class SocketConnection(ServedConnection):
             while len(view) - start >= _LENGTH.size:
                 (length,) = _LENGTH.unpack_from(view, start)
                 if length > MAX_MESSAGE_BYTES:
-                    self._ended = True
+                    self.ended = True
                     raise HostError(f"a message of {length} bytes was announced")
                 end = start + _LENGTH.size + length
                 if end > len(view):
@@ -280,7 +268,7 @@ class SocketConnection(ServedConnection):
                 try:
                     messages.append(self._decoder.decode(view[start + _LENGTH.size : end]))
                 except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    self._ended = True
+                    self.ended = True
                     raise HostError(f"a message does not read: {error}") from None
                 start = end
         del self._inbox[:start]
@@ -289,7 +277,7 @@ class SocketConnection(ServedConnection):
     def close(self) -> None:
         if self._socket.fileno() < 0:
             return
-        self._ended = True
+        self.ended = True
         bell, self._bell = self._bell, -1
         os.close(bell)
         with suppress(OSError):

@@ -109,6 +109,10 @@ class Ping(_Message):
     """Answer at once."""
 
 
+class End(_Message):
+    """Release the rows, answer, commit accepted work, and exit. The last message."""
+
+
 # Store to engine
 
 
@@ -227,6 +231,10 @@ class Pong(_Message):
     """Seconds for which the oldest backend call has been running; 0 if there is none."""
 
 
+class Ended(_Message):
+    """The answer to ``End``: no row is read or written from now on. Jobs without an answer were dropped."""
+
+
 class Notice(_Message):
     """A line for the engine's log."""
 
@@ -234,7 +242,7 @@ class Notice(_Message):
     text: str
 
 
-ToStore = Hello | StoreJob | LoadJob | EndRequest | Touch | Flush | AskStats | AskRecent | Ping
+ToStore = Hello | StoreJob | LoadJob | EndRequest | Touch | Flush | AskStats | AskRecent | Ping | End
 ToEngine = (
     Listing
     | Listed
@@ -248,5 +256,6 @@ ToEngine = (
     | HostStats
     | Recent
     | Pong
+    | Ended
     | Notice
 )

@@ -7,6 +7,9 @@ at the same time share one transaction.
 A job is answered when its rows are no longer read or written: a load when all its parts have ended, a store job when
 none of its keys is in flight.
 
+At the end, loads and jobs without an answer are dropped, except those that a transaction or a read has begun. When no
+row is in use any more, the rows are released and the engine is told; then accepted work is committed.
+
 Opening the store is also a call of the executor. If the executor has threads, the server answers messages meanwhile
 and reports how long opening has taken so far.
 """
@@ -60,6 +63,19 @@ class _Job:
     failed: list[bytes] = field(default_factory=list)
 
 
+class Lifecycle:
+    """Hooks of a server's owner; they do nothing in the engine's own process."""
+
+    def opened(self) -> None:
+        """The store is open."""
+
+    def ending(self, *, remote: bool) -> None:
+        """The engine has ended or asked for the end. ``remote``: the medium is not of this machine."""
+
+    def released(self) -> None:
+        """The rows are not used any more."""
+
+
 class StoreServer:
     """One store and its queued work."""
 
@@ -69,22 +85,23 @@ class StoreServer:
         send: Callable[[protocol.ToEngine], None],
         make_executor: Callable[[int], Executor],
         congested: Callable[[], bool] = lambda: False,
-        when_open: Callable[[], None] = lambda: None,
+        lifecycle: Lifecycle | None = None,
     ) -> None:
         """Create a server; a ``Hello`` message opens its store.
 
-        :param rows_buffer: the primary tier's rows, writable; used from the first job to ``close``.
+        :param rows_buffer: the primary tier's rows, writable; used from the first job to ``Lifecycle.released``.
         :param make_executor: returns an executor with the given number of threads. The server closes it.
         :param congested: whether many sent messages were not received by the engine yet.
-        :param when_open: called once the store is open.
         """
         self._buffer: memoryview | None = rows_buffer
         self._send = send
         self._make_executor = make_executor
         self._congested = congested
-        self._when_open = when_open
+        self._lifecycle = lifecycle or Lifecycle()
         self._executor: Executor = InPlaceExecutor()
         self._opening = False
+        self.ending = False
+        """Whether the engine asked for the end: the owner must call ``close``."""
         self._store: Store | None = None
         self._news: NewsTeller | None = None
         self._status: StatusPublisher | None = None
@@ -116,6 +133,8 @@ class StoreServer:
                     self._executor.begin(self._answer_recent(self._store, message))
             case protocol.Ping():
                 self._send(protocol.Pong(self._executor.longest_s()))
+            case protocol.End():
+                self.ending = True
             case _:
                 self._queue.append(message)
 
@@ -139,14 +158,14 @@ class StoreServer:
             opener.close()
             self._news = NewsTeller(store, self._send, self._congested)
             self._status = StatusPublisher(store, self._executor)
-            self._when_open()
+            self._lifecycle.opened()
         finally:
             self._opening = False
 
     def _make_store(self, hello: protocol.Hello) -> Store:
         """Open the backend and the store. Runs on the executor; the owner waits for it before it releases the rows."""
         if self._buffer is None:
-            raise HostError("the rows were let go of")
+            raise HostError("the host has released its rows")
         rows = Rows(self._buffer, hello.layout)
         identity = Identity.decode(hello.identity)
         url = hello.url.partition("?")[0]
@@ -318,7 +337,7 @@ class StoreServer:
         places = [place for place, key in enumerate(job.keys) if not store.took(key)]
         job.failed += [job.keys[place] for place in places if job.keys[place] not in job.borrowed]
         again = [place for place in places if job.keys[place] in job.borrowed]
-        if not again:
+        if not again or self.ending:
             self._done(job)
             return
         block_ids, depths = numbers(job.message.block_ids), numbers(job.message.depths)
@@ -341,29 +360,52 @@ class StoreServer:
         self._queue.clear()
 
     def close(self, *, finish: bool = True) -> None:
-        """Close the store and release the rows. Idempotent.
+        """End: see the top of this file. On return the store is closed and the rows are released. Idempotent.
 
-        :param finish: finish the received work first. Must be False after an internal error: its work may never end.
+        :param finish: commit accepted work. Must be False after an internal error: a commit may never end.
         """
+        self.ending = True
+        remote = self._store is not None and self._store.catalogue.backend.capabilities.remote
+        self._lifecycle.ending(remote=remote)
         if self._opening:
             self._executor.run_until(lambda: not self._opening)
         store = self._store
         try:
             if store is not None and finish:
+                self._drop(store)
                 self._executor.run_until(self._finished)
                 if self._status is not None:
                     self._status.withdraw()
                 store.close()
         finally:
             self._executor.close()
-            self._store = self._news = self._status = self._buffer = None
+            self._release()
+            self._store = self._news = self._status = None
             if store is not None and not finish:
                 store.catalogue.backend.close()
+
+    def _drop(self, store: Store) -> None:
+        """Drop the work that no read or transaction has begun, and start to commit accepted work."""
+        self._loads.clear()
+        queue, self._queue = self._queue, deque()
+        store.drop_direct()
+        for message in queue:
+            if isinstance(message, protocol.EndRequest):
+                self._end_request(store, message)
+        store.begin_commit(everything=True)  # also while a read hangs
 
     def _finished(self) -> bool:
         self._flushed.clear()  # the engine no longer receives answers
         self.step()
+        if not (self._loading or self._writing):
+            self._release()
         return not (self.busy or self._executor.writing)
+
+    def _release(self) -> None:
+        if self._buffer is not None:
+            self._buffer = None
+            self._lifecycle.released()
+            self._send(protocol.Ended())
 
 
 def numbers(data: bytes) -> Sequence[int]:
@@ -470,25 +512,24 @@ def serve(
     connection: ServedConnection,
     rows_buffer: memoryview,
     engine_pidfd: int | None = None,
-    when_open: Callable[[], None] = lambda: None,
+    lifecycle: Lifecycle | None = None,
 ) -> None:
-    """Run a store until the engine closes the connection; then finish its work, release the rows, and return.
+    """Run a store until the engine asks for the end, closes the connection or dies; then end, and return.
 
     :param engine_pidfd: becomes readable when the engine is dead. A child that the engine forked holds a copy of its
         socket, which keeps the connection open.
-    :param when_open: called once the store is open.
     """
     server = StoreServer(
         rows_buffer,
         connection.send,
         lambda threads: ThreadExecutor(threads, connection.wake),
         lambda: connection.congested,
-        when_open,
+        lifecycle,
     )
     del rows_buffer  # a traceback can keep this frame alive, and with it the rows mapped
     engine_died = finish = False
     try:
-        while not connection.ended and not engine_died:
+        while not (connection.ended or engine_died or server.ending):
             engine_died = connection.wait(server.seconds_to_work(), engine_pidfd)
             for message in connection.receive():
                 server.handle(message)
@@ -497,7 +538,7 @@ def serve(
             server.handle(message)
         finish = True
     except HostError:
-        logger.exception("the engine's side sent garbage; ending")
+        logger.exception("the engine sent a malformed message; ending")
         finish = True
     finally:
         try:

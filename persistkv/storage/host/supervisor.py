@@ -1,8 +1,10 @@
 """Supervision of the host by the engine (start, watchdog, kill, restart), and the three hosts that run a store.
 
-1. A host that owes an answer or is opening, and sends nothing, is killed, unless its loop answers that it waits for its
+1. The engine sends nothing before it holds a pidfd of the host process, so a process that it cannot kill and watch
+   never uses a row.
+2. A host that owes an answer or is opening, and sends nothing, is killed, unless its loop answers that it waits for its
    medium.
-2. From the end of its connection until it is certainly dead, the host's state is ``DYING``: it may still use rows.
+3. From the end of its connection until it is certainly dead, the host's state is ``DYING``: it may still use rows.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import enum
 import logging
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +22,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
 from persistkv.errors import HostError
@@ -30,8 +34,20 @@ from persistkv.storage.host.server import StoreServer, serve
 
 logger = logging.getLogger(__name__)
 
-_PROGRAM = "import sys; sys.path[:] = {path!r}; from persistkv.storage.host.child import main; main{arguments!r}"
+_PROGRAM = """
+import os, signal, sys
+if os.fork(): os._exit(0)
+signal.signal(signal.SIGALRM, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
+signal.alarm({start_s})
+sys.path[:] = {path!r}
+from persistkv.storage.host.child import main
+main{arguments!r}
+"""
+"""The first process exits at once: the host process is an orphan, which no walk through the engine's children finds."""
+_START_S = 60  # seconds until an orphan that does not reach its main loop is ended by the kernel
 KILL_S = 5.0  # seconds to wait for the exit of a killed host
+_NAP_S = 0.0005  # between polls while the engine waits for the host to release its rows
 _CALL_PATIENCE = 10  # longest time of one call of the medium, as a multiple of the watchdog's limit
 _FIRST_BACKOFF_S = 0.1
 _LONGEST_BACKOFF_S = 30.0
@@ -54,26 +70,28 @@ class Host(ABC):
         :raises HostError: it cannot be started; nothing is left running.
         """
 
-    @abstractmethod
-    def dead(self) -> bool:
-        """Whether the host has certainly ended and accesses no row. Never waits."""
+    def ready(self) -> bool:
+        """Whether messages may be sent. Never waits."""
+        return True
 
-    @abstractmethod
-    def kill(self) -> None:
-        """Kill the host if possible. It has ended once ``dead`` returns True."""
+    def kill(self) -> None:  # noqa: B027
+        """Kill the host if possible. It has ended once ``wait`` returns True."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the host's end; return whether it ended. The connection must be closed before."""
+        """Wait until the host has certainly ended, so that it accesses no row; return whether it has."""
 
-    def release(self) -> None:  # noqa: B027
-        """Release the rows, so that they can be unmapped. Called once, after the host's end."""
+    @abstractmethod
+    def release(self) -> None:
+        """Release the rows, so that they can be unmapped. Called once, at the end."""
 
 
 class ProcessHost(Host):
-    """A separate process: its I/O never holds the engine's GIL, and its death does not end the engine.
+    """A separate process: its I/O never holds the engine's GIL, and neither process ends with the other.
 
-    It is started with ``subprocess``, not ``multiprocessing``, because an engine may itself be a daemonic process.
+    Both hold a pidfd of the other before the first message: the engine's is inherited, the host's is sent with its PID.
+
+    :raises OSError: the kernel has no pidfds (Linux 5.3).
     """
 
     name = "process"
@@ -82,74 +100,119 @@ class ProcessHost(Host):
 
     def __init__(self, region_fd: int, region_bytes: int) -> None:
         """:param region_fd: descriptor of the primary tier's memory; the caller closes it."""
+        self.pid: int | None = None
+        """Process id of the last host that was ready; None before."""
         self._region_fd = region_fd
         self._region_bytes = region_bytes
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the last host that was started; None before the first start."""
-        return None if self._process is None else self._process.pid
+        self._engine_pidfd = os.pidfd_open(os.getpid())
+        self._pidfd: int | None = None
+        self._socket: socket.socket | None = None
+        self._spawner: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Connection:
+        self._forget()
         ours, theirs = _socket_pair()
         with theirs:
-            arguments = (os.getpid(), theirs.fileno(), self._region_fd, self._region_bytes)
+            inherited = (self._engine_pidfd, theirs.fileno(), self._region_fd)
+            path = [os.path.abspath(entry) for entry in sys.path]
+            program = _PROGRAM.format(start_s=_START_S, path=path, arguments=(*inherited, self._region_bytes))
             try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", _PROGRAM.format(path=sys.path, arguments=arguments), "persistkv-host"],
+                self._spawner = subprocess.Popen(
+                    [sys.executable, "-I", "-c", program, "persistkv-host"],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(), self._region_fd),
+                    pass_fds=inherited,
                     start_new_session=True,
                     env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
                 )
             except OSError as error:
                 ours.close()
-                raise HostError(f"the store's process does not start: {error}") from error
+                raise HostError(f"the host process does not start: {error}") from error
+        self._socket = ours
         return SocketConnection(ours, ToEngine)
 
-    def dead(self) -> bool:
-        return self._process is None or self._process.poll() is not None
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-
-    def wait(self, timeout_s: float) -> bool:
-        if self._process is None:
-            return True
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return False
+    def ready(self) -> bool:
+        """Receive the host's pidfd. At the end of file this returns True, too: the connection reports it."""
+        if self._socket is not None:
+            try:
+                pid, pidfds, _, _ = socket.recv_fds(self._socket, 4, 1, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
+                return False
+            except OSError:
+                pid, pidfds = b"", []
+            self._socket = None
+            if pidfds:
+                self.pid, self._pidfd = int.from_bytes(pid, "little"), pidfds[0]
+                self._reap_spawner()
         return True
 
+    def kill(self) -> None:
+        self.ready()
+        if self._pidfd is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        self._reap_spawner()
 
-class ThreadHost(Host):
-    """A thread of the engine, used if the region's descriptor is unavailable. It shares the engine's GIL."""
+    def wait(self, timeout_s: float) -> bool:
+        if self._pidfd is None:  # it was not sent a message
+            self._reap_spawner()
+            return True
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        if not poller.poll(timeout_s * 1000):
+            return False
+        with suppress(ChildProcessError):  # init reaps it, unless this engine adopts orphans, as PID 1 does
+            os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
+        return True
 
-    name = "thread"
+    def release(self) -> None:
+        self._forget()
+        pidfd, self._engine_pidfd = self._engine_pidfd, -1
+        os.close(pidfd)
+
+    def _forget(self) -> None:
+        """Close what belongs to the last host."""
+        self._reap_spawner()
+        self._socket, pidfd, self._pidfd = None, self._pidfd, None
+        if pidfd is not None:
+            os.close(pidfd)
+
+    def _reap_spawner(self) -> None:
+        spawner, self._spawner = self._spawner, None
+        if spawner is not None:
+            spawner.kill()  # has no effect once it has started the host process
+            spawner.wait()
+
+
+class _EngineHost(Host):
+    """A host in the engine's process, which cannot be killed or restarted."""
+
     restartable = False
     idle_look_s = 0.0
 
     def __init__(self, rows_buffer: memoryview) -> None:
         self._buffer: memoryview | None = rows_buffer
-        self._thread: threading.Thread | None = None
+
+    def _rows(self) -> memoryview:
+        if self._buffer is None:
+            raise HostError("the host has released its rows")
+        return self._buffer
+
+    def release(self) -> None:
+        self._buffer = None
+
+
+class ThreadHost(_EngineHost):
+    """A thread of the engine, used if the region's descriptor is unavailable. It shares the engine's GIL."""
+
+    name = "thread"
+    _thread: threading.Thread | None = None
 
     def start(self) -> Connection:
-        if self._buffer is None:
-            raise HostError("the rows were let go of")
         ours, theirs = QueueConnection.pair()
-        self._thread = threading.Thread(target=serve, args=(theirs, self._buffer), name="persistkv-store", daemon=True)
+        self._thread = threading.Thread(target=serve, args=(theirs, self._rows()), name="persistkv-store", daemon=True)
         self._thread.start()
         return ours
-
-    def dead(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
-
-    def kill(self) -> None:
-        """Do nothing: a thread cannot be killed. It ends when the connection is closed and its work is done."""
 
     def wait(self, timeout_s: float) -> bool:
         if self._thread is None:
@@ -158,38 +221,23 @@ class ThreadHost(Host):
         return not self._thread.is_alive()
 
     def release(self) -> None:
-        self._buffer = self._thread = None
+        super().release()
+        self._thread = None  # it references the rows
 
 
-class InlineHost(Host):
+class InlineHost(_EngineHost):
     """Runs on the caller's thread: each poll for answers first does the work. For tools and tests.
 
     Calls with a timeout check it between two units of work; one unit can be a whole commit.
     """
 
     name = "inline"
-    restartable = False
-    idle_look_s = 0.0
-
-    def __init__(self, rows_buffer: memoryview) -> None:
-        self._buffer: memoryview | None = rows_buffer
 
     def start(self) -> Connection:
-        if self._buffer is None:
-            raise HostError("the rows were let go of")
-        return _InlineConnection(self._buffer)
-
-    def dead(self) -> bool:
-        return True
-
-    def kill(self) -> None:
-        """Do nothing: nothing runs between calls."""
+        return _InlineConnection(self._rows())
 
     def wait(self, timeout_s: float) -> bool:
         return True
-
-    def release(self) -> None:
-        self._buffer = None
 
 
 class _InlineConnection(Connection):
@@ -197,32 +245,29 @@ class _InlineConnection(Connection):
         self._answers: deque[Any] = deque()
         send: Callable[[ToEngine], None] = self._answers.append
         self._server = StoreServer(rows_buffer, send, lambda threads: InPlaceExecutor())
-        self._ended = False
-
-    @property
-    def ended(self) -> bool:
-        return self._ended
 
     @property
     def congested(self) -> bool:
         return False
 
     def send(self, message: ToStore | ToEngine) -> None:
-        if not self._ended:
+        if not self.ended:
             with self._ends_on_error():
                 self._server.handle(message)
 
     def receive(self) -> list[Any]:
-        if not self._ended:
+        if not self.ended:
             with self._ends_on_error():
                 self._server.step()
+            if self._server.ending:
+                self.close()
         answers = list(self._answers)
         self._answers.clear()
         return answers
 
     def close(self) -> None:
-        if not self._ended:
-            self._ended = True
+        if not self.ended:
+            self.ended = True
             self._server.close()
 
     @contextmanager
@@ -233,7 +278,7 @@ class _InlineConnection(Connection):
         try:
             yield
         except BaseException:
-            self._ended = True
+            self.ended = True
             self._server.close(finish=False)
             raise
 
@@ -242,7 +287,7 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
     try:
         pair = socket.socketpair()
     except OSError as error:
-        raise HostError(f"no socket for the store's side: {error}") from error
+        raise HostError(f"no socket for the host: {error}") from error
     for end in pair:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
     return pair
@@ -259,13 +304,11 @@ class Look(enum.Enum):
 
 
 class Watchdog:
-    """Watchdog of a host that owes an answer.
-
-    :param patience_s: longest time that the host may be silent, in seconds.
-    """
+    """Watchdog of a host that owes an answer."""
 
     def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s
+        self.patience_s = patience_s
+        """Longest time that the host may be silent, in seconds."""
         self._heard = 0.0
         self._asked: float | None = None
 
@@ -278,20 +321,22 @@ class Watchdog:
         """Return the verdict on the host's silence so far. ``ASK`` is returned once per silence."""
         now = time.monotonic()
         if self._asked is None:
-            if now - self._heard <= self._patience_s / 2:
+            if now - self._heard <= self.patience_s / 2:
                 return Look.FINE
             self._asked = now
             return Look.ASK
-        if now - self._asked <= self._patience_s / 2:
+        if now - self._asked <= self.patience_s / 2:
             return Look.FINE
-        logger.error("the store's side has not answered for %.1f s; killing it", self._patience_s)
+        logger.error("the host has not answered for %.1f s; killing it", self.patience_s)
         return Look.SILENT
 
     def call_hangs(self, longest_s: float) -> bool:
-        """Whether a call of the medium takes too long. The limit is longer, because the host's loop is alive."""
-        hangs = longest_s > _CALL_PATIENCE * self._patience_s
+        """Whether the oldest call of the medium, which runs for ``longest_s``, takes too long. The limit is longer,
+        because the host's loop is alive.
+        """
+        hangs = longest_s > _CALL_PATIENCE * self.patience_s
         if hangs:
-            logger.error("a call of the store's medium has not ended for %.0f s; killing its side", longest_s)
+            logger.error("a call of the medium has not ended for %.0f s; killing the host", longest_s)
         return hangs
 
 
@@ -336,44 +381,60 @@ class Supervisor:
     """See the top of this file."""
 
     def __init__(self, host: Host, hello: protocol.Hello, *, watchdog_s: float, least_start_s: float) -> None:
-        """:param watchdog_s: as in ``StoreClient``, as is ``least_start_s``."""
+        """For the parameters see ``StoreClient``."""
         self.host = host
         self.hello = hello
         """First message after each start."""
-        self.connection: Connection | None = None
+        self.connection: Connection = QueueConnection.pair()[0]
+        """Closed while there is no host."""
+        self.connection.close()
         self.state = State.DOWN
-        self._watchdog = Watchdog(watchdog_s)
-        self._opening_watchdog = Watchdog(max(watchdog_s, least_start_s))
+        self.watchdog_s = watchdog_s
+        self.opening_watchdog_s = max(watchdog_s, least_start_s)
+        self.watchdog = Watchdog(watchdog_s)
         self.backoff = Backoff()
         """Reset whenever a job is answered."""
+        self.uses_rows = False
+        """Whether a host may use rows: from its first message to ``Ended``, or to its exit."""
 
     # Life
 
     def start(self) -> None:
-        """Start the host and send the message that opens the store.
+        """Start the host; ``greet`` opens the store.
 
         :raises HostError: the host cannot be started.
         """
         self.connection = self.host.start()
-        self.connection.send(self.hello)
-        self.state = State.OPENING
-        self._opening_watchdog.hear()
+        self.state, self.uses_rows = State.OPENING, False
+        self.watchdog.patience_s = self.opening_watchdog_s
+        self.watchdog.hear()
+
+    def greet(self) -> bool:
+        """Send the host its first message once it is ready; return whether it was sent."""
+        if not self.uses_rows and self.host.ready():
+            self.connection.send(self.hello)
+            self.uses_rows = True
+        return self.uses_rows
+
+    def opened(self) -> None:
+        """Record that the store is open."""
+        self.state = State.OPEN
+        self.watchdog.patience_s = self.watchdog_s
 
     def mark_lost(self) -> None:
-        """Close the connection and kill the host, which may still use rows until ``has_exited``."""
-        if self.connection is not None:
-            self.connection.close()
+        """Kill the host, which may still use rows until ``has_exited``, and close the connection."""
         self.host.kill()
+        self.connection.close()
         self.state = State.DYING
 
     def has_exited(self) -> bool:
         """Return True the first time a lost host is seen dead."""
-        if self.state is not State.DYING or not self.host.dead():
+        if self.state is not State.DYING or not self.host.wait(0.0):
             return False
-        self.state = State.DOWN
+        self.state, self.uses_rows = State.DOWN, False
         seconds = self.backoff.fail()
         if self.host.restartable:
-            logger.warning("the store's side died; lookups miss until it is back, in %.1f s", seconds)
+            logger.warning("the host process ended; lookups miss until another one is open, in %.1f s or more", seconds)
         return True
 
     def maybe_restart(self) -> bool:
@@ -388,82 +449,49 @@ class Supervisor:
         return True
 
     def abandon(self) -> None:
-        """Kill the host without finishing its work, wait for its exit, and release the rows."""
-        if self.connection is not None:
-            self.connection.close()
-        self.host.kill()
-        self.host.wait(KILL_S)
-        self._release()
+        """Kill the host without finishing its work, and wait for its exit."""
+        self.mark_lost()
+        self._end(self.host.wait(KILL_S))
 
     def close(self, timeout_s: float) -> bool:
-        """Have the host finish its work and exit; kill it after the timeout. Return whether it exited by itself."""
-        if self.connection is not None:
-            self.connection.close()
-        self.state = State.CLOSED
-        ended = self.host.wait(timeout_s)
-        if not ended:
-            self.host.kill()
-            self.host.wait(KILL_S)
-        self._release()
-        return ended
+        """Have the host release the rows, commit its work and exit; return whether it exited within the timeout.
 
-    def _release(self) -> None:
-        self.connection = None
+        After the timeout, a host that has released the rows continues for a bounded time, any other is killed.
+        """
+        deadline = time.monotonic() + timeout_s
+        self.connection.send(protocol.End())
+        while self._awaits_release() and time.monotonic() < deadline:
+            time.sleep(_NAP_S)
+        self.connection.close()
+        exited = killed = self.host.wait(max(0.0, deadline - time.monotonic()))
+        if self.uses_rows and not exited:
+            self.host.kill()
+            killed = self.host.wait(KILL_S)
+        self._end(killed)
+        return exited
+
+    def _awaits_release(self) -> bool:
+        with suppress(HostError):
+            self.uses_rows &= not any(isinstance(message, protocol.Ended) for message in self.connection.receive())
+        return self.uses_rows and not self.connection.ended
+
+    def _end(self, exited: bool) -> None:
+        self.uses_rows &= not exited
         self.host.release()
         self.state = State.CLOSED
-
-    # Messages
-
-    def send(self, message: protocol.ToStore) -> None:
-        """Send a message if there is a connection. Never waits."""
-        if self.connection is not None:
-            self.connection.send(message)
-
-    def receive(self) -> list[Any]:
-        """Return messages that have arrived, not always all of them."""
-        messages: list[Any] = []
-        if self.connection is not None:
-            try:
-                messages = self.connection.receive()
-            except HostError as error:
-                logger.error("the store's side sent garbage: %s", error)
-        if messages:
-            self._watchdog.hear()
-            self._opening_watchdog.hear()
-        return messages
-
-    @property
-    def congested(self) -> bool:
-        """Whether there is no connection, or its outbox is congested."""
-        return self.connection is None or self.connection.congested
-
-    def expect_reply(self) -> None:
-        """Start the watchdog: the host owes an answer from now on, and did not before."""
-        self._watchdog.hear()
 
     def is_lost(self, *, owes: bool) -> bool:
         """Check the host; return whether it is lost. The caller must then call ``mark_lost``.
 
         :param owes: whether the host owes an answer.
         """
-        if self.connection is None or self.state not in (State.OPENING, State.OPEN):
+        if self.state not in (State.OPENING, State.OPEN):
             return False
         if self.connection.ended:
             return True
         if not (owes or self.state is State.OPENING) or not self.host.restartable:
             return False
-        look = self._watching.look()
+        look = self.watchdog.look()
         if look is Look.ASK:
-            self.send(protocol.Ping())
+            self.connection.send(protocol.Ping())
         return look is Look.SILENT
-
-    def hangs(self, longest_s: float) -> bool:
-        """Whether the oldest call of the host's medium has been running for too long.
-
-        :param longest_s: duration of this call so far, as reported by the host.
-        """
-        return self._watching.call_hangs(longest_s)
-
-    @property
-    def _watching(self) -> Watchdog:
-        return self._opening_watchdog if self.state is State.OPENING else self._watchdog

@@ -5,6 +5,7 @@ import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from persistkv.base import TransferResult
+from persistkv.connector.worker import OffloadingConnectorWorker
 from persistkv.errors import ConfigurationError, UnsupportedModelError
 from persistkv.integrations.transformers import Engine
 
@@ -172,13 +173,12 @@ class TestPressure:
         engine = open_engine()
         expected = engine.generate(prompt, 8)
         engine.forget_device()
-        worker = engine._stack.worker
-        finished = worker.get_finished
+        finished = OffloadingConnectorWorker.get_finished
 
-        def failing():
-            return [TransferResult(result.job_id, False) for result in finished()]
+        def failing(worker):
+            return [TransferResult(result.job_id, False) for result in finished(worker)]
 
-        monkeypatch.setattr(worker, "get_finished", failing)
+        monkeypatch.setattr(OffloadingConnectorWorker, "get_finished", failing)
         result = engine.generate(prompt, 8)
         assert result.tokens == expected.tokens
         assert (result.stats.restored_tokens, result.stats.computed_tokens) == (0, 100)
@@ -188,13 +188,17 @@ class TestPressure:
 
     def test_an_error_in_the_model_leaks_nothing(self, open_engine, prompt, monkeypatch):
         engine = open_engine()
+        forward = engine.model.forward
+
+        def failing(**inputs):
+            return forward(**inputs) if inputs["input_ids"].shape[1] > 1 else 1 / 0
+
         with monkeypatch.context() as patch:
-            patch.setattr(engine.model, "forward", lambda **_: 1 / 0)
+            patch.setattr(engine.model, "forward", failing)
             with pytest.raises(ZeroDivisionError):
                 engine.generate(prompt, 4)
         assert engine.flush()
-        assert engine._parts.device.groups[0].pool.num_available == 64
-        assert len(engine.generate(prompt, 4).tokens) == 4
+        assert len(engine.generate(prompt * 2 + prompt[:52], 5).block_hashes) == 64, "all device blocks are available"
 
 
 class TestBadInput:

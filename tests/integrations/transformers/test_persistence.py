@@ -6,12 +6,12 @@ import os
 import signal
 import time
 
-import psutil
 import pytest
 import torch
 
 from persistkv.errors import IdentityMismatchError
 from persistkv.integrations.transformers import Engine
+from tests.host_processes import host_processes
 
 
 @pytest.fixture
@@ -194,18 +194,16 @@ def test_a_flipped_byte_is_a_miss_and_the_answer_is_right(model, url, prompt, tm
 
 
 def io_process():
-    (child,) = [
-        child for child in psutil.Process().children() if any("storage.host" in part for part in child.cmdline())
-    ]
-    return child
+    (pid,) = host_processes()
+    return pid
 
 
 def test_goes_on_when_the_io_process_is_killed(model, url, prompt):
     with open_engine(model, url) as engine:
         expected = engine.generate(prompt, 8)
         assert engine.wait_persisted(expected)
-        child = io_process()
-        os.kill(child.pid, signal.SIGKILL)
+        pid = io_process()
+        os.kill(pid, signal.SIGKILL)
         for number in range(3):
             fresh = [number, *prompt[1:]]
             assert engine.generate(fresh, 8, reuse=False).tokens == answer_without_store(model, fresh).tokens
@@ -214,7 +212,7 @@ def test_goes_on_when_the_io_process_is_killed(model, url, prompt):
             assert time.monotonic() < deadline
             engine.generate([1, 2, 3], 1)
             time.sleep(0.05)
-        assert io_process().pid != child.pid
+        assert io_process() != pid
         later = engine.generate([77, *prompt], 8)
         assert engine.wait_persisted(later)
     with open_engine(model, url) as second:

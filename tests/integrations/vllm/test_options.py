@@ -3,13 +3,18 @@ from __future__ import annotations
 import pytest
 
 from persistkv.errors import ConfigurationError
-from persistkv.integrations.vllm.options import request_options, tier_options
+from persistkv.integrations.vllm.options import vllm_options
 
 
-def test_options_of_the_store_go_into_its_url():
-    options = tier_options({"url": "lmdb:///var/kv", "capacity": "1GiB", "ttl": "7d"})
-    assert options.full_url == "lmdb:///var/kv?capacity=1GiB&ttl=7d"
-    assert tier_options({"url": "s3://b/p?refresh=1s", "deadline": "5s"}).full_url == "s3://b/p?refresh=1s&deadline=5s"
+@pytest.mark.parametrize(
+    ("options", "url"),
+    [
+        ({"url": "lmdb:///var/kv", "capacity": "1GiB", "ttl": "7d"}, "lmdb:///var/kv?capacity=1GiB&ttl=7d"),
+        ({"url": "s3://b/p?refresh=1s", "deadline": "5s"}, "s3://b/p?refresh=1s&deadline=5s"),
+    ],
+)
+def test_options_of_the_store_go_into_its_url(options, url):
+    assert vllm_options(options).tier_options["url"] == url
 
 
 @pytest.mark.parametrize(
@@ -28,27 +33,5 @@ def test_options_of_the_store_go_into_its_url():
 )
 def test_a_wrong_option_is_named(wrong, field):
     with pytest.raises(ConfigurationError) as caught:
-        tier_options(wrong)
+        vllm_options(wrong)
     assert caught.value.field.split()[-1] == field
-
-
-@pytest.mark.parametrize(
-    ("parameters", "store", "load"),
-    [
-        (None, True, True),
-        ({"other": 1}, True, True),
-        ({"persistkv": True}, True, True),
-        ({"persistkv": False}, False, False),
-        ({"persistkv": {"store": False}}, False, True),
-        ({"persistkv": {"load": False}}, True, False),
-    ],
-)
-def test_a_request_opts_out(parameters, store, load):
-    options = request_options(parameters)
-    assert (options.store, options.load) == (store, load)
-
-
-@pytest.mark.parametrize("asked", ["off", {"stores": False}, {"store": "never"}, 3])
-def test_what_a_request_asks_for_must_be_understood(asked):
-    with pytest.raises(ConfigurationError, match=r"kv_transfer_params\.persistkv"):
-        request_options({"persistkv": asked})

@@ -9,9 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from persistkv.integrations.vllm import leftovers
-from persistkv.integrations.vllm.leftovers import remove_leftovers
-from persistkv.integrations.vllm.regions import open_region, ready
+from persistkv.integrations.vllm.regions import open_region, ready, remove_leftovers
 
 ROWS, STRIDE = 4, 4096
 
@@ -88,20 +86,13 @@ def test_a_mapping_that_does_not_begin_with_the_file_is_not_taken(file):
     assert open_region(memoryview(np.frombuffer(memory, np.int8).reshape(ROWS - 1, STRIDE))) is None
 
 
-@pytest.fixture
-def in_the_first_namespace(monkeypatch):
-    monkeypatch.setattr(leftovers, "_sees_all_processes", lambda: True)
-
-
-@pytest.mark.usefixtures("in_the_first_namespace")
 def test_removes_what_nobody_maps(file, tmp_path):
     other = tmp_path / "somebody_elses.mmap"
     other.touch()
-    assert remove_leftovers(str(tmp_path)) == [str(file)]
+    assert remove_leftovers(str(tmp_path), sees_all_processes=True) == [str(file)]
     assert other.exists()
 
 
-@pytest.mark.usefixtures("in_the_first_namespace")
 def test_what_another_process_maps_stays(file, tmp_path):
     program = (
         "import mmap, sys; file = open(sys.argv[1], 'r+b'); memory = mmap.mmap(file.fileno(), 0); "
@@ -111,12 +102,11 @@ def test_what_another_process_maps_stays(file, tmp_path):
         [sys.executable, "-c", program, str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as user:
         assert user.stdout.readline()
-        assert remove_leftovers(str(tmp_path)) == []
-    assert remove_leftovers(str(tmp_path)) == [str(file)]
+        assert remove_leftovers(str(tmp_path), sees_all_processes=True) == []
+    assert remove_leftovers(str(tmp_path), sees_all_processes=True) == [str(file)]
 
 
-def test_a_young_file_stays_where_not_all_processes_are_seen(file, tmp_path, monkeypatch):
-    monkeypatch.setattr(leftovers, "_sees_all_processes", lambda: False)
-    assert remove_leftovers(str(tmp_path)) == []
+def test_a_young_file_stays_where_not_all_processes_are_seen(file, tmp_path):
+    assert remove_leftovers(str(tmp_path), sees_all_processes=False) == []
     os.utime(file, (0, 0))
-    assert remove_leftovers(str(tmp_path)) == [str(file)]
+    assert remove_leftovers(str(tmp_path), sees_all_processes=False) == [str(file)]

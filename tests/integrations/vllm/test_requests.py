@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import pytest
+
 from persistkv.base import make_offload_key
-from persistkv.integrations.vllm.options import BOTH, NEITHER
-from persistkv.integrations.vllm.requests import LiveRequest, options_of
+from persistkv.integrations.vllm.requests import LiveRequest, RequestOptions, request_options
 
 CHUNK = 16
 
@@ -11,8 +12,8 @@ def keys_of(group, count):
     return [make_offload_key(bytes([index]) * 32, group) for index in range(count)]
 
 
-def request(positions, options=BOTH):
-    return LiveRequest("request", options, positions.get, (CHUNK, CHUNK), {"model": "tiny"})
+def request(positions, **options):
+    return LiveRequest("request", RequestOptions(**options), positions.get, (CHUNK, CHUNK), {"model": "tiny"})
 
 
 def positions_of(*groups):
@@ -50,9 +51,26 @@ def test_the_first_keys_decide_whether_a_request_is_long_enough():
 
 def test_a_request_that_opted_out_wants_nothing():
     keys = keys_of(0, 1)
-    assert not request(positions_of(keys), NEITHER).wants(keys, 0)
+    assert not request(positions_of(keys), store=False).wants(keys, 0)
 
 
-def test_a_request_that_is_not_understood_is_served_without_the_store(caplog):
-    assert options_of("a", {"persistkv": "off"}) == NEITHER
+@pytest.mark.parametrize(
+    ("parameters", "store", "load"),
+    [
+        (None, True, True),
+        ({"other": 1}, True, True),
+        ({"persistkv": True}, True, True),
+        ({"persistkv": False}, False, False),
+        ({"persistkv": {"store": False}}, False, True),
+        ({"persistkv": {"load": False}}, True, False),
+    ],
+)
+def test_a_request_opts_out(parameters, store, load):
+    options = request_options("a", parameters)
+    assert (options.store, options.load) == (store, load)
+
+
+@pytest.mark.parametrize("asked", ["off", {"stores": False}, {"store": "never"}, 3])
+def test_a_request_that_is_not_understood_is_served_without_the_store(asked, caplog):
+    assert request_options("a", {"persistkv": asked}) == RequestOptions(store=False, load=False)
     assert "kv_transfer_params.persistkv" in caplog.text

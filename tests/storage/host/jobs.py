@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from typing import Any
 
 from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.connection import Connection
 from persistkv.storage.host.protocol import EndRequest
 from persistkv.storage.host.supervisor import ProcessHost, State
 
@@ -27,6 +30,29 @@ def pid_of(hosted: Any) -> int:
     assert isinstance(host, ProcessHost)
     assert host.pid is not None
     return host.pid
+
+
+class SignalledHost(ProcessHost):
+    """Its first processes receive a signal as soon as they are ready."""
+
+    started = 0
+
+    def __init__(self, region_fd: int, region_bytes: int, number: signal.Signals, processes: int) -> None:
+        super().__init__(region_fd, region_bytes)
+        self._number = number
+        self._processes = processes
+
+    def start(self) -> Connection:
+        connection = super().start()
+        self.started += 1
+        if self.started <= self._processes:
+            deadline = time.monotonic() + 60
+            while not self.ready():
+                assert time.monotonic() < deadline, "the host process does not start"
+                time.sleep(0.001)
+            assert self.pid is not None
+            os.kill(self.pid, self._number)
+        return connection
 
 
 def wait_for(client: StoreClient, state: State, timeout_s: float = 90.0) -> None:

@@ -66,14 +66,14 @@ def test_uses_are_said_in_bounded_messages(hosted: Any, tmp_path: Path) -> None:
     hosted.finish(client, 1)
     assert client.flush(90)
     sent: list[int] = []
-    send = client.supervisor.send
+    send = client.supervisor.connection.send
 
     def count(message: Any) -> None:
         if isinstance(message, Touch):
             sent.append(len(message.keys))
         send(message)
 
-    client.supervisor.send = count
+    client.supervisor.connection.send = count
     client.touch([*held, *names(50, 1000)])
     client.touch(held[:10])
     client.touch(names(70_000, 2000))  # too many at once: passed over
@@ -113,7 +113,7 @@ def test_what_the_engine_does_not_take_is_let_go_of_and_told_anew(hosted: Any, t
 
 def delete_all_of(client: StoreClient, key: bytes) -> None:
     """The pack that holds a key."""
-    store = client.supervisor.connection._server._store  # type: ignore[union-attr]
+    store = client.supervisor.connection._server._store  # type: ignore[attr-defined]
     pack = store.index.pack_of(key)
     store.catalogue.backend.commit(store.namespace, CommitBatch(deletions=[pack.pack_id]))
 
@@ -124,7 +124,7 @@ def test_an_end_that_finds_no_room_is_refused(hosted: Any, tmp_path: Path, monke
     client.open()
     long = PackedKeys.of(names(200_000))
     with monkeypatch.context() as patch:
-        patch.setattr(client.supervisor, "send", lambda message: None)
+        patch.setattr(client.supervisor.connection, "send", lambda message: None)
         for number in range(4):
             client.end_request(EndRequest(f"r{number}", f"m{number}", (long,), 1, 16, True, {}))
     assert client.take_persisted() == {"r2": False, "r3": False}
@@ -136,7 +136,7 @@ def test_short_ends_are_bounded_too(hosted: Any, tmp_path: Path, monkeypatch: py
     client = hosted.connect(f"lmdb://{tmp_path}/store", "inline")
     client.open()
     with monkeypatch.context() as patch:
-        patch.setattr(client.supervisor, "send", lambda message: None)
+        patch.setattr(client.supervisor.connection, "send", lambda message: None)
         for number in range(40_000):
             client.end_request(EndRequest(f"r{number}", f"m{number}", (PackedKeys(),), 0, 16, True, {}))
         client.end_request(EndRequest("long", "long", (PackedKeys(),), 0, 16, True, {"label": "x" * (16 << 20)}))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -261,66 +259,6 @@ def test_a_silent_host_is_killed_by_the_watchdog(hosted: Any, tmp_path: Path) ->
     client.submit_load(1, names(1), [0])
     assert hosted.finish(client, 1).refused
     wait_for(client, State.OPEN)
-
-
-def command_line(pid: int) -> bytes:
-    """Empty once the process has ended, reaped or not."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
-
-
-def test_a_host_outlives_a_killed_engine_until_it_has_committed(tmp_path: Path, hosted: Any) -> None:
-    """The engine is killed right after it handed a job over: the job is committed all the same."""
-    url = f"lmdb://{tmp_path}/store"
-    program = f"""
-import os, signal, mmap
-from persistkv.config import GroupLayout, RowLayout
-from persistkv.storage.host.client import StoreClient
-from persistkv.storage.host.supervisor import InlineHost, ProcessHost
-from persistkv.storage.host.protocol import EndRequest, Hello
-from persistkv.storage.identity import Identity
-from persistkv.storage.format.keys import PackedKeys
-from persistkv.storage.records import StoreOptions
-fd = os.memfd_create("rows")
-os.ftruncate(fd, 128 * {BLOCK})
-memory = mmap.mmap(fd, 128 * {BLOCK})
-for row in range(128):
-    memory[row * {BLOCK}:(row + 1) * {BLOCK}] = bytes((row,)) * {BLOCK}
-host = ProcessHost(fd, 128 * {BLOCK})
-hello = Hello({url!r}, Identity.of({{"weights": "w"}}).encode(),
-              RowLayout({BLOCK}, (GroupLayout(((0, {BLOCK}),)),)), StoreOptions())
-client = StoreClient(host, hello, max_queue_bytes=1 << 30)
-client.open()
-if os.fork() == 0:  # a forked child keeps the engine's end of the socket open
-    import time
-    time.sleep(600)
-    os._exit(0)
-keys = [number.to_bytes(32, "little") + bytes(4) for number in range(128)]
-client.submit_store(1, "a", keys, range(128), None, 128 * {BLOCK})
-client.end_request(EndRequest("a", "m-a", (PackedKeys.of(keys),), 2048, 16, True, {{}}))
-print(host.pid, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    engine = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True)
-    assert engine.stdout is not None
-    try:
-        host_pid = int(engine.stdout.readline())
-        assert engine.wait(60) == -signal.SIGKILL
-        deadline = time.monotonic() + 90
-        while command_line(host_pid):
-            assert time.monotonic() < deadline, "the host does not end"
-            time.sleep(0.01)
-    finally:
-        os.killpg(engine.pid, signal.SIGKILL)
-        engine.stdout.close()
-    client = hosted.connect(url)
-    client.open()
-    assert len(client) == 128
-    client.submit_load(1, names(128), range(128))
-    assert hosted.finish(client, 1).failed == []
-    assert all((hosted.array[row] == row).all() for row in range(128))
 
 
 def test_use_after_fork_is_refused(hosted: Any, tmp_path: Path) -> None:

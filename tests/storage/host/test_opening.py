@@ -23,13 +23,13 @@ from persistkv.storage import open_backend
 from persistkv.storage.executor import ThreadExecutor
 from persistkv.storage.host import server
 from persistkv.storage.host.client import StoreClient
-from persistkv.storage.host.connection import Connection, SocketConnection
+from persistkv.storage.host.connection import SocketConnection
 from persistkv.storage.host.protocol import Hello, Opened, Ping, Pong, ToEngine, ToStore
 from persistkv.storage.host.server import StoreServer
-from persistkv.storage.host.supervisor import InlineHost, ProcessHost, State, Watchdog
+from persistkv.storage.host.supervisor import InlineHost, State
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
-from tests.storage.host.jobs import BLOCK, KINDS, names, wait_for
+from tests.storage.host.jobs import BLOCK, KINDS, SignalledHost, names, wait_for
 
 HELLO = Hello(
     "lmdb:///absent",
@@ -67,26 +67,10 @@ def test_a_notice_reaches_the_engine_once(hosted: Any, tmp_path: Path, caplog: p
     assert caplog.text.count("nearest namespace differs") == 1
 
 
-class DyingHost(ProcessHost):
-    """Dies while it opens, the first few times: as one does that finds a damaged environment."""
-
-    deaths = 0
-    started = 0
-
-    def start(self) -> Connection:
-        connection = super().start()
-        self.started += 1
-        if self.deaths:
-            self.deaths -= 1
-            self.kill()
-        return connection
-
-
 @pytest.mark.parametrize("deaths", [1, 3, 4])
 def test_a_host_that_dies_while_it_opens_is_started_again(hosted: Any, tmp_path: Path, deaths: int) -> None:
     template = hosted.connect(f"lmdb://{tmp_path}/store")
-    host = DyingHost(hosted.fd, len(hosted.memory))
-    host.deaths = deaths
+    host = SignalledHost(hosted.fd, len(hosted.memory), signal.SIGKILL, deaths)
     client = StoreClient(host, template.supervisor.hello, max_queue_bytes=1 << 30)
     hosted.clients.append(client)
     if deaths < 4:
@@ -121,14 +105,7 @@ def test_a_store_that_opens_slowly_is_missed_and_found_later(hosted: Any, tmp_pa
     client.submit_store(1, "a", names(70), range(70), None, 70 * BLOCK)
     assert client.close()
 
-    class Stopped(ProcessHost):
-        def start(self) -> Connection:
-            connection = super().start()
-            assert self.pid is not None
-            os.kill(self.pid, signal.SIGSTOP)
-            return connection
-
-    host = Stopped(hosted.fd, len(hosted.memory))
+    host = SignalledHost(hosted.fd, len(hosted.memory), signal.SIGSTOP, 1)
     again = StoreClient(host, client.supervisor.hello, max_queue_bytes=1 << 30)
     hosted.clients.append(again)
     again.open(timeout_s=0.2)
@@ -147,18 +124,7 @@ def test_a_store_that_opens_slowly_is_missed_and_found_later(hosted: Any, tmp_pa
 def test_a_host_that_hangs_while_it_opens_is_started_again(
     hosted: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class StoppedOnce(ProcessHost):
-        started = 0
-
-        def start(self) -> Connection:
-            connection = super().start()
-            self.started += 1
-            if self.started == 1:
-                assert self.pid is not None
-                os.kill(self.pid, signal.SIGSTOP)
-            return connection
-
-    host = StoppedOnce(hosted.fd, len(hosted.memory))
+    host = SignalledHost(hosted.fd, len(hosted.memory), signal.SIGSTOP, 1)
     hello = hosted.connect(f"lmdb://{tmp_path}/store").supervisor.hello
     client = StoreClient(host, hello, max_queue_bytes=1 << 30, watchdog_s=0.2, least_start_s=0.2)
     hosted.clients.append(client)
@@ -166,7 +132,7 @@ def test_a_host_that_hangs_while_it_opens_is_started_again(
     assert client.state is State.OPENING
     wait_for(client, State.DOWN)
     assert "has not answered for 0.2 s; killing it" in caplog.text
-    client.supervisor._opening_watchdog = Watchdog(60.0)  # the second one may take as long as it takes
+    client.supervisor.opening_watchdog_s = 60.0  # the second one may take as long as it takes
     wait_for(client, State.OPEN)
     assert (host.started, client.counters.restarts) == (2, 1)
     assert client.flush(90)

@@ -16,7 +16,8 @@ from persistkv.storage.format.codec import Codec, PlanesCodec, RawCodec
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.identity import Identity
 from persistkv.testing.samples import ArraySource, sample_keys
-from persistkv_tools.inspect.codec_choice import CODECS, CodecFigure, recommend
+from persistkv_tools.inspect.bench import CodecFigure, recommend
+from persistkv_tools.inspect.doctor import CODECS
 from tests.tools.conftest import Run
 
 BLOCK_BYTES = 65_536

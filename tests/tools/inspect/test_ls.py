@@ -12,7 +12,7 @@ from persistkv.storage.identity import Identity
 from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv.testing.samples import sample_manifest
 from persistkv_tools.inspect.ls import Sort, list_requests
-from persistkv_tools.selection import Selection
+from persistkv_tools.options import Selection
 from tests.tools.contexts import Contexts
 
 

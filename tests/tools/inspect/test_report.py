@@ -81,8 +81,8 @@ class TestData:
         held = [period.held_bytes for period in data.periods]
         assert held == sorted(held)
         assert [request.id for request in data.largest] == ["second", "first", "third"]
-        assert data.contexts is not None
-        assert data.contexts.tree.requests == 3
+        assert data.tree is not None
+        assert data.tree.requests == 3
 
     def test_an_empty_store(self, run, url, tmp_path):
         open_backend(url).close()

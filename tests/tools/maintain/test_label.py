@@ -9,7 +9,7 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv.testing.samples import sample_pack
 from persistkv_tools.maintain.label import relabel
-from persistkv_tools.selection import NotFoundError, find_request
+from persistkv_tools.options import NotFoundError, find_request
 from tests.tools.contexts import Contexts
 
 

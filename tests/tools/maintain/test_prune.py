@@ -8,11 +8,13 @@ from contextlib import closing
 
 import pytest
 
-from persistkv.storage import open_backend
+import persistkv_tools.options
+from persistkv.errors import StoreError
+from persistkv.storage import open_backend, open_inspectable
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing import FaultyBackend, MemoryBackend
-from persistkv_tools.maintain.prune import Pruning
-from persistkv_tools.selection import Selection
+from persistkv_tools.maintain.prune import Done, Pruning
+from persistkv_tools.options import Selection
 from tests.tools.contexts import Contexts
 
 
@@ -242,7 +244,7 @@ class TestWhileOthersWrite:
         pruning.choose(Selection())
         assert pruning.plan().goes.packs == 4
         writer.add("new", "a2 b2 c")
-        done = pruning.run(backend)
+        pruning.run(backend, done := Done())
         assert done.goes.packs == 3
         assert done.staying == ["r2"]
         held = {table.pack_id for table in backend.changes(writer.namespace, None).added}
@@ -255,8 +257,43 @@ class TestWhileOthersWrite:
         pruning.choose(Selection())
         pruning.plan()
         backend.commit(writer.namespace, CommitBatch(deletions=[writer.packs["r1"]]))
-        done = pruning.run(backend)
+        pruning.run(backend, done := Done())
         assert (done.goes.packs, done.staying) == (3, [])
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Fail each commit of a command after so many."""
+
+    def fail_after(commits: int) -> None:
+        def opened(url, *, read_only=False):
+            backend = FaultyBackend.of(open_inspectable(url, read_only=read_only))
+
+            def fail(*_):
+                if backend.calls.count("commit") > commits:
+                    raise StoreError("the disk is gone")
+
+            backend.before("commit", fail)
+            return backend
+
+        monkeypatch.setattr(persistkv_tools.options, "open_inspectable", opened)
+
+    return fail_after
+
+
+def test_prune_failed_commit_lists_what_was_deleted_before(run, url, failing):
+    with closing(open_backend(url)) as backend:
+        writer = Contexts(backend)
+        for number in range(100):  # packs; one commit deletes 64
+            writer.add(f"r{number}", f"a{number}")
+    failing(1)
+    done = run("prune", url, "--older-than", "1s", "--yes")
+    assert (done.returncode, done.stderr) == (3, "persistkv: the disk is gone\n")
+    assert "deleted: 64 requests, 64 packs, 256.0 KiB" in done.stdout
+    assert len(requests(run, url)) == 36
+    found = run("prune", url, "--older-than", "1s", "--yes", "--json")
+    assert found.returncode == 0, "one commit is enough for the rest"
+    assert json.loads(found.stdout)["done"]["requests"] == 36
 
 
 def test_pins_keep_a_context_and_unpins_let_it_go(run, url):
@@ -310,7 +347,8 @@ def test_where_nothing_is_to_go_no_catalogue_is_read(contexts):
     pruning = Pruning(backend, backend.namespaces())
     pruning.choose(Selection(made_before=1.0))
     assert pruning.plan().requests == []
-    assert pruning.run(backend).requests == 0
+    pruning.run(backend, done := Done())
+    assert done.requests == 0
     pruning.choose(Selection())
     pruning.shrink_to(1 << 30)
     assert pruning.plan().goes.packs == 0
@@ -326,5 +364,5 @@ def test_what_others_evict_meanwhile_is_not_counted(contexts):
     pruning.choose(Selection(labels=(("user", "anna"),)))
     pruning.plan()
     backend.commit(writer.namespace, CommitBatch(deletions=[writer.packs["one"]]))
-    done = pruning.run(backend)
+    pruning.run(backend, done := Done())
     assert (done.requests, done.goes.packs, done.staying) == (1, 1, [])

@@ -9,12 +9,12 @@ from contextlib import closing
 
 import pytest
 
+from persistkv.errors import StoreError
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.format.codec import ZstdCodec
 from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv.testing.samples import sample_manifest, sample_pack
-from persistkv_tools.catalogue import LivePacks
 from persistkv_tools.maintain.integrity import (
     Verifier,
     VerifyState,
@@ -23,8 +23,8 @@ from persistkv_tools.maintain.integrity import (
     packs_left,
     read_catalogues,
 )
-from persistkv_tools.maintain.verify import repair_packs
-from persistkv_tools.pack_check import Problem
+from persistkv_tools.maintain.verify import Repaired, repair_packs
+from persistkv_tools.packs import NamespacePacks, Problem
 from tests.memory_rows import flip, payload, set_manifest_row, set_payload, set_table_row, swap_payloads
 from tests.storage.statuses import make_status
 from tests.tools.contexts import Contexts
@@ -52,8 +52,7 @@ INTERRUPTED_SCAN = """
 from contextlib import closing
 from persistkv.storage.backend import Capabilities
 from persistkv.testing import FaultyBackend, MemoryBackend
-from persistkv_tools.catalogue import LivePacks
-from persistkv_tools.maintain.integrity import Scanner, batches
+from persistkv_tools.maintain.integrity import Verifier, VerifyState, read_catalogues
 from tests.tools.contexts import Contexts
 
 memory = MemoryBackend()
@@ -63,12 +62,13 @@ backend.before("read", lambda *_: time.sleep(3600))
 writer = Contexts(backend)
 for number in range(8):
     writer.add(str(number), f"a{number}")
-tables = LivePacks(backend, writer.namespace).tables.values()
+spaces = read_catalogues(backend)
+state = VerifyState.begin("lmdb:///here", 1.0)
 interrupt_in(0.3)
 begin = time.monotonic()
 try:
-    with closing(Scanner(backend, batches(tables, 1), 4)) as scanner:
-        list(scanner)
+    with closing(Verifier(backend, spaces, state, lambda num_bytes: None, 4, None, 1)) as verifier:
+        list(verifier.packs())
 except KeyboardInterrupt:
     print(time.monotonic() - begin)
 """
@@ -79,7 +79,7 @@ def findings(backend, state=None):
     spaces = read_catalogues(backend)
     for _ in Verifier(backend, spaces, state, ignore).packs():
         pass
-    return [*count_rows(backend, spaces).findings, *check_manifests(backend, spaces, ignore)[1], *state.findings]
+    return [*(count_rows(backend, spaces) or []), *check_manifests(backend, spaces, ignore)[1], *state.findings]
 
 
 class TestWhatIsFound:
@@ -143,7 +143,7 @@ class TestWhatOthersDoMeanwhile:
         backend.commit(writer.namespace, CommitBatch(deletions=[writer.packs["r3"]]))
         for _ in Verifier(backend, spaces, state, ignore).packs():
             pass
-        assert (state.findings, state.went, state.packs) == ([], 1, 6)
+        assert (state.findings, state.went_meanwhile, state.packs) == ([], 1, 6)
         assert check_manifests(backend, spaces, ignore) == (5, [])
 
     def test_a_pack_that_was_replaced_is_checked_as_it_is_now(self, memory):
@@ -156,7 +156,7 @@ class TestWhatOthersDoMeanwhile:
         state = VerifyState.begin(URL, 1.0)
         for _ in Verifier(backend, spaces, state, ignore).packs():
             pass
-        assert (state.findings, state.went) == ([], 1)
+        assert (state.findings, state.went_meanwhile) == ([], 1)
 
     def test_nothing_is_said_of_rows_while_somebody_writes(self, memory):
         backend, _ = memory
@@ -167,8 +167,7 @@ class TestWhatOthersDoMeanwhile:
             backend.commit(namespace, CommitBatch([sample_pack(namespace, seed)]))
 
         busy.before("manifests", write)
-        found = count_rows(busy, read_catalogues(busy))
-        assert (found.certain, found.findings) == (False, [])
+        assert count_rows(busy, read_catalogues(busy)) is None
 
     def test_repair_spares_a_pack_that_is_good_again(self, memory):
         backend, writer = memory
@@ -182,11 +181,32 @@ class TestWhatOthersDoMeanwhile:
             pass
         assert {finding.pack for finding in state.findings} == {bad.hex(), healed.hex()}
         flip(backend, writer.namespace, healed, 0)
-        repaired = repair_packs(backend, spaces, state.findings, ignore)
+        repair_packs(backend, spaces, state.findings, ignore, repaired := Repaired())
         assert repaired.packs == [bad]
         assert (repaired.shortened, repaired.deleted) == ({(writer.namespace, "r1")}, set())
-        assert LivePacks(backend, writer.namespace).tables.keys() == set(writer.packs.values()) - {bad}
+        assert NamespacePacks(backend, writer.namespace).tables.keys() == set(writer.packs.values()) - {bad}
         assert findings(backend) == []
+
+    def test_repair_failed_commit_tells_what_was_done_before(self, memory):
+        """The first bad pack is deleted; the commit that deletes the second one fails."""
+        backend, writer = memory
+        first, second = sorted(writer.packs[name] for name in ("r1", "r2"))
+        for pack in (first, second):
+            flip(backend, writer.namespace, pack, 0)
+        faulty = FaultyBackend.of(backend)
+        spaces = read_catalogues(faulty)
+        state = VerifyState.begin(URL, 1.0)
+        list(Verifier(faulty, spaces, state, ignore).packs())
+
+        def fail(namespace, batch):
+            if second in batch.bad:
+                raise StoreError("the disk is gone")
+
+        faulty.before("commit", fail)
+        repaired = Repaired()
+        with pytest.raises(StoreError):
+            repair_packs(faulty, spaces, state.findings, ignore, repaired)
+        assert (repaired.packs, len(repaired.shortened), repaired.deleted) == ([first], 2, set())
 
 
 class TestResume:

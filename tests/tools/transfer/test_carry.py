@@ -16,12 +16,11 @@ from persistkv.storage.format.codec import ZstdCodec
 from persistkv.storage.identity import Identity
 from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_tools.selection import FoundRequest, Selection
-from persistkv_tools.transfer.archive import ArchiveWriter, CorruptArchiveError
+from persistkv_tools.options import FoundRequest, Selection
+from persistkv_tools.transfer.archive import ArchiveReader, ArchiveWriter, CorruptArchiveError
 from persistkv_tools.transfer.export import export_requests
-from persistkv_tools.transfer.import_ import Import, verify_archive
-from persistkv_tools.transfer.push import Push
-from persistkv_tools.transfer.target import Room, capacity_for
+from persistkv_tools.transfer.import_ import verify_archive
+from persistkv_tools.transfer.push import Room, Transfer, capacity_for, sources_of
 from tests.memory_rows import flip
 from tests.tools.contexts import Contexts
 from tests.tools.damage import store_with_a_bad_pack
@@ -32,11 +31,21 @@ def ignore(num_bytes):
 
 
 def import_archive(target, path, took, **options):
-    return Import(path, verify_archive(path, took), target, "lmdb:///target").run(target, took, **options)
+    with closing(ArchiveReader(path)) as archive:
+        return Transfer(verify_archive(archive, took), target, "lmdb:///target").run(target, took, **options)
+
+
+def verified(path):
+    """Number of namespaces, packs and requests of a file."""
+    with closing(ArchiveReader(path)) as archive:
+        found = verify_archive(archive, ignore)
+    return len(found), sum(len(one.packs.tables) for one in found), sum(len(one.requests) for one in found)
 
 
 def push(source, target, namespaces, selection, took, **options):
-    return Push(source, namespaces, selection, target, "lmdb:///target").run(target, took, **options)
+    sources = sources_of(source, namespaces, selection)
+    transfer = Transfer(sources, target, "lmdb:///target", everything=selection == Selection())
+    return transfer.run(target, took, **options)
 
 
 def catalogue(backend, namespace):
@@ -89,8 +98,7 @@ class TestArchive:
         backend, _ = source
         sent = exported(backend, tmp_path / "a.pkv")
         assert (sent.namespaces, sent.requests, sent.packs, sent.incomplete) == (2, 4, 4, [])
-        held = verify_archive(tmp_path / "a.pkv", ignore)
-        assert (held.packs, held.requests, len(held.namespaces)) == (4, 4, 2)
+        assert verified(tmp_path / "a.pkv") == (2, 4, 4)
         target = MemoryBackend()
         received = import_archive(target, tmp_path / "a.pkv", ignore)
         assert (received.packs, received.requests, received.incomplete) == (4, 4, [])
@@ -126,9 +134,9 @@ class TestArchive:
             data[position] ^= 1 << rng.randrange(8)
             path.write_bytes(data)
             with pytest.raises(CorruptArchiveError):
-                verify_archive(path, ignore)
+                verified(path)
         path.write_bytes(good)
-        assert verify_archive(path, ignore).requests == 4
+        assert verified(path) == (2, 4, 4)
 
     def test_every_cut_is_found(self, source, tmp_path):
         backend, _ = source
@@ -138,10 +146,10 @@ class TestArchive:
         for length in [*range(0, 100, 7), *range(0, len(good), len(good) // 50), len(good) - 1]:
             path.write_bytes(good[:length])
             with pytest.raises(CorruptArchiveError):
-                verify_archive(path, ignore)
+                verified(path)
         path.write_bytes(good + b"x")
         with pytest.raises(CorruptArchiveError):
-            verify_archive(path, ignore)
+            verified(path)
 
     def test_records_that_are_left_out_or_change_places_are_found(self, source, tmp_path):
         backend, _ = source
@@ -152,10 +160,10 @@ class TestArchive:
         for number in range(1, len(records) - 1):
             path.write_bytes(good[:8] + b"".join(records[:number] + records[number + 1 :]))
             with pytest.raises(CorruptArchiveError):
-                verify_archive(path, ignore)
+                verified(path)
         path.write_bytes(good[:8] + b"".join([records[0], records[2], records[1], *records[3:]]))
         with pytest.raises(CorruptArchiveError):
-            verify_archive(path, ignore)
+            verified(path)
 
     def test_what_is_well_formed_and_wrong_is_refused(self, source, tmp_path):
         """A writer that is not ours may seal anything."""
@@ -177,13 +185,13 @@ class TestArchive:
                 archive.namespace(other.identity)
                 write(archive)
             with pytest.raises(CorruptArchiveError, match=part):
-                verify_archive(tmp_path / "a.pkv", ignore)
+                verified(tmp_path / "a.pkv")
         with ArchiveWriter(tmp_path / "a.pkv") as archive:
             archive.namespace(Identity.of({}))
             archive.namespace(next(s.identity for s in backend.namespaces() if s.id == writer.namespace))
             archive.pack(table, bytes(damaged))
         with pytest.raises(CorruptArchiveError, match="checksum"):
-            verify_archive(tmp_path / "a.pkv", ignore)
+            verified(tmp_path / "a.pkv")
 
 
 def sample_table(namespace):
@@ -248,7 +256,7 @@ class TestPush:
         assert {manifest.id for manifest in target.manifests(writer.namespace)} == {"anna-1", "bert-1"}
         sent = exported(backend, tmp_path / "a.pkv")
         assert (sent.requests, sent.incomplete) == (3, ["anna-2"])
-        assert verify_archive(tmp_path / "a.pkv", ignore).requests == 3
+        assert verified(tmp_path / "a.pkv")[2] == 3
 
     def test_push_evicted_meanwhile_is_reported_and_not_written_again(self, source):
         """Another writer takes the room that was free when the copy began."""
@@ -418,7 +426,7 @@ class TestSmallTargets:
     def test_capacity_for_content_holds_it(self):
         """Capacity of a store that ``import`` creates, for content of any size."""
         for size in (0, 1 << 20, 100 << 20, 3 << 30, 700 << 30, 9 << 40):
-            assert Room.of_new(capacity_for(size)).free_bytes >= size
+            assert Room(capacity_for(size)).free_bytes >= size
 
     def test_a_store_without_a_capacity_is_never_refused(self, source):
         target = MemoryBackend()

@@ -17,7 +17,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -43,8 +43,9 @@ from persistkv.storage.host.supervisor import Host, ProcessHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
 from persistkv_tools import render
-from persistkv_tools.inspect.codec_choice import CODECS, Advice, CodecFigure, recommend, sample_store
+from persistkv_tools.inspect.doctor import CODECS, LEAST_GAIN, sample_store
 from persistkv_tools.options import Json, Url
+from persistkv_tools.packs import Took
 from persistkv_tools.progress import byte_progress, counted
 
 _BLOCK_BYTES = 64 << 10  # 64 KiB
@@ -58,8 +59,6 @@ _GOOD = {"store": 0.75, "load, warm": 0.8, "load, cold": 0.9}
 """Shares of the plain speed that are good: checksums, messages and a transaction take the rest."""
 _POOR = 0.5
 """Below this share of a good ratio, the machine needs attention."""
-_COLUMNS = ("operation", "time", "speed", "plain", "ratio", "verdict")
-_CODEC_COLUMNS = ("codec", "ratio", "store", "load", "time, raw is 1")
 _CODEC_ROUNDS = 3
 """Times that each codec is measured, after a round that is not counted."""
 _NO_ADVICE = "the codecs were not compared"
@@ -78,7 +77,28 @@ class Figure(msgspec.Struct, frozen=True):
     verdict: str
 
 
-class Report(msgspec.Struct, frozen=True):
+class CodecFigure(msgspec.Struct, frozen=True):
+    """One codec, in medians over the rounds."""
+
+    codec: str
+    ratio: float
+    """Raw bytes per stored byte, padding included."""
+    store_bytes_per_s: float
+    """Raw bytes."""
+    load_bytes_per_s: float
+    """Likewise."""
+    time: float
+    """Of a store and a load, relative to ``raw``."""
+
+
+class Advice(msgspec.Struct, frozen=True):
+    """A recommended codec."""
+
+    codec: str
+    reason: str
+
+
+class BenchReport(msgspec.Struct, frozen=True):
     """One run."""
 
     url: str
@@ -94,7 +114,15 @@ class Report(msgspec.Struct, frozen=True):
     notes: list[str]
 
 
-def bench_(
+_FIGURES = render.columns(
+    "operation=name time=needed speed=bytes_per_s plain=limit ratio verdict",
+    needed=lambda figure: _milliseconds(figure.seconds),
+    limit=lambda figure: _milliseconds(figure.limit_seconds),
+)
+_CODEC_FIGURES = render.columns("codec ratio store=store_bytes_per_s load=load_bytes_per_s time,_raw_is_1=time")
+
+
+def bench(
     url: Url,
     size: Annotated[str, typer.Option(metavar="SIZE", help="Of one job.")] = "32MiB",
     rounds: Annotated[int, typer.Option(min=1, help="Times that all is measured.")] = 7,
@@ -111,7 +139,7 @@ def bench_(
     """
     job_bytes = parse_size(size, name="--size")
     if job_bytes % _BLOCK_BYTES or job_bytes < DIRECT_BYTES:
-        raise ConfigurationError("--size", size, "a multiple of 64KiB, 4MiB or more: what is smaller waits for company")
+        raise ConfigurationError("--size", size, "a multiple of 64KiB, 4MiB or more: smaller jobs are staged")
     with byte_progress() as progress:
         jobs = 2 * rounds + 1 + 2 * len(CODECS) * (_CODEC_ROUNDS + 1)
         took = counted(progress, "bench", jobs * job_bytes)
@@ -120,89 +148,69 @@ def bench_(
         render.print_json(report)
         return
     title = f"jobs of {render.format_size(report.job_bytes)}, medians of {render.count(report.rounds, 'round')}"
-    render.console().print(render.table(_COLUMNS, map(_cells, report.figures), title=title, left="verdict"))
+    render.show_table(_FIGURES, report.figures, title=title, left="verdict")
     if report.advice is not None:
-        title = "each codec, on samples of what the store holds"
-        render.console().print(render.table(_CODEC_COLUMNS, map(_codec_cells, report.codecs), title=title))
+        render.show_table(_CODEC_FIGURES, report.codecs, title="each codec, on samples of what the store holds")
         render.say(f"recommended codec: {report.advice.codec} ({report.advice.reason})")
     for note in report.notes:
         render.say(note)
 
 
-def _cells(figure: Figure) -> list[str]:
-    return [
-        figure.name,
-        f"{figure.seconds * 1e3:,.1f} ms",
-        f"{render.format_size(round(figure.bytes_per_s))}/s",
-        "-" if figure.limit_seconds is None else f"{figure.limit_seconds * 1e3:,.1f} ms",
-        "-" if figure.ratio is None else f"{figure.ratio:.2f}",
-        figure.verdict,
-    ]
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:,.1f} ms"
 
 
-def _codec_cells(figure: CodecFigure) -> list[str]:
-    return [
-        figure.codec,
-        f"{figure.ratio:.2f}",
-        f"{render.format_size(round(figure.store_bytes_per_s))}/s",
-        f"{render.format_size(round(figure.load_bytes_per_s))}/s",
-        f"{figure.time:.2f}",
-    ]
-
-
-def _bench(url: str, job_bytes: int, rounds: int, took: Callable[[int], None]) -> Report:
+def _bench(url: str, job_bytes: int, rounds: int, took: Took) -> BenchReport:
     """Measure; one round more is done first and not counted.
 
-    :param took: called with the bytes of each round.
     :raises StoreError: the store failed or returned other bytes.
     """
     notes: list[str] = []
     times: dict[str, list[float]] = defaultdict(list)
     codecs: list[CodecFigure] = []
     job, sample = _Job(job_bytes), _sample(url, job_bytes, notes)
-    with _scratch(url, notes) as (scratch, directory):
-        plain = _plain_medium(scratch, directory, notes)
-        with nullcontext() if plain is None else closing(plain):
-            keys = [job.fresh_keys() for _ in range(rounds + 1)]
-            with job.client(scratch) as client:
-                for names in keys:
-                    times["store"].append(job.store(client, names))
-                    if plain is not None:
-                        times["plain store"].append(_seconds(plain.write, job.source))
-                    job.load(client, names)  # fills the page cache
-                    times["load, warm"].append(job.load(client, names))
-                    if isinstance(plain, _PlainDisk):
+    with _scratch(url, notes) as (scratch, directory), ExitStack() as stack:
+        if (plain := _plain_medium(scratch, directory, notes)) is not None:
+            stack.enter_context(closing(plain))
+        keys = [job.fresh_keys() for _ in range(rounds + 1)]
+        with job.client(scratch) as client:
+            for names in keys:
+                times["store"].append(job.store(client, names))
+                if plain is not None:
+                    times["plain store"].append(_seconds(plain.write, job.source))
+                job.load(client, names)  # fills the page cache
+                times["load, warm"].append(job.load(client, names))
+                if plain is not None:
+                    if directory is not None:
                         plain.read(job.target)  # fills the page cache
-                    if plain is not None:
-                        times["plain load, warm"].append(_seconds(plain.read, job.target))
-                    took(job_bytes)
-            for seconds in times.values():
-                del seconds[0]
-            if directory is not None:
-                try:
-                    _cold(scratch, directory, job, keys, plain, times, took)
-                except OSError as error:
-                    notes.append(f"what is not in the page cache cannot be measured: {error.strerror}")
+                    times["plain load, warm"].append(_seconds(plain.read, job.target))
+                took(job_bytes)
+        for seconds in times.values():
+            del seconds[0]
+        if directory is not None:
+            try:
+                _cold(scratch, directory, job, keys, plain, times, took)
+            except OSError as error:
+                notes.append(f"what is not in the page cache cannot be measured: {error.strerror}")
         if sample:
             try:
                 codecs += _measure_codecs(scratch, directory, job, sample, took)
             except StoreError as error:
                 notes.append(f"{_NO_ADVICE}: {error}")
     figures = [_figure(name, times[name], times.get(f"plain {name}"), job_bytes) for name in _GOOD if times.get(name)]
-    advice = recommend(codecs) if codecs else None
-    return Report(url, scratch, job_bytes, rounds, figures, codecs, advice, notes)
+    return BenchReport(url, scratch, job_bytes, rounds, figures, codecs, recommend(codecs) if codecs else None, notes)
 
 
 def _sample(url: str, most_bytes: int, notes: list[str]) -> bytes:
     """Bytes of what the store holds; none if it is absent or holds too little."""
+    sample, problem = b"", "the store holds less than 1 MiB"
     try:
         with closing(open_inspectable(url, read_only=True)) as backend:
             sample = sample_store(backend, most_bytes)
     except StoreError as error:
-        notes.append(f"{_NO_ADVICE}: {error}")
-        return b""
+        problem = str(error)
     if not sample:
-        notes.append(f"{_NO_ADVICE}: the store holds less than 1 MiB")
+        notes.append(f"{_NO_ADVICE}: {problem}")
     return sample
 
 
@@ -213,7 +221,7 @@ def _cold(
     keys: list[list[bytes]],
     plain: PlainMedium | None,
     times: dict[str, list[float]],
-    took: Callable[[int], None],
+    took: Took,
 ) -> None:
     """Measure loads without the page cache. A disk that was just read from answers sooner: pause before each read.
 
@@ -232,12 +240,11 @@ def _cold(
 
 
 def _measure_codecs(
-    scratch: str, directory: Path | None, job: _Job, sample: bytes, took: Callable[[int], None]
+    scratch: str, directory: Path | None, job: _Job, sample: bytes, took: Took
 ) -> Iterator[CodecFigure]:
     """Store and load a job of these bytes with each codec in turn.
 
     :param directory: of the store, if it is on this machine: it is read from the disk then, not from the page cache.
-    :param took: called with the bytes of each store and load.
     :raises StoreError: the store failed.
     """
     job.fill(sample)
@@ -279,17 +286,10 @@ def _seconds(call: Callable[..., None], *arguments: object) -> float:
 
 
 def _figure(name: str, times: list[float], plain: list[float] | None, job_bytes: int) -> Figure:
-    seconds = statistics.median(times)
-    limit = statistics.median(plain) if plain else None
-    ratio = None if limit is None else limit / seconds
-    return Figure(
-        name,
-        round(seconds, 6),
-        round(job_bytes / seconds),
-        None if limit is None else round(limit, 6),
-        None if ratio is None else round(ratio, 3),
-        verdict(name, ratio),
-    )
+    seconds = round(statistics.median(times), 6)
+    limit = round(statistics.median(plain), 6) if plain else None
+    ratio = None if limit is None else round(limit / seconds, 3)
+    return Figure(name, seconds, round(job_bytes / seconds), limit, ratio, verdict(name, ratio))
 
 
 def verdict(name: str, ratio: float | None) -> str:
@@ -301,6 +301,21 @@ def verdict(name: str, ratio: float | None) -> str:
     if ratio >= _GOOD[name] * _POOR:
         return "usable; a part of the speed is lost"
     return "slow: look at persistkv doctor, and at what else runs here"
+
+
+def recommend(figures: Sequence[CodecFigure]) -> Advice:
+    """The codec that is worth most, and why.
+
+    The worth of a codec is its ratio divided by the time of a store and a load, each relative to ``raw``: one that
+    halves the bytes and takes twice as long is worth as much as ``raw``.
+    """
+    best = max((figure for figure in figures if figure.codec != "raw"), key=lambda figure: figure.ratio / figure.time)
+    traits = (
+        f"{best.codec} makes the data {best.ratio:.2f}x smaller, and a store and a load take {best.time:.2f}x as long"
+    )
+    if best.ratio / best.time >= LEAST_GAIN:
+        return Advice(best.codec, f"{traits} as with raw")
+    return Advice("raw", f"no codec is worth its time here: {traits} as with raw")
 
 
 @contextmanager
@@ -351,8 +366,7 @@ class _Job:
 
     def fill(self, sample: bytes) -> None:
         """Replace the blocks that are stored by these bytes, repeated or cut off."""
-        blocks = np.resize(np.frombuffer(sample, dtype=np.uint8), (self._count, _BLOCK_BYTES))
-        self._rows[self._order] = blocks
+        self._rows[self._order] = np.resize(np.frombuffer(sample, dtype=np.uint8), (self._count, _BLOCK_BYTES))
 
     def fresh_keys(self) -> list[bytes]:
         """Return keys that no store holds."""
@@ -374,7 +388,7 @@ class _Job:
         begin = time.perf_counter()
         name = f"request {self._last_id}"
         client.submit_store(self._last_id, name, keys, self._order, range(self._count), self.num_bytes)
-        self._check(finish(client, self._last_id))
+        finish(client, self._last_id, all_of_it=True)
         while not all(map(client.contains, keys)):
             client.poll()
             client.take_stored()  # as an engine does in each step
@@ -392,21 +406,15 @@ class _Job:
         self._last_id += 1
         begin = time.perf_counter()
         client.submit_load(self._last_id, keys, [row + self._count for row in self._order])
-        outcome = finish(client, self._last_id)
+        finish(client, self._last_id, all_of_it=True)
         seconds = time.perf_counter() - begin
-        self._check(outcome)
         if not np.array_equal(self._rows[self._count :], self._rows[: self._count]):
             raise StoreError("what was loaded is not what was stored")
         self.clear()
         return seconds
 
     def clear(self) -> None:
-        """Fill the rows that are loaded to with zeros."""
         self._rows[self._count :] = 0
-
-    def _check(self, outcome: JobOutcome) -> None:
-        if outcome.failed:
-            raise StoreError(f"{len(outcome.failed)} blocks failed")
 
 
 def store_client(url: str, host: Host, block_bytes: int, codec: str = "raw") -> StoreClient:
@@ -416,15 +424,17 @@ def store_client(url: str, host: Host, block_bytes: int, codec: str = "raw") -> 
     return StoreClient(host, hello, max_queue_bytes=_QUEUE_BYTES)
 
 
-def finish(client: StoreClient, job_id: int) -> JobOutcome:
+def finish(client: StoreClient, job_id: int, *, all_of_it: bool = False) -> JobOutcome:
     """Poll until a job has ended.
 
-    :raises StoreError: it did not end in two minutes.
+    :raises StoreError: it did not end in two minutes, or, with ``all_of_it``, some of its blocks failed.
     """
     deadline = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < deadline:
         for outcome in client.poll():
             if outcome.job_id == job_id:
+                if all_of_it and outcome.failed:
+                    raise StoreError(f"{len(outcome.failed)} blocks failed")
                 return outcome
         time.sleep(_NAP_S)
     raise StoreError(f"job {job_id} did not end in {_TIMEOUT_S:g} s")
@@ -500,21 +510,18 @@ def drop_page_cache(paths: Sequence[Path]) -> None:
 
     :raises OSError: pages of a file stay in it.
     """
-    for path in paths:
-        for file in [path] if path.is_file() else [below for below in path.rglob("*") if below.is_file()]:
-            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                if not _dropped(fd):
-                    os.fsync(fd)  # dirty pages stay; only then, because each fsync flushes the disk
-                    if not _dropped(fd):
-                        raise OSError(errno.EBUSY, f"{file} stays in the page cache: who uses it?")
-            finally:
-                os.close(fd)
-
-
-def _dropped(fd: int) -> bool:
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    return _resident_bytes(fd) <= max(os.fstat(fd).st_size // 100, 1 << 20)
+    for file in (below for path in paths for below in (path, *path.rglob("*")) if below.is_file()):
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for _ in range(2):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                if _resident_bytes(fd) <= max(os.fstat(fd).st_size // 100, 1 << 20):
+                    break
+                os.fsync(fd)  # dirty pages stay; only then, because each fsync flushes the disk
+            else:
+                raise OSError(errno.EBUSY, f"{file} stays in the page cache: another process uses it")
+        finally:
+            os.close(fd)
 
 
 def _resident_bytes(fd: int) -> int:

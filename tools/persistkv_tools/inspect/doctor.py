@@ -12,23 +12,29 @@ import mmap
 import os
 import resource
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 import typer
 from rich.text import Text
 
 from persistkv.config import PAGE_BYTES, StoreUrl
-from persistkv.errors import PersistKVError
+from persistkv.errors import CorruptPackError, PersistKVError
 from persistkv.storage import open_inspectable
+from persistkv.storage.backend import Backend, ReadSpan
+from persistkv.storage.format.codec import parse_codec
+from persistkv.storage.format.pack import FRAME_BYTES, Frame, PackTable, align, decode_frame
 from persistkv_tools import render
-from persistkv_tools.inspect.codec_choice import LEAST_GAIN, sample_store, smallest
 from persistkv_tools.options import Json
 
+CODECS = ("raw", "zstd:1", "planes:2", "planes:4")
+LEAST_GAIN = 1.1
+"""A codec is recommended if it gains this factor."""
+_SAMPLE_PACKS = 64
 SHARED_MEMORY = Path("/dev/shm")
 REGIONS = "persistkv_offload_*.mmap"
 """The names of primary tiers under /dev/shm; ``persistkv.cpu.region_file`` makes them."""
@@ -40,6 +46,8 @@ _RELEASED = 1_760_000_000  # seconds since the epoch: no clock that is right sho
 _SKEW_S = 300.0
 _SAMPLE_BYTES = 8 << 20  # 8 MiB: encoded with each codec in a tenth of a second
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # inode in /proc/*/ns/pid: include/linux/proc_ns.h
+
+T = TypeVar("T")
 
 
 class Level(str, enum.Enum):
@@ -57,7 +65,7 @@ class Level(str, enum.Enum):
 _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
 
 
-class Finding(msgspec.Struct, frozen=True):
+class Check(msgspec.Struct, frozen=True):
     """The outcome of one check."""
 
     check: str
@@ -84,8 +92,8 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _print(findings: list[Finding]) -> None:
-    made = render.table(("check", "level", "found"), [], left="level found")
+def _print(findings: list[Check]) -> None:
+    made = render.table(("check", "level", "found"), [], left="level,found")
     for finding in findings:
         found = [finding.found, f"→ {finding.todo}"] if finding.todo else [finding.found]
         made.add_row(
@@ -96,7 +104,7 @@ def _print(findings: list[Finding]) -> None:
     render.console().print(made)
 
 
-def examine(url: str | None, environment: Mapping[str, str], shared_memory: Path = SHARED_MEMORY) -> Iterator[Finding]:
+def examine(url: str | None, environment: Mapping[str, str], shared_memory: Path = SHARED_MEMORY) -> Iterator[Check]:
     """All checks; those of a store where one is named.
 
     :param environment: the environment's variables.
@@ -104,54 +112,47 @@ def examine(url: str | None, environment: Mapping[str, str], shared_memory: Path
     """
     yield from _packages()
     yield from _shared_memory(shared_memory)
-    yield _open_files()
-    yield _locked_memory()
+    yield from _limits()
     yield _hash_seed(environment)
     yield _clock()
     if url is not None:
         yield from _store(url)
 
 
-def _packages() -> Iterator[Finding]:
+def _passed(check: str, passed: bool, found: str, todo: str, level: Level = Level.WARNING) -> Check:
+    return Check(check, Level.OK, found) if passed else Check(check, level, found, todo)
+
+
+def _packages() -> Iterator[Check]:
     for name in (*_PACKAGES, *_OPTIONAL_PACKAGES):
         try:
-            yield Finding(f"package {name}", Level.OK, version(name))
+            yield Check(f"package {name}", Level.OK, version(name))
         except PackageNotFoundError:
             needed = name in _PACKAGES
             extra = {"boto3": "s3"}.get(name, "transformers")
             todo = f"pip install {name}" if needed else f"pip install 'persistkv[{extra}]', where it is needed"
-            yield Finding(f"package {name}", Level.PROBLEM if needed else Level.NOTE, "not installed", todo)
+            yield Check(f"package {name}", Level.PROBLEM if needed else Level.NOTE, "not installed", todo)
 
 
-def _shared_memory(directory: Path) -> Iterator[Finding]:
+def _shared_memory(directory: Path) -> Iterator[Check]:
     try:
         status = os.statvfs(directory)
     except OSError as error:
-        yield Finding("shared memory", Level.PROBLEM, f"{directory}: {error.strerror}", "mount a tmpfs there")
+        yield Check("shared memory", Level.PROBLEM, f"{directory}: {error.strerror}", "mount a tmpfs there")
         return
     total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     found = f"{render.format_size(free)} of {render.format_size(total)} free in {directory}"
     todo = "an engine's primary tier lies there: give the container more (docker run --shm-size), or remount with size="
-    yield (
-        Finding("shared memory", Level.OK, found)
-        if free >= _MIN_SHARED
-        else Finding("shared memory", Level.WARNING, found, todo)
-    )
-    yield _leftovers(directory)
-
-
-def _leftovers(directory: Path) -> Finding:
-    """Find regions without a lock. Regions of running engines and of other users are left out."""
+    yield _passed("shared memory", free >= _MIN_SHARED, found, todo)
     left = [path for path in sorted(directory.glob(REGIONS)) if _is_left(path)]
-    if not left:
-        return Finding("leftover regions", Level.OK, "none")
-    size = sum(path.stat().st_size for path in left)
-    names = " ".join(map(str, left))
-    found = f"{render.count(len(left), 'region')} of killed engines, {render.format_size(size)}: {names}"
-    return Finding("leftover regions", Level.WARNING, found, "the next engine removes them; or rm them")
+    size = render.format_size(sum(path.stat().st_size for path in left))
+    found = f"{render.count(len(left), 'region')} of killed engines, {size}: {' '.join(map(str, left))}"
+    todo = "the next engine removes them; or rm them"
+    yield _passed("leftover regions", not left, found if left else "none", todo)
 
 
 def _is_left(path: Path) -> bool:
+    """Whether a region has no lock. Regions of running engines and of other users are left out."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -165,43 +166,35 @@ def _is_left(path: Path) -> bool:
     return True
 
 
-def _open_files() -> Finding:
+def _limits() -> Iterator[Check]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"{_limit(soft)} (at most {_limit(hard)})"
-    if soft != resource.RLIM_INFINITY and soft < _MIN_FILES:
-        return Finding("open files", Level.WARNING, found, f"ulimit -n {_MIN_FILES}, or LimitNOFILE= of the service")
-    return Finding("open files", Level.OK, found)
-
-
-def _locked_memory() -> Finding:
+    enough = soft == resource.RLIM_INFINITY or soft >= _MIN_FILES
+    todo = f"ulimit -n {_MIN_FILES}, or LimitNOFILE= of the service"
+    yield _passed("open files", enough, f"{_limit(soft)} (at most {_limit(hard)})", todo)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        return Finding("locked memory", Level.OK, "no limit")
+    unlimited = soft == resource.RLIM_INFINITY
+    found = "no limit" if unlimited else render.format_size(soft)
     todo = "only where pinning the primary tier for a GPU fails: ulimit -l unlimited, or LimitMEMLOCK=infinity"
-    return Finding("locked memory", Level.NOTE, render.format_size(soft), todo)
+    yield _passed("locked memory", unlimited, found, todo, Level.NOTE)
 
 
 def _limit(value: int) -> str:
     return "no limit" if value == resource.RLIM_INFINITY else f"{value:,}"
 
 
-def _hash_seed(environment: Mapping[str, str]) -> Finding:
+def _hash_seed(environment: Mapping[str, str]) -> Check:
     seed = environment.get("PYTHONHASHSEED", "")
-    if seed.isdecimal():
-        return Finding("PYTHONHASHSEED", Level.OK, seed)
     todo = "engines that name blocks with Python's hash() find nothing after a restart: set it to 0 for each of them"
-    return Finding("PYTHONHASHSEED", Level.NOTE, seed or "not set", todo)
+    return _passed("PYTHONHASHSEED", seed.isdecimal(), seed or "not set", todo, Level.NOTE)
 
 
-def _clock() -> Finding:
+def _clock() -> Check:
     now = time.time()
     found = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
-    if now < _RELEASED:
-        return Finding("clock", Level.WARNING, found, "it is behind: set it (ages and ttl go by it)")
-    return Finding("clock", Level.OK, found)
+    return _passed("clock", now >= _RELEASED, found, "it is behind: set it (ages and ttl go by it)")
 
 
-def _store(url: str) -> Iterator[Finding]:
+def _store(url: str) -> Iterator[Check]:
     try:
         location = Path(StoreUrl.parse(url).location)
         with closing(open_inspectable(url, read_only=True)) as backend:
@@ -210,15 +203,15 @@ def _store(url: str) -> Iterator[Finding]:
             sample = sample_store(backend, _SAMPLE_BYTES)
     except PersistKVError as error:
         todo = "see the message; an engine makes a store that is absent"
-        yield Finding("store", Level.PROBLEM, " ".join(str(error).split()), todo)
+        yield Check("store", Level.PROBLEM, " ".join(str(error).split()), todo)
         return
     packs = f"{render.count(stats.packs, 'pack')}, {render.format_size(stats.disk_bytes)} on disk"
     held = f"{render.count(stats.requests, 'request')}, {packs}"
-    yield Finding("store", Level.OK, f"opens: {held}")
+    yield Check("store", Level.OK, f"opens: {held}")
     yield _codec(url, sample, stats.raw_bytes / stats.stored_bytes if stats.stored_bytes else 1.0)
     if stats.quarantined:
         found = f"{render.format_size(stats.quarantined_bytes)} outside of the capacity: {' '.join(stats.quarantined)}"
-        yield Finding("damaged files", Level.WARNING, found, f"persistkv prune {url} --quarantined deletes them")
+        yield Check("damaged files", Level.WARNING, found, f"persistkv prune {url} --quarantined deletes them")
     yield _future(created)
     if location.is_dir():
         yield _pid_namespace()
@@ -226,66 +219,97 @@ def _store(url: str) -> Iterator[Finding]:
         yield _direct(location)
 
 
-def _codec(url: str, sample: bytes, ratio: float) -> Finding:
+def _codec(url: str, sample: bytes, ratio: float) -> Check:
     if not sample:
-        return Finding("codec", Level.OK, "the store holds less than 1 MiB: too little to recommend one")
+        return Check("codec", Level.OK, "the store holds less than 1 MiB: too little to recommend one")
     codec, possible = smallest(sample)
     found = f"codec ratio {ratio:.2f}, with {codec} {possible:.2f}"
-    if possible < LEAST_GAIN * ratio:
-        return Finding("codec", Level.OK, found)
     todo = f"try codec {codec}; persistkv bench {url} measures what it costs here"
-    return Finding("codec", Level.NOTE, found, todo)
+    return _passed("codec", possible < LEAST_GAIN * ratio, found, todo, Level.NOTE)
 
 
-def _pid_namespace() -> Finding:
+def sample_store(backend: Backend, most_bytes: int) -> bytes:
+    """Decoded frames, spread evenly over a store's packs. Frames that cannot be read are left out.
+
+    :returns: nothing if there is less than one full frame: too little to judge by.
+    :raises StoreError: the medium failed.
+    """
+    tables = [table for space in backend.namespaces() for table in backend.changes(space.id, None).added]
+    packs = _spread(tables, _SAMPLE_PACKS)
+    per_pack = max(1, most_bytes // FRAME_BYTES // max(1, len(packs)))
+    sample = bytearray()
+    for table in packs:
+        for frame in _spread(table.frames, per_pack):
+            sample += _decoded(backend, table, frame)
+    return bytes(sample[:most_bytes]) if len(sample) >= FRAME_BYTES else b""
+
+
+def _spread(items: Sequence[T], most: int) -> Sequence[T]:
+    return items[:: max(1, -(-len(items) // most))]
+
+
+def _decoded(backend: Backend, table: PackTable, frame: Frame) -> bytearray:
+    stored, raw = bytearray(frame.stored_length), bytearray(frame.raw_length)
+    with suppress(CorruptPackError):
+        if all(backend.read(table.namespace, [ReadSpan(table.pack_id, frame.offset, [memoryview(stored)])])):
+            decode_frame(table.codec, frame, stored, memoryview(raw))
+            return raw
+    return bytearray()
+
+
+def smallest(sample: bytes) -> tuple[str, float]:
+    """The codec with the highest ratio for these bytes, and that ratio."""
+    frames = [sample[start : start + FRAME_BYTES] for start in range(0, len(sample), FRAME_BYTES)]
+    ratios = {}
+    for name in CODECS:
+        codec = parse_codec(name)
+        ratios[name] = len(sample) / sum(align(min(len(codec.encode(frame)), len(frame))) for frame in frames)
+    best = max(ratios, key=ratios.__getitem__)
+    return best, ratios[best]
+
+
+def _pid_namespace() -> Check:
     """LMDB identifies the processes that use a store by PID; in containers, PIDs repeat."""
     try:
         is_initial = os.stat("/proc/self/ns/pid").st_ino == _INITIAL_PID_NAMESPACE
     except OSError:
         is_initial = True
-    if is_initial:
-        return Finding("PID namespace", Level.OK, "that of the machine")
+    found = "that of the machine" if is_initial else "this container's own"
     todo = "containers that share a store need different PIDs: give them one PID namespace (docker run --pid)"
-    return Finding("PID namespace", Level.NOTE, "this container's own", todo)
+    return _passed("PID namespace", is_initial, found, todo, Level.NOTE)
 
 
-def _future(created: list[float]) -> Finding:
+def _future(created: list[float]) -> Check:
     newest = max(created, default=0.0)
-    if newest > time.time() + _SKEW_S:
-        found = f"the newest request is {render.format_age(newest)} old"
-        return Finding("store's clock", Level.WARNING, found, "this machine's clock, or that of an engine, is wrong")
-    return Finding("store's clock", Level.OK, "no request is from the future")
+    right = newest <= time.time() + _SKEW_S
+    found = "no request is from the future" if right else f"the newest request is {render.format_age(newest)} old"
+    return _passed("store's clock", right, found, "this machine's clock, or that of an engine, is wrong")
 
 
-def _space(location: Path, held: int, capacity: int | None) -> Finding:
+def _space(location: Path, held: int, capacity: int | None) -> Check:
     status = os.statvfs(location)
     free = status.f_bavail * status.f_frsize
-    if capacity is not None and capacity - held > free:
-        found = f"{render.format_size(free)} free, and the store may grow by {render.format_size(capacity - held)}"
-        todo = "the store evicts where the disk ends; make room, or open it with a smaller capacity"
-        return Finding("free disk", Level.WARNING, found, todo)
-    return Finding("free disk", Level.OK, f"{render.format_size(free)} free")
+    grows = 0 if capacity is None else capacity - held
+    found = f"{render.format_size(free)} free"
+    if grows > free:
+        found += f", and the store may grow by {render.format_size(grows)}"
+    todo = "the store evicts where the disk ends; make room, or open it with a smaller capacity"
+    return _passed("free disk", grows <= free, found, todo)
 
 
-def _direct(location: Path) -> Finding:
+def _direct(location: Path) -> Check:
     """Write one page past the page cache to a file without a name, in the store's directory."""
     flags = os.O_RDWR | os.O_TMPFILE | os.O_DIRECT | os.O_CLOEXEC
+    works = False
     try:
         descriptor = os.open(location, flags, 0o600)
     except OSError as error:
-        if error.errno == errno.EINVAL:
-            return _no_direct(location)
-        return Finding("O_DIRECT", Level.NOTE, f"could not be tried: {error.strerror}")
-    try:
-        with mmap.mmap(-1, PAGE_BYTES) as page:
+        if error.errno != errno.EINVAL:
+            return Check("O_DIRECT", Level.NOTE, f"could not be tried: {error.strerror}")
+    else:
+        with suppress(OSError), mmap.mmap(-1, PAGE_BYTES) as page:
             os.pwritev(descriptor, [page], 0)
-    except OSError:
-        return _no_direct(location)
-    finally:
+            works = True
         os.close(descriptor)
-    return Finding("O_DIRECT", Level.OK, "works")
-
-
-def _no_direct(location: Path) -> Finding:
     todo = "writes go through the page cache, slower and less evenly; a local ext4 or xfs can do better"
-    return Finding("O_DIRECT", Level.WARNING, f"does not work in {location}", todo)
+    return _passed("O_DIRECT", works, "works" if works else f"does not work in {location}", todo)

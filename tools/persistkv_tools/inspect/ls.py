@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ import msgspec
 import typer
 
 from persistkv.storage.backend import Namespace
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.extensions import InspectableBackend, RequestUse
 from persistkv_tools import render
 from persistkv_tools.options import (
     InNamespace,
@@ -25,11 +26,14 @@ from persistkv_tools.options import (
     NeverHit,
     NewerThan,
     OlderThan,
+    RequestView,
+    Selection,
     SmallerThan,
     Url,
+    chosen_namespaces,
     opened,
+    with_uses,
 )
-from persistkv_tools.selection import RequestView, Selection, chosen_namespaces, with_uses
 
 _PAGE = 50
 _WIDE = 120  # columns
@@ -43,11 +47,6 @@ class NamespaceView(msgspec.Struct, frozen=True):
     """The identity's digest, hexadecimal."""
     created: float
     identity: dict[str, Any]
-
-    @classmethod
-    def of(cls, namespace: Namespace) -> NamespaceView:
-        """The view of a namespace."""
-        return cls(namespace.id.hex(), namespace.created, namespace.identity.fields)
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -78,18 +77,16 @@ class Sort(str, enum.Enum):
     NAMESPACE = "namespace"
 
 
-_KEYS: dict[Sort, tuple[_Key, bool]] = {
-    Sort.CREATED: (lambda view: (view.created, view.id), True),
-    Sort.USED: (lambda view: (view.last_used or 0.0, view.created, view.id), True),
-    Sort.TOKENS: (lambda view: (view.tokens, view.created, view.id), True),
-    Sort.BLOCKS: (lambda view: (view.blocks, view.created, view.id), True),
-    Sort.SIZE: (lambda view: (view.raw_bytes, view.created, view.id), True),
-    Sort.HITS: (lambda view: (view.hits or 0, view.last_used or 0.0, view.id), True),
-    Sort.ID: (lambda view: (view.id, view.namespace), False),
-    Sort.NAMESPACE: (lambda view: (view.namespace, -view.created, view.id), False),
+_KEYS: dict[Sort, _Key] = {
+    Sort.CREATED: lambda view: (view.created, view.id),
+    Sort.USED: lambda view: (view.last_used or 0.0, view.created, view.id),
+    Sort.TOKENS: lambda view: (view.tokens, view.created, view.id),
+    Sort.BLOCKS: lambda view: (view.blocks, view.created, view.id),
+    Sort.SIZE: lambda view: (view.raw_bytes, view.created, view.id),
+    Sort.HITS: lambda view: (view.hits or 0, view.last_used or 0.0, view.id),
+    Sort.ID: lambda view: (view.id, view.namespace),
+    Sort.NAMESPACE: lambda view: (view.namespace, -view.created, view.id),
 }
-"""Sort key, and whether the largest comes first."""
-_BY_USE = (Sort.USED, Sort.HITS)
 
 
 def ls(
@@ -127,10 +124,18 @@ def ls(
 
 
 def _print(page: Page) -> None:
-    columns = _columns(page)
-    rows = ([cell(request) for _, cell in columns] for request in page.requests)
-    names = [name for name, _ in columns]
-    render.console().print(render.table(names, rows, left="pinned labels namespace"))
+    wide = render.console().width >= _WIDE
+    columns = render.columns(
+        "request=id age=created used=last_used tokens blocks"
+        + " by_group size=raw_bytes stored=stored_bytes" * wide
+        + " size=raw_bytes" * (not wide)
+        + " hits pinned labels"
+        + " namespace" * (len(page.namespaces) > 1),
+        by_group=lambda request: "+".join(f"{n:,}" for n in request.group_blocks) * (len(request.group_blocks) > 1),
+        hits=_hits,
+    )
+    optional = "by group,stored,hits,pinned,labels"
+    render.show_table(columns, page.requests, left="pinned,labels,namespace", optional=optional)
     namespaces = render.count(len(page.namespaces), "namespace")
     held = f"{render.count(page.total, 'request')} in {namespaces} of {page.url}"
     matched = "" if page.matched == page.total else f"; {page.matched:,} match"
@@ -139,36 +144,6 @@ def _print(page: Page) -> None:
     if page.requests and (page.offset or end < page.matched):
         following = f"; --offset {end} shows the next" if end < page.matched else ""
         render.say(f"shown: {page.offset + 1:,} to {end:,} of {page.matched:,}{following}")
-
-
-def _columns(page: Page) -> list[tuple[str, Callable[[RequestView], str]]]:
-    """Columns with content; sizes at rest and groups only on wide terminals."""
-    wide = render.console().width >= _WIDE
-    columns: list[tuple[str, Callable[[RequestView], str]]] = [
-        ("request", lambda request: request.id),
-        ("age", lambda request: render.format_age(request.created)),
-        ("used", lambda request: "-" if request.last_used is None else render.format_age(request.last_used)),
-        ("tokens", lambda request: f"{request.tokens:,}"),
-        ("blocks", lambda request: f"{request.blocks:,}"),
-        ("size", lambda request: render.format_size(request.raw_bytes)),
-    ]
-    if wide and any(len(request.group_blocks) > 1 for request in page.requests):
-        columns.insert(-1, ("by group", lambda request: "+".join(f"{blocks:,}" for blocks in request.group_blocks)))
-    if wide and any(request.stored_bytes is not None for request in page.requests):
-        columns.append(("stored", _stored))
-    if any(request.hits or request.reused for request in page.requests):
-        columns.append(("hits", _hits))
-    if any(request.pinned for request in page.requests):
-        columns.append(("pinned", lambda request: "yes" if request.pinned else ""))
-    if any(request.labels for request in page.requests):
-        columns.append(("labels", lambda request: render.format_labels(request.labels)))
-    if len(page.namespaces) > 1:
-        columns.append(("namespace", lambda request: request.namespace[:8]))
-    return columns
-
-
-def _stored(request: RequestView) -> str:
-    return "-" if request.stored_bytes is None else render.format_size(request.stored_bytes)
 
 
 def _hits(request: RequestView) -> str:
@@ -194,44 +169,47 @@ def list_requests(
     :raises NotFoundError: no such namespace.
     """
     namespaces = chosen_namespaces(backend, namespace)
-    seen = _Counts()
-    views = seen.matching(backend, namespaces, selection, by_use=sort in _BY_USE or selection.never_hit)
-    key, largest_first = _KEYS[sort]
-    if reverse:
-        largest_first = not largest_first
+    counts = Counter[str]()
+    by_use = sort in (Sort.USED, Sort.HITS) or selection.never_hit
+    views = _matching(backend, namespaces, selection, counts, by_use=by_use)
+    key, largest_first = _KEYS[sort], (sort in (Sort.ID, Sort.NAMESPACE)) == reverse
     if limit is None:
         found = sorted(views, key=key, reverse=largest_first)
     else:
         found = (heapq.nlargest if largest_first else heapq.nsmallest)(offset + limit, views, key=key)
-    shown = _with_uses(backend, found[offset:])
-    return Page(url, seen.total, seen.matched, offset, shown, list(map(NamespaceView.of, namespaces)))
+    shown = [view.with_use(use) for view, use in _uses(backend, found[offset:])]
+    return Page(
+        url,
+        counts["total"],
+        counts["matched"],
+        offset,
+        shown,
+        [NamespaceView(space.id.hex(), space.created, space.identity.fields) for space in namespaces],
+    )
 
 
-def _with_uses(backend: InspectableBackend, views: list[RequestView]) -> list[RequestView]:
-    """The same requests with their use, as it is now."""
-    wanted: dict[str, list[str]] = {}
+def _uses(backend: InspectableBackend, views: list[RequestView]) -> Iterator[tuple[RequestView, RequestUse | None]]:
+    """Requests with their use, as it is now, read with one call for each namespace; in their order."""
+    uses: dict[str, Iterator[RequestUse | None]] = {}
+    for namespace in {view.namespace for view in views}:
+        names = [view.id for view in views if view.namespace == namespace]
+        uses[namespace] = iter(backend.uses(bytes.fromhex(namespace), names))
     for view in views:
-        wanted.setdefault(view.namespace, []).append(view.id)
-    uses = {
-        (namespace, name): use
-        for namespace, names in wanted.items()
-        for name, use in zip(names, backend.uses(bytes.fromhex(namespace), names), strict=True)
-    }
-    return [view.with_use(uses[view.namespace, view.id]) for view in views]
+        yield view, next(uses[view.namespace])
 
 
-class _Counts:
-    def __init__(self) -> None:
-        self.total = self.matched = 0
-
-    def matching(
-        self, backend: InspectableBackend, namespaces: list[Namespace], selection: Selection, *, by_use: bool
-    ) -> Iterator[RequestView]:
-        for namespace in namespaces:
-            found = backend.manifests(namespace.id)
-            uses = with_uses(backend, namespace.id, found) if by_use else zip(found, repeat(None), strict=False)
-            for manifest, use in uses:
-                self.total += 1
-                if selection.takes(manifest, use):
-                    self.matched += 1
-                    yield RequestView.of(namespace.id, manifest, use)
+def _matching(
+    backend: InspectableBackend,
+    namespaces: list[Namespace],
+    selection: Selection,
+    counts: Counter[str],
+    *,
+    by_use: bool,
+) -> Iterator[RequestView]:
+    for namespace in namespaces:
+        found = backend.manifests(namespace.id)
+        for manifest, use in with_uses(backend, namespace.id, found) if by_use else zip(found, repeat(None)):
+            counts["total"] += 1
+            if selection.takes(manifest, use):
+                counts["matched"] += 1
+                yield RequestView.of(namespace.id, manifest, use)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated
 from urllib.parse import urlencode
 
 import msgspec
@@ -47,11 +47,9 @@ PACK_BLOCKS = 8
 """Default of the most blocks in a pack: a power of two as in real packs, and more than most models have."""
 _TOKENS_PER_BLOCK = 512
 _LOOK_EVERY = 100  # requests
-_RATES = ("capacity", "blocks", "held", "hits")
-_TRAFFIC = ("capacity", "evicted blocks", "written", "read", "commits", "wrong blocks", "seconds")
 
 
-class Run(msgspec.Struct):
+class Replayed(msgspec.Struct):
     """Outcome of a replay on one store."""
 
     url: str
@@ -76,6 +74,20 @@ class Run(msgspec.Struct):
     requests_sent: dict[str, int] = {}
     """To a bucket, by method, retries included; empty for a disk."""
     seconds: float = 0.0
+
+
+def _capacity(run: Replayed) -> str:
+    return "none" if run.capacity is None else render.format_size(run.capacity)
+
+
+_RATES = render.columns(
+    "capacity=room blocks=nominal_blocks held=held_blocks hits", room=_capacity, hits=lambda run: f"{run.hit_rate:.2%}"
+)
+_TRAFFIC = render.columns(
+    "capacity=room evicted_blocks written=stored_bytes read=loaded_bytes commits wrong_blocks seconds",
+    room=_capacity,
+    seconds=lambda run: f"{run.seconds:.1f}",
+)
 
 
 def replay_(
@@ -115,8 +127,8 @@ def replay_(
         sizes = {"block_bytes": block_bytes, "pack_blocks": pack_blocks}
         render.print_json({**head, **sizes, "unbounded_hit_rate": unbounded, "runs": runs})
         return
-    render.console().print(render.table(_RATES, map(_rate_cells, runs)))
-    render.console().print(render.table(_TRAFFIC, map(_traffic_cells, runs)))
+    render.show_table(_RATES, runs)
+    render.show_table(_TRAFFIC, runs)
     for run in runs:
         if run.requests_sent:
             sent = ", ".join(f"{count:,} {method}" for method, count in sorted(run.requests_sent.items()))
@@ -127,7 +139,9 @@ def replay_(
     )
 
 
-def _run(url: str, chains: list[Request], distinct: int, block_bytes: int, pack_blocks: int, progress: Progress) -> Run:
+def _run(
+    url: str, chains: list[Request], distinct: int, block_bytes: int, pack_blocks: int, progress: Progress
+) -> Replayed:
     with closing(open_inspectable(url)) as backend:
         if any(True for _ in backend.namespaces()):
             raise ConfigurationError("URL", url, "a store that holds nothing yet: a replay fills it")
@@ -135,33 +149,13 @@ def _run(url: str, chains: list[Request], distinct: int, block_bytes: int, pack_
     nominal = distinct if capacity is None else min(distinct, capacity // block_bytes)
     asked_bytes = sum(map(len, chains)) * block_bytes
     took = counted(progress, f"{nominal:,} blocks", asked_bytes)
-    return replay(chains, Run(url, capacity, nominal), block_bytes, took, pack_blocks=pack_blocks)
+    return replay(chains, Replayed(url, capacity, nominal), block_bytes, took, pack_blocks=pack_blocks)
 
 
 def _with_share(url: str, share: float, num_bytes: int) -> str:
     parsed = StoreUrl.parse(url)
     options = {**parsed.options, "capacity": str(round(share * num_bytes))}
     return f"{parsed.scheme}://{parsed.location.rstrip('/')}/{share:g}?{urlencode(options)}"
-
-
-def _rate_cells(run: Run) -> list[str]:
-    return [_capacity(run), f"{run.nominal_blocks:,}", f"{run.held_blocks:,}", f"{run.hit_rate:.2%}"]
-
-
-def _traffic_cells(run: Run) -> list[str]:
-    return [
-        _capacity(run),
-        f"{run.evicted_blocks:,}",
-        render.format_size(run.stored_bytes),
-        render.format_size(run.loaded_bytes),
-        f"{run.commits:,}",
-        f"{run.wrong_blocks:,}",
-        f"{run.seconds:.1f}",
-    ]
-
-
-def _capacity(run: Run) -> str:
-    return "none" if run.capacity is None else render.format_size(run.capacity)
 
 
 class _Line(msgspec.Struct):
@@ -179,7 +173,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[Request]:
     requests: list[Request] = []
     parents: dict[int, int] = {}
     try:
-        with _opened(path) as lines:
+        with lzma.open(path, "rt") if path.suffix == ".xz" else path.open() as lines:
             for line in islice(lines, limit):
                 chain = msgspec.json.decode(line, type=_Line).hash_ids
                 _check_prefixes(path, chain, parents)
@@ -196,10 +190,6 @@ def read_trace(path: Path, limit: int | None = None) -> list[Request]:
     return requests
 
 
-def _opened(path: Path) -> TextIO:
-    return lzma.open(path, "rt") if path.suffix == ".xz" else path.open()
-
-
 def _check_prefixes(path: Path, chain: Request, parents: dict[int, int]) -> None:
     for parent, block in zip([-1, *chain], chain, strict=False):
         if parents.setdefault(block, parent) != parent:
@@ -208,18 +198,17 @@ def _check_prefixes(path: Path, chain: Request, parents: dict[int, int]) -> None
 
 
 def distinct_blocks(requests: Sequence[Request]) -> int:
-    """Return the number of different blocks."""
     return len({block for chain in requests for block in chain})
 
 
 def replay(
     requests: Sequence[Request],
-    run: Run,
+    run: Replayed,
     block_bytes: int,
     took: Callable[[int], None] = lambda num_bytes: None,
     *,
     pack_blocks: int = PACK_BLOCKS,
-) -> Run:
+) -> Replayed:
     """Send all requests, one after the other, to an empty store.
 
     :param run: names the store; is completed.
@@ -244,7 +233,7 @@ def replay(
 class _Replay:
     """An engine without a model: rows of memory, the first half stored from, the second half loaded to."""
 
-    def __init__(self, run: Run, block_bytes: int, longest: int, pack_blocks: int) -> None:
+    def __init__(self, run: Replayed, block_bytes: int, longest: int, pack_blocks: int) -> None:
         self._run = run
         memory = mmap.mmap(-1, 2 * longest * block_bytes)
         self._words = np.frombuffer(memory, dtype=np.uint64).reshape(2 * longest, -1)
@@ -301,14 +290,11 @@ class _Replay:
         return host
 
     def complete(self) -> None:
-        """Note what the store counted."""
         host = self.look()
         self._run.held_blocks = round(statistics.median(self._held[len(self._held) // 2 :]))
         self._run.requests_sent = host.requests
-        self._run.stored_bytes = host.counters.stored_bytes
-        self._run.loaded_bytes = host.counters.loaded_bytes
-        self._run.evicted_blocks = host.counters.evicted_blocks
-        self._run.commits = host.counters.commits
+        for name in ("stored_bytes", "loaded_bytes", "evicted_blocks", "commits"):
+            setattr(self._run, name, getattr(host.counters, name))
 
     def close(self) -> None:
         """Write pending blocks and close the store."""

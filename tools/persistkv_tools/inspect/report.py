@@ -19,17 +19,15 @@ import typer
 from persistkv import __version__
 from persistkv.errors import ConfigurationError, printable
 from persistkv.storage.extensions import InspectableBackend
-from persistkv.storage.format.manifest import RequestManifest
 from persistkv_tools import render
-from persistkv_tools.catalogue import all_keys
 from persistkv_tools.inspect.show import TreeNode, prefix_tree
 from persistkv_tools.inspect.stat import Bin, StoreTotals, store_totals
-from persistkv_tools.inspect.top import EngineView, Watch
-from persistkv_tools.options import Json, Url, opened
-from persistkv_tools.selection import FoundRequest, RequestView
+from persistkv_tools.inspect.top import EngineView, Watch, engine_name
+from persistkv_tools.options import FoundRequest, Json, RequestView, Selection, Url, chosen_requests, opened
+from persistkv_tools.packs import all_keys
 
 _PERIODS = 48
-_LARGEST = 10
+_MOST = 10
 _NODES = 60
 _WIDTH, _HEIGHT = 720, 200
 _LEFT, _BOTTOM, _TOP, _RIGHT = 72, 24, 10, 12
@@ -63,6 +61,25 @@ footer { margin-top: 36px; color: var(--dim); }
 """
 
 
+_NAMESPACES = render.columns(
+    "namespace=short since requests packs blocks raw=raw_bytes stored=stored_bytes",
+    short=lambda space: space.id[:8],
+    since=lambda space: render.format_time(space.created),
+)
+_LARGEST = render.columns(
+    "request=id stored_at tokens blocks raw=raw_bytes labels", stored_at=lambda found: render.format_time(found.created)
+)
+_ENGINES = render.columns(
+    "engine seen hits=hit_rate written read evicted dropped",
+    engine=engine_name,
+    seen=lambda engine: render.format_time(engine.updated),
+    written=lambda engine: render.format_size(engine.counters.stored_raw_bytes),
+    read=lambda engine: render.format_size(engine.counters.loaded_bytes),
+    evicted=lambda engine: f"{engine.counters.evicted_blocks:,}",
+    dropped=lambda engine: f"{engine.counters.dropped_blocks:,}",
+)
+
+
 class Period(msgspec.Struct):
     """A piece of the past; all are of one length."""
 
@@ -85,15 +102,6 @@ class Period(msgspec.Struct):
         return self.found_blocks / self.blocks if self.blocks else None
 
 
-class LargestContexts(msgspec.Struct, frozen=True):
-    """The largest request, and the requests that share its beginning."""
-
-    request: RequestView
-    group: int
-    """By whose keys the tree goes."""
-    tree: TreeNode
-
-
 class ReportData(msgspec.Struct, frozen=True):
     """Content of the page."""
 
@@ -104,7 +112,10 @@ class ReportData(msgspec.Struct, frozen=True):
     periods: list[Period]
     """Empty where there is no request."""
     largest: list[RequestView]
-    contexts: LargestContexts | None
+    tree: TreeNode | None
+    """Of the contexts that begin like the largest one."""
+    group: int
+    """Whose keys the tree is made of."""
     engines: list[EngineView]
 
 
@@ -136,29 +147,19 @@ def report_data(url: str, backend: InspectableBackend) -> ReportData:
 
     :raises StoreError: the medium failed.
     """
-    totals = store_totals(url, backend)
-    found = [
-        FoundRequest(space, manifest) for space in backend.namespaces() for manifest in backend.manifests(space.id)
-    ]
+    found = chosen_requests(backend, [], Selection(), None)
     found.sort(key=lambda request: (request.manifest.created, request.manifest.id))
-    by_size = sorted(found, key=lambda request: -request.manifest.raw_bytes)[:_LARGEST]
-    largest = [_viewed(backend, request) for request in by_size]
-    contexts = _contexts(backend, by_size[0]) if by_size else None
-    engines = Watch(url, backend).look().engines
-    return ReportData(url, time.time(), totals, _periods(backend, found), largest, contexts, engines)
-
-
-def _contexts(backend: InspectableBackend, found: FoundRequest) -> LargestContexts:
-    namespace, manifest = found.namespace.id, found.manifest
-    group = max(range(len(manifest.group_blocks)), key=manifest.group_blocks.__getitem__, default=0)
-    names = (head.id for head in backend.manifests(namespace))
-    tree = prefix_tree(backend, namespace, names, manifest.id, group=group, node_limit=_NODES)
-    return LargestContexts(_viewed(backend, found), group, tree)
-
-
-def _viewed(backend: InspectableBackend, found: FoundRequest) -> RequestView:
-    namespace, manifest = found.namespace.id, found.manifest
-    return RequestView.of(namespace, manifest, backend.uses(namespace, [manifest.id])[0])
+    by_size = sorted(found, key=lambda request: -request.manifest.raw_bytes)[:_MOST]
+    largest = [
+        RequestView.of(space.id, manifest, backend.uses(space.id, [manifest.id])[0]) for space, manifest in by_size
+    ]
+    tree, group = None, 0
+    if by_size:
+        blocks = by_size[0].manifest.group_blocks
+        group = max(range(len(blocks)), key=blocks.__getitem__, default=0)
+        tree = prefix_tree(backend, by_size[0], group=group, node_limit=_NODES)
+    periods, engines = _periods(backend, found), Watch(url, backend).look().engines
+    return ReportData(url, time.time(), store_totals(url, backend), periods, largest, tree, group, engines)
 
 
 def _periods(backend: InspectableBackend, found: list[FoundRequest]) -> list[Period]:
@@ -168,7 +169,14 @@ def _periods(backend: InspectableBackend, found: list[FoundRequest]) -> list[Per
     first, last = found[0].manifest.created, found[-1].manifest.created
     length = max((last - first) / _PERIODS, 1.0)
     periods = [Period(first + number * length) for number in range(int((last - first) / length) + 1)]
-    for request, known in _with_known(backend, found):
+    named: dict[bytes, set[bytes]] = {}
+    for namespace, request in found:
+        keys = backend.manifest_keys(namespace.id, [request.id])[0]
+        if keys is None:
+            continue
+        seen, own = named.setdefault(namespace.id, set()), all_keys(keys)
+        known = sum(key in seen for key in own)
+        seen.update(own)
         period = periods[min(int((request.created - first) / length), len(periods) - 1)]
         period.requests += 1
         period.blocks += request.blocks
@@ -179,20 +187,6 @@ def _periods(backend: InspectableBackend, found: list[FoundRequest]) -> list[Per
         held += period.added_bytes
         period.held_bytes = held
     return periods
-
-
-def _with_known(backend: InspectableBackend, found: Iterable[FoundRequest]) -> Iterator[tuple[RequestManifest, int]]:
-    """Each request that reads, and how many of its blocks an earlier one of its namespace had named."""
-    named: dict[bytes, set[bytes]] = {}
-    for namespace, manifest in found:
-        keys = backend.manifest_keys(namespace.id, [manifest.id])[0]
-        if keys is None:
-            continue
-        seen = named.setdefault(namespace.id, set())
-        own = all_keys(keys)
-        known = sum(key in seen for key in own)
-        seen.update(own)
-        yield manifest, known
 
 
 def report_page(data: ReportData) -> str:
@@ -213,15 +207,15 @@ def _parts(data: ReportData) -> Iterator[str]:
         )
     if data.periods:
         yield columns(_fill(data.periods), _hits(data.periods))
-    if data.contexts is not None:
-        yield _tree(data.contexts)
+    if data.tree is not None:
+        yield _tree(data.tree, data.group, data.largest[0])
     yield section("Codecs", "Raw bytes per stored byte, for each KV cache group.", _groups(data.totals)) + section(
-        "Namespaces", "One for each identity: model, dtype, layout.", _namespaces(data.totals)
+        "Namespaces", "One for each identity: model, dtype, layout.", table(_NAMESPACES, data.totals.namespaces)
     )
     if data.largest:
-        yield section("Largest requests", "By raw bytes.", _largest(data))
+        yield section("Largest requests", "By raw bytes.", table(_LARGEST, data.largest))
     if data.engines:
-        yield section("Engines", "What they said of themselves last.", _engines(data.engines))
+        yield section("Engines", "What they said of themselves last.", table(_ENGINES, data.engines))
     yield f"<footer>persistkv {__version__}</footer>"
 
 
@@ -244,24 +238,17 @@ def _histogram(header: str, bins: list[Bin]) -> str:
 
 def _fill(periods: list[Period]) -> str:
     top = max(1, periods[-1].held_bytes)
-    points: list[tuple[str, float | None]] = [
-        (
-            f"{render.format_time(period.start)}: {render.format_size(period.held_bytes)},"
-            f" {render.count(period.requests, 'request')}",
-            period.held_bytes,
-        )
+    points = [
+        (f"{render.format_size(period.held_bytes)}, {render.count(period.requests, 'request')}", period.held_bytes)
         for period in periods
     ]
-    chart = steps(points, top, render.format_size(top), _ends(periods), label="raw bytes held, over time")
+    chart = steps(periods, points, top, render.format_size(top), label="raw bytes held, over time")
     return section("Fill over time", "Raw bytes that the requests of today had added by then.", chart)
 
 
 def _hits(periods: list[Period]) -> str:
-    points = [
-        (f"{render.format_time(period.start)}: {_share(period.hit_rate)} of {period.blocks:,} blocks", period.hit_rate)
-        for period in periods
-    ]
-    chart = steps(points, 1.0, "100 %", _ends(periods), label="share of blocks that were there, over time")
+    points = [(f"{_share(period.hit_rate)} of {period.blocks:,} blocks", period.hit_rate) for period in periods]
+    chart = steps(periods, points, 1.0, "100 %", label="share of blocks that were there, over time")
     blocks, found = (sum(getattr(period, name) for period in periods) for name in ("blocks", "found_blocks"))
     note = (
         f"Share of a request's blocks that an earlier one had named; {_share(found / blocks if blocks else None)} of"
@@ -270,12 +257,8 @@ def _hits(periods: list[Period]) -> str:
     return section("Hit rate over time", note, chart)
 
 
-def _ends(periods: list[Period]) -> tuple[str, str]:
-    return render.format_time(periods[0].start), render.format_time(periods[-1].start) if len(periods) > 1 else ""
-
-
-def _tree(contexts: LargestContexts) -> str:
-    nodes = list(_walk(contexts.tree))
+def _tree(tree: TreeNode, group: int, request: RequestView) -> str:
+    nodes = list(_walk(tree.children))
     deepest = max((node.start + node.blocks for _, node in nodes), default=1)
     rows = [
         (
@@ -290,19 +273,17 @@ def _tree(contexts: LargestContexts) -> str:
         for level, node in nodes
     ]
     note = (
-        f"Runs of blocks that the same requests share, by the keys of group {contexts.group} of namespace"
-        f" {contexts.request.namespace[:8]}. What the largest request, {contexts.request.id}, goes through stands out."
+        f"Runs of blocks that the same requests share, by the keys of group {group} of namespace"
+        f" {request.namespace[:8]}. The path of the largest request, {request.id}, is highlighted."
     )
     return section("Prefix tree of the largest contexts", note, tracks(("first key", "shared by"), rows))
 
 
-def _walk(top: TreeNode) -> Iterator[tuple[int, TreeNode]]:
-    """All nodes below it, each before its children, with their levels."""
-    waiting = [(0, node) for node in reversed(top.children)]
-    while waiting:
-        level, node = waiting.pop()
+def _walk(nodes: Iterable[TreeNode], level: int = 0) -> Iterator[tuple[int, TreeNode]]:
+    """All nodes with their levels, each before its children."""
+    for node in nodes:
         yield level, node
-        waiting += [(level + 1, child) for child in reversed(node.children)]
+        yield from _walk(node.children, level + 1)
 
 
 def _groups(totals: StoreTotals) -> str:
@@ -319,53 +300,6 @@ def _groups(totals: StoreTotals) -> str:
     return bars(("namespace and group", "ratio"), rows)
 
 
-def _namespaces(totals: StoreTotals) -> str:
-    rows = [
-        [
-            found.id[:8],
-            render.format_time(found.created),
-            f"{found.requests:,}",
-            f"{found.packs:,}",
-            f"{found.blocks:,}",
-            render.format_size(found.raw_bytes),
-            render.format_size(found.stored_bytes),
-        ]
-        for found in totals.namespaces
-    ]
-    return table(("namespace", "since", "requests", "packs", "blocks", "raw", "stored"), rows)
-
-
-def _largest(data: ReportData) -> str:
-    rows = [
-        [
-            request.id,
-            render.format_time(request.created),
-            f"{request.tokens:,}",
-            f"{request.blocks:,}",
-            render.format_size(request.raw_bytes),
-            render.format_labels(request.labels),
-        ]
-        for request in data.largest
-    ]
-    return table(("request", "stored at", "tokens", "blocks", "raw", "labels"), rows)
-
-
-def _engines(engines: list[EngineView]) -> str:
-    rows = [
-        [
-            f"{engine.host}:{engine.pid}" + ("" if engine.live else " (gone)"),
-            render.format_time(engine.updated),
-            _share(engine.hit_rate),
-            render.format_size(engine.counters.stored_raw_bytes),
-            render.format_size(engine.counters.loaded_bytes),
-            f"{engine.counters.evicted_blocks:,}",
-            f"{engine.counters.dropped_blocks:,}",
-        ]
-        for engine in engines
-    ]
-    return table(("engine", "seen", "hits", "written", "read", "evicted", "dropped"), rows)
-
-
 def _share(rate: float | None) -> str:
     return "-" if rate is None else f"{rate:.1%}"
 
@@ -376,7 +310,6 @@ def escape(text: str) -> str:
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """A whole page."""
     body = "\n".join(parts)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -387,12 +320,10 @@ def page(title: str, parts: Iterable[str]) -> str:
 
 
 def heading(text: str, level: int = 2) -> str:
-    """A heading."""
     return f"<h{level}>{escape(text)}</h{level}>"
 
 
 def paragraph(text: str) -> str:
-    """Text for a person."""
     return f"<p>{escape(text)}</p>"
 
 
@@ -414,66 +345,73 @@ def cards(values: Iterable[tuple[str, str]]) -> str:
     return f'<div class="cards">{inner}</div>'
 
 
-def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(columns: render.Columns, records: Iterable[object]) -> str:
     """Text, the first column left."""
-    head = "".join(f"<th>{escape(header)}</th>" for header in headers)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+    return _table(columns, ([f"<td>{escape(cell)}</td>" for cell in row] for row in render.cells(columns, records)))
 
 
 def bars(headers: Sequence[str], rows: Sequence[tuple[str, float, str]]) -> str:
     """(name, value, how the value is written) each, with a bar."""
     largest = max((value for _, value, _ in rows), default=0.0)
-    head = "".join(f"<th>{escape(header)}</th>" for header in headers)
-    body = "".join(
-        f'<tr><td>{escape(name)}</td><td>{escape(text)}</td><td class="bar">'
-        f'<i style="width:{100 * value / largest if largest else 0:.2f}%"></i></td></tr>'
-        for name, value, text in rows
+    return _table(
+        (*headers, ""),
+        (
+            [
+                f"<td>{escape(name)}</td><td>{escape(text)}</td>",
+                f'<td class="bar"><i style="width:{100 * value / largest if largest else 0:.2f}%"></i></td>',
+            ]
+            for name, value, text in rows
+        ),
     )
-    return f'<div class="scroll"><table><tr>{head}<th></th></tr>{body}</table></div>'
-
-
-def steps(
-    points: Sequence[tuple[str, float | None]], top: float, top_text: str, ends: tuple[str, str], *, label: str
-) -> str:
-    """A column for each of equal steps; None leaves a gap.
-
-    :param points: (what the step shows, in words; its value).
-    :param top: the largest value that fits, above 0.
-    :param ends: labels of the first and the last step.
-    :param label: description for screen readers.
-    """
-    width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
-    step = width / max(1, len(points))
-    marks = []
-    for place, (name, value) in enumerate(points):
-        if value is not None:
-            tall = height * min(1.0, value / top)
-            marks.append(
-                f'<rect x="{_LEFT + place * step:.1f}" y="{_TOP + height - tall:.1f}" width="{max(1.0, step - 1):.1f}"'
-                f' height="{tall:.1f}" fill="var(--bar)"><title>{escape(name)}</title></rect>'
-            )
-    base = _TOP + height
-    axis = (
-        f'<path d="M{_LEFT} {_TOP}V{base}H{_WIDTH - _RIGHT}" fill="none" stroke="var(--line)"/>'
-        f'<text x="{_LEFT - 6}" y="{_TOP + 10}" text-anchor="end">{escape(top_text)}</text>'
-        f'<text x="{_LEFT - 6}" y="{base}" text-anchor="end">0</text>'
-    )
-    below = (
-        f'<text x="{_LEFT}" y="{_HEIGHT - 6}">{escape(ends[0])}</text>'
-        f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 6}" text-anchor="end">{escape(ends[1])}</text>'
-    )
-    view = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}"'
-    return f"<svg {view}>{axis}{''.join(marks)}{below}</svg>"
 
 
 def tracks(headers: Sequence[str], rows: Iterable[tuple[int, str, str, float, float, bool]]) -> str:
     """(level, name, text, begin, end, whether it is the chosen one) each; begin and end are shares of the track."""
-    head = "".join(f"<th>{escape(header)}</th>" for header in headers)
-    body = "".join(
-        f'<tr><td>{"&nbsp;" * 2 * level}{escape(name)}</td><td>{escape(text)}</td><td class="tree">'
-        f'<div class="track{" chosen" if chosen else ""}">'
-        f'<i style="left:{100 * begin:.3f}%;width:{100 * (end - begin):.3f}%"></i></div></td></tr>'
-        for level, name, text, begin, end, chosen in rows
+    return _table(
+        (*headers, ""),
+        (
+            [
+                f'<td>{"&nbsp;" * 2 * level}{escape(name)}</td><td>{escape(text)}</td><td class="tree">',
+                f'<div class="track{" chosen" if chosen else ""}">',
+                f'<i style="left:{100 * begin:.3f}%;width:{100 * (end - begin):.3f}%"></i></div></td>',
+            ]
+            for level, name, text, begin, end, chosen in rows
+        ),
     )
-    return f'<div class="scroll"><table><tr>{head}<th></th></tr>{body}</table></div>'
+
+
+def _table(headers: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(header)}</th>" for header in headers)
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def steps(
+    periods: Sequence[Period], points: Sequence[tuple[str, float | None]], top: float, top_text: str, *, label: str
+) -> str:
+    """A column for each period; None leaves a gap.
+
+    :param points: (what the column shows, in words; its value).
+    :param top: the largest value that fits, above 0.
+    :param label: description for screen readers.
+    """
+    width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+    step, base, marks = width / len(periods), _TOP + height, []
+    for place, (period, (text, value)) in enumerate(zip(periods, points, strict=True)):
+        if value is not None:
+            tall = height * min(1.0, value / top)
+            marks.append(
+                f'<rect x="{_LEFT + place * step:.1f}" y="{base - tall:.1f}" width="{max(1.0, step - 1):.1f}"'
+                f' height="{tall:.1f}" fill="var(--bar)">'
+                f"<title>{escape(f'{render.format_time(period.start)}: {text}')}</title></rect>"
+            )
+    texts = [(_LEFT - 6, _TOP + 10, "end", top_text), (_LEFT - 6, base, "end", "0")]
+    texts.append((_LEFT, _HEIGHT - 6, "start", render.format_time(periods[0].start)))
+    if len(periods) > 1:
+        texts.append((_WIDTH - _RIGHT, _HEIGHT - 6, "end", render.format_time(periods[-1].start)))
+    labels = "".join(
+        f'<text x="{x}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>' for x, y, anchor, text in texts
+    )
+    axis = f'<path d="M{_LEFT} {_TOP}V{base}H{_WIDTH - _RIGHT}" fill="none" stroke="var(--line)"/>'
+    view = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}"'
+    return f"<svg {view}>{axis}{''.join(marks)}{labels}</svg>"

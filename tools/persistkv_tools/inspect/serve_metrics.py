@@ -18,7 +18,7 @@ import typer
 
 from persistkv.errors import ConfigurationError, MissingExtraError, StoreError
 from persistkv.storage import open_inspectable
-from persistkv.storage.extensions import BackendStats, InspectableBackend
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.host.status import EngineStatus, read_statuses
 from persistkv_tools import render
 from persistkv_tools.options import Json, Url, opened
@@ -58,7 +58,9 @@ _GAUGES: dict[str, str] = {
     "waiting_jobs": "Store jobs and ends of requests that were not begun.",
     "writing_jobs": "Store jobs whose rows are in use.",
     "loading_jobs": "Load jobs that wait or are read.",
+    "breaker": "0: closed, 1: half-open, 2: open.",
 }
+_UP = "Whether the store could be read."
 _BREAKER = ("closed", "half-open", "open")
 _ENGINE_LABELS = ("store", "engine", "host", "namespace")
 
@@ -121,27 +123,25 @@ class StoreCollector:
         self._backend: InspectableBackend | None = None
 
     def collect(self) -> list[Metric]:
-        """The metrics; only ``persistkv_up`` where the store cannot be read."""
-        from prometheus_client.core import GaugeMetricFamily
-
+        """The metrics; only ``persistkv_up`` if the store cannot be read."""
         with self._lock:
-            up = GaugeMetricFamily("persistkv_up", "Whether the store could be read.", labels=["store"])
             try:
-                stats, statuses = self._look()
+                if self._backend is None:
+                    self._backend = open_inspectable(self._url, read_only=True)
+                stats, statuses = self._backend.stats(), read_statuses(self._backend)
             except StoreError as error:
                 logger.warning("%s cannot be read: %s", self._store, error)
                 self._close()
-                up.add_metric([self._store], 0.0)
-                return [up]
-            up.add_metric([self._store], 1.0)
+                return [self._of_store("persistkv_up", _UP, 0)]
             now = time.time()
             live = [status for status in statuses if status.is_live(now)]
-            return [up, *self._of_store(stats), *self._of_engines(live)]
-
-    def _look(self) -> tuple[BackendStats, list[EngineStatus]]:
-        if self._backend is None:
-            self._backend = open_inspectable(self._url, read_only=True)
-        return self._backend.stats(), read_statuses(self._backend)
+            found = [self._of_store("persistkv_up", _UP, 1)]
+            found += [self._of_store(f"persistkv_store_{name}", _STORE[name], getattr(stats, name)) for name in _STORE]
+            if stats.capacity is not None:
+                text = "The bound on disk_bytes."
+                found.append(self._of_store("persistkv_store_capacity_bytes", text, stats.capacity))
+            found.append(self._of_store("persistkv_engines", "Engines that show themselves.", len(live)))
+            return [*found, *self._of_engines(live)]
 
     def close(self) -> None:
         """Release the store; idempotent."""
@@ -153,23 +153,16 @@ class StoreCollector:
             self._backend.close()
             self._backend = None
 
-    def _of_store(self, stats: BackendStats) -> Iterator[Metric]:
+    def _of_store(self, name: str, text: str, value: float) -> Metric:
         from prometheus_client.core import GaugeMetricFamily
 
-        values = [(name, text, getattr(stats, name)) for name, text in _STORE.items()]
-        if stats.capacity is not None:
-            values.append(("capacity_bytes", "The bound on disk_bytes.", stats.capacity))
-        for name, text, value in values:
-            gauge = GaugeMetricFamily(f"persistkv_store_{name}", text, labels=["store"])
-            gauge.add_metric([self._store], value)
-            yield gauge
+        gauge = GaugeMetricFamily(name, text, labels=["store"])
+        gauge.add_metric([self._store], value)
+        return gauge
 
     def _of_engines(self, statuses: list[EngineStatus]) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        engines = GaugeMetricFamily("persistkv_engines", "Engines that show themselves.", labels=["store"])
-        engines.add_metric([self._store], len(statuses))
-        yield engines
         for name, text in _COUNTERS.items():
             counter = CounterMetricFamily(f"persistkv_engine_{name}", text, labels=_ENGINE_LABELS)
             for status in statuses:
@@ -178,15 +171,12 @@ class StoreCollector:
         for name, text in _GAUGES.items():
             gauge = GaugeMetricFamily(f"persistkv_engine_{name}", text, labels=_ENGINE_LABELS)
             for status in statuses:
-                gauge.add_metric(self._labels(status), getattr(status, name))
+                value = getattr(status, name)
+                if name != "breaker":
+                    gauge.add_metric(self._labels(status), value)
+                elif value in _BREAKER:
+                    gauge.add_metric(self._labels(status), _BREAKER.index(value))
             yield gauge
-        breaker = GaugeMetricFamily(
-            "persistkv_engine_breaker", "0: closed, 1: half-open, 2: open.", labels=_ENGINE_LABELS
-        )
-        for status in statuses:
-            if status.breaker in _BREAKER:
-                breaker.add_metric(self._labels(status), _BREAKER.index(status.breaker))
-        yield breaker
 
     def _labels(self, status: EngineStatus) -> list[str]:
         return [self._store, status.engine, status.host, status.namespace]

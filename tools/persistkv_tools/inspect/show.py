@@ -6,9 +6,8 @@ what neighbours have in common is a node. Nodes are only made where they are sho
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, groupby
+from itertools import chain, groupby, repeat, zip_longest
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -20,12 +19,19 @@ from persistkv.memory.budget import no_collections
 from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.pack import Frame, PackTable
 from persistkv_tools import render
-from persistkv_tools.catalogue import keys_of
-from persistkv_tools.options import InNamespace, Json, Request, Url, opened
-from persistkv_tools.selection import FoundRequest, NotFoundError, RequestView, find_request
+from persistkv_tools.options import (
+    FoundRequest,
+    InNamespace,
+    Json,
+    NotFoundError,
+    RequestId,
+    RequestView,
+    Url,
+    find_request,
+    opened,
+)
+from persistkv_tools.packs import keys_of
 
-_PACK_COLUMNS = ("pack", "blocks", "of", "raw", "stored", "codec", "shared with")
-_KEY_COLUMNS = ("key", "depth", "pack", "frame at")
 _SHOWN_PACKS = 40
 _SHARERS = 5
 _KEY_DIGITS = 12
@@ -120,9 +126,21 @@ class TreeNode(msgspec.Struct):
     """Children that are not listed."""
 
 
+_GROUPS = render.columns(
+    "group blocks missing raw=raw_bytes stored=stored_bytes ratio",
+    ratio=lambda group: render.format_ratio(group.raw_bytes, group.stored_bytes),
+)
+_PACKS = render.columns(
+    "pack=short blocks of=pack_blocks raw=raw_bytes stored=stored_bytes codec shared_with=sharing",
+    short=lambda pack: pack.id[:8],
+    sharing=lambda pack: render.count(pack.shared_with, "request") if pack.shared_with else "-",
+)
+_KEYS = render.columns("key depth pack=held_by frame_at=offset", held_by=lambda key: (key.pack or "(none)")[:8])
+
+
 def show(
     url: Url,
-    request: Request,
+    request: RequestId,
     tree: Annotated[
         bool, typer.Option("--tree", help="Also draw the prefix tree of the namespace's contexts.")
     ] = False,
@@ -136,14 +154,10 @@ def show(
     Example: persistkv show lmdb:///var/cache/kv 0c4de6a0 --tree
     """
     with opened(url) as backend:
-        names: dict[bytes, list[str]] = {}
-        found = find_request(backend, request, namespace, names)
-        others = names[found.namespace.id]
-        context = show_context(url, backend, found, others, key_limit=keys)
+        found = find_request(backend, request, namespace)
+        context = show_context(url, backend, found, key_limit=keys)
         longest = max(range(len(context.groups)), key=lambda group: context.groups[group].blocks, default=0)
-        top = None
-        if tree:
-            top = prefix_tree(backend, found.namespace.id, others, found.manifest.id, group=longest, node_limit=nodes)
+        top = prefix_tree(backend, found, group=longest, node_limit=nodes) if tree else None
     if json:
         render.print_json({"context": context, "tree": top})
         return
@@ -157,7 +171,7 @@ def show(
 
 
 def _print(context: ContextView) -> None:
-    console, request = render.console(), context.request
+    request = context.request
     sharing = f"{context.shared_blocks:,} of {request.blocks:,} blocks are in other requests too"
     rows = {
         "request": request.id,
@@ -172,48 +186,13 @@ def _print(context: ContextView) -> None:
         "labels": render.format_labels(request.labels),
         "shared": sharing,
     }
-    console.print(render.pairs(rows))
-    columns = ("group", "blocks", "missing", "raw", "stored", "ratio")
-    console.print(render.table(columns, map(_group_cells, context.groups)))
-    console.print(render.table(_PACK_COLUMNS, map(_pack_cells, context.packs[:_SHOWN_PACKS]), left="codec"))
-    if len(context.packs) > _SHOWN_PACKS:
-        render.say(f"and {len(context.packs) - _SHOWN_PACKS:,} more packs; --json lists all")
+    render.show_pairs(rows)
+    render.show_table(_GROUPS, context.groups)
+    render.show_table(_PACKS, context.packs, left="codec", most=_SHOWN_PACKS)
     for group in context.groups:
         if group.keys:
             title = f"group {group.group}: the first {len(group.keys)} of {render.count(group.blocks, 'key')}"
-            cells = [
-                [
-                    key.key,
-                    f"{key.depth:,}",
-                    (key.pack or "(none)")[:8],
-                    "-" if key.offset is None else f"{key.offset:,}",
-                ]
-                for key in group.keys
-            ]
-            console.print(render.table(_KEY_COLUMNS, cells, title=title))
-
-
-def _group_cells(group: GroupView) -> list[str]:
-    return [
-        str(group.group),
-        f"{group.blocks:,}",
-        f"{group.missing:,}",
-        render.format_size(group.raw_bytes),
-        render.format_size(group.stored_bytes),
-        render.format_ratio(group.raw_bytes, group.stored_bytes),
-    ]
-
-
-def _pack_cells(pack: PackView) -> list[str]:
-    return [
-        pack.id[:8],
-        f"{pack.blocks:,}",
-        f"{pack.pack_blocks:,}",
-        render.format_size(pack.raw_bytes),
-        render.format_size(pack.stored_bytes),
-        pack.codec,
-        render.count(pack.shared_with, "request") if pack.shared_with else "-",
-    ]
+            render.show_table(_KEYS, group.keys, title=title)
 
 
 def _drawn(top: TreeNode, title: str) -> Tree:
@@ -237,12 +216,9 @@ def _node_text(node: TreeNode) -> Text:
     return render.plain(line, "bold" if node.chosen else "")
 
 
-def show_context(
-    url: str, backend: InspectableBackend, found: FoundRequest, names: Iterable[str], *, key_limit: int
-) -> ContextView:
+def show_context(url: str, backend: InspectableBackend, found: FoundRequest, *, key_limit: int) -> ContextView:
     """The view of one request.
 
-    :param names: of all requests of the namespace; read if the driver does not know which requests name a pack.
     :param key_limit: keys to name of each group.
     :raises NotFoundError: the request went meanwhile, or its keys do not read.
     """
@@ -252,16 +228,15 @@ def show_context(
         raise NotFoundError(f"the keys of {manifest.id} are gone or do not read; persistkv verify tells which")
     chains = [group.unpack() for group in keys]
     named = backend.chain(namespace, manifest.id) or []
-    names = [head.id for head in backend.manifests_naming(namespace, named)]
+    others = [head.id for head in backend.manifests_naming(namespace, named) if head.id != manifest.id]
     places = _places(backend, namespace, backend.tables(namespace, named), chains)
-    sharers = _sharers(backend, namespace, (name for name in names if name != manifest.id), chains)
-    shared = [key for keys_of_group in chains for key in keys_of_group if key in sharers]
+    sharers = _sharers(backend, namespace, others, chains)
     return ContextView(
         url,
         RequestView.of(namespace, manifest, backend.uses(namespace, [manifest.id])[0]),
-        [_group_view(number, chain, places, key_limit) for number, chain in enumerate(chains)],
+        [_group_view(number, keys, places, key_limit) for number, keys in enumerate(chains)],
         _pack_views(chains, places, sharers),
-        len(shared),
+        sum(key in sharers for key in chain.from_iterable(chains)),
     )
 
 
@@ -269,27 +244,24 @@ def _places(
     backend: InspectableBackend, namespace: bytes, named: Iterable[PackTable], chains: Sequence[list[bytes]]
 ) -> dict[bytes, _Place]:
     """Locations of the blocks of a request. All tables are searched for blocks that are in none of its packs."""
-    wanted = {key for chain in chains for key in chain}
+    wanted = set(chain.from_iterable(chains))
     places: dict[bytes, _Place] = {}
-    for table in named:
-        _note_places(table, wanted, places)
+
+    def note(tables: Iterable[PackTable]) -> None:
+        for table in tables:
+            keys = table.keys.unpack()
+            if not wanted.isdisjoint(keys):
+                frames = chain.from_iterable(repeat(frame, frame.block_count) for frame in table.frames)
+                for key, frame in zip(keys, frames, strict=True):
+                    if key in wanted:
+                        places.setdefault(key, _Place(table, frame))
+
+    note(named)
     if len(places) < len(wanted):
         with no_collections():  # of many objects that are made to stay
             tables = backend.changes(namespace, None).added
-        for table in tables:
-            _note_places(table, wanted, places)
+        note(tables)
     return places
-
-
-def _note_places(table: PackTable, wanted: set[bytes], places: dict[bytes, _Place]) -> None:
-    keys = table.keys.unpack()
-    if wanted.isdisjoint(keys):
-        return
-    ends = accumulate(frame.block_count for frame in table.frames)
-    for frame, end in zip(table.frames, ends, strict=True):
-        for key in keys[end - frame.block_count : end]:
-            if key in wanted:
-                places.setdefault(key, _Place(table, frame))
 
 
 def _sharers(
@@ -307,74 +279,64 @@ def _sharers(
     return found
 
 
-def _group_view(number: int, chain: list[bytes], places: dict[bytes, _Place], key_limit: int) -> GroupView:
-    held = [places[key].frame for key in chain if key in places]
+def _group_view(number: int, keys: list[bytes], places: dict[bytes, _Place], key_limit: int) -> GroupView:
+    held = [places[key].frame for key in keys if key in places]
+    views = []
+    for depth, key in enumerate(keys[:key_limit]):
+        place = places.get(key)
+        pack, offset = (None, None) if place is None else (place.pack.pack_id.hex(), place.frame.offset)
+        views.append(KeyView(depth, key.hex()[:_KEY_DIGITS], pack, offset))
     return GroupView(
         number,
-        len(chain),
-        len(chain) - len(held),
+        len(keys),
+        len(keys) - len(held),
         sum(frame.block_bytes for frame in held),
         sum(frame.stored_length // frame.block_count for frame in held),
-        [_key_view(depth, key, places.get(key)) for depth, key in enumerate(chain[:key_limit])],
+        views,
     )
-
-
-def _key_view(depth: int, key: bytes, place: _Place | None) -> KeyView:
-    pack, offset = (None, None) if place is None else (place.pack.pack_id.hex(), place.frame.offset)
-    return KeyView(depth, key.hex()[:_KEY_DIGITS], pack, offset)
 
 
 def _pack_views(
     chains: Sequence[list[bytes]], places: dict[bytes, _Place], sharers: dict[bytes, list[str]]
 ) -> list[PackView]:
-    blocks = Counter(place.pack.pack_id for place in places.values())
-    others: dict[bytes, set[str]] = {}
-    for key, names in sharers.items():
-        if key in places:
-            others.setdefault(places[key].pack.pack_id, set()).update(names)
-    depths: dict[bytes, int] = {}
-    for chain in chains:
-        for depth, key in enumerate(chain):
+    keys_in: dict[bytes, list[bytes]] = {}
+    for row in zip_longest(*chains):
+        for key in row:
             if key in places:
-                pack_id = places[key].pack.pack_id
-                depths[pack_id] = min(depth, depths.get(pack_id, depth))
-    tables = {place.pack.pack_id: place.pack for place in places.values()}
-    return [
-        _pack_view(tables[pack_id], blocks[pack_id], sorted(others.get(pack_id, ())))
-        for pack_id in sorted(depths, key=depths.__getitem__)
-    ]
+                keys_in.setdefault(places[key].pack.pack_id, []).append(key)
+    views = []
+    for keys in keys_in.values():
+        table = places[keys[0]].pack
+        others = sorted({name for key in keys for name in sharers.get(key, ())})
+        views.append(
+            PackView(
+                table.pack_id.hex(),
+                len(keys),
+                len(table.keys),
+                table.raw_length,
+                table.payload_length,
+                table.codec,
+                len(others),
+                others[:_SHARERS],
+            )
+        )
+    return views
 
 
-def _pack_view(table: PackTable, blocks: int, sharers: list[str]) -> PackView:
-    return PackView(
-        table.pack_id.hex(),
-        blocks,
-        len(table.keys),
-        table.raw_length,
-        table.payload_length,
-        table.codec,
-        len(sharers),
-        sharers[:_SHARERS],
-    )
+def prefix_tree(backend: InspectableBackend, found: FoundRequest, *, group: int, node_limit: int) -> TreeNode:
+    """A node of no blocks above the roots. Children: first what the request goes through, then the most used.
 
-
-def prefix_tree(
-    backend: InspectableBackend, namespace: bytes, names: Iterable[str], chosen: str, *, group: int, node_limit: int
-) -> TreeNode:
-    """A node of no blocks above the roots. Children: first what the chosen request goes through, then the most used.
-
-    :param names: of all requests of the namespace.
-    :param chosen: a request's id.
     :param group: whose keys to go by.
     :param node_limit: nodes to make below it; of one node, 8 children at most.
     """
-    chains: list[_Chain] = []
+    namespace, chains = found.namespace.id, list[_Chain]()
+    names = (manifest.id for manifest in backend.manifests(namespace))
     for name, keys in keys_of(backend, namespace, names):
         if keys is not None and len(keys) > group and len(keys[group]):
             chains.append((keys[group].unpack(), name))
     chains.sort()
     top = TreeNode(0, 0, "", len(chains), 0, [], True, [])
-    _grow(top, chains, chosen, node_limit)
+    _grow(top, chains, found.manifest.id, node_limit)
     return top
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
+from types import SimpleNamespace
 
 import msgspec
-from rich.table import Table
 
 from persistkv.storage.backend import Namespace
-from persistkv.storage.extensions import FreeSpace, InspectableBackend, SupportsCompaction
+from persistkv.storage.extensions import InspectableBackend, SupportsCompaction
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.format.pack import PackTable
 from persistkv_tools import render
-from persistkv_tools.options import Json, Url, opened
+from persistkv_tools.options import Json, Url, chosen_namespaces, opened
 
 _AGES = ((3600, "1h"), (86_400, "1d"), (7 * 86_400, "7d"), (30 * 86_400, "30d"), (90 * 86_400, "90d"))
 _SIZES = ((1 << 20, "1MiB"), (16 << 20, "16MiB"), (256 << 20, "256MiB"), (1 << 30, "1GiB"), (16 << 30, "16GiB"))
@@ -34,7 +35,7 @@ class GroupTotals(msgspec.Struct):
     """Codecs of its frames; ``raw`` for frames that did not shrink."""
 
 
-class NamespaceTotals(msgspec.Struct, frozen=True):
+class NamespaceTotals(msgspec.Struct, frozen=True, kw_only=True):
     """One namespace."""
 
     id: str
@@ -77,16 +78,8 @@ class FreeTotals(msgspec.Struct, frozen=True):
     fragmentation: float | None
     """Share of the free payload space outside of the largest extent; None if nothing is free."""
 
-    @classmethod
-    def of(cls, found: FreeSpace | None) -> FreeTotals | None:
-        """Convert the value of a backend."""
-        if found is None:
-            return None
-        outside = _ratio(found.payload_bytes - found.largest_bytes, found.payload_bytes)
-        return cls(found.catalogue_bytes, found.payload_bytes, found.pieces, found.largest_bytes, outside)
 
-
-class StoreTotals(msgspec.Struct, frozen=True):
+class StoreTotals(msgspec.Struct, frozen=True, kw_only=True):
     """A store."""
 
     url: str
@@ -116,6 +109,13 @@ class StoreTotals(msgspec.Struct, frozen=True):
     quarantined_bytes: int
 
 
+_NAMESPACES = render.columns(
+    "namespace=short age=created requests packs blocks raw=raw_bytes stored=stored_bytes dedup=dedup_ratio",
+    short=lambda space: space.id[:8],
+)
+_GROUPS = render.columns("namespace group blocks raw=raw_bytes stored=stored_bytes ratio=codec_ratio codecs")
+
+
 def stat(url: Url, json: Json = False) -> None:
     """Show what a store holds in total, how full it is, and what codecs and sharing save.
 
@@ -130,7 +130,6 @@ def stat(url: Url, json: Json = False) -> None:
 
 
 def _print(store: StoreTotals) -> None:
-    console = render.console()
     full = "" if store.fill is None else f" ({store.fill:.1%} of the capacity)"
     rows = {
         "requests": f"{store.requests:,}",
@@ -150,12 +149,17 @@ def _print(store: StoreTotals) -> None:
         rows["damaged"] = (
             f"{size} outside of the capacity in {' '.join(store.quarantined)}; prune --quarantined deletes them"
         )
-    console.print(render.pairs(rows, title=store.url))
-    console.print(_namespaces(store))
-    console.print(_groups(store))
+    render.show_pairs(rows, title=store.url)
+    render.show_table(_NAMESPACES, store.namespaces)
+    groups = [
+        SimpleNamespace(namespace=space.id, **msgspec.structs.asdict(group))
+        for space in store.namespaces
+        for group in space.groups
+    ]
+    render.show_table(_GROUPS, groups, left="codecs")
     if store.requests:
-        console.print(_histogram("age of requests", "younger than", store.ages))
-        console.print(_histogram("raw size of requests", "smaller than", store.sizes))
+        _print_histogram("age of requests", "younger than", store.ages)
+        _print_histogram("raw size of requests", "smaller than", store.sizes)
 
 
 def _free(found: FreeTotals | None) -> dict[str, str]:
@@ -172,52 +176,14 @@ def _free(found: FreeTotals | None) -> dict[str, str]:
     return rows
 
 
-def _namespaces(store: StoreTotals) -> Table:
-    rows = [
-        [
-            found.id[:8],
-            render.format_age(found.created),
-            f"{found.requests:,}",
-            f"{found.packs:,}",
-            f"{found.blocks:,}",
-            render.format_size(found.raw_bytes),
-            render.format_size(found.stored_bytes),
-            _number(found.dedup_ratio),
-        ]
-        for found in store.namespaces
-    ]
-    return render.table(("namespace", "age", "requests", "packs", "blocks", "raw", "stored", "dedup"), rows)
-
-
-def _groups(store: StoreTotals) -> Table:
-    rows = [
-        [
-            found.id[:8],
-            str(group.group),
-            f"{group.blocks:,}",
-            render.format_size(group.raw_bytes),
-            render.format_size(group.stored_bytes),
-            _number(group.codec_ratio),
-            " ".join(group.codecs),
-        ]
-        for found in store.namespaces
-        for group in found.groups
-    ]
-    return render.table(("namespace", "group", "blocks", "raw", "stored", "ratio", "codecs"), rows, left="codecs")
-
-
-def _histogram(title: str, header: str, bins: list[Bin]) -> Table:
+def _print_histogram(title: str, header: str, bins: list[Bin]) -> None:
     largest = max(found.requests for found in bins)
-    rows = [
-        [
-            found.below or "(more)",
-            f"{found.requests:,}",
-            render.format_size(found.raw_bytes),
-            render.bar(found.requests, largest),
-        ]
-        for found in bins
-    ]
-    return render.table((header, "requests", "raw", "share"), rows, title=title, left="share")
+    columns = render.columns(
+        f"{header.replace(' ', '_')}=bound requests raw=raw_bytes share",
+        bound=lambda found: found.below or "(more)",
+        share=lambda found: render.bar(found.requests, largest),
+    )
+    render.show_table(columns, bins, title=title, left="share")
 
 
 def _number(ratio: float | None) -> str:
@@ -226,59 +192,56 @@ def _number(ratio: float | None) -> str:
 
 def store_totals(url: str, backend: InspectableBackend) -> StoreTotals:
     """The totals of a store. Reads its tables and heads, no payload and no keys of requests."""
-    ages, sizes = _Histogram(_AGES), _Histogram(_SIZES)
-    namespaces = sorted(backend.namespaces(), key=lambda namespace: (namespace.created, namespace.id))
-    totals = [_namespace_totals(backend, namespace, ages, sizes) for namespace in namespaces]
+    ages, sizes = ([Bin(name) for _, name in (*bounds, (0, None))] for bounds in (_AGES, _SIZES))
+    spaces = [_namespace_totals(backend, namespace, ages, sizes) for namespace in chosen_namespaces(backend, None)]
     stats = backend.stats()
-    referenced = sum(found.referenced_blocks for found in totals)
-    return StoreTotals(
-        url,
-        stats.requests,
-        stats.packs,
-        stats.blocks,
-        stats.raw_bytes,
-        stats.stored_bytes,
-        _ratio(stats.raw_bytes, stats.stored_bytes),
-        referenced,
-        _ratio(referenced, stats.blocks),
-        stats.disk_bytes,
-        _ratio(stats.disk_bytes, stats.stored_bytes),
-        stats.capacity,
-        _ratio(stats.disk_bytes, stats.capacity or 0),
-        FreeTotals.of(backend.free_space() if isinstance(backend, SupportsCompaction) else None),
-        totals,
-        ages.bins,
-        sizes.bins,
-        stats.quarantined,
-        stats.quarantined_bytes,
+    referenced = sum(found.referenced_blocks for found in spaces)
+    free = None
+    if isinstance(backend, SupportsCompaction):
+        space = backend.free_space()
+        outside = _ratio(space.payload_bytes - space.largest_bytes, space.payload_bytes)
+        free = render.view_of(FreeTotals, space, fragmentation=outside)
+    return render.view_of(
+        StoreTotals,
+        stats,
+        url=url,
+        codec_ratio=_ratio(stats.raw_bytes, stats.stored_bytes),
+        referenced_blocks=referenced,
+        dedup_ratio=_ratio(referenced, stats.blocks),
+        disk_ratio=_ratio(stats.disk_bytes, stats.stored_bytes),
+        fill=_ratio(stats.disk_bytes, stats.capacity or 0),
+        free=free,
+        namespaces=spaces,
+        ages=ages,
+        sizes=sizes,
     )
 
 
 def _namespace_totals(
-    backend: InspectableBackend, namespace: Namespace, ages: _Histogram, sizes: _Histogram
+    backend: InspectableBackend, namespace: Namespace, ages: list[Bin], sizes: list[Bin]
 ) -> NamespaceTotals:
     now = time.time()
     requests = referenced = 0
     for manifest in backend.manifests(namespace.id):
         requests += 1
         referenced += manifest.blocks
-        ages.add(now - manifest.created, manifest.raw_bytes)
-        sizes.add(manifest.raw_bytes, manifest.raw_bytes)
+        _add(ages, _AGES, now - manifest.created, manifest.raw_bytes)
+        _add(sizes, _SIZES, manifest.raw_bytes, manifest.raw_bytes)
     tables = backend.changes(namespace.id, None).added
     blocks = sum(len(table.keys) for table in tables)
     raw, stored = sum(table.raw_length for table in tables), sum(table.payload_length for table in tables)
     return NamespaceTotals(
-        namespace.id.hex(),
-        namespace.created,
-        requests,
-        len(tables),
-        blocks,
-        raw,
-        stored,
-        _ratio(raw, stored),
-        referenced,
-        _ratio(referenced, blocks),
-        _group_totals(tables),
+        id=namespace.id.hex(),
+        created=namespace.created,
+        requests=requests,
+        packs=len(tables),
+        blocks=blocks,
+        raw_bytes=raw,
+        stored_bytes=stored,
+        codec_ratio=_ratio(raw, stored),
+        referenced_blocks=referenced,
+        dedup_ratio=_ratio(referenced, blocks),
+        groups=_group_totals(tables),
     )
 
 
@@ -298,15 +261,10 @@ def _group_totals(tables: Iterable[PackTable]) -> list[GroupTotals]:
     return [groups[number] for number in sorted(groups)]
 
 
-class _Histogram:
-    def __init__(self, bounds: Sequence[tuple[int, str]]) -> None:
-        self._bounds = [bound for bound, _ in bounds]
-        self.bins = [Bin(name) for _, name in bounds] + [Bin(None)]
-
-    def add(self, value: float, raw_bytes: int) -> None:
-        found = self.bins[bisect_right(self._bounds, value)]
-        found.requests += 1
-        found.raw_bytes += raw_bytes
+def _add(bins: list[Bin], bounds: Sequence[tuple[int, str]], value: float, raw_bytes: int) -> None:
+    found = bins[bisect_right(bounds, value, key=itemgetter(0))]
+    found.requests += 1
+    found.raw_bytes += raw_bytes
 
 
 def _ratio(part: int, whole: int) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import msgspec
@@ -17,9 +17,6 @@ from persistkv.storage.host.status import EngineStatus, read_statuses
 from persistkv.storage.records import StoreCounters
 from persistkv_tools import render
 from persistkv_tools.options import Json, Url, opened
-
-_TRAFFIC = ("engine", "seen", "hits", "in/s", "out/s", "queue", "staged")
-_HEALTH = ("engine", "blocks", "commits/s", "evicted/s", "dropped", "bad", "breaker")
 
 
 class Rates(msgspec.Struct, frozen=True):
@@ -36,7 +33,7 @@ class Rates(msgspec.Struct, frozen=True):
     commits: float
 
 
-class EngineView(msgspec.Struct, frozen=True):
+class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     """One engine."""
 
     engine: str
@@ -63,7 +60,7 @@ class EngineView(msgspec.Struct, frozen=True):
     counters: StoreCounters
 
 
-class Look(msgspec.Struct, frozen=True):
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """A store and its engines at one moment."""
 
     url: str
@@ -78,6 +75,40 @@ class Look(msgspec.Struct, frozen=True):
     """Share of the capacity that is taken."""
     engines: list[EngineView]
     """Running engines in the order of their start, then engines that are gone."""
+
+
+def engine_name(view: EngineView) -> str:
+    """How an engine is called in tables."""
+    return f"{view.host}:{view.pid}" + ("" if view.live else " (gone)")
+
+
+def _rate(name: str) -> Callable[[EngineView], str]:
+    """A column of ``Rates``."""
+
+    def text(view: EngineView) -> str:
+        if view.rates is None:
+            return "-"
+        rate: float = getattr(view.rates, name)
+        return render.format_size(round(rate)) if name.endswith("_bytes") else f"{rate:,.1f}"
+
+    return text
+
+
+_TRAFFIC = render.columns(
+    "engine seen=updated hits=hit_rate in/s=written out/s=read queue staged=staged_bytes",
+    engine=engine_name,
+    written=_rate("stored_raw_bytes"),
+    read=_rate("loaded_bytes"),
+    queue=lambda view: f"{view.waiting_jobs + view.writing_jobs + view.loading_jobs:,}",
+)
+_HEALTH = render.columns(
+    "engine blocks=indexed_blocks commits/s=commits evicted/s=evicted dropped bad breaker",
+    engine=engine_name,
+    commits=_rate("commits"),
+    evicted=_rate("evicted_blocks"),
+    dropped=lambda view: f"{view.counters.dropped_blocks:,}",
+    bad=lambda view: f"{view.counters.verification_failures:,}",
+)
 
 
 def top(
@@ -114,7 +145,7 @@ def top(
             return  # the way out
 
 
-def _looks(watch: Watch, pause_s: float, count: int | None) -> Iterator[Look]:
+def _looks(watch: Watch, pause_s: float, count: int | None) -> Iterator[Snapshot]:
     """The first look is not shown: rates need two."""
     watch.look()
     shown = 0
@@ -124,7 +155,7 @@ def _looks(watch: Watch, pause_s: float, count: int | None) -> Iterator[Look]:
         shown += 1
 
 
-def _drawn(look: Look) -> Group:
+def _drawn(look: Snapshot) -> Group:
     full = "" if look.fill is None else f" ({look.fill:.1%} of {render.format_size(look.capacity or 0)})"
     held = (
         f"{render.count(look.requests, 'request')}, {render.count(look.packs, 'pack')},"
@@ -133,38 +164,11 @@ def _drawn(look: Look) -> Group:
     head = Group(render.plain(f"{look.url} at {render.format_time(look.time)}"), render.plain(held))
     if not look.engines:
         return Group(head, render.plain("no engine shows itself"))
-    traffic = render.table(_TRAFFIC, [_traffic(view, look.time) for view in look.engines])
-    return Group(head, traffic, render.table(_HEALTH, map(_health, look.engines), left="breaker"))
-
-
-def _traffic(view: EngineView, now: float) -> list[str]:
-    rates = view.rates
-    return [
-        _name(view),
-        render.format_age(view.updated, now),
-        "-" if view.hit_rate is None else f"{view.hit_rate:.1%}",
-        "-" if rates is None else render.format_size(round(rates.stored_raw_bytes)),
-        "-" if rates is None else render.format_size(round(rates.loaded_bytes)),
-        f"{view.waiting_jobs + view.writing_jobs + view.loading_jobs:,}",
-        render.format_size(view.staged_bytes),
-    ]
-
-
-def _health(view: EngineView) -> list[str]:
-    rates = view.rates
-    return [
-        _name(view),
-        f"{view.indexed_blocks:,}",
-        "-" if rates is None else f"{rates.commits:,.1f}",
-        "-" if rates is None else f"{rates.evicted_blocks:,.1f}",
-        f"{view.counters.dropped_blocks:,}",
-        f"{view.counters.verification_failures:,}",
-        view.breaker or "-",
-    ]
-
-
-def _name(view: EngineView) -> str:
-    return f"{view.host}:{view.pid}" + ("" if view.live else " (gone)")
+    return Group(
+        head,
+        render.table(_TRAFFIC, render.cells(_TRAFFIC, look.engines)),
+        render.table(_HEALTH, render.cells(_HEALTH, look.engines), left="breaker"),
+    )
 
 
 class Watch:
@@ -176,7 +180,7 @@ class Watch:
         self._before: dict[str, EngineStatus] = {}
         self._rates: dict[str, Rates] = {}
 
-    def look(self) -> Look:
+    def look(self) -> Snapshot:
         """The store as it is now.
 
         :raises StoreError: the medium failed.
@@ -188,20 +192,21 @@ class Watch:
             if before is not None and status.time > before.time:
                 self._rates[status.engine] = _rates(before, status)
         self._before = {status.engine: status for status in statuses}
-        views = [_view(status, self._rates.get(status.engine), now) for status in statuses]
+        views = [
+            render.view_of(
+                EngineView,
+                status,
+                live=status.is_live(now),
+                updated=status.time,
+                hit_rate=hit_rate(status.counters),
+                rates=self._rates.get(status.engine),
+            )
+            for status in statuses
+        ]
         stats = self._backend.stats()
-        return Look(
-            self._url,
-            now,
-            stats.requests,
-            stats.packs,
-            stats.blocks,
-            stats.stored_bytes,
-            stats.disk_bytes,
-            stats.capacity,
-            round(stats.disk_bytes / stats.capacity, 4) if stats.capacity else None,
-            sorted(views, key=lambda view: not view.live),
-        )
+        fill = round(stats.disk_bytes / stats.capacity, 4) if stats.capacity else None
+        engines = sorted(views, key=lambda view: not view.live)
+        return render.view_of(Snapshot, stats, url=self._url, time=now, fill=fill, engines=engines)
 
 
 def hit_rate(counters: StoreCounters) -> float | None:
@@ -218,24 +223,3 @@ def _rates(before: EngineStatus, after: EngineStatus) -> Rates:
         return round(moved / seconds, 3)
 
     return Rates(**{name: rate(name) for name in Rates.__struct_fields__})
-
-
-def _view(status: EngineStatus, rates: Rates | None, now: float) -> EngineView:
-    return EngineView(
-        status.engine,
-        status.host,
-        status.pid,
-        status.namespace,
-        status.is_live(now),
-        status.started,
-        status.time,
-        hit_rate(status.counters),
-        rates,
-        status.indexed_blocks,
-        status.waiting_jobs,
-        status.writing_jobs,
-        status.loading_jobs,
-        status.staged_bytes,
-        status.breaker,
-        status.counters,
-    )

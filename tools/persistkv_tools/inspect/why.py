@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
 
-from persistkv.errors import ConfigurationError, FieldDifference
+from persistkv.errors import ConfigurationError
 from persistkv.storage.backend import Namespace
 from persistkv.storage.identity import Identity, fingerprint_checkpoint
 from persistkv_tools import render
-from persistkv_tools.options import InNamespace, Json, Url, opened
-from persistkv_tools.selection import NotFoundError, chosen_namespaces
+from persistkv_tools.options import InNamespace, Json, NotFoundError, Url, chosen_namespaces, opened
 
 _LONGEST = 200
 _DTYPES = ("dtype", "torch_dtype")
@@ -30,11 +29,6 @@ class DifferenceView(msgspec.Struct, frozen=True):
     """Value of the compared side; null if it lacks the field."""
     theirs: Any
     """Value of the store; null if it lacks the field."""
-
-    @classmethod
-    def of(cls, difference: FieldDifference) -> DifferenceView:
-        """The view of a difference."""
-        return cls(difference.field, difference.ours, difference.theirs)
 
 
 class ComparisonView(msgspec.Struct, frozen=True):
@@ -53,6 +47,11 @@ class ComparisonView(msgspec.Struct, frozen=True):
     differences: list[DifferenceView]
 
 
+_COLUMNS = render.columns(
+    "field ours stored", ours=lambda found: _value(found.ours), stored=lambda found: _value(found.theirs)
+)
+
+
 def why(
     url: Url,
     against: Annotated[
@@ -68,14 +67,25 @@ def why(
 
     Example: persistkv why lmdb:///var/cache/kv --against ./Llama-3.1-8B
     """
+    other_store, is_model = "://" in against, Path(against).is_dir()
+    ours: list[Namespace] = []
     with opened(url) as backend:
-        ours, theirs = _sides(chosen_namespaces(backend, None), against, namespace)
+        theirs = chosen_namespaces(backend, namespace)
+        if not (other_store or is_model):
+            ours = chosen_namespaces(backend, against, "--against (no directory, no URL)")
+            theirs = [space for space in theirs if space not in ours]
+    if other_store:
+        with opened(against) as other:
+            ours = chosen_namespaces(other, None)
+        if not ours:
+            raise NotFoundError(f"{against} holds no namespace")
     if not theirs:
         raise NotFoundError(f"{url} holds no {'other ' if ours else ''}namespace to compare with")
-    if isinstance(ours, Path):
-        comparisons = [nearest([compare_model(ours, space) for space in theirs])]
+    if is_model and not other_store:
+        pairs = [[compare_model(Path(against), space) for space in theirs]]
     else:
-        comparisons = [nearest([compare_namespaces(own, space) for space in theirs]) for own in ours]
+        pairs = [[compare_namespaces(own, space) for space in theirs] for own in ours]
+    comparisons = [min(found, key=lambda comparison: len(comparison.differences)) for found in pairs]
     if json:
         render.print_json({"url": url, "against": against, "comparisons": comparisons})
     else:
@@ -85,31 +95,6 @@ def why(
         raise typer.Exit(1)
 
 
-def _sides(held: list[Namespace], against: str, wanted: str | None) -> tuple[list[Namespace] | Path, list[Namespace]]:
-    """The compared side, and the namespaces of the store to compare it with."""
-    theirs = held if wanted is None else _of_id(held, wanted, "--namespace")
-    if "://" in against:
-        with opened(against) as other:
-            ours = chosen_namespaces(other, None)
-        if not ours:
-            raise NotFoundError(f"{against} holds no namespace")
-        return ours, theirs
-    if Path(against).is_dir():
-        return Path(against), theirs
-    ours = _of_id(held, against, "--against")
-    return ours, [space for space in theirs if space.id != ours[0].id]
-
-
-def _of_id(held: list[Namespace], wanted: str, option: str) -> list[Namespace]:
-    found = [space for space in held if wanted and space.id.hex().startswith(wanted.lower())]
-    if len(found) != 1:
-        ids = ", ".join(space.id.hex() for space in found or held) or "there are none"
-        raise NotFoundError(
-            f"{option} {wanted!r} is no directory, no URL, and the begin of {len(found)} namespaces' ids (held: {ids})"
-        )
-    return found
-
-
 def _print(comparison: ComparisonView) -> None:
     ours = comparison.ours[:12] if len(comparison.ours) == 32 else comparison.ours
     if comparison.matches:
@@ -117,8 +102,7 @@ def _print(comparison: ComparisonView) -> None:
     else:
         fields = render.count(len(comparison.differences), "field")
         title = f"{ours} and its nearest namespace {comparison.theirs[:12]} differ in {fields}"
-        rows = [[found.field, _value(found.ours), _value(found.theirs)] for found in comparison.differences]
-        render.console().print(render.table(("field", "ours", "stored"), rows, title=title, left="ours stored"))
+        render.show_table(_COLUMNS, comparison.differences, title=title, left="ours,stored")
     if comparison.not_compared:
         render.say(f"not compared, because only a loaded model tells: {', '.join(comparison.not_compared)}")
 
@@ -129,9 +113,7 @@ def _value(value: object) -> str:
 
 
 def compare_namespaces(ours: Namespace, theirs: Namespace) -> ComparisonView:
-    """Field by field."""
-    differences = ours.identity.diff(theirs.identity)
-    views = list(map(DifferenceView.of, differences))
+    views = [render.view_of(DifferenceView, found) for found in ours.identity.diff(theirs.identity)]
     return ComparisonView(ours.id.hex(), theirs.id.hex(), not views, _count(theirs.identity), [], views)
 
 
@@ -151,18 +133,12 @@ def compare_model(directory: Path, theirs: Namespace) -> ComparisonView:
     ours["config"] = _common(config, stored.get("config", {}))
     known = Identity.of(ours)
     matching = Identity.of(_common(stored, ours))
-    differences = list(map(DifferenceView.of, known.diff(matching)))
+    differences = [render.view_of(DifferenceView, found) for found in known.diff(matching)]
     left = [name for name in stored if name not in ours]
     return ComparisonView(str(directory), theirs.id.hex(), not differences, _count(known), sorted(left), differences)
 
 
-def nearest(comparisons: Sequence[ComparisonView]) -> ComparisonView:
-    """The one with the fewest differences; of equals, the first. There must be one."""
-    return min(comparisons, key=lambda found: len(found.differences))
-
-
 def _count(identity: Identity) -> int:
-    """Its fields."""
     return sum(bool(difference.field) for difference in Identity({}).diff(identity))
 
 

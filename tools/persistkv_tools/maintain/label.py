@@ -1,4 +1,4 @@
-"""``persistkv label``: changes the labels of a request while others write."""
+"""``persistkv label``, ``pin`` and ``unpin``: change what is known of a request while others write."""
 
 from __future__ import annotations
 
@@ -12,16 +12,24 @@ from persistkv.errors import ConfigurationError, StoreError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.extensions import InspectableBackend
 from persistkv_tools import render
-from persistkv_tools.catalogue import Catalogue, LivePacks
-from persistkv_tools.options import InNamespace, Json, Request, Url, opened
-from persistkv_tools.selection import FoundRequest, NotFoundError, find_request
+from persistkv_tools.options import (
+    FoundRequest,
+    InNamespace,
+    Json,
+    NotFoundError,
+    RequestId,
+    Url,
+    find_request,
+    opened,
+)
+from persistkv_tools.packs import NamespacePacks
 
 _ATTEMPTS = 100
 
 
 def label(
     url: Url,
-    request: Request,
+    request: RequestId,
     labels: Annotated[
         list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="Labels to give, over those of that name.")
     ] = None,
@@ -50,6 +58,33 @@ def label(
         render.say(f"{name} (namespace {space[:8]}): {render.format_labels(now) or 'no labels'}")
 
 
+def pin(url: Url, request: RequestId, namespace: InNamespace = None, json: Json = False) -> None:
+    """Keep a context: neither it nor its packs are evicted, nor do they expire, until it is unpinned.
+
+    Example: persistkv pin lmdb:///var/cache/kv 0c4de6a0
+    """
+    _pin(url, request, namespace, json, pinned=True)
+
+
+def unpin(url: Url, request: RequestId, namespace: InNamespace = None, json: Json = False) -> None:
+    """Let a context be evicted again.
+
+    Example: persistkv unpin lmdb:///var/cache/kv 0c4de6a0
+    """
+    _pin(url, request, namespace, json, pinned=False)
+
+
+def _pin(url: str, request: str, namespace: str | None, json: bool, *, pinned: bool) -> None:
+    with opened(url, writable=True) as backend:
+        found = find_request(backend, request, namespace)
+        backend.commit(found.namespace.id, CommitBatch(pins=[(found.manifest.id, pinned)]))
+    name, space = found.manifest.id, found.namespace.id.hex()
+    if json:
+        render.print_json({"url": url, "request": name, "namespace": space, "pinned": pinned})
+    else:
+        render.say(f"{'pinned' if pinned else 'unpinned'} {name} (namespace {space[:8]})")
+
+
 def parse_labels(texts: Iterable[str]) -> dict[str, str]:
     """``NAME=VALUE`` each; the value may be empty.
 
@@ -69,14 +104,14 @@ def parse_labels(texts: Iterable[str]) -> dict[str, str]:
 def relabel(
     backend: InspectableBackend, found: FoundRequest, given: Mapping[str, str], removed: Iterable[str]
 ) -> dict[str, str]:
-    """Give a request labels and take some away; all that it has afterwards. It counts as used.
+    """Give a request labels and take some away; return all that it has afterwards. It counts as used.
 
-    :raises NotFoundError: the request went meanwhile, or its keys do not read.
+    :raises NotFoundError: the request was deleted meanwhile, or its keys are unreadable.
     :raises StoreError: the commit failed, or others wrote all the time. Nothing was changed.
     """
     namespace, name = found.namespace.id, found.manifest.id
     for _ in range(_ATTEMPTS):
-        packs = LivePacks(backend, namespace)
+        packs = NamespacePacks(backend, namespace)
         manifest = find_request(backend, name, namespace.hex()).manifest
         keys = backend.manifest_keys(namespace, [name])[0]
         if keys is None:
@@ -86,7 +121,7 @@ def relabel(
             labels.pop(label, None)
         if labels == manifest.labels:
             return labels
-        held = Catalogue(packs.tables.values()).packs_in_order([group.unpack() for group in keys])
+        held = packs.in_order(keys)
         write = ManifestWrite(msgspec.structs.replace(manifest, labels=labels), keys, held)
         (use,) = backend.uses(namespace, [name])
         if not backend.commit(namespace, CommitBatch(manifests=[write], seen=packs.cursor)).stale:

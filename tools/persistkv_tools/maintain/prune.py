@@ -15,6 +15,7 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from functools import cached_property
 from typing import Annotated
 
@@ -22,13 +23,12 @@ import msgspec
 import typer
 
 from persistkv.config import parse_size
-from persistkv.errors import ConfigurationError, StoreFullError
+from persistkv.errors import ConfigurationError, StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch, Namespace
 from persistkv.storage.extensions import InspectableBackend, RequestUse, SupportsCompaction, SupportsQuarantine
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackTable
 from persistkv_tools import render
-from persistkv_tools.catalogue import Catalogue, all_keys, keys_of
 from persistkv_tools.options import (
     InNamespace,
     Json,
@@ -36,44 +36,27 @@ from persistkv_tools.options import (
     LargerThan,
     NeverHit,
     OlderThan,
+    RequestView,
+    Selection,
     Url,
     Yes,
+    chosen_namespaces,
     ensure_consent,
+    find_request,
     opened,
+    with_uses,
 )
+from persistkv_tools.packs import NamespacePacks, all_keys, keys_of
 from persistkv_tools.progress import byte_progress
-from persistkv_tools.selection import RequestView, Selection, chosen_namespaces, find_request, with_uses
 
 _SHOWN = 20
+_COLUMNS = render.columns("request=id age=created tokens size=raw_bytes pinned labels namespace")
 _ONE_OF = (
     "at least one of --request, --older-than, --label, --larger-than, --never-hit, --namespace, --keep-size,"
     " --orphans, --quarantined and --compact"
 )
 _PACKS_AT_ONCE = 64
 _MOST_PAUSE_S = 0.2
-
-
-class Wanted(msgspec.Struct, frozen=True):
-    """Options of the command line."""
-
-    selection: Selection
-    namespace: str | None
-    requests: list[str]
-    keep_size: int | None
-
-    @property
-    def names_requests(self) -> bool:
-        """Whether requests are to go at all; with ``--orphans`` alone, none are."""
-        chosen = self.selection != Selection() or self.requests or self.namespace is not None
-        return bool(chosen) or self.keep_size is not None
-
-    @property
-    def must_all_go(self) -> bool:
-        """Whether it names certain requests, by id or by labels alone. Any condition besides is housekeeping, which is
-        done where it has deleted all that can go.
-        """
-        by_labels = bool(self.selection.labels) and self.selection == Selection(labels=self.selection.labels)
-        return bool(self.requests) or (by_labels and self.keep_size is None)
 
 
 class Disk(msgspec.Struct, frozen=True):
@@ -85,15 +68,6 @@ class Disk(msgspec.Struct, frozen=True):
     compactable_bytes: int
     """Of these, the part that ``--compact`` can return to the disk."""
 
-    @classmethod
-    def of(cls, backend: InspectableBackend) -> Disk:
-        """As it is now."""
-        disk_bytes = backend.stats().disk_bytes
-        if not isinstance(backend, SupportsCompaction):
-            return cls(disk_bytes, 0, 0)
-        free = backend.free_space()
-        return cls(disk_bytes, free.payload_bytes + free.catalogue_bytes, free.payload_bytes)
-
 
 class Quarantine(msgspec.Struct):
     """Directories of damaged stores that ``--quarantined`` deletes."""
@@ -104,12 +78,6 @@ class Quarantine(msgspec.Struct):
     deleted_bytes: int = 0
     """Bytes on disk that were deleted."""
 
-    @classmethod
-    def of(cls, backend: InspectableBackend) -> Quarantine:
-        """As it is now."""
-        stats = backend.stats()
-        return cls(stats.quarantined, stats.quarantined_bytes)
-
 
 class Amount(msgspec.Struct):
     """Some packs."""
@@ -119,7 +87,6 @@ class Amount(msgspec.Struct):
     stored_bytes: int = 0
 
     def add(self, table: PackTable) -> None:
-        """Count one more."""
         self.packs += 1
         self.blocks += len(table.keys)
         self.stored_bytes += table.payload_length
@@ -139,11 +106,11 @@ class Plan(msgspec.Struct):
 
 
 class Done(msgspec.Struct):
-    """What went."""
+    """What was deleted, counted up with each commit."""
 
-    goes: Amount
-    requests: int
-    staying: list[str]
+    goes: Amount = msgspec.field(default_factory=Amount)
+    requests: int = 0
+    staying: list[str] = []
     """Ids of requests that were chosen and are still there."""
 
 
@@ -182,54 +149,84 @@ def prune(
 
     A request whose packs are all used by others stays until one of these goes. Exit code 1: such a request was
     named, with --request or with --label and no other condition, or blocks of it stay. Exit code 3: a commit failed;
-    those before it were done.
+    those before it were done, and are shown.
 
     Example: persistkv prune lmdb:///var/cache/kv --older-than 30d --dry-run
     """
-    wanted = Wanted(
-        Selection.parse(label, older_than, larger_than=larger_than, never_hit=never_hit),
-        namespace,
-        request or [],
-        None if keep_size is None else parse_size(keep_size, name="--keep-size"),
-    )
-    if not (wanted.names_requests or orphans or quarantined or compact):
+    selection = Selection.parse(label, older_than, larger_than=larger_than, never_hit=never_hit)
+    keep_bytes = None if keep_size is None else parse_size(keep_size, name="--keep-size")
+    names_requests = bool(request) or selection != Selection() or namespace is not None or keep_bytes is not None
+    by_labels = bool(label) and selection == Selection(labels=selection.labels)
+    must_all_go = bool(request) or (by_labels and keep_bytes is None)  # any other condition is housekeeping
+    if not (names_requests or orphans or quarantined or compact):
         raise ConfigurationError("prune", url, _ONE_OF)
     ensure_consent("prune", url, "--yes or --dry-run", yes=yes or dry_run, json=json)
     with opened(url) as backend:
-        pruning = _chosen(backend, wanted)
-        plan = pruning.plan(orphans=orphans, shared=shared_packs)
-        damaged = Quarantine.of(backend) if quarantined else Quarantine()
+        found = [find_request(backend, name, namespace) for name in request or []]
+        ids = {space.id for space, _ in found}
+        pruning = Pruning(
+            backend, [space for space in chosen_namespaces(backend, namespace) if not found or space.id in ids]
+        )
+        if names_requests:
+            pruning.choose(selection, {(space.id, manifest.id) for space, manifest in found} or None)
+        if keep_bytes is not None:
+            pruning.shrink_to(keep_bytes)
+        plan, stats = pruning.plan(orphans=orphans, shared=shared_packs), backend.stats()
+        damaged = Quarantine(stats.quarantined, stats.quarantined_bytes) if quarantined else Quarantine()
         if not json:
             _print_plan(plan)
-            _print_quarantine(damaged)
-        done = None
+            if damaged.directories:
+                render.say(f"to delete: {render.format_size(damaged.num_bytes)} of damaged stores:")
+            for directory in damaged.directories:
+                render.say(f"  {directory}")
+        done, failure = None, None
         if not dry_run and plan.goes.packs == 0 and not damaged.directories:
-            done = pruning.run(backend)
+            pruning.run(backend, done := Done())
         elif not dry_run and (yes or typer.confirm("Delete them?")):
-            with opened(url, writable=True) as writer:
-                done = pruning.run(writer)
-                if damaged.directories and isinstance(writer, SupportsQuarantine):
-                    damaged.deleted_bytes = writer.delete_quarantined()
+            done = Done()
+            try:
+                with opened(url, writable=True) as writer:
+                    pruning.run(writer, done)
+                    if damaged.directories and isinstance(writer, SupportsQuarantine):
+                        damaged.deleted_bytes = writer.delete_quarantined()
+            except StoreError as error:
+                failure = error
     freed, disk, packs_bytes = None, None, 0
-    if done is not None:
+    if done is not None and failure is None:
         freed = _compact(url) if compact else None
         with opened(url) as backend:
-            disk, packs_bytes = Disk.of(backend), backend.stats().stored_bytes
+            disk, packs_bytes = _disk(backend), backend.stats().stored_bytes
     if json:
         sizes = {"disk_bytes": disk and disk.total_bytes, "free_bytes": disk and disk.free_bytes}
         what = {"plan": plan, "done": done, "quarantined": damaged}
         render.print_json({"url": url, "dry_run": dry_run, **what, "freed_bytes": freed, **sizes})
-    elif done is not None and disk is not None:
-        _print_done(done, must_all_go=wanted.must_all_go)
+    elif done is not None:
+        render.say(f"deleted: {render.count(done.requests, 'request')}, {_amount(done.goes)}")
+        if done.staying:
+            staying = render.count(len(done.staying), "request")
+            stays = f"{staying} {'stays' if len(done.staying) == 1 else 'stay'}"
+            until = f"{stays} until one of their packs goes: others use all of these"
+            render.say(f"still there: {staying} of those that were to go" if must_all_go else until)
         if damaged.directories:
             render.say(f"deleted files of damaged stores: {render.format_size(damaged.deleted_bytes)}")
-        if wanted.keep_size is not None and packs_bytes > wanted.keep_size:
+        if keep_bytes is not None and packs_bytes > keep_bytes:
             left = f"{render.format_size(packs_bytes)} of packs are left, more than --keep-size"
             render.say(f"{left}: of requests that were not chosen, or of none (--orphans)")
-        _print_disk(url, disk, freed)
+        if disk is not None:
+            _print_disk(url, disk, freed)
+    if failure is not None:
+        raise failure
     stay = plan.staying if done is None else done.staying
-    if wanted.must_all_go and (stay or plan.private_blocks_left):
+    if must_all_go and (stay or plan.private_blocks_left):
         raise typer.Exit(1)
+
+
+def _disk(backend: InspectableBackend) -> Disk:
+    disk_bytes = backend.stats().disk_bytes
+    if not isinstance(backend, SupportsCompaction):
+        return Disk(disk_bytes, 0, 0)
+    free = backend.free_space()
+    return Disk(disk_bytes, free.payload_bytes + free.catalogue_bytes, free.payload_bytes)
 
 
 def _print_disk(url: str, disk: Disk, freed: int | None) -> None:
@@ -254,32 +251,14 @@ def _compact(url: str) -> int:
         return max(0, before - backend.stats().disk_bytes)
 
 
-def _chosen(backend: InspectableBackend, wanted: Wanted) -> Pruning:
-    namespaces = chosen_namespaces(backend, wanted.namespace)
-    found = [find_request(backend, name, wanted.namespace) for name in wanted.requests]
-    if found:
-        ids = {request.namespace.id for request in found}
-        namespaces = [namespace for namespace in namespaces if namespace.id in ids]
-    pruning = Pruning(backend, namespaces)
-    if wanted.names_requests:
-        pruning.choose(wanted.selection, {(space.id, manifest.id) for space, manifest in found} or None)
-    if wanted.keep_size is not None:
-        pruning.shrink_to(wanted.keep_size)
-    return pruning
-
-
 def _print_plan(plan: Plan) -> None:
     for title, views in (
         ("these requests go", plan.requests),
         ("these stay: others use all their packs", plan.staying),
     ):
         if views:
-            pinned = any(view.pinned for view in views)
-            rows = (_cells(view, pinned=pinned) for view in views[:_SHOWN])
-            columns = ("request", "age", "tokens", "size", *(["pinned"] if pinned else []), "labels", "namespace")
-            render.console().print(render.table(columns, rows, title=title, left="pinned labels namespace"))
-            if len(views) > _SHOWN:
-                render.say(f"and {len(views) - _SHOWN:,} more; --json lists all")
+            left = "pinned,labels,namespace"
+            render.show_table(_COLUMNS, views, title=title, left=left, optional="pinned", most=_SHOWN)
     render.say(f"to delete: {render.count(len(plan.requests), 'request')}, {_amount(plan.goes)}")
     if pins := sum(bool(view.pinned) for view in plan.requests):
         render.say(f"{render.count(pins, 'request')} of these {'is' if pins == 1 else 'are'} pinned")
@@ -288,37 +267,8 @@ def _print_plan(plan: Plan) -> None:
         render.say(f"{blocks} of these requests alone stay, in packs that others use; --shared-packs deletes those too")
 
 
-def _print_quarantine(damaged: Quarantine) -> None:
-    if damaged.directories:
-        render.say(f"to delete: {render.format_size(damaged.num_bytes)} of damaged stores:")
-        for directory in damaged.directories:
-            render.say(f"  {directory}")
-
-
-def _print_done(done: Done, *, must_all_go: bool) -> None:
-    render.say(f"deleted: {render.count(done.requests, 'request')}, {_amount(done.goes)}")
-    staying = render.count(len(done.staying), "request")
-    if done.staying and must_all_go:
-        render.say(f"still there: {staying} of those that were to go")
-    elif done.staying:
-        stays = "stays" if len(done.staying) == 1 else "stay"
-        render.say(f"{staying} {stays} until one of their packs goes: others use all of these")
-
-
 def _amount(amount: Amount) -> str:
     return f"{render.count(amount.packs, 'pack')}, {render.format_size(amount.stored_bytes)}"
-
-
-def _cells(request: RequestView, *, pinned: bool) -> list[str]:
-    return [
-        request.id,
-        render.format_age(request.created),
-        f"{request.tokens:,}",
-        render.format_size(request.raw_bytes),
-        *(["yes" if request.pinned else ""] if pinned else []),
-        render.format_labels(request.labels),
-        request.namespace[:8],
-    ]
 
 
 class Usage:
@@ -334,19 +284,14 @@ class Usage:
         self._backend = backend
 
     @cached_property
-    def _catalogue(self) -> Catalogue:
-        return Catalogue.of(self._backend, self.namespace.id)
-
-    @property
-    def tables(self) -> dict[bytes, PackTable]:
-        """The packs."""
-        return self._catalogue.tables
+    def held(self) -> NamespacePacks:
+        return NamespacePacks(self._backend, self.namespace.id)
 
     @cached_property
     def packs(self) -> dict[str, set[bytes]]:
         """For each request, the packs that hold one of its blocks."""
         keys = keys_of(self._backend, self.namespace.id, self.manifests)
-        holding = self._catalogue.packs_holding
+        holding = self.held.holding
         return {name: set() if found is None else holding(all_keys(found)) for name, found in keys}
 
     def uses(self, names: Iterable[str]) -> Iterator[tuple[RequestManifest, RequestUse | None]]:
@@ -354,13 +299,7 @@ class Usage:
         return with_uses(self._backend, self.namespace.id, (self.manifests[name] for name in names))
 
     def used(self, requests: Iterable[str]) -> set[bytes]:
-        """The packs that these requests use."""
         return set().union(*(self.packs[name] for name in requests))
-
-    @property
-    def kept(self) -> list[str]:
-        """Ids of the requests that stay."""
-        return [name for name in self.manifests if name not in self.doomed]
 
 
 class Pruning:
@@ -387,7 +326,7 @@ class Pruning:
             for usage in self._usages:
                 usage.doomed.clear()
             return
-        held = sum(table.payload_length for usage in self._usages for table in usage.tables.values())
+        held = sum(table.payload_length for usage in self._usages for table in usage.held.tables.values())
         candidates = [(usage.manifests[name].created, name, usage) for usage in self._usages for name in usage.doomed]
         uses = {id(usage): Counter(pack for used in usage.packs.values() for pack in used) for usage in self._usages}
         for usage in self._usages:
@@ -398,7 +337,7 @@ class Pruning:
             usage.doomed.add(name)
             counts = uses[id(usage)]
             counts.subtract(usage.packs[name])
-            held -= sum(usage.tables[pack].payload_length for pack in usage.packs[name] if not counts[pack])
+            held -= sum(usage.held.tables[pack].payload_length for pack in usage.packs[name] if not counts[pack])
 
     def plan(self, *, orphans: bool = False, shared: bool = False) -> Plan:
         """What would go.
@@ -410,18 +349,18 @@ class Pruning:
         for usage in self._usages:
             if not (usage.doomed or orphans):
                 continue
-            kept = usage.used(usage.kept)
-            packs = usage.used(usage.doomed) - kept
-            private = _private_blocks(self._backend, usage, usage.used(usage.doomed) & kept)
+            doomed, kept = usage.used(usage.doomed), usage.used(usage.manifests.keys() - usage.doomed)
+            packs = doomed - kept
+            private = _private_blocks(self._backend, usage, doomed & kept)
             if shared:
                 packs |= private.keys()
             else:
                 plan.private_blocks_left += sum(private.values())
             if orphans:
-                packs |= usage.tables.keys() - kept - usage.used(usage.doomed)
+                packs |= usage.held.tables.keys() - kept - doomed
             self._packs[usage.namespace.id] = packs
             for pack in packs:
-                plan.goes.add(usage.tables[pack])
+                plan.goes.add(usage.held.tables[pack])
             self._sort_requests(plan, usage, packs)
         for views in (plan.requests, plan.staying):
             views.sort(key=lambda view: (view.created, view.id))
@@ -433,27 +372,29 @@ class Pruning:
             view = RequestView.of(usage.namespace.id, manifest, use)
             (plan.requests if manifest.id in usage.going else plan.staying).append(view)
 
-    def run(self, backend: InspectableBackend) -> Done:
+    def run(self, backend: InspectableBackend, done: Done) -> None:
         """Delete what the plan names.
 
         :param backend: the same store, open for writing where there is something to delete.
+        :param done: is counted up.
         :raises StoreError: a commit failed; those before it were done.
         """
-        done = Done(Amount(), 0, [])
         for usage in self._usages:
             packs = sorted(self._packs.get(usage.namespace.id, ()))
-            for start in range(0, len(packs), _PACKS_AT_ONCE):
-                for table in self._delete(backend, usage, packs[start : start + _PACKS_AT_ONCE]):
-                    done.goes.add(table)
-            if not (usage.doomed or packs):
-                continue
-            there = {manifest.id for manifest in backend.manifests(usage.namespace.id)}
-            done.requests += len(usage.going - there)
-            done.staying += sorted(usage.doomed & there)
-        return done
+            try:
+                for start in range(0, len(packs), _PACKS_AT_ONCE):
+                    for table in self._delete(backend, usage, packs[start : start + _PACKS_AT_ONCE]):
+                        done.goes.add(table)
+            except StoreError:
+                with suppress(StoreError):  # the first error tells more
+                    _count_requests(backend, usage, done)
+                raise
+            if usage.doomed or packs:
+                _count_requests(backend, usage, done)
 
     def _delete(self, backend: InspectableBackend, usage: Usage, packs: list[bytes]) -> Iterator[PackTable]:
-        wanted = [pack for pack in packs if pack not in self._used_since(usage, packs)]
+        used = self._used_since(usage)
+        wanted = [pack for pack in packs if pack not in used]
         begin = time.monotonic()
         try:
             gone = backend.commit(usage.namespace.id, CommitBatch(deletions=wanted)).evicted
@@ -466,20 +407,23 @@ class Pruning:
             yield from self._delete(backend, usage, wanted[:half])
             yield from self._delete(backend, usage, wanted[half:])
 
-    def _used_since(self, usage: Usage, packs: list[bytes]) -> set[bytes]:
-        """Packs of these that are used by requests added after the plan was made."""
+    def _used_since(self, usage: Usage) -> set[bytes]:
+        """Packs that are used by requests added after the plan was made."""
         namespace = usage.namespace.id
         fresh = [found.id for found in self._backend.manifests(namespace) if found.id not in usage.manifests]
-        if not fresh:
-            return set()
-        catalogue = Catalogue(usage.tables[pack] for pack in packs)
-        keys = (self._backend.manifest_keys(namespace, [name])[0] for name in fresh)
-        return set().union(*(catalogue.packs_holding(all_keys(found)) for found in keys if found is not None))
+        keys = keys_of(self._backend, namespace, fresh)
+        return set().union(*(usage.held.holding(all_keys(found)) for _, found in keys if found is not None))
+
+
+def _count_requests(backend: InspectableBackend, usage: Usage, done: Done) -> None:
+    there = {manifest.id for manifest in backend.manifests(usage.namespace.id)}
+    done.requests += len(usage.going - there)
+    done.staying += sorted(usage.doomed & there)
 
 
 def _private_blocks(backend: InspectableBackend, usage: Usage, shared: set[bytes]) -> dict[bytes, int]:
     """For each of these packs that has some, how many blocks in it only doomed requests name."""
-    where = {key: pack for pack in shared for key in usage.tables[pack].keys.unpack()}
+    where = {key: pack for pack in shared for key in usage.held.tables[pack].keys.unpack()}
     doomed: set[bytes] = set()
     for name, packs in usage.packs.items():
         if name in usage.doomed and not packs.isdisjoint(shared):

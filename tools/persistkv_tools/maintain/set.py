@@ -15,24 +15,9 @@ from persistkv.config import StoreUrl, parse_duration, parse_size
 from persistkv.errors import ConfigurationError
 from persistkv.storage.extensions import InspectableBackend, Policy, SupportsPolicy
 from persistkv_tools import render
-from persistkv_tools.options import Json, Url, Yes, ensure_consent, opened
+from persistkv_tools.options import Json, Url, Yes, ensure_consent, opened, with_uses
 
 _NONE = "none"
-
-
-class PolicyView(msgspec.Struct, frozen=True):
-    """A store's policy."""
-
-    capacity: int | None
-    """Bytes on disk; null: unbounded."""
-    ttl_s: float | None
-    """Seconds after the last use; null: content does not expire."""
-    placement: str | None
-
-    @classmethod
-    def of(cls, policy: Policy) -> PolicyView:
-        """Convert a driver's policy."""
-        return cls(policy.capacity, policy.ttl_s, policy.placement)
 
 
 class Consequences(msgspec.Struct, frozen=True):
@@ -67,7 +52,7 @@ def set_(
     Example: persistkv set lmdb:///var/cache/kv capacity=200GiB ttl=30d
     """
     with opened(url) as backend:
-        before = _policy(backend, url)
+        before = _supported(backend, url).policy()
         after = _changed(before, values or [])
         found = _consequences(backend, url, before, after)
     if not json:
@@ -80,15 +65,8 @@ def set_(
                 _supported(backend, url).set_policy(after)
             done = True
     if json:
-        render.print_json(
-            {
-                "url": url,
-                "before": PolicyView.of(before),
-                "after": PolicyView.of(after),
-                "consequences": found,
-                "changed": done,
-            }
-        )
+        policies = {"before": before, "after": after}
+        render.print_json({"url": url, **policies, "consequences": found, "changed": done})
     elif done:
         render.say("changed; engines follow with their next commit")
 
@@ -99,14 +77,10 @@ def _supported(backend: InspectableBackend, url: str) -> SupportsPolicy:
     return backend
 
 
-def _policy(backend: InspectableBackend, url: str) -> Policy:
-    return _supported(backend, url).policy()
-
-
 def _changed(policy: Policy, values: list[str]) -> Policy:
     """The policy with other values.
 
-    :raises ConfigurationError: a value that is none, or a name that does not exist or cannot be changed.
+    :raises ConfigurationError: an invalid value, or a name that does not exist or cannot be changed.
     """
     for text in values:
         name, equals, value = text.partition("=")
@@ -116,49 +90,39 @@ def _changed(policy: Policy, values: list[str]) -> Policy:
             policy = replace(policy, capacity=parse_size(value, name="capacity"))
         elif name == "ttl":
             policy = replace(policy, ttl_s=None if value == _NONE else parse_duration(value, name="ttl"))
-        elif name == "placement":
-            if value != policy.placement:
-                expected = f"{policy.placement}, fixed at creation; persistkv push copies a store into a new one"
-                raise ConfigurationError("placement", value, expected)
-        else:
+        elif name != "placement":
             raise ConfigurationError("set", text, "one of capacity=SIZE, ttl=DURATION and ttl=none")
+        elif value != policy.placement:
+            expected = f"{policy.placement}, fixed at creation; persistkv push copies a store into a new one"
+            raise ConfigurationError("placement", value, expected)
     return policy
 
 
 def _consequences(backend: InspectableBackend, url: str, before: Policy, after: Policy) -> Consequences:
     stats = backend.stats()
-    over = 0 if after.capacity is None else max(0, stats.disk_bytes - after.capacity)
-    grows = 0 if after.capacity is None else max(0, after.capacity - stats.disk_bytes)
-    missing = 0
-    location = Path(StoreUrl.parse(url).location)
+    grows = 0 if after.capacity is None else after.capacity - stats.disk_bytes
+    location, missing, expiring = Path(StoreUrl.parse(url).location), 0, 0
     if after.capacity != before.capacity and location.is_dir():
         status = os.statvfs(location)
         missing = max(0, grows - status.f_bavail * status.f_frsize)
-    expiring = _expiring(backend, after.ttl_s) if after.ttl_s != before.ttl_s else 0
-    return Consequences(stats.disk_bytes, over, expiring, stats.requests, missing)
-
-
-def _expiring(backend: InspectableBackend, ttl_s: float | None) -> int:
-    """Requests that were last used longer ago than the ttl and are not pinned."""
-    if ttl_s is None:
-        return 0
-    oldest = time.time() - ttl_s
-    count = 0
-    for namespace in backend.namespaces():
-        names = [manifest.id for manifest in backend.manifests(namespace.id)]
-        uses = backend.uses(namespace.id, names)
-        count += sum(use is not None and not use.pinned and use.last_used < oldest for use in uses)
-    return count
+    if after.ttl_s is not None and after.ttl_s != before.ttl_s:
+        oldest = time.time() - after.ttl_s
+        for namespace in backend.namespaces():
+            for _, use in with_uses(backend, namespace.id, backend.manifests(namespace.id)):
+                expiring += use is not None and not use.pinned and use.last_used < oldest
+    return Consequences(stats.disk_bytes, max(0, -grows), expiring, stats.requests, missing)
 
 
 def _print(before: Policy, after: Policy, found: Consequences) -> None:
+    sizes = [_NONE if policy.capacity is None else render.format_size(policy.capacity) for policy in (before, after)]
+    ttls = [_duration(policy.ttl_s) for policy in (before, after)]
     rows = {
-        "capacity": _arrow(_size(before.capacity), _size(after.capacity)),
-        "ttl": _arrow(_duration(before.ttl_s), _duration(after.ttl_s)),
+        "capacity": " → ".join(dict.fromkeys(sizes)),
+        "ttl": " → ".join(dict.fromkeys(ttls)),
         "placement": before.placement or "-",
         "on disk": render.format_size(found.disk_bytes),
     }
-    render.console().print(render.pairs(rows))
+    render.show_pairs(rows)
     if found.evicted_bytes:
         size = render.format_size(found.evicted_bytes)
         render.say(f"about {size} will be evicted by the next commits, least recently used first")
@@ -167,14 +131,6 @@ def _print(before: Policy, after: Policy, found: Consequences) -> None:
         render.say(f"{found.expiring_requests:,} of {of} will expire: they were last used before the new ttl")
     if found.missing_disk_bytes:
         render.say(f"the disk lacks {render.format_size(found.missing_disk_bytes)} for this capacity")
-
-
-def _arrow(before: str, after: str) -> str:
-    return before if before == after else f"{before} → {after}"
-
-
-def _size(value: int | None) -> str:
-    return _NONE if value is None else render.format_size(value)
 
 
 def _duration(seconds: float | None) -> str:

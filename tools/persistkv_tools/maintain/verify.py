@@ -1,8 +1,9 @@
 """``persistkv verify``: reads a store, checks everything in it, and deletes bad packs with ``--repair``.
 
 1. A pack is deleted only if it is still bad when nothing happened between the last check and the commit.
-2. Requests that name the pack are shortened, in the same commit, to the blocks before it. A request with no block left
-   is deleted. Blocks behind the pack stay, and are reachable again once the pack's blocks were computed again.
+2. Requests that name the pack are shortened to the blocks before it, at the latest in the same commit. A request with
+   no block left is deleted. Blocks behind the pack stay, and are reachable again once the pack's blocks were computed
+   again.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import gc
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -36,17 +37,17 @@ from persistkv.storage.namespace_view import (
     shortened,
 )
 from persistkv_tools import render
-from persistkv_tools.catalogue import LivePacks
 from persistkv_tools.maintain.integrity import (
+    Tally,
     Verifier,
     VerifyState,
     check_manifests,
     count_rows,
-    payload_left,
+    packs_left,
     read_catalogues,
 )
 from persistkv_tools.options import Json, Rate, Url, Yes, ensure_consent, opened
-from persistkv_tools.pack_check import Finding, check_pack
+from persistkv_tools.packs import Finding, NamespacePacks, Took, check_pack
 from persistkv_tools.progress import Throttle, byte_progress, counted
 
 _SAVE_S = 5.0
@@ -59,7 +60,7 @@ _SHOWN = 20
 _ATTEMPTS = 100
 
 
-class Summary(msgspec.Struct, frozen=True):
+class Summary(Tally, kw_only=True):
     """Outcome of a run."""
 
     url: str
@@ -67,22 +68,15 @@ class Summary(msgspec.Struct, frozen=True):
     """Share of the packs that was read."""
     seconds: float
     """Of this run, without the time before it was resumed."""
-    packs: int
-    frames: int
-    stored_bytes: int
     resumed_packs: int
     """Of ``packs``, those that were read before this run was resumed."""
     resumed_bytes: int
     """Of ``stored_bytes``, likewise."""
     requests: int
-    went_meanwhile: int
-    """Packs that others deleted or replaced while they were read."""
-    other_release_packs: int
-    """Packs that this release cannot decode: nothing was said of them."""
     rows_counted: bool
     """False: other processes wrote all the time, so unreadable rows could not be counted."""
     beside_engines: int
-    """That showed themselves: where there were any, and no --rate, it read a twentieth of the time."""
+    """Engines that use the store: if there are any, and no --rate, it reads a twentieth of the time."""
     problems: int
     by_problem: dict[str, int]
     deleted_packs: int
@@ -93,7 +87,6 @@ class Summary(msgspec.Struct, frozen=True):
     """Requests without a block left."""
     repair: RepairPlan | None
     """Plan of --repair; null without --repair, or if no pack is bad."""
-    findings: list[Finding]
 
 
 class PlannedPack(msgspec.Struct, frozen=True):
@@ -115,25 +108,35 @@ class PlannedRequest(msgspec.Struct, frozen=True):
     """Blocks before the first bad pack. 0: the request is to be deleted."""
 
 
-class RepairPlan(msgspec.Struct, frozen=True):
+class RepairPlan(msgspec.Struct):
     """Packs to delete and their requests."""
 
-    packs: list[PlannedPack]
-    requests: list[PlannedRequest]
-    blocks: int
+    packs: list[PlannedPack] = []
+    requests: list[PlannedRequest] = []
+    blocks: int = 0
     """Of the packs."""
-    stored_bytes: int
+    stored_bytes: int = 0
 
 
 class Repaired(msgspec.Struct):
-    """Outcome of a repair."""
+    """Outcome of a repair, counted up as it commits."""
 
     packs: list[bytes] = []
-    """Ids of those that it deleted."""
+    """Ids of deleted packs."""
     shortened: set[tuple[bytes, str]] = set()
-    """Namespaces and ids of requests of which something is left."""
+    """Namespaces and ids of requests that keep a part."""
     deleted: set[tuple[bytes, str]] = set()
-    """Of those of which nothing is."""
+    """Namespaces and ids of requests that keep nothing."""
+
+
+_PACKS = render.columns("pack namespace blocks size=stored_bytes")
+_REQUESTS = render.columns("request blocks kept=kept_blocks")
+_FINDINGS = render.columns(
+    "problem where namespace=space what=detail",
+    problem=lambda finding: finding.problem.value,
+    where=lambda finding: (finding.pack or "")[:8] or finding.request or "-",
+    space=lambda finding: (finding.namespace or "")[:8],
+)
 
 
 def verify(
@@ -153,7 +156,8 @@ def verify(
     json: Json = False,
 ) -> None:
     """Read everything and check it, a twentieth of the time where an engine shows that it uses the store and there is
-    no --rate. Exit code 1: something is wrong, repaired or not.
+    no --rate. Exit code 1: something is wrong, repaired or not. Exit code 3: a commit of --repair failed; those before
+    it were done, and are shown.
 
     Example: persistkv verify lmdb:///var/cache/kv --rate 200MiB --resume /var/tmp/kv.verify
     """
@@ -163,26 +167,15 @@ def verify(
         ensure_consent("verify --repair", url, "--yes", yes=yes, json=json)
     bytes_per_s = None if rate is None else parse_size(rate, name="--rate")
     state = VerifyState.begin(url, sample) if resume is None else VerifyState.load(resume, url, sample)
-    summary = _run(url, state, bytes_per_s, resume, repair=repair, yes=yes, json=json)
-    if json:
-        render.print_json(summary)
-    else:
-        _print(summary, bytes_per_s)
-    if summary.problems:
-        raise typer.Exit(1)
-
-
-def _run(
-    url: str, state: VerifyState, bytes_per_s: int | None, resume: Path | None, *, repair: bool, yes: bool, json: bool
-) -> Summary:
-    begin = time.monotonic()
-    resumed = state.packs, state.stored_bytes
+    begin, resumed = time.monotonic(), (state.packs, state.stored_bytes)
+    plan, repaired, failure = None, Repaired(), None
     with opened(url, writable=repair) as backend:
-        engines = _engines(backend)
+        now = time.time()
+        engines = sum(status.is_live(now) for status in read_statuses(backend))
         throttle = Throttle(bytes_per_s, share=_SHARE_BESIDE_ENGINES if engines and bytes_per_s is None else 1)
         spaces = read_catalogues(backend)
         with byte_progress() as progress:
-            total = payload_left(spaces, state)
+            total = sum(space.tables[pack].payload_length for space, pack in packs_left(spaces, state))
             took = counted(progress, "verify", total, throttle)
             portion = None if resume is None else min(_PORTION_BYTES, throttle.bytes_in(_SAVE_S))
             if throttle.bounded:  # small reads, so that those of an engine get between them
@@ -195,48 +188,49 @@ def _run(
                 rows = count_rows(backend, spaces)
                 requests, of_manifests = check_manifests(backend, spaces, took)
                 _read_packs(verifier, state, resume)
-        plan, repaired = None, Repaired()
         if repair and any(finding.pack for finding in state.findings):
             plan = plan_repair(backend, spaces, state.findings)
             if plan.packs and not json:
                 _print_plan(plan)
             question = f"Delete {render.count(len(plan.packs), 'bad pack')}, and shorten requests to the blocks before?"
             if plan.packs and (yes or typer.confirm(question)):
-                repaired = repair_packs(backend, spaces, state.findings, took)
+                try:
+                    repair_packs(backend, spaces, state.findings, took, repaired)
+                except StoreError as error:
+                    failure = error
     if resume is not None:
         with suppress(FileNotFoundError):
             resume.unlink()
-    findings = [*rows.findings, *of_manifests, *state.findings]
+    findings = [*(rows or []), *of_manifests, *state.findings]
     by_problem: Counter[str] = Counter()
     for finding in findings:
         by_problem[finding.problem.value] += finding.count
-    return Summary(
-        url,
-        state.share,
-        round(time.monotonic() - begin, 3),
-        state.packs,
-        state.frames,
-        state.stored_bytes,
-        *resumed,
-        requests,
-        state.went,
-        state.other_release,
-        rows.certain,
-        engines,
-        sum(by_problem.values()),
-        dict(by_problem),
-        len(repaired.packs),
-        len(repaired.shortened),
-        len(repaired.deleted),
-        plan,
-        findings,
+    summary = render.view_of(
+        Summary,
+        state,
+        url=url,
+        seconds=round(time.monotonic() - begin, 3),
+        resumed_packs=resumed[0],
+        resumed_bytes=resumed[1],
+        requests=requests,
+        rows_counted=rows is not None,
+        beside_engines=engines,
+        problems=sum(by_problem.values()),
+        by_problem=dict(by_problem),
+        deleted_packs=len(repaired.packs),
+        shortened_requests=len(repaired.shortened),
+        deleted_requests=len(repaired.deleted),
+        repair=plan,
+        findings=findings,
     )
-
-
-def _engines(backend: InspectableBackend) -> int:
-    """Number of engines that use the store."""
-    now = time.time()
-    return sum(status.is_live(now) for status in read_statuses(backend))
+    if json:
+        render.print_json(summary)
+    else:
+        _print(summary, bytes_per_s)
+    if failure is not None:
+        raise failure
+    if summary.problems:
+        raise typer.Exit(1)
 
 
 @contextmanager
@@ -255,34 +249,25 @@ def _prompt_threads() -> Iterator[None]:
 
 
 def _read_packs(verifier: Verifier, state: VerifyState, resume: Path | None) -> None:
-    if resume is not None:
-        state.save(resume)  # now, and not after an hour, it shows whether it can be written
+    if resume is None:
+        list(verifier.packs())
+        return
+    state.save(resume)  # now, and not after an hour, it shows whether it can be written
     saved = time.monotonic()
     try:
         for _ in verifier.packs():
-            if resume is not None and time.monotonic() - saved > _SAVE_S:
+            if time.monotonic() - saved > _SAVE_S:
                 state.save(resume)
                 saved = time.monotonic()
     finally:
-        if resume is not None:
-            state.save(resume)
+        state.save(resume)
 
 
 def _print_plan(plan: RepairPlan) -> None:
-    packs = [
-        [row.pack[:8], row.namespace[:8], f"{row.blocks:,}", render.format_size(row.stored_bytes)]
-        for row in plan.packs[:_SHOWN]
-    ]
-    title = "these packs are bad and go"
-    console = render.console()
-    console.print(render.table(("pack", "namespace", "blocks", "size"), packs, title=title, left="namespace"))
+    render.show_table(_PACKS, plan.packs, title="these packs are bad and go", left="namespace", most=_SHOWN)
     if plan.requests:
-        requests = [[row.request, f"{row.blocks:,}", f"{row.kept_blocks:,}"] for row in plan.requests[:_SHOWN]]
         title = "these requests name them; they keep the blocks before, and those with none go"
-        console.print(render.table(("request", "blocks", "kept"), requests, title=title))
-    hidden = max(len(plan.packs), len(plan.requests)) - _SHOWN
-    if hidden > 0:
-        render.say("and more; --json lists all")
+        render.show_table(_REQUESTS, plan.requests, title=title, most=_SHOWN)
     going = f"{render.count(len(plan.packs), 'pack')}, {render.count(plan.blocks, 'block')}"
     shortened = sum(row.kept_blocks > 0 for row in plan.requests)
     render.say(
@@ -294,20 +279,7 @@ def _print_plan(plan: RepairPlan) -> None:
 
 def _print(summary: Summary, bytes_per_s: int | None) -> None:
     if summary.findings:
-        rows = [
-            [
-                finding.problem.value,
-                (finding.pack or "")[:8] or finding.request or "-",
-                (finding.namespace or "")[:8],
-                finding.detail,
-            ]
-            for finding in summary.findings[:_SHOWN]
-        ]
-        render.console().print(
-            render.table(("problem", "where", "namespace", "what"), rows, left="where namespace what")
-        )
-    if len(summary.findings) > _SHOWN:
-        render.say(f"and {len(summary.findings) - _SHOWN:,} more; --json lists all")
+        render.show_table(_FINDINGS, summary.findings, left="where,namespace,what", most=_SHOWN)
     read_bytes = summary.stored_bytes - summary.resumed_bytes
     speed = render.format_size(int(read_bytes / summary.seconds)) if summary.seconds else "-"
     read = f"{render.count(summary.packs, 'pack')}, {render.format_size(summary.stored_bytes)}"
@@ -327,7 +299,7 @@ def _print(summary: Summary, bytes_per_s: int | None) -> None:
         render.say(f"{render.count(summary.other_release_packs, 'pack')} of another release's codec: not checked")
     if not summary.rows_counted:
         render.say("rows that do not read could not be told: others wrote all the time")
-    if summary.deleted_packs:
+    if summary.deleted_packs or summary.shortened_requests:
         render.say(f"deleted {render.count(summary.deleted_packs, 'pack')}; their blocks will be computed again")
         shortened = render.count(summary.shortened_requests, "request")
         render.say(
@@ -336,81 +308,76 @@ def _print(summary: Summary, bytes_per_s: int | None) -> None:
     render.say("nothing is wrong" if not summary.problems else f"found {render.count(summary.problems, 'problem')}")
 
 
-def plan_repair(backend: InspectableBackend, spaces: Iterable[LivePacks], findings: Iterable[Finding]) -> RepairPlan:
+def plan_repair(
+    backend: InspectableBackend, spaces: Iterable[NamespacePacks], findings: Iterable[Finding]
+) -> RepairPlan:
     """Return what deleting the packs that were found bad takes with it, by what the store holds now.
 
     :raises StoreError: the medium failed.
     """
-    packs: list[PlannedPack] = []
-    requests: list[PlannedRequest] = []
+    plan = RepairPlan()
     bad = {bytes.fromhex(found.pack) for found in findings if found.pack}
     for space in spaces:
         space.refresh()
-        doomed = sorted(bad & space.tables.keys())
-        if doomed:
-            name = space.namespace.hex()
-            for pack in doomed:
-                table = space.tables[pack]
-                packs.append(PlannedPack(name, pack.hex(), len(table.keys), table.payload_length))
-            requests += _planned_requests(backend, space, doomed)
-    return RepairPlan(packs, requests, sum(pack.blocks for pack in packs), sum(pack.stored_bytes for pack in packs))
-
-
-def _planned_requests(
-    backend: InspectableBackend, space: LivePacks, doomed: Sequence[bytes]
-) -> Iterator[PlannedRequest]:
-    for heads, batch in _shortenings(backend, space, doomed):
-        kept = {write.manifest.id: write.manifest.blocks for write in batch.manifests}
-        for head in heads:
-            yield PlannedRequest(space.namespace.hex(), head.id, head.blocks, kept.get(head.id, 0))
+        name, doomed = space.namespace.hex(), sorted(bad & space.tables.keys())
+        for pack in doomed:
+            table = space.tables[pack]
+            plan.packs.append(PlannedPack(name, pack.hex(), len(table.keys), table.payload_length))
+            plan.blocks += len(table.keys)
+            plan.stored_bytes += table.payload_length
+        for heads, batch in _shortenings(backend, space, doomed) if doomed else ():
+            kept = {write.manifest.id: write.manifest.blocks for write in batch.manifests}
+            plan.requests += [PlannedRequest(name, head.id, head.blocks, kept.get(head.id, 0)) for head in heads]
+    return plan
 
 
 def repair_packs(
-    backend: InspectableBackend, spaces: Iterable[LivePacks], findings: Iterable[Finding], took: Callable[[int], None]
-) -> Repaired:
+    backend: InspectableBackend,
+    spaces: Iterable[NamespacePacks],
+    findings: Iterable[Finding],
+    took: Took,
+    done: Repaired,
+) -> None:
     """Delete the packs that were found bad, and still are.
 
-    :param took: called with the bytes of each read.
-    :raises StoreError: a deletion failed, or others wrote all the time; those before it were done.
+    :param done: is counted up with each commit.
+    :raises StoreError: a commit failed, or others wrote all the time; the commits before it were done.
     """
     bad = sorted({(found.namespace, found.pack) for found in findings if found.namespace and found.pack})
-    done = Repaired()
     for space in spaces:
         for namespace, pack in bad:
             if namespace == space.namespace.hex():
                 _delete(backend, space, bytes.fromhex(pack), done, took)
-    return done
 
 
-def _delete(
-    backend: InspectableBackend, space: LivePacks, pack_id: bytes, done: Repaired, took: Callable[[int], None]
-) -> None:
+def _delete(backend: InspectableBackend, space: NamespacePacks, pack_id: bytes, done: Repaired, took: Took) -> None:
     name = space.namespace
     for _ in range(_ATTEMPTS):
         space.refresh()
         table = space.tables.get(pack_id)
         if table is None or not check_pack(backend, table, took):
             return
-        seen, named, shorter = space.cursor, set[tuple[bytes, str]](), set[tuple[bytes, str]]()
+        seen, doomed = space.cursor, set[tuple[bytes, str]]()
         for heads, batch in _shortenings(backend, space, [pack_id]):
-            if batch.manifests:
+            shorter = {(name, write.manifest.id) for write in batch.manifests}
+            if shorter:
                 result = backend.commit(name, replace(batch, seen=seen))
                 if result.stale:
                     break
                 seen = result.cursor
-            named |= {(name, head.id) for head in heads}
-            shorter |= {(name, write.manifest.id) for write in batch.manifests}
+            done.shortened |= shorter
+            doomed |= {(name, head.id) for head in heads} - shorter
         else:
             if not backend.commit(name, CommitBatch(bad=[pack_id], seen=seen)).stale:
                 done.packs.append(pack_id)
-                done.shortened = (done.shortened - named) | shorter
-                done.deleted |= named - shorter
+                done.shortened -= doomed
+                done.deleted |= doomed
                 return
     raise StoreError(f"pack {pack_id.hex()} could not be deleted: others wrote between each look and the commit")
 
 
 def _shortenings(
-    backend: InspectableBackend, space: LivePacks, bad: Sequence[bytes]
+    backend: InspectableBackend, space: NamespacePacks, bad: Sequence[bytes]
 ) -> Iterator[tuple[Sequence[RequestManifest], CommitBatch]]:
     """The commits that shorten the requests of bad packs, as of the last look, each with the requests it is about."""
     heads = backend.manifests_naming(space.namespace, bad)
@@ -418,19 +385,16 @@ def _shortenings(
     for start in range(0, len(heads), SHORTENED_AT_ONCE):
         some = heads[start : start + SHORTENED_AT_ONCE]
         requests = read_requests(backend, space.namespace, some)
-        yield some, shortened(requests, _maker(requests, _tables_of(requests, good)), None)
-
-
-def _tables_of(requests: Iterable[NamedRequest], tables: list[PackTable]) -> list[PackTable]:
-    """Tables with blocks of the requests: an index of all would take as much memory as an engine's."""
-    wanted = {key for request in requests for group in request.keys for key in group.unpack()}
-    return [table for table in tables if not wanted.isdisjoint(table.keys.unpack())]
+        yield some, shortened(requests, _maker(requests, good), None)
 
 
 def _maker(requests: Iterable[NamedRequest], tables: Iterable[PackTable]) -> ManifestMaker:
+    """Of the tables with blocks of the requests: an index of all would take as much memory as an engine's."""
+    wanted = {key for request in requests for group in request.keys for key in group.unpack()}
     index, sizes = Index(), dict[int, int]()
     for table in tables:
-        index.add(table)
-        sizes.update((frame.group, frame.block_bytes) for frame in table.frames)
+        if not wanted.isdisjoint(table.keys.unpack()):
+            index.add(table)
+            sizes.update((frame.group, frame.block_bytes) for frame in table.frames)
     groups = max((len(request.keys) for request in requests), default=0)
     return ManifestMaker(index, [sizes.get(group, 0) for group in range(groups)], ())

@@ -14,8 +14,17 @@ from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.host.prewarm import WarmAnswer, WarmRequest, request_warm, warm_answers, withdraw_warm
 from persistkv.storage.host.status import read_statuses
 from persistkv_tools import render
-from persistkv_tools.options import InNamespace, Json, Labels, Url, opened
-from persistkv_tools.selection import FoundRequest, Selection, chosen_requests
+from persistkv_tools.options import (
+    FoundRequest,
+    InNamespace,
+    Json,
+    Labels,
+    RequestIds,
+    Selection,
+    Url,
+    chosen_requests,
+    opened,
+)
 
 _LOOK_S = 0.5
 _SHOWN = 20
@@ -36,9 +45,7 @@ class Warmed(msgspec.Struct, frozen=True):
 
 def warm(
     url: Url,
-    requests: Annotated[
-        list[str] | None, typer.Argument(metavar="REQUEST", help="Ids; their first letters are enough.")
-    ] = None,
+    requests: RequestIds = None,
     label: Labels = None,
     namespace: InNamespace = None,
     ttl: Annotated[
@@ -69,8 +76,9 @@ def warm(
             asked = []
         else:
             asked = [request_warm(backend, found.namespace.id, found.manifest.id, ttl_s) for found in chosen]
-        if wait_s is not None:
-            _wait(backend, asked, wait_s)
+        deadline = time.monotonic() + (wait_s or 0)
+        while time.monotonic() < deadline and not all(warm_answers(backend, row) for row in asked):
+            time.sleep(_LOOK_S)
         warmed = [_warmed(backend, found, row) for found, row in zip(chosen, asked, strict=False)]
     if json:
         render.print_json({"url": url, "withdrawn": len(chosen) if withdraw else 0, "requests": warmed})
@@ -82,24 +90,11 @@ def warm(
         raise typer.Exit(1)
 
 
-def _live(backend: InspectableBackend, namespace: str) -> set[str]:
-    now = time.time()
-    return {row.engine for row in read_statuses(backend) if row.namespace == namespace and row.is_live(now)}
-
-
-def _wait(backend: InspectableBackend, asked: list[WarmRequest], wait_s: float) -> None:
-    """Until each was taken up, or the time is over."""
-    deadline = time.monotonic() + wait_s
-    while time.monotonic() < deadline and not all(warm_answers(backend, row) for row in asked):
-        time.sleep(_LOOK_S)
-
-
 def _warmed(backend: InspectableBackend, found: FoundRequest, asked: WarmRequest) -> Warmed:
-    manifest = found.manifest
-    live = _live(backend, asked.namespace)
-    return Warmed(
-        manifest.id, asked.namespace, manifest.blocks, manifest.raw_bytes, len(live), warm_answers(backend, asked)
-    )
+    now, manifest = time.time(), found.manifest
+    live = {row.engine for row in read_statuses(backend) if row.namespace == asked.namespace and row.is_live(now)}
+    answers = warm_answers(backend, asked)
+    return Warmed(manifest.id, asked.namespace, manifest.blocks, manifest.raw_bytes, len(live), answers)
 
 
 def _is_warm(warmed: Warmed) -> bool:

@@ -1,8 +1,8 @@
 """Files of ``persistkv export``: contexts of one or more namespaces, complete, for any store. See docs/format.md.
 
 1. The identity, the packs and the requests in a file are all that a store needs to serve them.
-2. Each record has a checksum, and the last one a checksum over all their heads: what was changed, cut off, left out or
-   put elsewhere does not read.
+2. Each record has a checksum, and the last one a checksum over all their heads: a file that was changed, cut off, or
+   whose records were removed or reordered does not read.
 3. Reading trusts nothing: lengths are checked against the file before anything is allocated.
 """
 
@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
@@ -33,6 +33,7 @@ from persistkv.storage.format.manifest import (
 )
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.identity import Identity
+from persistkv_tools.packs import Took
 
 ARCHIVE_VERSION = 1
 _MAGIC = b"PKVARCH1"
@@ -42,16 +43,20 @@ _HEAD, _NAMESPACE, _PACK, _REQUEST, _END = b"HEAD", b"NSPC", b"PACK", b"RQST", b
 
 
 class CorruptArchiveError(PersistKVError):
-    """A file does not read as one of ``persistkv export``; nothing of it was imported."""
+    """A file does not read as one of ``persistkv export``, or changed while it was imported."""
 
 
-class ArchiveHead(msgspec.Struct, frozen=True):
-    """Head of a file."""
-
+class _Head(msgspec.Struct, frozen=True):
     version: int
     created: float
     """Seconds since the epoch."""
     writer: str
+
+
+class _End(msgspec.Struct, frozen=True):
+    records: int
+    heads: str
+    """xxh3-64 over the heads of all records before, hexadecimal."""
 
 
 class PackRecord(NamedTuple):
@@ -69,12 +74,7 @@ class RequestRecord(NamedTuple):
 
 
 Record = Identity | PackRecord | RequestRecord
-
-
-class _End(msgspec.Struct, frozen=True):
-    records: int
-    heads: str
-    """xxh3-64 over the heads of all records before, hexadecimal."""
+M = TypeVar("M", _Head, _End)
 
 
 class ArchiveWriter:
@@ -96,8 +96,7 @@ class ArchiveWriter:
             raise self._failed(error) from None
         self._file: BinaryIO = os.fdopen(descriptor, "wb")
         self._file.write(_MAGIC)
-        head = ArchiveHead(ARCHIVE_VERSION, time.time(), f"persistkv {__version__}")
-        self._write(_HEAD, msgspec.json.encode(head))
+        self._write(_HEAD, msgspec.json.encode(_Head(ARCHIVE_VERSION, time.time(), f"persistkv {__version__}")))
 
     def __enter__(self) -> ArchiveWriter:
         return self
@@ -119,11 +118,11 @@ class ArchiveWriter:
         self._write(_NAMESPACE, identity.encode())
 
     def pack(self, table: PackTable, payload: Buffer) -> None:
-        """A pack as it is stored."""
+        """Write a pack as it is stored."""
         self._write(_PACK, payload, table.encode())
 
     def request(self, manifest: RequestManifest, keys: ManifestKeys) -> None:
-        """A request, whose packs are written already."""
+        """Write a request, whose packs are written already."""
         head = encode_manifest(manifest)
         self._write(_REQUEST, _HEAD_LENGTH.pack(len(head)), head, encode_manifest_keys(keys))
 
@@ -152,79 +151,79 @@ class ArchiveWriter:
         return ConfigurationError("--output", str(self._path), f"a place with room to write to ({error.strerror})")
 
 
-def read_archive(path: Path, took: Callable[[int], None]) -> Iterator[Record]:
-    """The records of a file, each checked by its checksum; packs and requests belong to the identity before them.
+class ArchiveReader:
+    """Reads a file: once in order, then single records again."""
 
-    :param took: called with the bytes of each record.
-    :raises CorruptArchiveError: it does not read; nothing that was yielded before is known to be complete.
-    :raises ConfigurationError: it cannot be opened.
-    """
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise ConfigurationError("file", str(path), f"a readable file ({error.strerror})") from None
-    with file:
-        size = os.fstat(file.fileno()).st_size
-        if file.read(len(_MAGIC)) != _MAGIC:
-            raise CorruptArchiveError(f"{path} is no file of persistkv export")
-        yield from _Reader(path, file, size).records(took)
-
-
-class _Reader:
-    def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
+    def __init__(self, path: Path) -> None:
+        """:raises ConfigurationError: the file cannot be opened."""
         self._path = path
-        self._file = file
-        self._size = size
-        self._heads = xxhash.xxh3_64()
-        self._count = 0
+        try:
+            self._file = path.open("rb")
+        except OSError as error:
+            raise ConfigurationError("file", str(path), f"a readable file ({error.strerror})") from None
+        self._size = os.fstat(self._file.fileno()).st_size
+        self._heads: dict[int, bytes] = {}
+        """Head of each record, by its position."""
 
-    def records(self, took: Callable[[int], None]) -> Iterator[Record]:
+    def close(self) -> None:
+        self._file.close()
+
+    def records(self, took: Took) -> Iterator[tuple[int, Record]]:
+        """Each record with its position, checked by its checksum; packs and requests belong to the identity before.
+
+        :raises CorruptArchiveError: the file does not read; nothing that was yielded before is known to be complete.
+        """
+        if self._file.read(len(_MAGIC)) != _MAGIC:
+            raise CorruptArchiveError(f"{self._path} is no file of persistkv export")
+        heads, at = xxhash.xxh3_64(), len(_MAGIC)
         kind, body = self._record()
-        self._check_head(kind, body)
+        head = self._decoded(body, _Head)
+        if kind != _HEAD or head.version != ARCHIVE_VERSION:
+            raise self.corrupt(at, f"version {head.version}; this release reads {ARCHIVE_VERSION}")
         while True:
-            before = self._heads.hexdigest()
+            heads.update(self._heads[at])
+            at = self._file.tell()
             kind, body = self._record()
             took(len(body))
             if kind == _END:
-                self._check_end(body, before)
-                return
-            yield self._decoded(kind, body)
+                break
+            yield at, self._parsed(at, kind, body)
+        end = self._decoded(body, _End)
+        if (end.records, end.heads) != (len(self._heads) - 1, heads.hexdigest()) or self._file.read(1):
+            raise self.corrupt(at, "records are missing, or something follows the last one")
+
+    def again(self, at: int) -> Record:
+        """Read a record once more.
+
+        :raises CorruptArchiveError: the file changed meanwhile.
+        """
+        self._file.seek(at)
+        return self._parsed(at, *self._record())
 
     def _record(self) -> tuple[bytes, memoryview]:
         at = self._file.tell()
         head = self._file.read(_RECORD.size)
         if len(head) < _RECORD.size:
-            raise self._corrupt(at, "the file ends before its last record")
+            raise self.corrupt(at, "the file ends before its last record")
+        if self._heads.setdefault(at, head) != head:
+            raise self.corrupt(at, "it changed meanwhile")
         kind, reserved, length, checksum = _RECORD.unpack(head)
         if reserved:
-            raise self._corrupt(at, f"{reserved:#x} where 0 belongs")
+            raise self.corrupt(at, f"{reserved:#x} where 0 belongs")
         if length > self._size - at - _RECORD.size:
-            raise self._corrupt(at, f"{length:,} bytes do not fit the file")
+            raise self.corrupt(at, f"{length:,} bytes do not fit the file")
         body = memoryview(self._file.read(length))
         if len(body) != length or xxhash.xxh3_64_intdigest(body) != checksum:
-            raise self._corrupt(at, "its checksum does not match")
-        self._heads.update(head)
-        self._count += 1
+            raise self.corrupt(at, "its checksum does not match")
         return kind, body
 
-    def _check_head(self, kind: bytes, body: memoryview) -> None:
+    def _decoded(self, body: memoryview, kind: type[M]) -> M:
         try:
-            head = msgspec.json.decode(body, type=ArchiveHead)
+            return msgspec.json.decode(body, type=kind)
         except msgspec.DecodeError as error:
-            raise self._corrupt(len(_MAGIC), f"its head does not read ({error})") from None
-        if kind != _HEAD or head.version != ARCHIVE_VERSION:
-            raise self._corrupt(len(_MAGIC), f"version {head.version}; this release reads {ARCHIVE_VERSION}")
+            raise self.corrupt(self._file.tell() - len(body), str(error)) from None
 
-    def _check_end(self, body: memoryview, heads: str) -> None:
-        try:
-            end = msgspec.json.decode(body, type=_End)
-        except msgspec.DecodeError as error:
-            raise self._corrupt(self._file.tell(), f"its end does not read ({error})") from None
-        if (end.records, end.heads) != (self._count - 1, heads) or self._file.read(1):
-            raise self._corrupt(self._file.tell(), "records are missing, or something follows the last one")
-
-    def _decoded(self, kind: bytes, body: memoryview) -> Record:
-        at = self._file.tell() - len(body)
+    def _parsed(self, at: int, kind: bytes, body: memoryview) -> Record:
         try:
             if kind == _NAMESPACE:
                 return Identity.decode(body)
@@ -232,16 +231,13 @@ class _Reader:
                 table = PackTable.parse(body)
                 return PackRecord(table, body[: len(body) - len(table.encode())])
             if kind == _REQUEST:
-                return _request(body)
+                (length,) = _HEAD_LENGTH.unpack_from(body)
+                head, keys = body[_HEAD_LENGTH.size :][:length], body[_HEAD_LENGTH.size + length :]
+                return RequestRecord(decode_manifest(head), decode_manifest_keys(keys))
         except (CorruptPackError, ValueError, struct.error) as error:
-            raise self._corrupt(at, str(error)) from None
-        raise self._corrupt(at, f"a record of kind {kind!r}; this release knows none")
+            raise self.corrupt(at, str(error)) from None
+        raise self.corrupt(at, f"a record of kind {kind!r}; this release knows none")
 
-    def _corrupt(self, at: int, problem: str) -> CorruptArchiveError:
+    def corrupt(self, at: int, problem: str) -> CorruptArchiveError:
+        """The error for a record that is wrong."""
         return CorruptArchiveError(f"{self._path}, at byte {at:,}: {problem}")
-
-
-def _request(body: memoryview) -> RequestRecord:
-    (length,) = _HEAD_LENGTH.unpack_from(body)
-    head, keys = body[_HEAD_LENGTH.size :][:length], body[_HEAD_LENGTH.size + length :]
-    return RequestRecord(decode_manifest(head), decode_manifest_keys(keys))

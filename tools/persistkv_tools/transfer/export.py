@@ -2,27 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import typer
 
-from persistkv.config import parse_size
 from persistkv.errors import ConfigurationError
 from persistkv.storage.backend import Namespace
 from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
-from persistkv.storage.format.pack_writer import PackCopy
+from persistkv.storage.format.pack import PackTable
+from persistkv.storage.identity import Identity
 from persistkv_tools import render
-from persistkv_tools.catalogue import Catalogue, all_keys
-from persistkv_tools.options import InNamespace, Json, Labels, Rate, Url, opened
-from persistkv_tools.pack_check import OtherReleaseError, check_pack
-from persistkv_tools.progress import Throttle, byte_progress, counted
-from persistkv_tools.selection import FoundRequest, Selection, chosen_requests
+from persistkv_tools.options import (
+    FoundRequest,
+    InNamespace,
+    Json,
+    Labels,
+    Rate,
+    RequestIds,
+    Selection,
+    Url,
+    chosen_requests,
+    opened,
+    throttle_of,
+)
+from persistkv_tools.packs import NamespacePacks, OtherReleaseError, Packs, Took, all_keys, check_pack
+from persistkv_tools.progress import byte_progress, counted
 from persistkv_tools.transfer.archive import ArchiveWriter
-from persistkv_tools.transfer.target import Took, print_incomplete
+
+
+class Source(NamedTuple):
+    """Contexts of one namespace, in a store or in a file."""
+
+    identity: Identity
+    packs: Packs
+    requests: list[RequestManifest]
+    """Oldest first."""
+    keys: Callable[[str], ManifestKeys | None]
+    """Return the keys of a request; None if they are gone or damaged."""
+    read: Callable[[PackTable, Took], Buffer | None]
+    """Return the verified payload of a pack; None if it is damaged, gone, or of another release."""
+
+    @classmethod
+    def of(cls, backend: InspectableBackend, namespace: Namespace, requests: Iterable[RequestManifest]) -> Source:
+        """Requests of a store."""
+        packs = NamespacePacks(backend, namespace.id)
+        found = sorted(requests, key=lambda manifest: (manifest.created, manifest.id))
+        return cls(
+            namespace.identity,
+            packs,
+            found,
+            lambda name: backend.manifest_keys(namespace.id, [name])[0],
+            partial(_read_pack, backend),
+        )
+
+    def complete(self, keys: ManifestKeys | None) -> bool:
+        """Whether there are keys, and a pack for each of them."""
+        return keys is not None and self.packs.hold(all_keys(keys))
 
 
 class Sent(msgspec.Struct):
@@ -39,9 +80,7 @@ class Sent(msgspec.Struct):
 def export(
     url: Url,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write.")],
-    requests: Annotated[
-        list[str] | None, typer.Argument(metavar="[REQUEST]...", help="Ids; their first letters are enough.")
-    ] = None,
+    requests: RequestIds = None,
     everything: Annotated[bool, typer.Option("--all", help="All requests.")] = False,
     label: Labels = None,
     namespace: InNamespace = None,
@@ -57,7 +96,7 @@ def export(
         raise ConfigurationError("export", url, "requests, --label or --all")
     if output.exists() and not force:
         raise ConfigurationError("--output", str(output), "a file that is not there yet, or --force")
-    throttle = Throttle(None if rate is None else parse_size(rate, name="--rate"))
+    throttle = throttle_of(rate)
     with opened(url) as backend:
         found = chosen_requests(backend, requests or [], Selection.parse(label), namespace)
         with byte_progress() as progress, ArchiveWriter(output) as writer:
@@ -70,36 +109,6 @@ def export(
         print_incomplete(sent.incomplete)
     if sent.incomplete:
         raise typer.Exit(1)
-
-
-class Source:
-    """One namespace of a store that is read from."""
-
-    def __init__(self, backend: InspectableBackend, namespace: Namespace) -> None:
-        self._backend = backend
-        self.namespace = namespace
-        self.catalogue = Catalogue.of(backend, namespace.id)
-
-    def keys(self, request: str) -> ManifestKeys | None:
-        """The keys of a request; None where they are gone or do not read."""
-        return self._backend.manifest_keys(self.namespace.id, [request])[0]
-
-    def holds(self, keys: ManifestKeys) -> bool:
-        """Whether each key is in a pack."""
-        return all(key in self.catalogue for key in all_keys(keys))
-
-    def packs_of(self, keys: ManifestKeys) -> list[bytes]:
-        """One for each key, those nearest to the begin of the context first."""
-        return self.catalogue.packs_in_order([group.unpack() for group in keys])
-
-    def read(self, pack_id: bytes, took: Took) -> PackCopy | None:
-        """A checked pack; None where it is damaged, gone, or of another release."""
-        table, payload = self.catalogue.tables[pack_id], bytearray()
-        try:
-            findings = check_pack(self._backend, table, took, payload)
-        except OtherReleaseError:
-            return None
-        return None if findings else PackCopy(table, payload)
 
 
 def export_requests(
@@ -116,15 +125,22 @@ def export_requests(
     for namespace, manifests in by_namespace.values():
         writer.namespace(namespace.identity)
         sent.namespaces += 1
-        source = Source(backend, namespace)
+        source = Source.of(backend, namespace, manifests)
         written: dict[bytes, bool] = {}
-        for manifest in oldest_first(manifests):
+        for manifest in source.requests:
             keys = source.keys(manifest.id)
-            if (
-                keys is not None
-                and source.holds(keys)
-                and all(_export_pack(source, pack, writer, written, sent, took) for pack in source.packs_of(keys))
-            ):
+            is_complete = source.complete(keys)
+            for pack in source.packs.in_order(keys) if keys is not None and is_complete else ():
+                if pack not in written:
+                    table = source.packs.tables[pack]
+                    payload = source.read(table, took)
+                    if payload is not None:
+                        writer.pack(table, payload)
+                        sent.packs += 1
+                        sent.stored_bytes += table.payload_length
+                    written[pack] = payload is not None
+                is_complete = is_complete and written[pack]
+            if keys is not None and is_complete:
                 writer.request(manifest, keys)
                 sent.requests += 1
             else:
@@ -132,19 +148,15 @@ def export_requests(
     return sent
 
 
-def _export_pack(
-    source: Source, pack_id: bytes, writer: ArchiveWriter, written: dict[bytes, bool], sent: Sent, took: Took
-) -> bool:
-    """Write a pack that is not written yet; whether it is in the file."""
-    if pack_id not in written:
-        pack = source.read(pack_id, took)
-        written[pack_id] = pack is not None
-        if pack is not None:
-            writer.pack(source.catalogue.tables[pack_id], pack.payload)
-            sent.packs += 1
-            sent.stored_bytes += pack.table.payload_length
-    return written[pack_id]
+def _read_pack(backend: InspectableBackend, table: PackTable, took: Took) -> Buffer | None:
+    payload = bytearray()
+    try:
+        return None if check_pack(backend, table, took, payload) else payload
+    except OtherReleaseError:
+        return None
 
 
-def oldest_first(manifests: Iterable[RequestManifest]) -> list[RequestManifest]:
-    return sorted(manifests, key=lambda manifest: (manifest.created, manifest.id))
+def print_incomplete(names: list[str]) -> None:
+    """Print the requests that were left out."""
+    for name in names:
+        render.say(f"left out, because some of its blocks are damaged or gone: {name}")

@@ -2,60 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from persistkv.config import StoreUrl
 from persistkv.errors import FieldDifference, IdentityMismatchError
 from persistkv.storage import open_inspectable
 from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.format.codec import Buffer
+from persistkv.storage.format.manifest import ManifestKeys
 from persistkv.storage.format.pack import PackTable
-from persistkv.storage.format.pack_writer import PackCopy
 from persistkv.storage.identity import Identity
 from persistkv_tools import render
-from persistkv_tools.catalogue import all_keys
 from persistkv_tools.options import Json, Url, opened_if_there
-from persistkv_tools.pack_check import OtherReleaseError, check_payload
+from persistkv_tools.packs import OtherReleaseError, Packs, Took, all_keys, check_payload
 from persistkv_tools.progress import byte_progress, counted
-from persistkv_tools.transfer.archive import CorruptArchiveError, PackRecord, RequestRecord, read_archive
-from persistkv_tools.transfer.target import (
-    Candidate,
-    HeldContent,
-    Newest,
-    Received,
-    Receiver,
-    Room,
-    Took,
-    Transfer,
-    finish,
-    place_for,
-    print_received,
-)
-
-
-class Contents(msgspec.Struct):
-    """Content of a verified file."""
-
-    namespaces: list[Identity] = []
-    tables: dict[bytes, dict[bytes, PackTable]] = {}
-    """For each namespace, the tables of its packs by their ids."""
-    found: list[Candidate] = []
-    """Its requests, each with all packs that hold its blocks."""
-
-    @property
-    def packs(self) -> int:
-        """Packs of all namespaces."""
-        return sum(map(len, self.tables.values()))
-
-    @property
-    def requests(self) -> int:
-        """Requests of all namespaces."""
-        return len(self.found)
+from persistkv_tools.transfer.archive import ArchiveReader, PackRecord, RequestRecord
+from persistkv_tools.transfer.export import Source
+from persistkv_tools.transfer.push import Newest, Transfer, print_received
 
 
 def import_(
@@ -74,15 +42,14 @@ def import_(
     Example: persistkv import context.pkv lmdb:///var/cache/kv
     """
     StoreUrl.parse(url)
-    with byte_progress() as progress:
-        size = file.stat().st_size if file.is_file() else None
-        contents = verify_archive(file, counted(progress, "verify", size))
+    with closing(ArchiveReader(file)) as archive, byte_progress() as progress:
+        sources = verify_archive(archive, counted(progress, "verify", file.stat().st_size))
         with opened_if_there(url) as there:
-            transfer = Import(file, contents, there, url)
-            place = place_for(transfer, there, url, None, newest=newest)
+            transfer = Transfer(sources, there, url)
+            place = transfer.place(there, None, newest=newest)
         with closing(open_inspectable(place)) as backend:
-            differences = new_identities(backend, url, contents, strict=strict)
-            took = counted(progress, "import", size)
+            differences = new_identities(backend, url, sources, strict=strict)
+            took = counted(progress, "import", transfer.content.payload_bytes)
             received = transfer.run(backend, took, newest=newest)
             capacity = backend.stats().capacity
     if json:
@@ -99,114 +66,77 @@ def import_(
         raise typer.Exit(1)
 
 
-def verify_archive(path: Path, took: Took) -> Contents:
-    """Read all of a file and check everything that a store would receive.
+def verify_archive(archive: ArchiveReader, took: Took) -> list[Source]:
+    """Read all of a file and check everything that a store would receive; return its content by namespace.
 
     :raises CorruptArchiveError: something in it is wrong.
     """
-    contents = Contents()
-    held: dict[bytes, dict[bytes, bytes]] = {}
-    current = b""
-    for record in read_archive(path, took):
+    contents: dict[bytes, _Contents] = {}
+    current: _Contents | None = None
+    for at, record in archive.records(took):
         if isinstance(record, Identity):
-            current = record.digest
-            held.setdefault(current, {})
-            contents.namespaces.append(record)
-            contents.tables.setdefault(current, {})
+            current = contents.setdefault(record.digest, _Contents(archive, record))
+        elif current is None:
+            raise archive.corrupt(at, "no namespace is named before it")
         elif isinstance(record, PackRecord):
-            _check_pack_record(path, record, current)
-            for key in record.table.keys.unpack():
-                held[current].setdefault(key, record.table.pack_id)
-            contents.tables[current][record.table.pack_id] = record.table
+            current.add_pack(at, record)
         else:
-            packs = _checked_packs(path, record, held.get(current, {}))
-            contents.found.append(Candidate(current, record.manifest, packs))
-    return contents
+            current.add_request(at, record)
+    return [found.source for found in contents.values()]
 
 
-def _check_pack_record(path: Path, record: PackRecord, namespace: bytes) -> None:
-    name = record.table.pack_id.hex()
-    if record.table.namespace != namespace:
-        raise CorruptArchiveError(f"{path}: pack {name} is not of the namespace that it stands in")
-    try:
-        findings = check_payload(record.table, record.payload)
-    except OtherReleaseError as error:
-        raise CorruptArchiveError(f"{path}: pack {name} cannot be decoded by this release: {error}") from None
-    if findings:
-        raise CorruptArchiveError(f"{path}: pack {name}: {findings[0].detail}")
+class _Contents:
+    """One namespace of a file, with the positions of its records."""
 
+    def __init__(self, archive: ArchiveReader, identity: Identity) -> None:
+        self.source = Source(identity, Packs(), [], self._keys, self._payload)
+        self._archive = archive
+        self._positions: dict[bytes | str, int] = {}
 
-def _checked_packs(path: Path, record: RequestRecord, held: Mapping[bytes, bytes]) -> list[bytes]:
-    """Ids of the packs that hold a request's blocks."""
-    name = record.manifest.id
-    if tuple(map(len, record.keys)) != record.manifest.group_blocks:
-        raise CorruptArchiveError(f"{path}: request {name!r} has other blocks than its head says")
-    packs = dict.fromkeys(map(held.get, all_keys(record.keys)))
-    if None in packs:
-        raise CorruptArchiveError(f"{path}: request {name!r} names blocks that are not in the file")
-    return [pack for pack in packs if pack is not None]
+    def add_pack(self, at: int, record: PackRecord) -> None:
+        """:raises CorruptArchiveError: the pack is bad."""
+        table = record.table
+        name = f"pack {table.pack_id.hex()}"
+        if table.namespace != self.source.identity.digest:
+            raise self._archive.corrupt(at, f"{name} is not of the namespace that it stands in")
+        try:
+            findings = check_payload(table, record.payload)
+        except OtherReleaseError as error:
+            raise self._archive.corrupt(at, f"{name} cannot be decoded by this release: {error}") from None
+        if findings:
+            raise self._archive.corrupt(at, f"{name}: {findings[0].detail}")
+        self.source.packs.add(table)
+        self._positions[table.pack_id] = at
+
+    def add_request(self, at: int, record: RequestRecord) -> None:
+        """:raises CorruptArchiveError: the request contradicts itself or the packs before."""
+        name = f"request {record.manifest.id!r}"
+        if tuple(map(len, record.keys)) != record.manifest.group_blocks:
+            raise self._archive.corrupt(at, f"{name} has other blocks than its head says")
+        if not self.source.packs.hold(all_keys(record.keys)):
+            raise self._archive.corrupt(at, f"{name} names blocks that are not in the file")
+        self.source.requests.append(record.manifest)
+        self._positions[record.manifest.id] = at
+
+    def _keys(self, request: str) -> ManifestKeys | None:
+        record = self._archive.again(self._positions[request])
+        return record.keys if isinstance(record, RequestRecord) else None
+
+    def _payload(self, table: PackTable, took: Took) -> Buffer | None:
+        record = self._archive.again(self._positions[table.pack_id])
+        took(table.payload_length)
+        return record.payload if isinstance(record, PackRecord) else None
 
 
 def new_identities(
-    backend: InspectableBackend, url: str, contents: Contents, *, strict: bool
+    backend: InspectableBackend, url: str, sources: Sequence[Source], *, strict: bool
 ) -> list[list[FieldDifference]]:
     """For each namespace of a file that a store has no part of yet, how it differs from the nearest one there.
 
     :raises IdentityMismatchError: there is one, and ``strict``.
     """
     held = [namespace.identity for namespace in backend.namespaces()]
-    found = [identity.nearest(held) for identity in contents.namespaces if held and identity not in held]
+    found = [source.identity.nearest(held) for source in sources if held and source.identity not in held]
     if found and strict:
         raise IdentityMismatchError(url, found[0])
     return found
-
-
-class Import(Transfer):
-    """A verified file on its way into a store.
-
-    :param target: the store as it is; None: it is to be created.
-    :param url: of the store.
-    """
-
-    def __init__(self, path: Path, contents: Contents, target: InspectableBackend | None, url: str) -> None:
-        super().__init__(url)
-        self._path = path
-        for namespace, tables in contents.tables.items():
-            held = HeldContent(target, namespace)
-            lacking = {pack: table for pack, table in tables.items() if held.lacks(table)}
-            orphans = dict(lacking)
-            for _, manifest, packs in (found for found in contents.found if found.namespace == namespace):
-                if manifest.id not in held.requests:
-                    self.add(Candidate(namespace, manifest, [pack for pack in packs if pack in lacking]), tables)
-                for pack in packs:
-                    orphans.pop(pack, None)
-            self.add_orphans(namespace, orphans.values())
-
-    def run(self, target: InspectableBackend, took: Took, *, newest: bool = False) -> Received:
-        """Write all of it, or the newest requests that fit.
-
-        :raises StoreTooSmallError: it does not fit, and not ``newest``; nothing was written.
-        :raises CorruptArchiveError: the file changed meanwhile; earlier commits are good.
-        :raises StoreError: a commit failed; those before it were done.
-        """
-        choice = self.choose(Room.of(target), newest=newest)
-        received = Received(missing=choice.missing, missing_packs=choice.missing_packs)
-        receivers: dict[bytes, Receiver] = {}
-        receiver: Receiver | None = None
-        namespace = b""
-        for record in read_archive(self._path, took):
-            if isinstance(record, Identity):
-                if receiver is not None:
-                    receiver.flush()
-                namespace = record.digest
-                if namespace not in receivers:
-                    receivers[namespace] = Receiver(target, record, received)
-                receiver = receivers[namespace]
-            elif receiver is None:
-                raise CorruptArchiveError(f"{self._path}: it names no namespace")
-            elif isinstance(record, PackRecord):
-                if receiver.wants(record.table) and (namespace, record.table.pack_id) in choice.packs:
-                    receiver.pack(PackCopy(record.table, record.payload))
-            elif not receiver.holds(record.manifest.id) and (namespace, record.manifest.id) in choice.requests:
-                receiver.request(record.manifest, record.keys)
-        return finish(receivers.values(), received)

@@ -1,41 +1,70 @@
-"""``persistkv push`` and ``pull``: contexts of a store, checked, to another store."""
+"""``persistkv push`` and ``pull``, and what ``import`` shares with them: contexts, checked, to another store.
+
+1. Whether content fits is decided before anything is written. Sizes are estimates from totals, on the safe side:
+   payload, page headers, rows of the catalogue.
+2. A store keeps part of its capacity free, for the next commit and for its catalogue. Content fits if that part stays
+   free, so a copy evicts nothing.
+3. A request is written in the commit of its last packs, and only if every block that it names is there.
+4. Content that the store holds is not written again, and nothing is written twice: packs that the store evicts
+   meanwhile are reported with their requests.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
+import msgspec
 import typer
 
-from persistkv.config import StoreUrl, parse_size
-from persistkv.errors import ConfigurationError
-from persistkv.storage import open_inspectable
-from persistkv.storage.backend import Namespace
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.config import MAX_PACK_BYTES, StoreUrl
+from persistkv.errors import ConfigurationError, PersistKVError
+from persistkv.storage import BACKENDS, open_inspectable
+from persistkv.storage.backend import CommitBatch, ManifestWrite, Namespace
+from persistkv.storage.extensions import InspectableBackend, SupportsCompaction, SupportsPolicy
 from persistkv.storage.format.manifest import RequestManifest
+from persistkv.storage.format.pack import PackTable
+from persistkv.storage.format.pack_writer import PackCopy
 from persistkv_tools import render
-from persistkv_tools.catalogue import all_keys
-from persistkv_tools.options import InNamespace, Json, Labels, NewerThan, OlderThan, Rate, opened, opened_if_there
-from persistkv_tools.progress import Throttle, byte_progress, counted
-from persistkv_tools.selection import Selection, chosen_namespaces
-from persistkv_tools.transfer.export import Source, oldest_first
-from persistkv_tools.transfer.target import (
-    Candidate,
-    HeldContent,
-    Newest,
-    Received,
-    Receiver,
-    Room,
-    Took,
-    Transfer,
-    finish,
-    place_for,
-    print_received,
+from persistkv_tools.options import (
+    InNamespace,
+    Json,
+    Labels,
+    NewerThan,
+    OlderThan,
+    Rate,
+    Selection,
+    chosen_namespaces,
+    opened,
+    opened_if_there,
+    throttle_of,
 )
+from persistkv_tools.packs import NamespacePacks, Packs, Took, all_keys
+from persistkv_tools.progress import byte_progress, counted
+from persistkv_tools.transfer.export import Source, print_incomplete
+
+_SHOWN = 20
+_PAGE_HEADERS = 64  # one page of 4 KiB for each piece of 256 KiB
+_PACK_BYTES = 5 << 10  # 5 KiB: rows of a pack, and what its last page leaves free
+_REQUEST_BYTES = 1280  # rows of a request
+_KEY_BYTES = 80  # a key of 36 bytes in a tree whose pages are half full
+_EMPTY_BYTES = 256 << 10  # 256 KiB: files of an empty store
+_COMMIT_SHARE, _MOST_COMMIT_BYTES = 16, 256 << 20  # 256 MiB
+_CATALOGUE_SHARES, _SMALL_CATALOGUE_BYTES = (32, 256), 8 << 20  # 8 MiB
+_PAGES_BYTES = 2 << 20  # 2 MiB: catalogue pages freed by the last commits, not yet reusable
+Newest = Annotated[
+    bool,
+    typer.Option("--newest", help="Where not all fits, copy the newest requests that do. Exit code 1: not all did."),
+]
 
 
-def push_(
+class StoreTooSmallError(PersistKVError):
+    """The capacity of a store has no room for the content to copy; nothing was written."""
+
+
+def push(
     source: Annotated[str, typer.Argument(metavar="SRC", help="The store to copy from.")],
     target: Annotated[str, typer.Argument(metavar="DST", help="The store to copy to, made where it is absent.")],
     namespace: InNamespace = None,
@@ -52,46 +81,15 @@ def push_(
 
     Example: persistkv push lmdb:///var/cache/kv lmdb:///mnt/backup/kv?capacity=1TiB
     """
-    _copy(source, target, namespace, Selection.parse(label, older_than, newer_than), rate, newest=newest, json=json)
-
-
-def pull(
-    target: Annotated[str, typer.Argument(metavar="DST", help="The store to copy to, made where it is absent.")],
-    source: Annotated[str, typer.Argument(metavar="SRC", help="The store to copy from.")],
-    namespace: InNamespace = None,
-    label: Labels = None,
-    older_than: OlderThan = None,
-    newer_than: NewerThan = None,
-    newest: Newest = False,
-    rate: Rate = None,
-    json: Json = False,
-) -> None:
-    """Copy what this store lacks and another one has: push, seen from the other end.
-
-    Example: persistkv pull lmdb:///var/cache/kv s3://my-bucket/kv --label user=anna --rate 100MiB
-    """
-    _copy(source, target, namespace, Selection.parse(label, older_than, newer_than), rate, newest=newest, json=json)
-
-
-def _copy(
-    source: str,
-    target: str,
-    namespace: str | None,
-    selection: Selection,
-    rate: str | None,
-    *,
-    newest: bool,
-    json: bool,
-) -> None:
     ends = [StoreUrl.parse(url) for url in (source, target)]
     if (ends[0].scheme, ends[0].location) == (ends[1].scheme, ends[1].location):
         raise ConfigurationError("DST", target, "another store than SRC")
-    throttle = Throttle(None if rate is None else parse_size(rate, name="--rate"))
+    selection, throttle = Selection.parse(label, older_than, newer_than), throttle_of(rate)
     with opened(source) as reading:
-        namespaces = chosen_namespaces(reading, namespace)
+        sources = sources_of(reading, chosen_namespaces(reading, namespace), selection)
         with opened_if_there(target) as there:
-            transfer = Push(reading, namespaces, selection, there, target)
-            place = place_for(transfer, there, target, reading.stats().capacity, newest=newest)
+            transfer = Transfer(sources, there, target, everything=selection == Selection())
+            place = transfer.place(there, reading.stats().capacity, newest=newest)
         with closing(open_inspectable(place)) as writing, byte_progress() as progress:
             took = counted(progress, "copy", transfer.content.payload_bytes, throttle)
             received = transfer.run(writing, took, newest=newest)
@@ -104,80 +102,407 @@ def _copy(
         raise typer.Exit(1)
 
 
-class Push(Transfer):
-    """Packs and requests of a store on their way into another one.
+def pull(**options: object) -> None:
+    """Copy what this store lacks and another one has: push, seen from the other end.
 
-    :param selection: only these requests, and no packs besides theirs, where it selects at all.
-    :param target: the other store as it is; None: it is to be created.
-    :param url: of the other store.
-    :raises StoreError: one of the stores failed.
+    Example: persistkv pull lmdb:///var/cache/kv s3://my-bucket/kv --label user=anna --rate 100MiB
+    """
+    push(**options)  # type: ignore[arg-type]
+
+
+_push = inspect.signature(push, eval_str=True)
+_source, _target, *_others = _push.parameters.values()
+pull.__signature__ = _push.replace(parameters=[_target, _source, *_others])  # type: ignore[attr-defined]
+
+
+def sources_of(backend: InspectableBackend, namespaces: Iterable[Namespace], selection: Selection) -> list[Source]:
+    """The selected requests of some namespaces of a store."""
+    return [Source.of(backend, space, filter(selection.takes, backend.manifests(space.id))) for space in namespaces]
+
+
+class Content(msgspec.Struct):
+    """Totals of packs and requests."""
+
+    payload_bytes: int = 0
+    packs: int = 0
+    blocks: int = 0
+    requests: int = 0
+    named_blocks: int = 0
+    """Blocks of the requests."""
+
+    def add_pack(self, table: PackTable) -> None:
+        self.payload_bytes += table.payload_length
+        self.packs += 1
+        self.blocks += len(table.keys)
+
+    def add_request(self, manifest: RequestManifest) -> None:
+        self.requests += 1
+        self.named_blocks += manifest.blocks
+
+    @property
+    def store_bytes(self) -> int:
+        """Upper bound of its size in a store."""
+        rows = self.packs * _PACK_BYTES + self.requests * _REQUEST_BYTES
+        keys = (self.blocks + self.named_blocks) * _KEY_BYTES
+        return self.payload_bytes + self.payload_bytes // _PAGE_HEADERS + rows + keys
+
+
+class Room(NamedTuple):
+    """A store with a capacity."""
+
+    capacity: int
+    held_bytes: int = _EMPTY_BYTES
+    """Size of its content, catalogue rows included."""
+
+    @classmethod
+    def of(cls, backend: InspectableBackend) -> Room | None:
+        """The room of an open store; None without a capacity.
+
+        :raises StoreError: the totals could not be read.
+        """
+        stats = backend.stats()
+        if stats.capacity is None:
+            return None
+        content = Content(stats.stored_bytes, stats.packs, stats.blocks)
+        for namespace in backend.namespaces():
+            for manifest in backend.manifests(namespace.id):
+                content.add_request(manifest)
+        on_disk = stats.disk_bytes
+        if isinstance(backend, SupportsCompaction):
+            free = backend.free_space()
+            on_disk -= free.catalogue_bytes + free.payload_bytes
+        # A killed writer leaves files longer than their content, until the next commit.
+        return cls(stats.capacity, min(on_disk, content.store_bytes + _EMPTY_BYTES))
+
+    @property
+    def free_bytes(self) -> int:
+        """Size of content that can be added without an eviction."""
+        small, large = _CATALOGUE_SHARES
+        catalogue = max(min(self.capacity // small, _SMALL_CATALOGUE_BYTES), self.capacity // large)
+        spared = min(self.capacity // _COMMIT_SHARE, _MOST_COMMIT_BYTES) + min(_PAGES_BYTES, self.capacity // 4)
+        return max(0, self.capacity - catalogue - spared - self.held_bytes)
+
+
+def capacity_for(content_bytes: int) -> int:
+    """A capacity that holds so much, in whole mebibytes."""
+    wanted = content_bytes + content_bytes // 8 + (16 << 20)
+    return -(-wanted // (1 << 20)) << 20
+
+
+class Received(msgspec.Struct):
+    """Outcome of a transfer."""
+
+    packs: int = 0
+    stored_bytes: int = 0
+    requests: int = 0
+    packs_held: int = 0
+    """Packs whose blocks the store held already."""
+    requests_held: int = 0
+    evicted_packs: int = 0
+    """Packs that the store evicted meanwhile, of any writer."""
+    incomplete: list[str] = []
+    """Requests that were not written, because some of their blocks are damaged or gone."""
+    missing: list[str] = []
+    """Requests that were not written, because the capacity has no room for them; newest first."""
+    missing_packs: int = 0
+    """Packs of no request that were not written for the same reason."""
+    lost: list[str] = []
+    """Requests that were written, and that the store has evicted since."""
+    lost_packs: int = 0
+    """Packs likewise."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the store holds all that it was to receive."""
+        left_out = self.incomplete or self.missing or self.missing_packs
+        return not (left_out or self.lost or self.lost_packs)
+
+
+class Candidate(NamedTuple):
+    """A request to copy."""
+
+    source: Source
+    manifest: RequestManifest
+    packs: list[bytes]
+    """Ids of the packs that hold its blocks and that the target lacks."""
+
+
+class Choice(NamedTuple):
+    """Part of a transfer that is copied."""
+
+    candidates: list[Candidate]
+    orphans: list[tuple[Source, bytes]]
+    """Packs of no request."""
+    content: Content
+    missing: Sequence[str] = ()
+    """Ids of the requests that do not fit, newest first."""
+
+
+class Transfer:
+    """Content that a target lacks.
+
+    :param target: the store as it is; None: it is to be created.
+    :param url: of the target, for messages.
+    :param everything: whether packs of no request are copied, too.
+    :raises StoreError: a store failed.
     """
 
     def __init__(
-        self,
-        source: InspectableBackend,
-        namespaces: Iterable[Namespace],
-        selection: Selection,
-        target: InspectableBackend | None,
-        url: str,
+        self, sources: Sequence[Source], target: InspectableBackend | None, url: str, *, everything: bool = True
     ) -> None:
-        super().__init__(url)
-        self._sources: list[tuple[Source, list[RequestManifest]]] = []
-        self._incomplete: list[str] = []
-        for space in namespaces:
-            reader = Source(source, space)
-            requests = oldest_first(filter(selection.takes, source.manifests(space.id)))
-            self._sources.append((reader, requests))
-            self._compare(reader, requests, HeldContent(target, space.id), everything=selection == Selection())
+        self._url = url
+        self._sources = sources
+        self._everything = Choice([], [], Content())
+        self._received = Received()
+        packs: dict[tuple[bytes, bytes], PackTable] = {}
+        for source in sources:
+            self._compare(source, target, everything=everything)
+        for source, pack in self._everything.orphans:
+            packs[source.identity.digest, pack] = source.packs.tables[pack]
+        for source, manifest, lacking in self._everything.candidates:
+            self.content.add_request(manifest)
+            packs.update(((source.identity.digest, pack), source.packs.tables[pack]) for pack in lacking)
+        for table in packs.values():
+            self.content.add_pack(table)
 
-    def _compare(self, reader: Source, requests: list[RequestManifest], held: HeldContent, *, everything: bool) -> None:
-        namespace, tables = reader.namespace.id, reader.catalogue.tables
-        lacking = {pack for pack, table in tables.items() if held.lacks(table)}
+    @property
+    def content(self) -> Content:
+        return self._everything.content
+
+    def _compare(self, source: Source, target: InspectableBackend | None, *, everything: bool) -> None:
+        namespace, held, names = source.identity.digest, Packs(), set[str]()
+        if target is not None and any(space.id == namespace for space in target.namespaces()):
+            held = NamespacePacks(target, namespace)
+            names = {manifest.id for manifest in target.manifests(namespace)}
+        tables = source.packs.tables
+        lacking = {pack for pack, table in tables.items() if not held.hold(table.keys.unpack())}
         orphans = set(lacking) if everything else set()
-        for manifest in requests:
-            if manifest.id in held.requests and not orphans:
+        needed = set(tables) if everything else set()
+        for manifest in source.requests:
+            is_held = manifest.id in names
+            self._received.requests_held += is_held
+            if is_held and not orphans:
                 continue
-            keys = reader.keys(manifest.id)
+            keys = source.keys(manifest.id)
             if keys is not None:
-                orphans -= reader.catalogue.packs_holding(all_keys(keys))
-            if manifest.id in held.requests:
+                orphans -= source.packs.holding(all_keys(keys))
+            if is_held:
                 continue
-            if keys is None or not reader.holds(keys):
-                self._incomplete.append(manifest.id)
+            if keys is None or not source.complete(keys):
+                self._received.incomplete.append(manifest.id)
             else:
-                packs = [pack for pack in reader.packs_of(keys) if pack in lacking]
-                self.add(Candidate(namespace, manifest, packs), tables)
-        self.add_orphans(namespace, [tables[pack] for pack in sorted(orphans)])
+                packs = source.packs.in_order(keys)
+                needed.update(packs)
+                lacks = [pack for pack in packs if pack in lacking]
+                self._everything.candidates.append(Candidate(source, manifest, lacks))
+        self._received.packs_held += len(needed - lacking)
+        self._everything.orphans.extend((source, pack) for pack in sorted(orphans))
+
+    def choose(self, room: Room | None, *, newest: bool) -> Choice:
+        """All of it if it fits; otherwise, with ``newest``, the newest requests that do.
+
+        :param room: of the target; None: it has no capacity.
+        :raises StoreTooSmallError: it does not fit, and not ``newest``.
+        """
+        content = self.content
+        if room is None or content.store_bytes <= room.free_bytes:
+            return self._everything
+        if not newest:
+            raise StoreTooSmallError(
+                f"{self._url} is too small: {render.count(content.requests, 'request')} and"
+                f" {render.count(content.packs, 'pack')} that it lacks take {render.format_size(content.store_bytes)};"
+                f" of its capacity of {render.format_size(room.capacity)}, {render.format_size(room.free_bytes)} are"
+                " free for them."
+                " Prune it, give it a larger capacity, or copy the newest requests that fit with --newest"
+            )
+        return self._newest(lambda content: content.store_bytes <= room.free_bytes)
+
+    def _newest(self, fits: Callable[[Content], bool]) -> Choice:
+        content, missing, chosen = Content(), list[str](), list[Candidate]()
+        packs: set[tuple[bytes, bytes]] = set()
+        for candidate in sorted(self._everything.candidates, key=_age, reverse=True):
+            namespace, tables = candidate.source.identity.digest, candidate.source.packs.tables
+            fresh = [(namespace, pack) for pack in candidate.packs if (namespace, pack) not in packs]
+            wider = msgspec.structs.replace(content)
+            wider.add_request(candidate.manifest)
+            for _, pack in fresh:
+                wider.add_pack(tables[pack])
+            if fits(wider):
+                content = wider
+                packs.update(fresh)
+                chosen.append(candidate)
+            else:
+                missing.append(candidate.manifest.id)
+        return Choice(sorted(chosen, key=_age), [], content, missing)
+
+    def place(self, there: InspectableBackend | None, least: int | None, *, newest: bool) -> str:
+        """The URL to open for writing: a store that is to be created gets a capacity that holds all of it.
+
+        :param there: the target as it is; None: it is to be created.
+        :param least: its capacity, unless the URL names one.
+        :raises StoreTooSmallError: it does not fit, and not ``newest``; nothing was created or written.
+        """
+        if there is not None:
+            self.choose(Room.of(there), newest=newest)
+            return self._url
+        url, parsed = self._url, StoreUrl.parse(self._url)
+        driver = BACKENDS.get(parsed.scheme)
+        capacity = driver.new_policy(parsed).capacity if issubclass(driver, SupportsPolicy) else None
+        wanted = max(least or 0, capacity_for(self.content.store_bytes))
+        if capacity is not None and capacity < wanted and "capacity" not in parsed.options:
+            url += f"{'&' if '?' in url else '?'}capacity={wanted}"
+            capacity = wanted
+        self.choose(None if capacity is None else Room(capacity), newest=newest)
+        return url
 
     def run(self, target: InspectableBackend, took: Took, *, newest: bool = False) -> Received:
         """Copy all of it, or the newest requests that fit. Requests follow packs of no request, the oldest first.
 
         :raises StoreTooSmallError: it does not fit, and not ``newest``; nothing was written.
-        :raises StoreError: one of the stores failed; earlier commits are good, and are not repeated by the next run.
+        :raises CorruptArchiveError: the file to import changed meanwhile; earlier commits are good.
+        :raises StoreError: a store failed; earlier commits are good, and are not repeated by the next run.
         """
-        choice = self.choose(Room.of(target), newest=newest)
-        received = Received(
-            incomplete=list(self._incomplete), missing=choice.missing, missing_packs=choice.missing_packs
-        )
+        choice, received = self.choose(Room.of(target), newest=newest), self._received
+        received.missing = list(choice.missing)
+        received.missing_packs = len(self._everything.orphans) - len(choice.orphans)
         receivers = []
-        for reader, requests in self._sources:
-            namespace = reader.namespace.id
-            receivers.append(receiver := Receiver(target, reader.namespace.identity, received))
-            _push_packs(reader, receiver, choice.orphans_of(namespace), took)
-            for manifest in requests:
-                if receiver.holds(manifest.id) or (namespace, manifest.id) not in choice.requests:
-                    continue
-                keys = reader.keys(manifest.id)
-                if keys is None:
-                    received.incomplete.append(manifest.id)
-                else:
-                    _push_packs(reader, receiver, reader.packs_of(keys), took)
-                    receiver.request(manifest, keys)
+        for source in self._sources:
+            receivers.append(receiver := _Receiver(target, source, received, took))
+            for place, pack in choice.orphans:
+                if place is source:
+                    receiver.pack(pack)
+            for candidate in choice.candidates:
+                if candidate.source is source:
+                    receiver.request(candidate.manifest)
             receiver.flush()
-        return finish(receivers, received)
+        for receiver in receivers:
+            receiver.check()
+        return received
 
 
-def _push_packs(reader: Source, receiver: Receiver, packs: Iterable[bytes], took: Took) -> None:
-    for pack_id in packs:
-        if receiver.wants(reader.catalogue.tables[pack_id]) and (pack := reader.read(pack_id, took)) is not None:
-            receiver.pack(pack)
+def _age(candidate: Candidate) -> tuple[float, str]:
+    return candidate.manifest.created, candidate.manifest.id
+
+
+class _Receiver:
+    """One namespace of a store that is written to. Others may write to it meanwhile."""
+
+    def __init__(self, backend: InspectableBackend, source: Source, received: Received, took: Took) -> None:
+        """:param received: is counted up.
+
+        :raises StoreError: the namespace could not be created.
+        """
+        self._backend = backend
+        self._source = source
+        self._received = received
+        self._took = took
+        self._namespace = backend.open_namespace(source.identity).id
+        self._packs = NamespacePacks(backend, self._namespace)
+        """Packs of the store, and those that wait."""
+        self._waiting: list[PackCopy] = []
+        self._offered: set[bytes] = set()
+        self._written: list[str] = []
+        self._sent: list[bytes] = []
+        """A key of each pack that was written."""
+        self._requests = {manifest.id for manifest in backend.manifests(self._namespace)}
+
+    def pack(self, pack: bytes) -> None:
+        """Copy a pack if the store lacks a block of it, now or in a later commit.
+
+        :raises StoreError: a commit failed; those before it were done.
+        """
+        table = self._source.packs.tables[pack]
+        if pack in self._offered or self._packs.hold(table.keys.unpack()):
+            return
+        self._offered.add(pack)
+        payload = self._source.read(table, self._took)
+        if payload is None:
+            return
+        if sum(waiting.raw_length for waiting in self._waiting) + table.raw_length > MAX_PACK_BYTES:
+            self.flush()
+        self._waiting.append(PackCopy(table, payload))
+        self._packs.add(table)
+
+    def request(self, manifest: RequestManifest) -> None:
+        """Copy a request with the packs that wait.
+
+        :raises StoreError: the commit failed; those before it were done.
+        """
+        if manifest.id in self._requests:
+            self._received.requests_held += 1
+            return
+        keys = self._source.keys(manifest.id)
+        for pack in () if keys is None else self._source.packs.in_order(keys):
+            self.pack(pack)
+        if keys is None or not self._packs.hold(all_keys(keys)):
+            self._received.incomplete.append(manifest.id)
+            return
+        self._commit([ManifestWrite(manifest, keys, self._packs.in_order(keys))])
+        self._written.append(manifest.id)
+        self._received.requests += 1
+
+    def flush(self) -> None:
+        """Write pending packs.
+
+        :raises StoreError: the commit failed; those before it were done.
+        """
+        if self._waiting:
+            self._commit([])
+
+    def check(self) -> None:
+        """Report written content that the store no longer holds.
+
+        :raises StoreError: the medium failed.
+        """
+        self._packs.refresh()
+        there = {manifest.id for manifest in self._backend.manifests(self._namespace)}
+        self._received.lost += [name for name in self._written if name not in there]
+        self._received.lost_packs += sum(not self._packs.hold([key]) for key in self._sent)
+
+    def _commit(self, manifests: Sequence[ManifestWrite]) -> None:
+        packs, self._waiting = self._waiting, []
+        result = self._backend.commit(self._namespace, CommitBatch(packs, manifests))
+        self._sent += [pack.keys.unpack()[0] for pack in packs]
+        self._received.packs += len(packs)
+        self._received.stored_bytes += sum(pack.table.payload_length for pack in packs)
+        self._received.evicted_packs += len(result.evicted)
+        for pack in packs:
+            self._packs.remove(pack.pack_id)
+        self._packs.refresh()
+
+
+def print_received(received: Received, url: str, place: str, capacity: int | None) -> None:
+    """Print the outcome of a transfer.
+
+    :param place: the URL that was opened; another one than ``url`` for a store that was created with a capacity of its
+        content, which neither ``url`` nor the driver's default explains.
+    :param capacity: of the store.
+    """
+    requests, packs = _counts(received.requests, received.packs)
+    render.say(f"{requests} and {packs}, {render.format_size(received.stored_bytes)} came to {url}")
+    if received.requests_held or received.packs_held:
+        render.say(f"{' and '.join(_counts(received.requests_held, received.packs_held))} were there already")
+    if received.evicted_packs:
+        render.say(f"{render.count(received.evicted_packs, 'pack')} of the store were evicted meanwhile")
+    print_incomplete(received.incomplete)
+    requests, packs = _counts(len(received.missing), received.missing_packs)
+    if received.missing or received.missing_packs:
+        orphans = f" and {packs} of no request" * bool(received.missing_packs)
+        _print_names(f"no room for {requests}{orphans}:", received.missing)
+    if received.lost or received.lost_packs:
+        lost = " and ".join(_counts(len(received.lost), received.lost_packs))
+        _print_names(f"{lost} that came were evicted again:", received.lost)
+    if place != url and capacity is not None:
+        render.say(f"{url} was created with a capacity of {render.format_size(capacity)}")
+
+
+def _counts(requests: int, packs: int) -> tuple[str, str]:
+    return render.count(requests, "request"), render.count(packs, "pack")
+
+
+def _print_names(title: str, names: list[str]) -> None:
+    render.say(title)
+    for name in names[:_SHOWN]:
+        render.say(f"  {name}")
+    if len(names) > _SHOWN:
+        render.say(f"  and {len(names) - _SHOWN:,} more; --json lists all")

@@ -1,20 +1,58 @@
-"""Check of models: the engine supports those whose whole state is the KV of full or sliding-window attention.
+"""Models: loading, the check that the engine supports them, and the identity of their KV bytes.
 
-The configuration is checked first. Then one token is run with a cache that records the KV of each layer.
+The engine supports models whose whole state is the KV of full or sliding-window attention. The configuration is checked
+first. Then one token is run with a cache that records the KV of each layer.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.utils import cached_file
 
-from persistkv.errors import UnsupportedModelError
+from persistkv.errors import ConfigurationError, UnsupportedModelError
+from persistkv.integrations.model_config import plain_config
 from persistkv.integrations.transformers.kv_cache import KVGeometry, KVGroupGeometry
+from persistkv.integrations.transformers.request import HASH_NAME
+from persistkv.storage.format.codec import Buffer
+from persistkv.storage.identity import fingerprint_checkpoint, fingerprint_tensors
+
+IDENTITY_VERSION = 1
+KV_LAYOUT = "per group: block, layer, key or value, head, token, head size"
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+def load_model(
+    source: str | Path,
+    dtype: torch.dtype | str = "auto",
+    attn_implementation: str | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[Any, Path | None]:
+    """Load a model for inference.
+
+    :param source: a directory with a checkpoint, or a name that transformers knows.
+    :returns: the model and the directory of its weights. The directory is None if adapters were loaded on top of them:
+        such weights can be identified by their state dict only.
+    :raises ConfigurationError: if no model can be loaded from there.
+    """
+    extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **extra)
+        directory = Path(source) if Path(source).is_dir() else Path(cached_file(str(source), "config.json")).parent
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigurationError("model", str(source), f"a decoder-only checkpoint ({reason})") from error
+    if device is not None:
+        model = model.to(device)
+    adapted = getattr(model, "_hf_peft_config_loaded", False)
+    return model, None if adapted else directory
 
 
 def probe_model(model: Any) -> KVGeometry:
@@ -126,3 +164,48 @@ def _grouped(windows: list[int | None], layers: list[_RecordingLayer]) -> KVGeom
     if len(places) != 1:
         raise UnsupportedModelError(f"layers differ in the type or device of their KV: {', '.join(places)}")
     return groups
+
+
+def model_identity(model: Any, checkpoint: Path | None, geometry: KVGeometry, block_size: int) -> dict[str, Any]:
+    """Return everything that must match for this model's KV bytes to be valid, as JSON values.
+
+    :param checkpoint: the directory that the model was loaded from; None hashes the state dict instead.
+    :raises ConfigurationError: if the checkpoint cannot be read.
+    :raises UnsupportedModelError: if a weight's bytes are not available.
+    """
+    weights = fingerprint_checkpoint(checkpoint) if checkpoint else fingerprint_tensors(_state(model))
+    return {
+        "version": IDENTITY_VERSION,
+        "weights": weights,
+        "config": plain_config(model.config.to_dict()),
+        "architecture": type(model).__name__,
+        "attention": str(getattr(model.config, "_attn_implementation", None)),
+        "dtype": {"model": _dtype_name(model.dtype), "kv": _dtype_name(geometry[0].dtype)},
+        "kv_layout": KV_LAYOUT,
+        "groups": [_group(group) for group in geometry],
+        "block_size": block_size,
+        "world": {"tensor_parallel": 1, "pipeline_parallel": 1},
+        "hash": HASH_NAME,
+    }
+
+
+def _group(group: KVGroupGeometry) -> dict[str, Any]:
+    return {
+        "kind": "full_attention" if group.sliding_window is None else "sliding_attention",
+        "sliding_window": group.sliding_window,
+        "layers": list(group.layers),
+        "heads": group.num_heads,
+        "head_size": group.head_dim,
+    }
+
+
+def _state(model: Any) -> Iterator[tuple[str, str, tuple[int, ...], Buffer]]:
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, torch.Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+            raise UnsupportedModelError(f"the bytes of {name!r} cannot be had, so the weights cannot be identified")
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        yield name, _dtype_name(tensor.dtype), tuple(tensor.shape), data
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,261 @@
+"""``persistkv demo``: a process answers prompts and is killed; the next process answers with restored KV.
+
+Importing this module imports no torch, so that help can be shown without it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import closing
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from persistkv.errors import MissingExtraError, PersistKVError, printable
+from persistkv.integrations.transformers.demo_messages import Answer, Report, Task, build_prompts
+from persistkv.integrations.transformers.results import RequestStats
+from persistkv.storage import open_inspectable
+from persistkv.storage.extensions import BackendStats
+from persistkv.storage.format.codec import parse_codec
+
+_DIRECTORY = Path(".persistkv-demo")
+_PACKAGES = ("torch", "transformers", "safetensors")
+_WORKER = "persistkv.integrations.transformers.demo_worker"
+_NOT_IDENTICAL = 1
+_MIB = 1 << 20
+
+
+def demo(
+    store: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Where KV is kept; by default a new store under .persistkv-demo."),
+    ] = None,
+    model: Annotated[
+        Path, typer.Option(metavar="DIR", help="A checkpoint with byte-level tokens; made where there is none.")
+    ] = _DIRECTORY / "model",
+    tokens: Annotated[int, typer.Option(help="Tokens that all prompts share.")] = 4000,
+    codec: Annotated[str, typer.Option(help="raw, zstd or planes; zstd:LEVEL, planes:WIDTH.")] = "raw",
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, and nothing else.")] = False,
+) -> None:
+    """Answer cold, be killed, and answer warm in a new process.
+
+    Exit code 1: restored pages, tokens or logits are not bit-identical.
+    """
+    for package in _PACKAGES:
+        if find_spec(package) is None:
+            raise MissingExtraError(package, "transformers")
+    parse_codec(codec)
+    build_prompts(tokens)
+    if store is None:
+        directory = (_DIRECTORY / "store").absolute()
+        shutil.rmtree(directory, ignore_errors=True)  # the tables show this run only
+        store = f"lmdb://{directory}?capacity=4GiB"
+    with closing(open_inspectable(store)):  # an invalid URL fails before minutes of work
+        pass
+    report = _run(store, model, tokens, codec)
+    if json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
+    else:
+        _print(report)
+    if not (report.tokens_identical and report.logits_identical and report.pages_identical):
+        raise typer.Exit(_NOT_IDENTICAL)
+
+
+def _run(url: str, model: Path, tokens: int, codec: str) -> DemoReport:
+    if not (model / "config.json").is_file():
+        _log("making the model")
+        from persistkv.integrations.transformers.demo_worker import make_checkpoint  # imports torch
+
+        make_checkpoint(model)
+    _log("first process:")
+    cold = _run_process(Task(True, url, str(model), tokens, codec, time.monotonic()))
+    _log("the first process was killed (SIGKILL); new process:")
+    warm = _run_process(Task(False, url, str(model), tokens, codec, time.monotonic()))
+    with closing(open_inspectable(url, read_only=True)) as backend:
+        return _build_report(cold, warm, backend.stats(), url=url, model=str(model), codec=codec, shared_tokens=tokens)
+
+
+def _log(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _run_process(task: Task) -> Report:
+    """Run one process up to its report; kill the cold one by SIGKILL as soon as it has reported.
+
+    :raises PersistKVError: if the process failed, or was not ended by the signal.
+    """
+    command = [sys.executable, "-m", _WORKER, msgspec.json.encode(task).decode()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            line = process.stdout.readline() if process.stdout else b""
+            if task.is_cold:
+                process.kill()
+            code = process.wait()
+        finally:
+            process.kill()
+    if not line.endswith(b"\n"):
+        raise PersistKVError(f"the process ended with {code} before it reported")
+    report = msgspec.json.decode(line, type=Report)
+    if report.error or code != (-9 if task.is_cold else 0):
+        raise PersistKVError(report.error or f"the process ended with {code}")
+    return report
+
+
+class RequestReport(msgspec.Struct, frozen=True):
+    """One prompt, answered cold (first prompts only), on the resident cache, and warm; times in seconds."""
+
+    question: str
+    cold: RequestStats | None
+    resident: RequestStats
+    warm: RequestStats
+    same_split: bool
+    """The resident run restored as many tokens as the warm one: only then can they be compared bit by bit."""
+    tokens_identical: bool
+    """Whether the warm run's tokens equal those of the resident run."""
+    logits_identical: bool
+    agrees_with_cold: bool | None
+    """Whether the tokens equal those of the cold run, which computed the prompt at once and so rounded differently."""
+    max_logit_difference: float | None
+    """Largest difference from the cold run's logits."""
+
+
+class DemoReport(msgspec.Struct, frozen=True):
+    """All results; times in seconds, sizes in bytes."""
+
+    url: str
+    model: str
+    codec: str
+    prompt_tokens: int
+    """Of the first prompt."""
+    shared_tokens: int
+    restored_tokens: int
+    """Of the first prompt, for which the device and the primary tier are empty."""
+    restored_shared_share: float
+    """Share of the shared tokens that was restored for the first prompt."""
+    cold_ttft_s: float
+    """Median over the prompts."""
+    warm_ttft_s: float
+    """Of the first prompt of the new process."""
+    speed_up: float
+    cold_start_to_first_token_s: float
+    """From the start of the process, including imports and warm-up."""
+    warm_start_to_first_token_s: float
+    tokens_identical: bool
+    logits_identical: bool
+    agrees_with_cold: bool
+    max_logit_difference: float
+    pages_identical: bool
+    pages_compared: int
+    raw_bytes: int
+    stored_bytes: int
+    codec_ratio: float
+    disk_bytes: int
+    requests: list[RequestReport]
+    notices: list[str]
+
+
+def _build_report(
+    cold: Report, warm: Report, stats: BackendStats, *, url: str, model: str, codec: str, shared_tokens: int
+) -> DemoReport:
+    """Compare the reports of the two processes."""
+    computed = {answer.question: answer for answer in cold.answers}
+    requests = [
+        _compare(computed.get(answer.question), resident, answer)
+        for resident, answer in zip(cold.resident, warm.answers, strict=True)
+    ]
+    first = requests[0].warm
+    cold_ttft = median(answer.stats.ttft_s for answer in cold.answers)
+    return DemoReport(
+        url=url,
+        model=model,
+        codec=codec,
+        prompt_tokens=first.prompt_tokens,
+        shared_tokens=shared_tokens,
+        restored_tokens=first.restored_tokens,
+        restored_shared_share=min(first.restored_tokens, shared_tokens) / shared_tokens,
+        cold_ttft_s=cold_ttft,
+        warm_ttft_s=first.ttft_s,
+        speed_up=cold_ttft / first.ttft_s,
+        cold_start_to_first_token_s=cold.start_to_first_token_s,
+        warm_start_to_first_token_s=warm.start_to_first_token_s,
+        tokens_identical=all(request.same_split and request.tokens_identical for request in requests),
+        logits_identical=all(request.same_split and request.logits_identical for request in requests),
+        agrees_with_cold=all(request.agrees_with_cold is not False for request in requests),
+        max_logit_difference=max(request.max_logit_difference or 0.0 for request in requests),
+        pages_identical=bool(warm.pages) and warm.pages.items() <= cold.pages.items(),
+        pages_compared=len(warm.pages),
+        raw_bytes=stats.raw_bytes,
+        stored_bytes=stats.stored_bytes,
+        codec_ratio=stats.raw_bytes / stats.stored_bytes if stats.stored_bytes else 1.0,
+        disk_bytes=stats.disk_bytes,
+        requests=requests,
+        notices=warm.notices,
+    )
+
+
+def _compare(cold: Answer | None, resident: Answer, warm: Answer) -> RequestReport:
+    distances = [abs(a - b) for a, b in zip(cold.logits, warm.logits, strict=True)] if cold else None
+    return RequestReport(
+        question=warm.question,
+        cold=cold.stats if cold else None,
+        resident=resident.stats,
+        warm=warm.stats,
+        same_split=resident.stats.restored_tokens == warm.stats.restored_tokens,
+        tokens_identical=resident.tokens == warm.tokens,
+        logits_identical=resident.logits_digest == warm.logits_digest,
+        agrees_with_cold=cold.tokens == warm.tokens if cold else None,
+        max_logit_difference=max(distances) if distances else None,
+    )
+
+
+def _print(report: DemoReport) -> None:
+    """Print the requests, the totals, the notices, and what ``persistkv ls`` shows."""
+    console = Console()
+    table = Table(title="first token of each request, in seconds", title_justify="left")
+    table.add_column("question")
+    for header in ("prompt", "restored", "computed", "cold", "warm", "as resident"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for request in report.requests:
+        table.add_row(
+            Text(request.question, no_wrap=True, overflow="ellipsis"),  # truncated if the terminal is narrow
+            f"{request.warm.prompt_tokens:,}",
+            f"{request.warm.restored_tokens:,}",
+            f"{request.warm.computed_tokens:,}",
+            f"{request.cold.ttft_s:.3f}" if request.cold else "-",
+            f"{request.warm.ttft_s:.3f}",
+            _yes(request.same_split and request.tokens_identical and request.logits_identical),
+        )
+    console.print(table)
+    cold_s, warm_s = report.cold_start_to_first_token_s, report.warm_start_to_first_token_s
+    agreement = f"{_yes(report.agrees_with_cold)} (logits differ by at most {report.max_logit_difference:.1g})"
+    table = Table("", "cold", "warm", title="the whole", title_justify="left")
+    for row in (
+        ("time to first token", f"{report.cold_ttft_s:.3f} s", f"{report.warm_ttft_s:.3f} s"),
+        ("process start to first token", f"{cold_s:.2f} s", f"{warm_s:.2f} s"),
+        ("cold / warm TTFT", "", f"{report.speed_up:.1f}"),
+        ("shared tokens restored", "", f"{report.restored_shared_share:.1%} of {report.shared_tokens:,}"),
+        ("logits and tokens as on a resident cache", "", _yes(report.logits_identical and report.tokens_identical)),
+        ("tokens as in the cold run", "", agreement),
+        ("restored pages bit-identical", "", f"{_yes(report.pages_identical)} ({report.pages_compared:,} pages)"),
+        ("KV bytes kept", "", f"{report.raw_bytes / _MIB:.1f} MiB"),
+        (f"stored ({report.codec})", "", f"{report.stored_bytes / _MIB:.1f} MiB, ratio {report.codec_ratio:.2f}"),
+    ):
+        table.add_row(*row)
+    console.print(table)
+    for line in (*map(printable, report.notices), f"$ persistkv ls '{report.url}'"):
+        console.print(line, markup=False, highlight=False)
+    subprocess.run([sys.executable, "-m", "persistkv_tools", "ls", report.url], check=False)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "NO"

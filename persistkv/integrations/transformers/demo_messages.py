@@ -1,0 +1,93 @@
+"""Prompts and messages of the demo's processes. Importing this module imports no torch."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+
+from persistkv.errors import ConfigurationError
+from persistkv.integrations.transformers.results import RequestStats
+
+FIRST = (
+    "How does heapq keep its invariant when an item is pushed?",
+    "Which exception does textwrap raise for a bad width?",
+    "Why does bisect_right differ from bisect_left?",
+)
+"""Questions that both processes answer."""
+FURTHER = (
+    "Show how wrap() treats words longer than the line.",
+    "What does merge() cost for k inputs of n items?",
+)
+"""Questions whose contexts the first process does not store."""
+
+_MODULES = (
+    "textwrap",
+    "heapq",
+    "bisect",
+    "queue",
+    "shlex",
+    "fnmatch",
+    "csv",
+    "sched",
+    "string",
+    "calendar",
+    "argparse",
+)
+_MIN_TOKENS = 256
+_QUESTION_TOKENS = 64
+
+
+def build_prompts(num_tokens: int) -> dict[str, list[int]]:
+    """Return the tokens of each question's prompt: modules of the standard library, then the question.
+
+    One byte is one token. All prompts share their first ``num_tokens`` tokens.
+
+    :raises ConfigurationError: if there is no text of that length.
+    """
+    specs = [spec for spec in map(find_spec, _MODULES) if spec is not None and spec.origin is not None]
+    text = b"\n".join(f"# {spec.name}.py\n".encode() + Path(str(spec.origin)).read_bytes() for spec in specs)
+    if not _MIN_TOKENS <= num_tokens <= len(text):
+        raise ConfigurationError("tokens", num_tokens, f"{_MIN_TOKENS} to {len(text)}")
+    asked = {question: f"\n# {question}\n".encode().ljust(_QUESTION_TOKENS, b"#") for question in FIRST + FURTHER}
+    return {question: list(text[:num_tokens] + tail[:_QUESTION_TOKENS]) for question, tail in asked.items()}
+
+
+class Task(msgspec.Struct, frozen=True):
+    """Task of a process, its only argument."""
+
+    is_cold: bool
+    """The first process: it computes all answers, and is killed after its report."""
+    url: str
+    model: str
+    tokens: int
+    codec: str
+    started: float
+    """Monotonic seconds at which it was started."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """One answered prompt."""
+
+    question: str
+    tokens: list[int]
+    logits: list[float]
+    """Logits from which the first token was chosen."""
+    logits_digest: str
+    stats: RequestStats
+
+
+class Report(msgspec.Struct, frozen=True):
+    """Results of a process: one line on its standard output."""
+
+    answers: list[Answer] = []
+    """Of the first process: to the first questions, computed in full. Of the second: to all questions."""
+    resident: list[Answer] = []
+    """Answers of the first process to all questions, with the KV that its first run left on the device."""
+    pages: dict[str, str] = {}
+    """Digests by block hash, both hexadecimal: all resident pages of the first process, restored ones of the second."""
+    start_to_first_token_s: float = 0.0
+    notices: list[str] = []
+    error: str = ""
+    """Why the process failed."""

@@ -1,0 +1,239 @@
+"""One request, from its prompt to its last token: block hashes, block tables, restored prefix, choice of tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from persistkv.base import make_offload_key
+from persistkv.connector.matching import GroupBlocks, longest_match
+from persistkv.errors import ConfigurationError, PersistKVError
+from persistkv.integrations.transformers.kv_cache import BlockPool, GroupPages, PagedKVCache, RequestCache
+from persistkv.integrations.transformers.results import GenerateResult, RequestStats
+from persistkv.integrations.transformers.tiers import Tiers
+
+HASH_NAME = "sha256 over parent and tokens as little-endian u32, salt at the root"
+_ROOT = b"persistkv block chain 1\n"
+
+
+class BlockHashChain:
+    """The hashes of one context's full blocks; it grows with the context. A hash identifies all tokens up to its end.
+
+    :param salt: separates contexts that must not share blocks, such as those of two tenants; None and "" differ.
+    """
+
+    def __init__(self, block_size: int, salt: str | None = None) -> None:
+        self.hashes: list[bytes] = []
+        self._block_bytes = 4 * block_size
+        self._tail = b""
+        salted = b"" if salt is None else b"salt " + salt.encode()
+        self._parent = hashlib.sha256(_ROOT + salted).digest()
+
+    def extend(self, token_ids: Sequence[int]) -> list[bytes]:
+        """Append tokens; return the hashes of the blocks that they made full."""
+        data = self._tail + np.asarray(token_ids, dtype="<u4").tobytes()
+        full = len(data) - len(data) % self._block_bytes
+        new = []
+        for start in range(0, full, self._block_bytes):
+            self._parent = hashlib.sha256(self._parent + data[start : start + self._block_bytes]).digest()
+            new.append(self._parent)
+        self._tail = data[full:]
+        self.hashes += new
+        return new
+
+
+class Sampler:
+    """Chooses the tokens of one request.
+
+    :param temperature: 0 always chooses the most likely token.
+    :param top_p: only the most likely tokens that add up to this probability are chosen.
+    :param seed: equal seeds choose equal tokens from equal logits.
+    :raises ConfigurationError: a parameter is out of range.
+    """
+
+    def __init__(self, temperature: float, top_p: float, seed: int, device: torch.device | str = "cpu") -> None:
+        if not temperature >= 0:
+            raise ConfigurationError("temperature", temperature, "0 or more")
+        if not 0 < top_p <= 1:
+            raise ConfigurationError("top_p", top_p, "more than 0, at most 1")
+        self._temperature = temperature
+        self._top_p = top_p
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def choose(self, logits: torch.Tensor) -> int:
+        """Return the next token.
+
+        :param logits: shape (vocabulary,).
+        """
+        if not self._temperature:
+            return int(logits.argmax())
+        ordered, order = (logits.float() / self._temperature).softmax(-1).sort(descending=True)
+        before = ordered.cumsum(-1) - ordered
+        ordered[before >= self._top_p] = 0.0
+        return int(order[torch.multinomial(ordered, 1, generator=self._generator)])
+
+
+class Request:
+    """Run of one request. Blocks in its tables stay referenced until ``release``, also after an error.
+
+    :ivar tables: for each group, the device blocks of the context's full blocks, in order. None: the block was outside
+        of the sliding window when the request began, so the request never had it.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        forward_options: Mapping[str, Any],
+        device: PagedKVCache,
+        tiers: Tiers,
+        req_id: str,
+        salt: str | None,
+    ) -> None:
+        self.tables: list[list[int | None]] = [[] for _ in device.groups]
+        self._model, self._forward_options = model, forward_options
+        self._device, self._tiers = device, tiers
+        self._req_id = req_id
+        self._chain = BlockHashChain(device.block_size, salt)
+        self._stats = RequestStats()
+
+    def run(
+        self, prompt: Sequence[int], max_new_tokens: int, sampler: Sampler, stop: Collection[int], reuse: bool
+    ) -> GenerateResult:
+        """Run the request. The caller has announced it to the connector, and must finish it even if this raises."""
+        begin = time.perf_counter()
+        self._stats.prompt_tokens = len(prompt)
+        self._announce(prompt, len(prompt))
+        restored = self._restore(len(prompt)) if reuse else 0
+        self._stats.lookup_s = time.perf_counter() - begin - self._stats.load_s
+        cache = RequestCache(self._device.geometry, len(prompt) + max_new_tokens)
+        self._gather(cache)
+        first_logits = logits = self._forward(prompt[restored:], cache)
+        self._stats.computed_tokens = len(prompt) - restored
+        tokens = [sampler.choose(logits)]
+        self._stats.ttft_s = time.perf_counter() - begin
+        self._keep(cache, len(prompt))
+        while len(tokens) < max_new_tokens and tokens[-1] not in stop:
+            self._announce(tokens[-1:], len(prompt) + len(tokens))
+            logits = self._forward(tokens[-1:], cache)
+            tokens.append(sampler.choose(logits))
+            self._keep(cache, len(prompt) + len(tokens) - 1)
+        self._stats.total_s = time.perf_counter() - begin
+        kept = tuple(self._chain.hashes[: self._num_blocks])
+        return GenerateResult(self._req_id, tokens, first_logits.to("cpu", copy=True), kept, self._stats)
+
+    def release(self) -> None:
+        """Release all blocks."""
+        self._truncate(0)
+
+    def _announce(self, token_ids: Sequence[int], num_tokens: int) -> None:
+        """Report the keys of the blocks that tokens made full to the connector."""
+        hashes = self._chain.extend(token_ids)
+        for group in range(len(self.tables)):
+            keys = [make_offload_key(block_hash, group) for block_hash in hashes]
+            self._tiers.scheduler.update_keys(self._req_id, group, keys, num_tokens)
+
+    def _restore(self, num_tokens: int) -> int:
+        """Reference and load the longest prefix on the device and in the tiers; one token is left to compute."""
+        on_device = self._stats.device_tokens = self._acquire_resident(num_tokens - 1)
+        matched = self._tiers.match(self._req_id, on_device)
+        begin = time.perf_counter()
+        first = self._num_blocks
+        needed = self._tiers.scheduler.needed_device_blocks(self._req_id, matched)
+        for (group, table), positions in zip(self._groups(), needed, strict=True):
+            table += [None] * (positions.start - len(table))
+            table += self._allocate(group.pool, len(positions))
+        loaded = self._tiers.load(self._req_id, self.tables, matched)
+        self._truncate(first + loaded.num_tokens // self._device.block_size)
+        self._publish(first)
+        self._stats.load_s = time.perf_counter() - begin
+        self._stats.persistent_tokens = loaded.num_promoted_tokens
+        self._stats.cpu_tokens = loaded.num_tokens - loaded.num_promoted_tokens
+        self._stats.bytes_loaded = loaded.num_bytes
+        return on_device + loaded.num_tokens
+
+    def _acquire_resident(self, limit: int) -> int:
+        """Reference the device's blocks of the longest prefix, up to ``limit`` tokens, that all groups can serve."""
+        hashes = self._chain.hashes
+        groups = [GroupBlocks(group.blocks, hashes, group.pool.holds) for group in self._device.groups]
+        num_tokens = longest_match(groups, self._device.block_size, 0, limit)
+        for group, table in self._groups():
+            needed = group.blocks.device_blocks(num_tokens)
+            table += [None] * needed.start
+            table += [group.pool.acquire(hashes[position]) for position in needed]
+        return num_tokens
+
+    def _gather(self, cache: RequestCache) -> None:
+        """Fill a request's cache with the blocks that its next token attends to."""
+        num_tokens = self._num_blocks * self._device.block_size
+        for (group, table), buffer in zip(self._groups(), cache.buffers, strict=True):
+            needed = group.blocks.device_blocks(num_tokens)
+            group.gather(buffer, needed, _present(table[needed.start :]))
+        cache.set_length(num_tokens)
+
+    def _forward(self, token_ids: Sequence[int], cache: RequestCache) -> torch.Tensor:
+        """Return the logits after the last token, shape (vocabulary,). The tokens are appended to the cache."""
+        inputs = torch.tensor([list(token_ids)], dtype=torch.long, device=self._model.device)
+        output = self._model(input_ids=inputs, past_key_values=cache, use_cache=True, **self._forward_options)
+        logits: torch.Tensor = output.logits[0, -1]
+        return logits
+
+    def _keep(self, cache: RequestCache, num_tokens: int) -> None:
+        """Copy blocks that became full to pages, publish and report them, and step.
+
+        A block that is resident already is referenced, not written, so that all requests use the same bytes.
+        """
+        first, stop = self._num_blocks, num_tokens // self._device.block_size
+        if stop > first:
+            for (group, table), buffer in zip(self._groups(), cache.buffers, strict=True):
+                written: dict[int, int] = {}
+                for position in range(first, stop):
+                    block_id = group.pool.acquire(self._chain.hashes[position])
+                    if block_id is None:
+                        (block_id,) = self._allocate(group.pool, 1)
+                        written[position] = block_id
+                    table.append(block_id)
+                group.scatter(buffer, list(written), list(written.values()))
+            self._publish(first)
+            self._tiers.scheduler.update_computed_tokens(self._req_id, num_tokens, self.tables)
+        self._tiers.step()
+
+    def _allocate(self, pool: BlockPool, count: int) -> list[int]:
+        """Return device blocks to write. May wait for blocks of earlier requests that are being stored."""
+        allocated = pool.allocate(count)
+        if allocated is None:
+            self._tiers.step(wait=True)
+            self._tiers.step(wait=True)
+            allocated = pool.allocate(count)
+        if allocated is None:
+            raise PersistKVError(f"{count} device blocks are needed, {pool.num_available} are available")
+        return allocated
+
+    def _publish(self, first: int) -> None:
+        """Make the written blocks from position ``first`` on reusable."""
+        for group, table in self._groups():
+            for block_id, block_hash in zip(table[first:], self._chain.hashes[first : len(table)], strict=True):
+                if block_id is not None:
+                    group.pool.publish(block_id, block_hash)
+
+    def _truncate(self, num_blocks: int) -> None:
+        """Release all blocks of the context after the first ``num_blocks``."""
+        for group, table in self._groups():
+            group.pool.release(_present(table[num_blocks:]))
+            del table[num_blocks:]
+
+    @property
+    def _num_blocks(self) -> int:
+        """Number of blocks of the context, the same in each group."""
+        return len(self.tables[0])
+
+    def _groups(self) -> Iterable[tuple[GroupPages, list[int | None]]]:
+        return zip(self._device.groups, self.tables, strict=True)
+
+
+def _present(table: Iterable[int | None]) -> list[int]:
+    return [block_id for block_id in table if block_id is not None]

@@ -1,0 +1,158 @@
+"""The tiers behind an engine, and the offloading part of the engine's step between two forward passes."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from persistkv.connector.common import LoadProgress
+from persistkv.connector.request_state import BlockTable
+from persistkv.connector.scheduler import OffloadingConnectorScheduler
+from persistkv.connector.worker import OffloadingConnectorWorker
+from persistkv.cpu.layout import cell_bytes, group_layouts
+from persistkv.cpu.shared_offload_region import remove_leftover_regions
+from persistkv.cpu.spec import WorkerGeometry
+from persistkv.integrations.transformers.kv_cache import PagedKVCache
+from persistkv.tiering.manager import TieringOffloadingManager
+from persistkv.tiering.persistent import PersistentTier
+from persistkv.tiering.spec import TieringOffloadingSpec
+
+_POLL_S = 0.0005  # far below the time of a forward pass, far above the time of a poll
+
+
+class LoadedPrefix(NamedTuple):
+    """The prefix that the tiers loaded for a request."""
+
+    num_tokens: int
+    num_promoted_tokens: int
+    """Of these, the tokens that were promoted from a secondary tier."""
+    num_bytes: int
+
+
+class Tiers:
+    """Region, primary tier, persistent tiers, and the connector's two sides over them. Called from one thread.
+
+    :ivar scheduler: the connector's scheduler.
+    :ivar persistent: the persistent tiers, nearest first.
+    :ivar num_blocks: rows of the primary tier.
+    """
+
+    def __init__(
+        self,
+        device: PagedKVCache,
+        identity: Mapping[str, Any],
+        urls: Sequence[str],
+        *,
+        cpu_bytes: int,
+        lookup_deadline_s: float,
+        **options: Any,
+    ) -> None:
+        """Build the tiers behind a paged cache. If one part cannot be built, the others are released.
+
+        :param identity: identity of the KV bytes, as JSON values.
+        :param urls: the stores, nearest first.
+        :param cpu_bytes: size of the primary tier, rounded down to whole rows.
+        :param lookup_deadline_s: maximum seconds that a request waits for blocks that are not ready yet.
+        :param options: further options of ``PersistentTier``.
+        :raises ConfigurationError: if the primary tier is too small for one block, or an option is invalid.
+        """
+        caches = device.canonical()
+        remove_leftover_regions()  # file names are unique per engine, so no engine replaces a killed engine's file
+        spec = TieringOffloadingSpec(
+            extra_config={
+                "cpu_bytes_to_use": cpu_bytes,
+                "secondary_tiers": [{"type": PersistentTier.get_tier_type(), "url": url, **options} for url in urls],
+            },
+            geometry=WorkerGeometry(
+                instance_id=uuid.uuid4().hex, gpu_block_size=device.block_size, gpu_block_bytes=cell_bytes(caches, 1)
+            ),
+            identity=identity,
+            group_layouts=group_layouts(caches, 1),
+        )
+        self.num_blocks = spec.num_blocks
+        try:
+            manager = spec.get_manager()
+            self._worker = OffloadingConnectorWorker(list(spec.get_handlers(caches)))
+            self.scheduler = OffloadingConnectorScheduler(manager, device.specs(), max_load_blocks=spec.num_blocks)
+        except BaseException:
+            spec.shutdown()
+            raise
+        tiers = manager.secondary_tiers if isinstance(manager, TieringOffloadingManager) else []
+        self.persistent = [tier for tier in tiers if isinstance(tier, PersistentTier)]
+        self._lookup_deadline_s = lookup_deadline_s
+        self._live: dict[str, Callable[[], None]] = {}
+
+    def begin(self, req_id: str, on_released: Callable[[], None]) -> None:
+        """Register a request.
+
+        :param on_released: called when the request has finished and its device blocks are no longer read.
+        """
+        self._live[req_id] = on_released
+
+    def step(self, *, wait: bool = False) -> dict[str, LoadProgress]:
+        """Start planned transfers, process finished ones, and end the step.
+
+        :param wait: block until all transfers have ended.
+        :returns: the loads that ended, by request.
+        """
+        metadata = self.scheduler.build_connector_meta()
+        self._worker.start(metadata)
+        if wait:
+            self._worker.wait_all()
+        else:
+            self._worker.wait(job.job_id for job in metadata.loads)
+        output = self.scheduler.update_connector_output(self._worker.get_finished())
+        self.scheduler.take_events()
+        for req_id in output.released:
+            self._live.pop(req_id)()
+        return output.loads
+
+    def match(self, req_id: str, num_computed_tokens: int) -> int:
+        """Return how many tokens after the computed ones can be loaded. Waits for blocks up to the deadline."""
+        deadline = time.monotonic() + self._lookup_deadline_s
+        while (matched := self.scheduler.get_num_new_matched_tokens(req_id, num_computed_tokens)) is None:
+            if time.monotonic() >= deadline:
+                self.scheduler.give_up_waiting(req_id)
+            else:
+                self.step()
+                time.sleep(_POLL_S)
+        return matched
+
+    def load(self, req_id: str, tables: Sequence[BlockTable], num_tokens: int) -> LoadedPrefix:
+        """Load matched tokens into device blocks, and wait for the load.
+
+        :param tables: for each group, the request's device blocks from its first token on.
+        :returns: the loaded prefix; zeros if the load failed: then the content of the blocks is undefined.
+        """
+        if not self.scheduler.update_state_after_alloc(req_id, tables, num_tokens):
+            return LoadedPrefix(0, 0, 0)
+        promoted = self.scheduler.num_promoted_tokens(req_id)
+        loads = self.step()
+        while req_id not in loads:
+            time.sleep(_POLL_S)
+            loads = self.step()
+        progress = loads[req_id]
+        if not progress.success:
+            return LoadedPrefix(0, 0, 0)
+        return LoadedPrefix(progress.num_tokens, promoted, progress.num_bytes)
+
+    def drain(self, deadline: float, req_id: str | None = None) -> bool:
+        """Step until the transfers of a finished request, or of all requests, have ended.
+
+        :param deadline: a ``time.monotonic`` time.
+        :returns: False if the deadline passed before.
+        """
+        while self._live if req_id is None else req_id in self._live:
+            if time.monotonic() >= deadline:
+                return False
+            self.step(wait=True)
+        return True
+
+    def close(self) -> None:
+        """Wait for transfers, then release the worker before the rows that it copies to."""
+        try:
+            self._worker.shutdown()
+        finally:
+            self.scheduler.shutdown()

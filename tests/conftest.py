@@ -1,0 +1,31 @@
+"""No test may leave a host process behind: it outlives its engine, and would outlive the tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from tests.host_processes import host_processes, mark_run
+
+_GRACE_S = 10.0  # an orphan commits what it accepted
+
+mark_run()
+
+
+@pytest.fixture(autouse=True)
+def _no_host_process_left() -> Iterator[None]:
+    before = host_processes()
+    yield
+    deadline = time.monotonic() + _GRACE_S
+    while left := host_processes() - before:
+        if time.monotonic() > deadline:
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            pytest.fail(f"the test left host processes behind: {sorted(left)}")
+        time.sleep(0.01)

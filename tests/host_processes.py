@@ -1,0 +1,53 @@
+"""Host processes and process trees, found in /proc."""
+
+from __future__ import annotations
+
+import os
+import signal
+import uuid
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+
+_RUN = "PERSISTKV_TEST_RUN"
+"""Environment variable of all processes of a test run; other runs on this machine have host processes, too."""
+
+
+def mark_run() -> None:
+    """Mark this process and those that it starts."""
+    os.environ[_RUN] = uuid.uuid4().hex
+
+
+def host_processes() -> set[int]:
+    """Return the PIDs of the live host processes of this run, also of those whose engine is dead."""
+    mark = f"{_RUN}={os.environ[_RUN]}".encode()
+    found = set()
+    for directory in Path("/proc").iterdir():
+        if directory.name.isdecimal():
+            with suppress(OSError):  # it has ended
+                if (directory / "cmdline").read_bytes().endswith(b"\0persistkv-host\0") and mark in (
+                    directory / "environ"
+                ).read_bytes().split(b"\0"):
+                    found.add(int(directory.name))
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the live descendants of a process, by their parents."""
+    children = defaultdict(list)
+    for directory in Path("/proc").iterdir():
+        if directory.name.isdecimal():
+            with suppress(OSError):
+                parent = (directory / "stat").read_text().rpartition(")")[2].split()[1]
+                children[int(parent)].append(int(directory.name))
+    found = [pid]
+    for one in found:  # grows meanwhile
+        found += children[one]
+    return found[1:]
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and all its descendants."""
+    for one in [pid, *descendants(pid)]:
+        with suppress(ProcessLookupError):
+            os.kill(one, signal.SIGKILL)

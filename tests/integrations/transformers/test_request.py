@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+
+from persistkv.errors import ConfigurationError
+from persistkv.integrations.transformers.request import BlockHashChain, Sampler
+
+LOGITS = torch.tensor([0.0, 3.0, 2.9, -5.0])
+DEFAULTS = {"temperature": 0.0, "top_p": 1.0, "seed": 0}
+
+
+def hashes(tokens, block_size=4, salt=None):
+    chain = BlockHashChain(block_size, salt)
+    chain.extend(tokens)
+    return chain.hashes
+
+
+def test_a_hash_stands_for_all_tokens_up_to_its_end():
+    first, second = hashes(list(range(12))), hashes([99, *range(1, 12)])
+    assert len(set(first) | set(second)) == 6
+    assert hashes([*range(8), 0, 0, 0, 0])[:2] == first[:2]
+
+
+def test_growth_in_pieces_is_growth_at_once():
+    chain = BlockHashChain(4)
+    new = [chain.extend(piece) for piece in ([1, 2, 3], [4, 5], [6, 7, 8, 9, 10, 11, 12], [])]
+    assert [len(block) for block in new] == [0, 1, 2, 0]
+    assert chain.hashes == hashes(range(1, 13))
+
+
+def test_is_what_the_identity_says():
+    root = hashlib.sha256(b"persistkv block chain 1\n").digest()
+    tokens = b"".join(token.to_bytes(4, "little") for token in (1, 2, 70_000, 4))
+    assert hashes([1, 2, 70_000, 4]) == [hashlib.sha256(root + tokens).digest()]
+
+
+def test_salts_share_nothing():
+    tokens = list(range(8))
+    found = [hashes(tokens, salt=salt) for salt in (None, "", "a", "b")]
+    assert len({block for chain in found for block in chain}) == 8
+
+
+def draw(count=200, **options):
+    sampler = Sampler(**DEFAULTS | options)
+    return [sampler.choose(LOGITS) for _ in range(count)]
+
+
+def test_temperature_0_takes_the_most_likely():
+    assert set(draw()) == {1}
+
+
+def test_equal_seeds_draw_equal_tokens():
+    assert draw(temperature=1.0, seed=3) == draw(temperature=1.0, seed=3)
+    assert draw(temperature=1.0, seed=3) != draw(temperature=1.0, seed=4)
+
+
+def test_draws_by_probability():
+    drawn = draw(4000, temperature=1.0)
+    expected = LOGITS.softmax(-1)
+    for token in range(4):
+        assert drawn.count(token) / 4000 == pytest.approx(float(expected[token]), abs=0.03)
+
+
+def test_top_p_keeps_the_likely_and_at_least_one():
+    assert set(draw(temperature=1.0, top_p=0.6)) == {1, 2}
+    assert set(draw(temperature=1.0, top_p=1e-9)) == {1}
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.1}]
+)
+def test_refuses_options_by_name(options):
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+        Sampler(**DEFAULTS | options)

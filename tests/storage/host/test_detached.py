@@ -1,0 +1,404 @@
+"""The host process outlives its engine, and ends in a bounded time."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from persistkv.errors import HostError
+from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.supervisor import ProcessHost, State
+from tests.host_processes import host_processes, kill_tree
+from tests.storage.host.engine_program import content
+from tests.storage.host.jobs import BLOCK, KINDS, end, names, pid_of, wait_for
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = "tests.storage.host.engine_program"
+SLOW_REPEATS = int(os.environ.get("PERSISTKV_REPEATS", "100"))
+
+
+@contextmanager
+def engine(url: str, first: int, sizes: str) -> Iterator[tuple[int, int]]:
+    """Run an engine until its jobs are answered; yield its PID and that of its host process."""
+    command = [sys.executable, "-m", PROGRAM, url, str(first), sizes]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            yield process.pid, int(process.stdout.readline())
+        finally:
+            kill_tree(process.pid)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def status(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def test_host_process_inherits_nothing_that_would_end_it(tmp_path: Path) -> None:
+    with engine(f"lmdb://{tmp_path}/store", 0, "1") as (pid, host):
+        found = status(host)
+        ignored = int(found["SigIgn"], 16)
+        assert not any(ignored >> (number - 1) & 1 for number in (signal.SIGALRM, signal.SIGCHLD))
+        assert int(found["SigBlk"], 16) == 0
+        assert int(found["PPid"]) != pid
+        assert os.getsid(host) not in (os.getsid(pid), os.getsid(0))
+        assert os.sched_getaffinity(host) == os.sched_getaffinity(0) > os.sched_getaffinity(pid) or os.cpu_count() == 1
+        assert os.readlink(f"/proc/{host}/cwd") == "/"
+        limits = Path(f"/proc/{host}/limits").read_text().splitlines()
+        soft, hard = next(line for line in limits if line.startswith("Max open files")).split()[3:5]
+        assert soft == hard
+
+
+def kill_and_look(hosted: Any, tmp_path: Path, repeats: int) -> None:
+    """Kill engines with their trees; each time, the next engine must find all accepted blocks."""
+    chance = random.Random(repeats)
+    url = f"lmdb://{tmp_path}/store?capacity=1GiB"
+    first = 0
+    for _ in range(repeats):
+        sizes = [chance.choice([1, 3, 30, 70]) for _ in range(chance.randint(1, 3))]
+        with engine(url, first, ",".join(map(str, sizes))) as (pid, host):
+            kill_tree(pid)
+        client = hosted.connect(url, refresh_s=0.05)
+        client.open()
+        keys = names(sum(sizes), first)
+        wait_until(lambda: client.poll() == [] and all(map(client.contains, keys)))  # noqa: B023
+        for start in range(0, len(keys), 100):
+            part = keys[start : start + 100]
+            client.submit_load(start, part, range(len(part)))
+            assert hosted.finish(client, start).failed == []
+            for row in range(len(part)):
+                assert hosted.array[row].tobytes() == content(first + start + row)
+        assert client.close()
+        wait_until(lambda: host not in host_processes())
+        first += len(keys)
+
+
+def test_accepted_blocks_survive_the_death_of_the_process_tree(hosted: Any, tmp_path: Path) -> None:
+    kill_and_look(hosted, tmp_path, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_accepted_blocks_survive_many_deaths_of_process_trees(hosted: Any, tmp_path: Path) -> None:
+    kill_and_look(hosted, tmp_path, SLOW_REPEATS)
+
+
+def end_and_reuse(hosted: Any, tmp_path: Path, side: str, repeats: int, kind: str = "process") -> None:
+    """End one side during transfers; rows that are free then are used for something else, and must keep it."""
+    chance = random.Random(repeats)
+    url = f"lmdb://{tmp_path}/store?capacity=256MiB"
+    client = hosted.connect(url, kind)
+    client.open()
+    held = names(64)
+    hosted.array[:64] = 1
+    client.submit_store(0, "a", held, range(64), None, 64 * BLOCK)
+    assert hosted.finish(client, 0).failed == []
+    assert client.flush(60)
+    for number in range(repeats):
+        if client.state is State.CLOSED:
+            client = hosted.connect(url, kind)
+            client.open()
+        wait_for(client, State.OPEN)
+        hosted.array[64:] = 2
+        client.submit_load(1, held, range(64))
+        client.submit_store(2, "b", names(64, 1000 + 64 * number), range(64, 128), None, 64 * BLOCK)
+        client.submit_load(3, held, range(64))
+        time.sleep(chance.random() * 0.02)
+        if side == "engine":
+            client.close(chance.choice([0.0, 1.0]))
+            assert {outcome.job_id for outcome in client.poll()} == {1, 2, 3}
+        else:
+            os.kill(pid_of(hosted), signal.SIGKILL)
+            left = {1, 2, 3}
+            while left:
+                left -= {outcome.job_id for outcome in client.poll()}
+        hosted.array[:] = 3
+        time.sleep(0.02)
+        assert (hosted.array == 3).all(), "a row was written after it was free"
+    if client.state is State.CLOSED:
+        client = hosted.connect(url, kind)
+        client.open()
+    wait_for(client, State.OPEN)
+    client.submit_load(4, held, range(64))
+    assert hosted.finish(client, 4).failed == []
+    assert (hosted.array[:64] == 1).all()
+    later = [key for key in names(64 * repeats, 1000) if client.contains(key)][:64]
+    client.submit_load(5, later, range(len(later)))
+    assert hosted.finish(client, 5).failed == []
+    assert (hosted.array[: len(later)] == 2).all(), "a row was read after it was free"
+
+
+@pytest.mark.parametrize("side", ["engine", "host"])
+def test_rows_are_free_after_a_side_ended(hosted: Any, tmp_path: Path, side: str) -> None:
+    end_and_reuse(hosted, tmp_path, side, 4)
+
+
+def test_rows_are_free_after_a_thread_ended(hosted: Any, tmp_path: Path) -> None:
+    end_and_reuse(hosted, tmp_path, "engine", 4, "thread")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("side", ["engine", "host"])
+def test_rows_are_free_after_a_side_ended_many_times(hosted: Any, tmp_path: Path, side: str) -> None:
+    end_and_reuse(hosted, tmp_path, side, SLOW_REPEATS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_close_without_time_to_flush_keeps_accepted_blocks(hosted: Any, tmp_path: Path, kind: str) -> None:
+    url = f"lmdb://{tmp_path}/store"
+    client = hosted.connect(url, kind, max_age_s=1e6)
+    client.open()
+    client.submit_store(1, "a", names(3), range(3), None, 3 * BLOCK)
+    hosted.finish(client, 1)
+    client.end_request(end("a", names(3)))
+    client.close(0.0)
+    again = hosted.connect(url, refresh_s=0.05)
+    again.open()
+    wait_until(lambda: again.poll() == [] and all(map(again.contains, names(3))))
+
+
+def test_open_with_a_region_that_is_too_short_fails(hosted: Any, tmp_path: Path) -> None:
+    """The host process ends before it replies; this one and those after it are dead when the call returns."""
+    template = hosted.connect(f"lmdb://{tmp_path}/store")
+    os.ftruncate(hosted.fd, BLOCK)
+    host = ProcessHost(hosted.fd, len(hosted.memory))
+    client = StoreClient(host, template.supervisor.hello, max_queue_bytes=1 << 30)
+    with pytest.raises(HostError, match="died while it opened"):
+        client.open()
+    wait_until(lambda: not host_processes(), 5)
+    os.ftruncate(hosted.fd, len(hosted.memory))
+
+
+def test_a_region_truncated_in_use_costs_misses(hosted: Any, tmp_path: Path) -> None:
+    client = hosted.connect(f"lmdb://{tmp_path}/store")
+    client.open()
+    held = names(64)
+    client.submit_store(1, "a", held, range(64), None, 64 * BLOCK)
+    assert hosted.finish(client, 1).failed == []
+    expected = hosted.array[:64].copy()
+    os.ftruncate(hosted.fd, 0)
+    client.submit_load(2, held, range(64))
+    loaded = hosted.finish(client, 2)
+    assert sorted(loaded.failed) == sorted(held)
+    client.submit_store(3, "b", names(64, 64), range(64), None, 64 * BLOCK)
+    stored = hosted.finish(client, 3)
+    assert stored.refused, "it was ended by SIGBUS"
+    found = client.contains(held[0])
+    assert not found
+    os.ftruncate(hosted.fd, len(hosted.memory))
+    wait_for(client, State.OPEN)
+    client.submit_load(4, held, range(64))
+    assert hosted.finish(client, 4).failed == []
+    assert (hosted.array[:64] == expected).all()
+
+
+@pytest.fixture
+def full_region(tmp_path: Path) -> Iterator[int]:
+    """Sparse file of 128 blocks on a tmpfs that has room for 64; its first 64 blocks exist."""
+    directory = tmp_path / "shm"
+    directory.mkdir()
+    size = f"size={64 * BLOCK}"
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", size, "none", directory], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs privileges")
+    fd = os.open(directory / "rows", os.O_RDWR | os.O_CREAT)
+    try:
+        os.ftruncate(fd, 128 * BLOCK)
+        os.posix_fallocate(fd, 0, 64 * BLOCK)
+        yield fd
+    finally:
+        os.close(fd)
+        subprocess.run(["umount", "--lazy", directory], check=True)
+
+
+def test_a_region_on_a_full_tmpfs_costs_misses(hosted: Any, tmp_path: Path, full_region: int) -> None:
+    hello = hosted.connect(f"lmdb://{tmp_path}/store").supervisor.hello
+    client = StoreClient(ProcessHost(full_region, 128 * BLOCK), hello, max_queue_bytes=1 << 30)
+    hosted.clients.append(client)
+    client.open()
+    held = names(64)
+    client.submit_store(1, "a", held, range(64), None, 64 * BLOCK)
+    assert hosted.finish(client, 1).failed == []
+    client.submit_load(2, held, range(64, 128))
+    loaded = hosted.finish(client, 2)
+    assert sorted(loaded.failed) == sorted(held), "a system call found the fault"
+    for job in (3, 4):
+        client.submit_store(job, "b", names(64, 64), range(64, 128), None, 64 * BLOCK)
+        stored = hosted.finish(client, job)
+        assert stored.refused, "it was ended by SIGBUS"
+        wait_for(client, State.OPEN)
+    assert client.counters.restarts == 2
+    client.submit_load(5, held, range(64))
+    assert hosted.finish(client, 5).failed == []
+
+
+HANGING_DRIVER = """
+    import fcntl, time
+    from pathlib import Path
+    from persistkv.storage.backend import Backend
+    from persistkv.testing import FaultyBackend
+    from persistkv_lmdb import LmdbBackend
+
+    class HangingBackend(Backend):
+        @classmethod
+        def open(cls, url, *, read_only=False):
+            store = Path(url.location)
+
+            def hang(call):
+                if store.with_suffix(".hang-" + call).exists():
+                    with open(store / "writer.lock", "r+") as lock:
+                        if call == "commit":
+                            fcntl.flock(lock, fcntl.LOCK_EX)
+                        time.sleep(600)
+
+            backend = FaultyBackend.of(LmdbBackend.open(url, read_only=read_only))
+            for call in ("read", "commit"):
+                backend.before(call, lambda *_, call=call: hang(call))
+            return backend
+
+    for name in HangingBackend.__abstractmethods__:
+        setattr(HangingBackend, name, None)
+"""
+
+
+@pytest.fixture
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """An installed driver: LMDB whose calls hang once a file exists, which the returned function creates."""
+    installed = tmp_path / "site" / "hanging-1.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: hanging\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text("[persistkv.backends]\nhanging = hanging_driver:HangingBackend\n")
+    (tmp_path / "site" / "hanging_driver.py").write_text(textwrap.dedent(HANGING_DRIVER))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    return lambda call: (tmp_path / f"store.hang-{call}").touch()
+
+
+def test_a_hung_read_ends_the_host_process(
+    hosted: Any, tmp_path: Path, hanging: Callable[[str], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    client = hosted.connect(f"hanging://{tmp_path}/store", watchdog_s=0.3)
+    client.open()
+    held = names(64)
+    client.submit_store(1, "a", held, range(64), None, 64 * BLOCK)
+    assert hosted.finish(client, 1).failed == []
+    hanging("read")
+    before = hosted.array.copy()
+    client.submit_load(2, held, range(64, 128))
+    longest = 0.0
+    outcomes: list[Any] = []
+    while not outcomes:
+        begin = time.perf_counter()
+        outcomes = client.poll()
+        longest = max(longest, time.perf_counter() - begin)
+        time.sleep(0.001)
+    assert outcomes[0].refused
+    assert longest < 1, "the engine stalled"
+    assert "has not ended for" in caplog.text
+    assert (hosted.array == before).all()
+    wait_for(client, State.OPEN)
+
+
+@pytest.mark.slow
+def test_accepted_blocks_are_committed_beside_a_hung_read(
+    hosted: Any, tmp_path: Path, hanging: Callable[[str], Any]
+) -> None:
+    client = hosted.connect(f"hanging://{tmp_path}/store", max_age_s=1e6)
+    client.open()
+    client.submit_store(1, "a", names(64), range(64), None, 64 * BLOCK)
+    client.submit_store(2, "a", names(3, 64), range(64, 67), None, 3 * BLOCK)
+    assert hosted.finish(client, 2).failed == []
+    assert client.flush(60)
+    client.submit_store(3, "b", names(3, 100), range(100, 103), None, 3 * BLOCK)
+    assert hosted.finish(client, 3).failed == []
+    hanging("read")
+    client.submit_load(4, names(64), range(64))
+    time.sleep(0.2)
+    pid = pid_of(hosted)
+    client.supervisor.connection.close()  # as the death of the engine does
+    begin = time.monotonic()
+    again = hosted.connect(f"lmdb://{tmp_path}/store", "inline")
+    again.open()
+    assert all(map(again.contains, names(3, 100)))
+    wait_until(lambda: pid not in host_processes(), 30)
+    assert time.monotonic() - begin < 25
+
+
+@pytest.mark.slow
+def test_an_engine_opens_within_the_alarm_of_an_orphan_that_hangs(
+    hosted: Any, tmp_path: Path, hanging: Callable[[str], Any]
+) -> None:
+    """The orphan holds the store's lock for writing."""
+    client = hosted.connect(f"hanging://{tmp_path}/store", max_age_s=1e6)
+    client.open()
+    client.submit_store(1, "a", names(64), range(64), None, 64 * BLOCK)
+    client.submit_store(2, "a", names(3, 64), range(64, 67), None, 3 * BLOCK)
+    assert hosted.finish(client, 2).failed == []
+    wait_until(lambda: client.poll() == [] and client.contains(names(1)[0]))
+    hanging("commit")
+    orphan = pid_of(hosted)
+    client.supervisor.connection.close()
+    begin = time.monotonic()
+    again = hosted.connect(f"lmdb://{tmp_path}/store")
+    again.open()
+    assert 10 < time.monotonic() - begin < 30
+    assert orphan not in host_processes()
+    again.submit_load(1, names(64), range(64))
+    assert hosted.finish(again, 1).failed == []
+
+
+AS_INIT = """
+import os, signal, sys, time
+from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.protocol import Hello
+from persistkv.storage.host.supervisor import ProcessHost, State
+from persistkv.storage.identity import Identity
+from persistkv.storage.records import StoreOptions
+from persistkv.config import GroupLayout, RowLayout
+assert os.getpid() == 1
+fd = os.memfd_create("rows")
+os.ftruncate(fd, 1 << 20)
+layout = RowLayout(1 << 16, (GroupLayout(((0, 1 << 16),)),))
+hello = Hello(sys.argv[1], Identity.of({"weights": "w"}).encode(), layout, StoreOptions())
+client = StoreClient(ProcessHost(fd, 1 << 20), hello, max_queue_bytes=1 << 30)
+client.open()
+os.kill(client.host.pid, signal.SIGKILL)
+while client.state is State.OPEN:
+    client.poll()
+while client.state is not State.OPEN:
+    client.poll()
+assert client.close()
+try:
+    left = os.waitpid(-1, os.WNOHANG)
+except ChildProcessError:
+    left = None
+print(left)
+"""
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True, check=False).returncode != 0,
+    reason="PID namespaces need privileges",
+)
+def test_an_engine_that_is_pid_1_reaps_its_host_processes(tmp_path: Path) -> None:
+    command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", AS_INIT]
+    ended = subprocess.run([*command, f"lmdb://{tmp_path}/store"], capture_output=True, text=True, check=True)
+    assert ended.stdout == "None\n"

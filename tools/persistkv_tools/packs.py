@@ -1,0 +1,259 @@
+"""Packs of a store: their tables, the keys in them, and the check of their bytes.
+
+1. Every stored byte is checked: frames by their checksums, padding by its zeros, the table by the pack's name.
+2. A frame is good if it also decodes to its raw length.
+3. Damage is a finding, never an exception; ``StoreError`` means that the medium failed.
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice, zip_longest
+from typing import NamedTuple
+
+import msgspec
+
+from persistkv.errors import CorruptPackError
+from persistkv.storage.backend import ReadSpan
+from persistkv.storage.extensions import InspectableBackend, scan
+from persistkv.storage.format.manifest import ManifestKeys
+from persistkv.storage.format.pack import Frame, PackTable, align, decode_frame, frame_seed, pack_id, verify_frame
+
+BATCH_BYTES = 8 << 20  # 8 MiB: with 2 MiB, a verify of packs of 4 MiB took a fifth longer
+_AT_ONCE = 256
+Took = Callable[[int], None]
+"""Called with the bytes of each read or write; it may sleep."""
+
+
+class Packs:
+    """Tables of packs by their ids. A map of keys, some 250 bytes for each key, is made when it is needed first."""
+
+    def __init__(self, tables: Iterable[PackTable] = ()) -> None:
+        self.tables = {table.pack_id: table for table in tables}
+        self._holders: dict[bytes, tuple[bytes, ...]] | None = None
+
+    def add(self, table: PackTable) -> None:
+        """Add a pack, or replace its table."""
+        if self._holders is not None and table.pack_id not in self.tables:
+            _note(self._holders, table)
+        self.tables[table.pack_id] = table
+
+    def remove(self, pack: bytes) -> None:
+        table = self.tables.pop(pack, None)
+        if table is not None and self._holders is not None:
+            for key in table.keys.unpack():
+                left = tuple(holder for holder in self._holders.pop(key) if holder != pack)
+                if left:
+                    self._holders[key] = left
+
+    def clear(self) -> None:
+        self.tables.clear()
+        self._holders = None
+
+    @property
+    def holders(self) -> dict[bytes, tuple[bytes, ...]]:
+        """For each key, the ids of the packs that hold it."""
+        if self._holders is None:
+            self._holders = {}
+            for table in self.tables.values():
+                _note(self._holders, table)
+        return self._holders
+
+    def hold(self, keys: Iterable[bytes]) -> bool:
+        holders = self.holders
+        return all(key in holders for key in keys)
+
+    def holding(self, keys: Iterable[bytes]) -> set[bytes]:
+        """All packs that hold one of the keys."""
+        return set(chain.from_iterable(self.holders.get(key, ()) for key in keys))
+
+    def in_order(self, keys: ManifestKeys) -> list[bytes]:
+        """One pack for each key of a context that a pack holds, each pack once, by the depth of its first key."""
+        rows = zip_longest(*(group.unpack() for group in keys))
+        return list(dict.fromkeys(self.holders[key][0] for row in rows for key in row if key in self.holders))
+
+
+def _note(holders: dict[bytes, tuple[bytes, ...]], table: PackTable) -> None:
+    alone = (table.pack_id,)  # one tuple for all keys that only this pack holds
+    for key in table.keys.unpack():
+        holders[key] = holders.get(key, ()) + alone
+
+
+class NamespacePacks(Packs):
+    """The packs of one namespace of a store, as of the last ``refresh``."""
+
+    def __init__(self, backend: InspectableBackend, namespace: bytes) -> None:
+        super().__init__()
+        self.namespace = namespace
+        self.cursor: bytes | None = None
+        self._backend = backend
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Apply the changes since the last look; return whether there were any."""
+        found = self._backend.changes(self.namespace, self.cursor)
+        moved, self.cursor = found.cursor != self.cursor, found.cursor
+        if found.reset:
+            self.clear()
+        for pack in found.removed:
+            self.remove(pack)
+        for table in found.added:
+            self.add(table)
+        return moved
+
+
+def keys_of(
+    backend: InspectableBackend, namespace: bytes, requests: Iterable[str]
+) -> Iterator[tuple[str, ManifestKeys | None]]:
+    """Ids of requests with their keys, some at a time; None if the keys are gone or damaged."""
+    waiting = iter(requests)
+    while some := list(islice(waiting, _AT_ONCE)):
+        yield from zip(some, backend.manifest_keys(namespace, some), strict=True)
+
+
+def all_keys(keys: ManifestKeys) -> list[bytes]:
+    """The keys of all groups."""
+    return list(chain.from_iterable(group.unpack() for group in keys))
+
+
+class Problem(str, enum.Enum):
+    """What is wrong."""
+
+    PAYLOAD = "payload"
+    """A frame's bytes are not those that were written under its keys."""
+    DECODE = "decode"
+    """A frame's bytes are right, and do not decode."""
+    SHORT = "short"
+    """The payload is absent, or ends too early."""
+    PADDING = "padding"
+    """Bytes between frames are not zero: harmless by themselves, and a sign of a foreign write."""
+    NAME = "name"
+    """The table's keys or codec are not those that the pack is named after."""
+    PACK_ROWS = "pack rows"
+    """Rows of packs are unreadable; the store does not say which."""
+    MANIFEST_ROWS = "manifest rows"
+    """Heads of requests are unreadable; the store does not say which."""
+    MANIFEST_KEYS = "manifest keys"
+    """The keys of a request are unreadable."""
+    MISSING_BLOCKS = "missing blocks"
+    """A request names blocks that no pack holds."""
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that is wrong."""
+
+    problem: Problem
+    detail: str
+    count: int = 1
+    """Number of rows that it reports."""
+    namespace: str | None = None
+    pack: str | None = None
+    request: str | None = None
+    group: int | None = None
+    offset: int | None = None
+    """First byte, counted from the pack's begin."""
+
+
+class OtherReleaseError(Exception):
+    """The pack names a codec that this release does not know: no damage, but nothing can be said of it."""
+
+
+class Piece(NamedTuple):
+    """Neighbouring frames of one pack."""
+
+    table: PackTable
+    frames: Sequence[Frame]
+    first_block: int
+    """Blocks of the pack before them."""
+    start: int
+    """First byte of the payload that it takes."""
+    length: int
+    """Bytes, padding included."""
+    is_last: bool
+    """Whether the pack ends with them."""
+
+
+def pieces(table: PackTable, most_bytes: int) -> Iterator[Piece]:
+    """Cut a pack into pieces of so many bytes, or of one frame that is larger; one empty piece if it has no frames."""
+    block = start = size = 0
+    frames: list[Frame] = []
+    for frame in table.frames:
+        if frames and size + frame.stored_length > most_bytes:
+            yield Piece(table, frames, block, start, size, False)
+            block += sum(done.block_count for done in frames)
+            start, size, frames = start + size, 0, []
+        frames.append(frame)
+        size += align(frame.stored_length)
+    yield Piece(table, frames, block, start, size, True)
+
+
+def check_piece(piece: Piece, found: memoryview) -> Iterator[Finding]:
+    """Defects of some frames, and of the pack's name in its first piece.
+
+    :param found: the stored bytes.
+    :raises OtherReleaseError: the frames cannot be decoded by this release.
+    """
+    table, block = piece.table, piece.first_block
+    if not block and pack_id(table.namespace, table.keys, table.codec) != table.pack_id:
+        yield _defect(table, Problem.NAME, "the keys and codec of its table are not those that it is named after")
+    for frame in piece.frames:
+        seed = frame_seed(table.namespace, table.keys.joined(block, block + frame.block_count))
+        block += frame.block_count
+        begin = frame.offset - piece.start
+        end = begin + frame.stored_length
+        problem = Problem.PAYLOAD
+        try:
+            verify_frame(frame, found[begin:end], seed)
+            problem = Problem.DECODE
+            if frame.encoded:
+                decode_frame(table.codec, frame, found[begin:end], memoryview(bytearray(frame.raw_length)))
+        except CorruptPackError as error:
+            if error.field == "codec":
+                raise OtherReleaseError(error.problem) from None
+            yield _defect(table, problem, str(error), frame.group, frame.offset)
+        if bytes(found[end : begin + align(frame.stored_length)]).strip(b"\0"):
+            offset = frame.offset + frame.stored_length
+            yield _defect(table, Problem.PADDING, "bytes that are not zero behind a frame", frame.group, offset)
+
+
+def check_pack(
+    backend: InspectableBackend, table: PackTable, took: Took, keep: bytearray | None = None
+) -> list[Finding]:
+    """Read a pack and return its defects.
+
+    :param keep: is extended by the whole payload; useless if there are defects.
+    :raises OtherReleaseError: the pack cannot be decoded by this release.
+    :raises StoreError: the medium failed.
+    """
+    findings: list[Finding] = []
+    for piece in pieces(table, BATCH_BYTES):
+        buffer = memoryview(mmap.mmap(-1, piece.length or 1))[: piece.length]
+        if all(scan(backend, table.namespace, [ReadSpan(table.pack_id, piece.start, [buffer])])):
+            findings += check_piece(piece, buffer)
+        else:
+            detail = f"bytes {piece.start:,} to {piece.start + piece.length:,} are not there"
+            findings.append(_defect(table, Problem.SHORT, detail, None, piece.start))
+        if keep is not None:
+            keep += buffer
+        took(piece.length)
+    return findings
+
+
+def check_payload(table: PackTable, payload: memoryview) -> list[Finding]:
+    """Return the defects of a pack whose payload is in memory.
+
+    :raises OtherReleaseError: the pack cannot be decoded by this release.
+    """
+    if len(payload) != table.payload_length:
+        detail = f"{len(payload):,} bytes of payload; its table says {table.payload_length:,}"
+        return [_defect(table, Problem.SHORT, detail)]
+    return [finding for piece in pieces(table, len(payload)) for finding in check_piece(piece, payload)]
+
+
+def _defect(
+    table: PackTable, problem: Problem, detail: str, group: int | None = None, offset: int | None = None
+) -> Finding:
+    namespace, pack = table.namespace.hex(), table.pack_id.hex()
+    return Finding(problem=problem, detail=detail, namespace=namespace, pack=pack, group=group, offset=offset)

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from persistkv.files import replace_file
+from persistkv.storage.format.files import replace_file
 from persistkv_lmdb.environment.errors import translated_io
 from persistkv_lmdb.files import open_regular
 

@@ -29,8 +29,8 @@ import msgspec
 import xxhash
 
 from persistkv.errors import ConfigurationError, FieldDifference
-from persistkv.files import replace_file
 from persistkv.storage.format.codec import Buffer
+from persistkv.storage.format.files import replace_file
 from persistkv.storage.format.pack import ID_BYTES
 
 IDENTITY_VERSION = 1

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import xxhash
 
 from persistkv.errors import CorruptPackError
-from persistkv.files import replace_file
 from persistkv.storage.format.codec import Buffer
+from persistkv.storage.format.files import replace_file
 from persistkv_s3.authentication import Authenticator
 from persistkv_s3.log.layout import Root, encode_entries, encode_root, parse_entries, parse_root_object
 from persistkv_s3.log.state import LogState

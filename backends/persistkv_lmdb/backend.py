@@ -22,12 +22,12 @@ import msgspec
 
 from persistkv.config import PAGE_BYTES, StoreUrl, convert_options, parse_duration, parse_size
 from persistkv.errors import ConfigurationError, StoreError, StoreFullError
-from persistkv.files import replace_file
 from persistkv.storage.backend import Capabilities, CommitBatch, CommitResult, Namespace, ReadSpan
 from persistkv.storage.catalog import CatalogBackend, Rows
 from persistkv.storage.catalog.backend import check_batch
 from persistkv.storage.catalog.rows import read_pieces
 from persistkv.storage.extensions import BackendStats, CompactProgress, FreeSpace, Policy
+from persistkv.storage.format.files import replace_file
 from persistkv.storage.identity import Identity
 from persistkv_lmdb.allocator import Allocator, read_extents
 from persistkv_lmdb.commit import BatchCommit, StaleError, compact

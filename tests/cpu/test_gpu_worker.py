@@ -291,10 +291,11 @@ def test_handlers_shutdown_one_raises_other_is_released(
         blocks, rows = GPULoadStoreSpec([0], [1], [0]), CPULoadStoreSpec([0])
         if direction is Direction.STORE:
             replaced, handlers.gpu_to_cpu_handler = handlers.gpu_to_cpu_handler, broken
-            other, spec = handlers.cpu_to_gpu_handler, (rows, blocks)
+            other = handlers.cpu_to_gpu_handler
         else:
             replaced, handlers.cpu_to_gpu_handler = handlers.cpu_to_gpu_handler, broken
-            other, spec = handlers.gpu_to_cpu_handler, (blocks, rows)
+            other = handlers.gpu_to_cpu_handler
+        spec: TransferSpec = (rows, blocks) if direction is Direction.STORE else (blocks, rows)
         replaced.shutdown()
         handlers.shutdown()
         assert not other.transfer_async(1, spec), "it was shut down, too"

@@ -1,12 +1,16 @@
 """Huge and resident pages: no byte changes, whether or not the kernel provides them."""
 
+from __future__ import annotations
+
 import ctypes
 import errno
 import mmap
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from persistkv.memory import libc
@@ -14,13 +18,15 @@ from persistkv.memory.libc import address_of
 from persistkv.memory.pages import HUGE_PAGE_BYTES, collapse, map_aligned, prefault, use_huge_pages
 from persistkv.storage.host.child import map_rows
 
+MakeFile = Callable[[int], tuple[int, mmap.mmap]]
+
 
 @pytest.fixture
-def make_file():
+def make_file() -> Iterator[MakeFile]:
     """Makes shared memory of some size, filled with bytes that differ."""
-    fds = []
+    fds: list[int] = []
 
-    def make_file(num_bytes):
+    def make_file(num_bytes: int) -> tuple[int, mmap.mmap]:
         fd = os.memfd_create("test")
         fds.append(fd)
         os.ftruncate(fd, num_bytes)
@@ -33,12 +39,12 @@ def make_file():
         os.close(fd)
 
 
-def bytes_of(memory):
+def bytes_of(memory: mmap.mmap) -> npt.NDArray[np.uint8]:
     return np.frombuffer(memory, np.uint8)
 
 
 @pytest.mark.parametrize("num_bytes", [mmap.PAGESIZE, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES + mmap.PAGESIZE, 40 << 20])
-def test_bytes_stay(make_file, num_bytes):
+def test_bytes_stay(make_file: MakeFile, num_bytes: int) -> None:
     fd, memory = make_file(num_bytes)
     before = bytes_of(memory).copy()
     use_huge_pages(fd, num_bytes)
@@ -51,20 +57,20 @@ def test_bytes_stay(make_file, num_bytes):
     assert os.fstat(fd).st_size == num_bytes
 
 
-def test_pages_are_huge_where_it_says_so(make_file):
+def test_pages_are_huge_where_it_says_so(make_file: MakeFile) -> None:
     fd, memory = make_file(4 * HUGE_PAGE_BYTES)
     if not use_huge_pages(fd, len(memory)):
         pytest.skip("the kernel gives no huge pages")
     assert held_in_huge_pages(memory) >= 4 * HUGE_PAGE_BYTES // 1024
 
 
-def held_in_huge_pages(memory):
+def held_in_huge_pages(memory: mmap.mmap) -> int:
     """KiB of shared memory in huge pages, of the whole machine: a mapping tells only of those that it maps whole."""
     with open("/proc/meminfo") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("ShmemHugePages"))
 
 
-def test_what_is_no_memory_stays_as_it_is(tmp_path):
+def test_what_is_no_memory_stays_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(range(256)) * (4 * HUGE_PAGE_BYTES // 256))
     with open(path, "r+b") as file:
@@ -76,7 +82,7 @@ def test_what_is_no_memory_stays_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize("num_bytes", [mmap.PAGESIZE, 3 * HUGE_PAGE_BYTES + mmap.PAGESIZE])
-def test_mapping_begins_with_a_huge_page_and_is_shared(make_file, num_bytes):
+def test_mapping_begins_with_a_huge_page_and_is_shared(make_file: MakeFile, num_bytes: int) -> None:
     fd, memory = make_file(num_bytes)
     address = map_aligned(fd, num_bytes)
     assert not address % HUGE_PAGE_BYTES
@@ -85,7 +91,7 @@ def test_mapping_begins_with_a_huge_page_and_is_shared(make_file, num_bytes):
     assert memory[-1] == 7
 
 
-def test_mapping_that_cannot_be(make_file):
+def test_mapping_that_cannot_be(make_file: MakeFile) -> None:
     fd, _ = make_file(mmap.PAGESIZE)
     with pytest.raises(OSError, match=f"of a file of {mmap.PAGESIZE}"):
         map_aligned(fd, mmap.PAGESIZE + 1)
@@ -98,7 +104,7 @@ def test_mapping_that_cannot_be(make_file):
     os.close(read_only)
 
 
-def test_huge_pages_are_mapped_as_such(make_file):
+def test_huge_pages_are_mapped_as_such(make_file: MakeFile) -> None:
     fd, memory = make_file(4 * HUGE_PAGE_BYTES)
     address = map_aligned(fd, len(memory))
     if not collapse(address, len(memory)):
@@ -108,7 +114,7 @@ def test_huge_pages_are_mapped_as_such(make_file):
     assert mapped_in_huge_pages(address) == 4 * HUGE_PAGE_BYTES // 1024
 
 
-def mapped_in_huge_pages(address):
+def mapped_in_huge_pages(address: int) -> int:
     """KiB of the mapping that begins at ``address``."""
     with open("/proc/self/smaps") as file:
         lines = iter(file)
@@ -117,7 +123,7 @@ def mapped_in_huge_pages(address):
 
 
 @pytest.mark.parametrize("num_bytes", [mmap.PAGESIZE, 3 * HUGE_PAGE_BYTES + mmap.PAGESIZE])
-def test_rows_of_a_store_are_the_engines_and_their_descriptor_is_closed(make_file, num_bytes):
+def test_rows_of_a_store_are_the_engines_and_their_descriptor_is_closed(make_file: MakeFile, num_bytes: int) -> None:
     fd, memory = make_file(num_bytes)
     given = os.dup(fd)
     rows = map_rows(given, num_bytes)

@@ -17,7 +17,7 @@ import pytest
 from persistkv.base import OffloadKey, OffloadPolicy, ReqContext
 from persistkv.config import OffloadingConfig
 from persistkv.errors import ConfigurationError, IdentityMismatchError
-from persistkv.storage import open_backend
+from persistkv.storage import open_inspectable
 from persistkv.testing.tier_conformance import SecondaryTierConformance
 from persistkv.tiering.persistent import PersistentTier
 
@@ -91,7 +91,7 @@ def test_a_restarted_stack_starts_warm(make_stack: MakeStack, keys: Keys, descri
     second.check(everything, second.manager.prepare_load(everything, again))
     second.manager.complete_load(everything, again)
 
-    backend = open_backend(f"lmdb://{tmp_path}/store", read_only=True)
+    backend = open_inspectable(f"lmdb://{tmp_path}/store", read_only=True)
     (namespace,) = backend.namespaces()
     (manifest,) = backend.manifests(namespace.id)
     assert (manifest.group_blocks, manifest.tokens) == ((6, 6, 0), 96)

@@ -33,8 +33,8 @@ from typing import NamedTuple
 import xxhash
 
 from persistkv.errors import CorruptPackError
-from persistkv.files import replace_file
 from persistkv.storage.format.codec import Buffer
+from persistkv.storage.format.files import replace_file
 from persistkv_s3.authentication import SignedObjects
 from persistkv_s3.client.transport import ObjectExistsError, ObjectMissingError
 from persistkv_s3.log.layout import (

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from persistkv.storage.backend import Backend, CommitBatch, ReadSpan
+from persistkv.storage.extensions import read_frames
 from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_s3 import S3Backend
@@ -113,5 +114,5 @@ class TestS3BackendWithKey(TestS3Backend):
         assert buffers[0] == payload[:100]
         came: list[int] = []
         into = memoryview(bytearray(1 << 20))
-        backend.read_frames(namespace, pack.pack_id, pack.table.frames, into, lambda number, _: came.append(number))
+        read_frames(backend, namespace, pack.pack_id, pack.table.frames, into, lambda number, _: came.append(number))
         assert came == [number for number in range(len(pack.table.frames)) if number != 1]

@@ -97,7 +97,8 @@ def test_capacity_takes_the_oldest_and_spares_the_pinned(open_store: Opener) -> 
     assert backend.stats().disk_bytes > 1 << 20
     run(backend)
     stats = check_totals(backend)
-    assert stats.disk_bytes <= stats.capacity == 1 << 20
+    assert stats.capacity == 1 << 20
+    assert stats.disk_bytes <= 1 << 20
     held = {**tables(backend, NAMESPACE), **tables(backend, other)}
     assert [pack.pack_id in held for pack in packs] == [True, False, True, *[False] * 4, *[True] * 3]
     assert set(backend.changes(NAMESPACE, cursor).removed) == {packs[4].pack_id, packs[6].pack_id}

@@ -12,6 +12,7 @@ from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.errors import StoreError
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch, Namespace, ReadSpan
+from persistkv.storage.format.pack import PackTable
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
 from persistkv.storage.store import Store
@@ -392,7 +393,8 @@ def test_overlapping_requests_are_stored_once(open_store: Opener, endpoint: str,
     ]
     for process in processes:
         process.start()
-    cursor, known = reader.changes(NAMESPACE, None).cursor, {}
+    cursor = reader.changes(NAMESPACE, None).cursor
+    known: dict[bytes, PackTable] = {}
     while any(process.is_alive() for process in processes):
         news = reader.changes(NAMESPACE, cursor)
         cursor = news.cursor

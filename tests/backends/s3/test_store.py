@@ -140,7 +140,12 @@ def test_promotion_of_encoded_blocks_is_one_request_for_each_run(
     rows.array[:] = 0
     client.take()
     lent: list[int] = []
-    monkeypatch.setattr("persistkv.storage.load.huge_memory", lambda size: lent.append(size) or mmap(-1, size))
+
+    def lend(size: int) -> mmap:
+        lent.append(size)
+        return mmap(-1, size)
+
+    monkeypatch.setattr("persistkv.storage.load.huge_memory", lend)
     assert store.read(keys, range(256)) == []
     assert client.take() == {"GET": 2}, "two packs of 32 MiB raw"
     assert (rows.array == expected).all()

@@ -35,7 +35,7 @@ def test_protected_keys_are_passed_over_once() -> None:
     class CountingRefs(list[int]):
         reads = 0
 
-        def __getitem__(self, row):  # type: ignore[no-untyped-def,override]
+        def __getitem__(self, row):  # type: ignore[no-untyped-def]
             type(self).reads += 1
             return super().__getitem__(row)
 

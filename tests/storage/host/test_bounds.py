@@ -73,7 +73,7 @@ def test_uses_are_said_in_bounded_messages(hosted: Any, tmp_path: Path) -> None:
             sent.append(len(message.keys))
         send(message)
 
-    client.supervisor.connection.send = count  # type: ignore[method-assign]
+    client.supervisor.connection.send = count
     client.touch([*held, *names(50, 1000)])
     client.touch(held[:10])
     client.touch(names(70_000, 2000))  # too many at once: passed over
@@ -113,7 +113,7 @@ def test_what_the_engine_does_not_take_is_let_go_of_and_told_anew(hosted: Any, t
 
 def delete_all_of(client: StoreClient, key: bytes) -> None:
     """The pack that holds a key."""
-    store = client.supervisor.connection._server._store  # type: ignore[union-attr]
+    store = client.supervisor.connection._server._store  # type: ignore[attr-defined]
     pack = store.index.pack_of(key)
     store.catalogue.backend.commit(store.namespace, CommitBatch(deletions=[pack.pack_id]))
 

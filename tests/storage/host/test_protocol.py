@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ def pair() -> tuple[SocketConnection, SocketConnection]:
 def test_large_and_small_messages_arrive_in_order() -> None:
     engine, store = pair()
     keys = PackedKeys.of([number.to_bytes(36, "little") for number in range(100_000)])
-    sent = [
+    sent: list[Any] = [
         JobDone(1, PackedKeys(), 5, 0.5),
         Stored(keys),
         Stored(PackedKeys.of([b"a", b"bcd"])),

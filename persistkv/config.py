@@ -96,7 +96,7 @@ class StoreUrl:
         location = unquote(parts.netloc + parts.path)
         if "@" in parts.netloc:
             raise ConfigurationError(
-                "url", f"{parts.scheme}://…", "no user information: credentials never stand in URLs"
+                "url", f"{parts.scheme}://…", "no user information: URLs must not contain credentials"
             )
         if not parts.scheme or not location or "://" not in url:
             raise ConfigurationError("url", url, expected)

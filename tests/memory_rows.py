@@ -34,7 +34,7 @@ def flip(backend: Any, namespace: bytes, pack_id: bytes, offset: int, mask: int 
     """Change bits of one byte of a payload."""
     data = bytearray(payload(backend, namespace, pack_id))
     data[offset] ^= mask
-    set_payload(backend, namespace, pack_id, data)
+    set_payload(backend, namespace, pack_id, bytes(data))
 
 
 def swap_payloads(backend: Any, namespace: bytes, one: bytes, other: bytes) -> None:

@@ -1,6 +1,8 @@
+from __future__ import annotations
+
 from contextlib import suppress
 from decimal import Decimal
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -38,7 +40,7 @@ from persistkv.errors import ConfigurationError
         (7, 7),
     ],
 )
-def test_sizes(text, size):
+def test_sizes(text: str, size: int) -> None:
     assert parse_size(text, name="n") == size
 
 
@@ -47,7 +49,7 @@ def test_sizes(text, size):
     ["", " ", "0", "0GiB", "-1", "-5GiB", "GiB", "1 000", "1e9", "1,5GiB", "1gib", "1Gi", "1XiB", "nan", "inf", "0x10",
      "٣", "0.1", 0, -1, True, False],
 )  # fmt: skip
-def test_what_is_no_size(value):
+def test_what_is_no_size(value: str) -> None:
     with pytest.raises(ConfigurationError, match="capacity") as caught:
         parse_size(value, name="capacity")
     assert caught.value.field == "capacity"
@@ -57,25 +59,25 @@ def test_what_is_no_size(value):
 @pytest.mark.parametrize(
     ("text", "seconds"), [("30s", 30), ("1.5m", 90), (" 12 h ", 43_200), ("7d", 604_800), ("0.001s", 0.001)]
 )
-def test_durations(text, seconds):
+def test_durations(text: str, seconds: float) -> None:
     assert parse_duration(text, name="n") == seconds
 
 
 @pytest.mark.parametrize("value", ["", "7", "d", "0d", "-1s", "1 week", "1e3s", "٣s", "nans", "infs", "1D", "1h30m"])
-def test_what_is_no_duration(value):
+def test_what_is_no_duration(value: str) -> None:
     with pytest.raises(ConfigurationError, match="ttl") as caught:
         parse_duration(value, name="ttl")
     assert caught.value.value == value
 
 
 @given(st.integers(1, 1 << 60), st.sampled_from(["", "B", "KiB", "MB", "GiB", "TB", "PiB"]))
-def test_whole_sizes_are_exact(count, unit):
+def test_whole_sizes_are_exact(count: int, unit: str) -> None:
     factor = {"": 1, "B": 1, "KiB": 1 << 10, "MB": 10**6, "GiB": 1 << 30, "TB": 10**12, "PiB": 1 << 50}[unit]
     assert parse_size(f"{count}{unit}", name="n") == int(Decimal(count) * factor)
 
 
 @given(st.text(max_size=20))
-def test_any_text_is_a_size_or_refused(text):
+def test_any_text_is_a_size_or_refused(text: str) -> None:
     with suppress(ConfigurationError):
         assert parse_size(text, name="n") > 0
 
@@ -93,7 +95,7 @@ def test_any_text_is_a_size_or_refused(text):
         ("LMDB:///var", StoreUrl("lmdb", "/var")),
     ],
 )
-def test_urls(url, expected):
+def test_urls(url: str, expected: StoreUrl) -> None:
     assert StoreUrl.parse(url) == expected
 
 
@@ -113,25 +115,25 @@ def test_urls(url, expected):
         "lmdb://[x",
     ],
 )
-def test_what_is_no_url(url):
+def test_what_is_no_url(url: str) -> None:
     with pytest.raises(ConfigurationError, match="url"):
         StoreUrl.parse(url)
 
 
 @pytest.mark.parametrize("url", ["s3://key:secret@bucket/x", "s3://key:secret@[bucket/x"])
-def test_credentials_are_refused_and_not_repeated(url):
+def test_credentials_are_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         StoreUrl.parse(url)
     assert "secret" not in str(caught.value)
 
 
-def test_option_given_twice():
+def test_option_given_twice() -> None:
     with pytest.raises(ConfigurationError, match="url option a"):
         StoreUrl.parse("lmdb:///x?a=1&a=2")
 
 
 @given(st.text(max_size=30))
-def test_any_text_is_a_url_or_refused(text):
+def test_any_text_is_a_url_or_refused(text: str) -> None:
     with suppress(ConfigurationError):
         parsed = StoreUrl.parse(text)
         assert parsed.scheme
@@ -145,12 +147,12 @@ class Options(msgspec.Struct, frozen=True):
     name: str | None = None
     size: str | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.size is not None:
             parse_size(self.size, name="test option size")
 
 
-def test_options_are_converted():
+def test_options_are_converted() -> None:
     given_options = {"count": "3", "ratio": "0.25", "fast": "yes", "name": "x", "size": "1MiB"}
     assert convert_options(Options, given_options, where="test") == Options(3, 0.25, True, "x", "1MiB")
     assert convert_options(Options, {"fast": "off", "count": 4}, where="test") == Options(4)
@@ -167,7 +169,7 @@ def test_options_are_converted():
         ({"size": "-1"}, r"^test option size: '-1' is not valid; expected a positive size"),
     ],
 )
-def test_wrong_option_is_named(options, message):
+def test_wrong_option_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         convert_options(Options, options, where="test")
 
@@ -187,14 +189,14 @@ class TypedOptions(msgspec.Struct):
         ({"limit": []}, "test option limit: [] is not valid; expected an integer or text"),
     ],
 )
-def test_convert_options_wrong_type_states_expected_once(options, message):
+def test_convert_options_wrong_type_states_expected_once(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         convert_options(TypedOptions, options, where="test")
     assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("stride", [0, -4096, 100, 4097])
-def test_row_stride(stride):
+def test_row_stride(stride: int) -> None:
     with pytest.raises(ConfigurationError, match="row_stride"):
         RowLayout(stride, (GroupLayout(((0, 1),)),))
 
@@ -202,12 +204,12 @@ def test_row_stride(stride):
 @pytest.mark.parametrize(
     "ranges", [(), ((0, 0),), ((-1, 5),), ((0, 4097),), ((10, 5), (14, 5)), ((10, 5), (0, 5)), ((0, 8192),)]
 )
-def test_group_ranges(ranges):
+def test_group_ranges(ranges: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(ConfigurationError, match=r"groups\[1\].ranges"):
         RowLayout(4096, (GroupLayout(((0, 1),)), GroupLayout(ranges)))
 
 
-def test_block_bytes_leave_padding_out():
+def test_block_bytes_leave_padding_out() -> None:
     layout = RowLayout(4096, (GroupLayout(((0, 100), (200, 50), (250, 6))),))
     assert layout.groups[0].block_bytes == 156
     with pytest.raises(ConfigurationError, match="groups"):
@@ -215,8 +217,13 @@ def test_block_bytes_leave_padding_out():
 
 
 @pytest.mark.parametrize("wrong", [{"block_size": 0}, {"num_blocks": -1}])
-def test_offloading_config(wrong):
-    good = {"identity": {}, "block_size": 16, "layout": RowLayout(4096, (GroupLayout(((0, 1),)),)), "num_blocks": 4}
+def test_offloading_config(wrong: dict[str, Any]) -> None:
+    good: dict[str, Any] = {
+        "identity": {},
+        "block_size": 16,
+        "layout": RowLayout(4096, (GroupLayout(((0, 1),)),)),
+        "num_blocks": 4,
+    }
     OffloadingConfig(**good)
     with pytest.raises(ConfigurationError, match=next(iter(wrong))):
         OffloadingConfig(**{**good, **wrong})

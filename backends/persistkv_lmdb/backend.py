@@ -9,45 +9,101 @@
 
 from __future__ import annotations
 
+import enum
 import logging
-import stat
+import os
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from persistkv.config import PAGE_BYTES, StoreUrl, convert_options
-from persistkv.errors import (
-    ConfigurationError,
-    StoreError,
-    StoreFullError,
-    StoreUnavailableError,
-)
+import msgspec
+
+from persistkv.config import PAGE_BYTES, StoreUrl, convert_options, parse_duration, parse_size
+from persistkv.errors import ConfigurationError, StoreError, StoreFullError
 from persistkv.storage.backend import Capabilities, CommitBatch, CommitResult, Namespace, ReadSpan
 from persistkv.storage.catalog import CatalogBackend, Rows
 from persistkv.storage.catalog.backend import check_batch
 from persistkv.storage.catalog.rows import read_pieces
 from persistkv.storage.extensions import BackendStats, CompactProgress, FreeSpace, Policy
+from persistkv.storage.format.files import replace_file
 from persistkv.storage.identity import Identity
-from persistkv_lmdb.commit import BatchCommit
-from persistkv_lmdb.compaction import Compactor
-from persistkv_lmdb.environment.environment import STORE_DIRECTORIES, STORE_FILES, Environment
-from persistkv_lmdb.environment.errors import met_the_maps_end, translated_at_open
-from persistkv_lmdb.environment.registry import ENVIRONMENTS
-from persistkv_lmdb.files import check_store, sync_directory
-from persistkv_lmdb.layout import (
-    read_policy,
-    used_bytes,
+from persistkv_lmdb.allocator import Allocator, read_extents
+from persistkv_lmdb.commit import BatchCommit, StaleError, compact
+from persistkv_lmdb.environment import ENVIRONMENTS, Environment
+from persistkv_lmdb.files import (
+    STATUS_DIRECTORY,
+    STORE_FILES,
+    allocated_bytes,
+    met_the_maps_end,
+    open_regular,
+    prepare_directory,
+    translated_io,
 )
-from persistkv_lmdb.options import LmdbOptions, Placement, Reads, check_policy
-from persistkv_lmdb.recovery.fsck import find_faults
-from persistkv_lmdb.recovery.quarantine import delete_quarantined, quarantined
-from persistkv_lmdb.segments.allocator import Allocator, first_place, read_extents
-from persistkv_lmdb.status_files import read_statuses, remove_status, write_status
+from persistkv_lmdb.fsck import find_faults
+from persistkv_lmdb.layout import DEFAULT_CAPACITY, Placement, check_policy, is_capacity, read_policy
+from persistkv_lmdb.opening import delete_quarantined, quarantined
 
 logger = logging.getLogger(__name__)
 
 _PLACES_AT_ONCE = 4096
+_STATUS_SUFFIX = ".json"
+_STATUS_FORGOTTEN_S = 86_400.0  # one day: killed engines leave their files
+_STATUS_BYTES = 64 << 10  # 64 KiB: longer files are truncated when read
+
+
+class Reads(enum.Enum):
+    """How payloads in extents are read if the page cache does not hold them."""
+
+    DIRECT = "direct"
+    """With O_DIRECT, straight into rows: at the disk's speed, without displacing other pages from memory."""
+    CACHED = "cached"
+    """With the page cache: payloads that one or several engines promote repeatedly are read from a slow disk once."""
+
+
+class LmdbOptions(msgspec.Struct, frozen=True):
+    """Options of one open."""
+
+    capacity: str | None = None
+    """Bound on the bytes that a new store takes on disk, a size such as ``100GiB``. None: 10 GiB. An existing store
+    keeps its recorded capacity (``persistkv set`` changes it)."""
+
+    ttl: str | None = None
+    """Time after its last use until content of a new store expires, a duration such as ``7d``. None: never. An existing
+    store keeps its recorded ttl (``persistkv set`` changes it)."""
+
+    placement: Placement | None = None
+    """Where a new store puts payloads. None: ``extents``. An existing store keeps its placement."""
+
+    reads: Reads = Reads.DIRECT
+    """How payloads are read."""
+
+    def __post_init__(self) -> None:
+        if (given := self.given).capacity is not None and not is_capacity(given.capacity):
+            raise ConfigurationError("lmdb option capacity", self.capacity, "a size from 1MiB to 64TiB")
+
+    @property
+    def given(self) -> Policy:
+        """Capacity in bytes, ttl in seconds and placement; None for options that were not given.
+
+        :raises ConfigurationError: capacity or ttl does not read.
+        """
+        return Policy(
+            None if self.capacity is None else parse_size(self.capacity, name="lmdb option capacity"),
+            None if self.ttl is None else parse_duration(self.ttl, name="lmdb option ttl"),
+            None if self.placement is None else self.placement.value,
+        )
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of a store that is created with these options."""
+        given = self.given
+        return replace(
+            given,
+            capacity=given.capacity or DEFAULT_CAPACITY,
+            placement=given.placement or Placement.EXTENTS.value,
+        )
 
 
 class LmdbBackend(CatalogBackend):
@@ -76,8 +132,10 @@ class LmdbBackend(CatalogBackend):
     @classmethod
     def open(cls, url: StoreUrl, *, read_only: bool = False) -> LmdbBackend:
         options = convert_options(LmdbOptions, url.options, where="lmdb")
-        path = _store_path(url.location)
-        _prepare_directory(path, read_only)
+        if "\0" in url.location:
+            raise ConfigurationError("url", url.location, "a path without NUL")
+        path = Path(url.location).absolute()
+        prepare_directory(path, read_only=read_only)
         backend = cls(
             ENVIRONMENTS.acquire(path, options.policy, read_only=read_only), read_only=read_only, reads=options.reads
         )
@@ -104,50 +162,50 @@ class LmdbBackend(CatalogBackend):
         if write:
             self._check_writable()
         with self.environment.transaction(write=write) as transaction:
-            yield transaction.rows
+            yield transaction
 
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
         self._check_writable()
         check_batch(namespace, batch)
+        commit = BatchCommit(self.environment, namespace, batch)
         try:
-            return BatchCommit(self.environment, namespace, batch).run()
+            try:
+                return commit.write()
+            except StoreFullError as error:
+                return commit.write_after_eviction(error)
+        except StaleError:  # the changes since ``seen`` include packs evicted meanwhile
+            return CommitResult(batch.seen or b"", stale=True)
         except StoreFullError as error:
             if met_the_maps_end(error):
                 self.environment.suspect()
             raise
 
-    def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        filled = []
-        environment = self.environment
-        with environment.transaction() as transaction:
-            for span in spans:
-                name = namespace + span.pack_id
-                extents = read_extents(transaction, name)
-                if extents is None:
-                    filled.append(read_pieces(transaction.rows, name, span.offset, span.buffers))
-                else:
-                    read = environment.files.read(extents, span.offset, span.buffers, cached=self._cached)
-                    filled.append(read)
-        return filled
-
-    def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        environment = self.environment
-        with environment.transaction() as transaction:
-            names = [namespace + span.pack_id for span in spans]
-            places = [read_extents(transaction, name) for name in names]
-            wanted = [(at, span.offset, span.buffers) for at, span in zip(places, spans, strict=True) if at]
-            scanned = iter(environment.files.scan(wanted))
+    def read(self, namespace: bytes, spans: Sequence[ReadSpan], *, bypass: bool = False) -> list[bool]:
+        with self.environment.transaction() as transaction:
+            places = [read_extents(transaction, namespace + span.pack_id) for span in spans]
+            wanted = [
+                (extents, span.offset, span.buffers)
+                for extents, span in zip(places, spans, strict=True)
+                if extents is not None
+            ]
+            cached = self._cached and not bypass
+            filled = iter(self.environment.files.read(wanted, cached=cached, bypass=bypass) if wanted else ())
             return [
-                next(scanned) if at else at is None and read_pieces(transaction.rows, name, span.offset, span.buffers)
-                for at, name, span in zip(places, names, spans, strict=True)
+                next(filled)
+                if extents is not None
+                else read_pieces(transaction, namespace + span.pack_id, span.offset, span.buffers)
+                for extents, span in zip(places, spans, strict=True)
             ]
 
+    def scan(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+        return self.read(namespace, spans, bypass=True)
+
     def scan_order(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[bytes]:
-        places: list[tuple[int, int]] = []
+        places = []  # segment and page of the start; packs outside of segments come first
         for start in range(0, len(pack_ids), _PLACES_AT_ONCE):
             with self.environment.transaction() as transaction:
                 some = pack_ids[start : start + _PLACES_AT_ONCE]
-                places += [first_place(transaction, namespace + pack_id) for pack_id in some]
+                places += [(read_extents(transaction, namespace + pack_id) or [])[:1] for pack_id in some]
         return [pack_ids[number] for number in sorted(range(len(places)), key=places.__getitem__)]
 
     def stats(self) -> BackendStats:
@@ -160,7 +218,11 @@ class LmdbBackend(CatalogBackend):
         )
 
     def disk_bytes(self) -> int:
-        return self.environment.disk_bytes()
+        total = sum(self.environment.files.lengths().values())
+        for name in STORE_FILES:
+            with suppress(FileNotFoundError):  # no lock file on a read-only file system
+                total += allocated_bytes((self._path / name).stat())
+        return total
 
     def policy(self) -> Policy:
         with self.environment.transaction() as transaction:
@@ -179,13 +241,13 @@ class LmdbBackend(CatalogBackend):
 
     def delete_quarantined(self) -> int:
         self._check_writable()
-        return sum(entry.num_bytes for entry in delete_quarantined(self._path))
+        return delete_quarantined(self._path)
 
     def free_space(self) -> FreeSpace:
         with self.environment.transaction() as transaction:
             allocator = Allocator(transaction)
             return FreeSpace(
-                max(0, self.environment.file_bytes() - used_bytes(transaction)),
+                max(0, self.environment.file_bytes() - transaction.used_bytes()),
                 (allocator.free + allocator.aging) * PAGE_BYTES,
                 allocator.pieces(),
                 allocator.largest() * PAGE_BYTES,
@@ -193,7 +255,7 @@ class LmdbBackend(CatalogBackend):
 
     def compact(self) -> Iterator[CompactProgress]:
         self._check_writable()
-        return Compactor(self.environment).run()
+        return compact(self.environment)
 
     def find_faults(self) -> list[str]:
         """Compare extents with files, rows with each other and totals with a recount; return one line per fault."""
@@ -202,16 +264,31 @@ class LmdbBackend(CatalogBackend):
             return find_faults(transaction, environment.files.lengths())
 
     def publish_status(self, engine: str, row: bytes | None) -> None:
-        path = self.environment.path
-        if self._read_only:
-            raise StoreError(f"{path} is open read-only")
-        if row is None:
-            remove_status(path, engine)
-        else:
-            write_status(path, engine, row)
+        """Write or remove a file outside of LMDB: no transaction, no sync, not counted towards the capacity."""
+        self._check_writable()
+        directory = self.environment.path / STATUS_DIRECTORY
+        target = directory / f"{engine}{_STATUS_SUFFIX}"
+        with translated_io(directory):
+            if row is None:
+                target.unlink(missing_ok=True)
+                return
+            if not target.exists():
+                directory.mkdir(0o700, exist_ok=True)
+                for path in directory.iterdir():
+                    with suppress(FileNotFoundError):
+                        if path.stat().st_mtime < time.time() - _STATUS_FORGOTTEN_S:
+                            path.unlink()
+            replace_file(target, [row])
 
     def statuses(self) -> dict[str, bytes]:
-        return read_statuses(self.environment.path)
+        directory = self.environment.path / STATUS_DIRECTORY
+        found: dict[str, bytes] = {}
+        with translated_io(directory):
+            for path in directory.glob(f"*{_STATUS_SUFFIX}"):
+                # An error: removed meanwhile, or a link or FIFO, which engines never create.
+                with suppress(OSError), os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
+                    found[path.stem] = file.read(_STATUS_BYTES)
+        return found
 
     def _check_writable(self) -> None:
         if self._read_only:
@@ -221,21 +298,3 @@ class LmdbBackend(CatalogBackend):
         if self._shared is not None:
             shared, self._shared = self._shared, None
             ENVIRONMENTS.release(shared)
-
-
-def _store_path(location: str) -> Path:
-    if "\0" in location:
-        raise ConfigurationError("url", location, "a path without NUL")
-    return Path(location).absolute()
-
-
-def _prepare_directory(path: Path, read_only: bool) -> None:
-    with translated_at_open(path):
-        if not read_only:
-            for directory in (*reversed(path.parents), path):
-                if not directory.exists():
-                    directory.mkdir(0o700, exist_ok=True)
-                    sync_directory(directory.parent)
-        if not stat.S_ISDIR(path.stat().st_mode):
-            raise StoreUnavailableError(f"{path} is a file; a store is a directory")
-        check_store(path, files=STORE_FILES, directories=STORE_DIRECTORIES, read_only=read_only)

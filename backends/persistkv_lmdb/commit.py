@@ -1,4 +1,4 @@
-"""Commit of a batch into files of bounded size.
+"""Commit of a batch into files of bounded size, and compaction of the segments.
 
 LMDB reuses pages that a transaction freed in the second transaction after it. Extents are reused in the next one at the
 earliest. A batch therefore cannot reuse the space that it frees itself: each commit evicts for later commits. If that
@@ -7,28 +7,42 @@ an empty transaction makes their pages reusable, and the batch is retried.
 
 Space that a reader's snapshot can see is not reusable, however much is evicted. A stopped reader must not cause the
 eviction of the whole store: a batch that lacks only this space is refused.
+
+The capacity is divided between the catalogue (``data.mdb``) and the segment files. With placement ``extents``, a
+separate transaction raises the bound of the catalogue if the segments leave enough of the capacity.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
+from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreFullError
 from persistkv.storage.backend import CommitBatch, CommitResult
 from persistkv.storage.catalog import CatalogTransaction, Evicted
-from persistkv.storage.catalog.rows import LINKS
-from persistkv.storage.catalog.transaction import kept_names
-from persistkv.storage.format.pack import PackTable
-from persistkv_lmdb.capacity import Amount, Goal, Room
-from persistkv_lmdb.environment.environment import Environment
-from persistkv_lmdb.environment.errors import met_the_maps_end
-from persistkv_lmdb.layout import Transaction, read_ttl
-from persistkv_lmdb.segments.payloads import Payloads
+from persistkv.storage.catalog.rows import LINKS, PACKS, pack_table, page_bytes
+from persistkv.storage.catalog.transaction import kept_names, rows_bound
+from persistkv.storage.extensions import CompactProgress
+from persistkv.storage.format.pack import PackTable, align
+from persistkv.storage.format.pack_writer import NewPack
+from persistkv_lmdb.allocator import read_extents, read_space
+from persistkv_lmdb.environment import (
+    CATALOGUE_AHEAD,
+    LOCK_FILE_BYTES,
+    MIN_CATALOGUE,
+    Environment,
+    wanted_catalogue_bytes,
+)
+from persistkv_lmdb.files import met_the_maps_end
+from persistkv_lmdb.layout import Placement, Transaction, read_ttl, write_catalogue_bytes
 
 _EVICTED_AT_ONCE = 512
-"""Maximum of packs and manifests that one transaction evicts: takes tens of milliseconds."""
+"""Maximum of packs and manifests that one transaction evicts, or of manifests that it deletes for a deleted pack: takes
+tens of milliseconds."""
 _TRANSACTIONS = 8
 """Maximum of transactions that evict for one batch. After the capacity was lowered, many commits shrink the store."""
 _MORE = (0, 2, 8, 32)
@@ -37,15 +51,25 @@ of the batch's bytes, because fragmented free pages do not help."""
 _WIDER_BY = 8  # at least 1/8 more
 _EXPIRED_AT_ONCE = 128
 """Maximum of packs and manifests that one commit expires: each takes less than a millisecond."""
-_DROPPED_AT_ONCE = 512
-"""Maximum of manifests that one transaction deletes for a deleted pack: takes about 10 ms."""
-TURN_S = 0.01  # pause between such transactions: another process that waits for the lock polls every 5 ms
+_TURN_S = 0.01  # pause between transactions: another process that waits for the lock polls every 5 ms
 _PATIENCE_S = 0.5
 """Maximum wait of a commit for readers: a read takes about 20 ms."""
+_MAX_AHEAD = 256 << 20  # 256 MiB: a commit of 128 MiB, plus the previous one, whose pages are not reusable yet
+_NO_LIMIT = 1 << 62
+
+MOVED_BYTES = 16 << 20  # 16 MiB: moved per transaction of a compaction, takes tens of milliseconds
+_MOVED_PACKS = 64  # maximum per transaction: more would need more space in the catalogue than a small store has
+_MOVED_ROWS_BYTES = 8 << 10  # 8 KiB: pages of the catalogue that moving one pack may add
+_PASSES = 4  # the old place of a moved pack is reusable only later
+_COMPACTION_PATIENCE_S = 5.0
 
 
 class _NothingLeftError(StoreFullError):
     """Evicting everything evictable would not be enough."""
+
+
+class StaleError(Exception):
+    """Others have committed since the caller last read the changes."""
 
 
 class BatchCommit:
@@ -63,28 +87,59 @@ class BatchCommit:
         self._attempted = False
         self._keep = kept_names(namespace, batch)
 
-    def run(self) -> CommitResult:
-        """Commit the batch; see ``Backend.commit``."""
-        if not self._drop_shared_manifests():
-            return self._stale()
+    def write(self) -> CommitResult:
+        """Write the batch in one transaction; if many requests name packs that it deletes, shorter ones precede it.
+
+        :raises StaleError: others have committed since the caller last read the changes.
+        :raises StoreFullError: it does not fit; see ``write_after_eviction``.
+        """
+        environment, batch = self._environment, self._batch
+        self._drop_shared_manifests(_EVICTED_AT_ONCE)
+        for pack in batch.packs if self._attempted else ():
+            pack.restart()  # another process may have stored it since the attempt that failed
+        self._attempted = True
+        with environment.transaction(write=True) as transaction:
+            commit, room = self._begin(transaction)
+            room.need_for(commit.missing(batch.packs), batch)
+            room.check()
+            commit.apply(batch)
+            if (ttl_s := read_ttl(transaction)) is not None:
+                commit.expire(ttl_s, _EXPIRED_AT_ONCE)
+            if commit.grew:
+                environment.taken.append(room.need.payload)
+                room.widen(Amount(0, 0))
+                commit.evict(Goal(room, room.spared()), _EVICTED_AT_ONCE)
+            commit.finish()
+            if commit.grew and not room.used().within(room.limit):  # checked while the disk writes
+                raise room.full()
+            environment.freed = transaction.txn.id(), room.payloads.freed
+        self._note(commit)
+        return CommitResult(commit.cursor, self._evicted)
+
+    def write_after_eviction(self, full: StoreFullError) -> CommitResult:
+        """Write a batch that did not fit, after short transactions that make room.
+
+        :param full: the error of ``write``.
+        :raises StaleError: others have committed since the caller last read the changes.
+        :raises StoreFullError: nothing evictable is left, or a reader sees what was evicted.
+        """
+        environment = self._environment
         try:
-            return self._write()
-        except StoreFullError as error:
             if not (self._batch.packs or self._batch.manifests):
-                raise
-            full = error
-        try:
+                environment.age()
+                self._drop_shared_manifests(1)
+                return self.write()
             while met_the_maps_end(full) and self._widen():
                 try:
-                    return self._write()
+                    return self.write()
                 except StoreFullError as error:
                     full = error
             for more in _MORE:
-                if not self._make_room(more):
-                    return self._stale()
-                seen = self._environment.wait_for_readers(self._freed_by, _PATIENCE_S)
+                self._repeat(partial(self._evict_some, more), most=_TRANSACTIONS)
+                environment.age()
+                seen = environment.wait_for_readers(self._freed_by, _PATIENCE_S)
                 try:
-                    return self._write()
+                    return self.write()
                 except StoreFullError as error:
                     full = error
                 if not seen:
@@ -93,110 +148,19 @@ class BatchCommit:
         finally:
             del full  # its traceback references it, and would keep the rows of the batch alive
 
-    def _drop_shared_manifests(self) -> bool:
-        """Delete manifests that reference packs of the batch's deletions, if many do, in short transactions.
+    def _repeat(self, step: Callable[[int], bool], most: int | None = None) -> None:
+        """Run transactions that delete, until one returns False; small ones if the disk has no pages for larger ones.
 
-        :returns: False if others have committed since the caller last read the changes.
+        :param step: runs a transaction with at most so many deletions; returns whether more are needed.
+        :param most: maximum number of transactions.
+        :raises StoreFullError: not even one deletion fits.
         """
-        for pack_ids, alone in ((self._batch.deletions, False), (self._batch.bad, True)):
-            for pack_id in self._shared(pack_ids):
-                more = True
-                while more:
-                    environment = self._environment
-                    with environment.transaction(write=True) as transaction:
-                        payloads = environment.payloads(transaction)
-                        commit = self._begin(transaction, payloads)
-                        if commit is None:
-                            return False
-                        more = commit.drop_manifests_of(pack_id, _DROPPED_AT_ONCE, alone=alone)
-                        commit.finish()
-                        payloads.finish()
-                    self._note(commit)
-                    time.sleep(TURN_S)
-        return True
-
-    def _shared(self, pack_ids: Sequence[bytes]) -> list[bytes]:
-        """Return the packs that more manifests reference than one transaction deletes."""
-        if not pack_ids:
-            return []
-        with self._environment.transaction() as transaction:
-            rows = transaction.rows
-            counts = [
-                sum(1 for _ in islice(rows.starting_with(LINKS, self._namespace + pack_id), _DROPPED_AT_ONCE + 1))
-                for pack_id in pack_ids
-            ]
-        return [pack_id for pack_id, count in zip(pack_ids, counts, strict=True) if count > _DROPPED_AT_ONCE]
-
-    def _note(self, commit: CatalogTransaction) -> None:
-        """Record the result of a transaction that preceded the batch's."""
-        self._evicted += commit.evicted
-        if self._seen is not None:
-            self._seen = commit.cursor
-
-    def _write(self) -> CommitResult:
-        """Write the batch in one transaction.
-
-        :raises StoreFullError: it does not fit; nothing was changed.
-        """
-        environment = self._environment
-        for pack in self._batch.packs if self._attempted else ():
-            pack.restart()  # another process may have stored it since the attempt that failed
-        self._attempted = True
-        with environment.transaction(write=True) as transaction:
-            payloads = environment.payloads(transaction)
-            commit = self._begin(transaction, payloads)
-            if commit is None:
-                return self._stale()
-            room = Room(environment, transaction, payloads)
-            need = room.need(commit.missing(self._batch.packs), self._batch)
-            room.check(need)
-            commit.apply(self._batch)
-            if (ttl_s := read_ttl(transaction)) is not None:
-                commit.expire(ttl_s, _EXPIRED_AT_ONCE)
-            if commit.grew:
-                environment.note_taken(need.payload)
-                room.widen(Amount(0, 0))
-                commit.evict(Goal(room, room.spared()), _EVICTED_AT_ONCE)
-            commit.finish()
-            if commit.grew and not room.used().within(room.limit):  # checked while the disk writes
-                raise room.full(need)
-            payloads.finish()
-            environment.note_freed(transaction, payloads.freed)
-        return CommitResult(commit.cursor, [*self._evicted, *commit.evicted])
-
-    def _widen(self) -> bool:
-        """Raise the catalogue's limit after LMDB found no free page; return False if the segments leave no space.
-
-        A large batch rewrites many pages, which are reusable only two transactions later. If others committed
-        meanwhile, return True without raising the limit.
-        """
-        environment = self._environment
-        try:
-            with environment.transaction(write=True) as transaction:
-                payloads = environment.payloads(transaction)
-                commit = self._begin(transaction, payloads)
-                if commit is None:
-                    return True  # the retry reports the stale batch
-                room = Room(environment, transaction, payloads)
-                widened = room.widen_by(room.limit.catalogue // _WIDER_BY)
-                commit.finish()
-                payloads.finish()
-        except StoreFullError:
-            return False
-        return widened
-
-    def _make_room(self, more: int) -> bool:
-        """Evict the bytes that the batch needs, in short transactions.
-
-        :param more: 0: as much as the capacity requires. Otherwise the free pages were not usable: additionally this
-            multiple of the batch's bytes, calculated as if no file could grow.
-        :returns: False if others have committed since the caller last read the changes.
-        :raises StoreFullError: nothing evictable is left.
-        """
-        at_most = _EVICTED_AT_ONCE
-        for _ in range(_TRANSACTIONS):
+        at_most, count = _EVICTED_AT_ONCE, 0
+        while most is None or count < most:
+            count += 1
             try:
-                ended = self._evict_some(more, at_most)
+                if not step(at_most):
+                    return
             except _NothingLeftError:
                 raise
             except StoreFullError:
@@ -205,59 +169,278 @@ class BatchCommit:
                 at_most = 1  # a full disk has no pages for a larger transaction: deletions need some, too
                 self._environment.age()
                 continue
-            if ended is None:
-                return False
-            if ended is not Evicted.SOME:
-                break
             at_most = min(4 * at_most, _EVICTED_AT_ONCE)
-        self._environment.age()
-        return True
 
-    def _evict_some(self, more: int, at_most: int) -> Evicted | None:
-        """Run one transaction of ``_make_room``; return None if another process has committed meanwhile."""
-        environment = self._environment
-        with environment.transaction(write=True) as transaction:
-            payloads = environment.payloads(transaction)
-            commit = self._begin(transaction, payloads)
-            if commit is None:
-                return None
+    def _begin(self, transaction: Transaction, *, as_it_is: bool = False) -> tuple[CatalogTransaction, Room]:
+        """Return what a write transaction changes: the catalogue, and the room for it.
+
+        :raises StaleError: others have committed since ``seen``.
+        """
+        room = Room(self._environment, transaction, as_it_is=as_it_is)
+        commit = CatalogTransaction(transaction, room.payloads, self._namespace, self._keep)
+        if self._seen not in (None, commit.cursor):
+            raise StaleError
+        return commit, room
+
+    def _note(self, commit: CatalogTransaction) -> None:
+        """Record what a transaction did that has been committed."""
+        self._evicted += commit.evicted
+        if self._seen is not None:
+            self._seen = commit.cursor
+
+    def _drop_shared_manifests(self, shared_by: int) -> None:
+        """Delete, in short transactions, manifests that reference packs of the batch's deletions.
+
+        :param shared_by: packs that not more manifests reference are left to the batch's own transaction.
+        :raises StoreFullError: the disk has no space for the deletion of a single manifest.
+        """
+        for pack_ids, alone in ((self._batch.deletions, False), (self._batch.bad, True)):
+            for pack_id in self._shared(pack_ids, shared_by) if pack_ids else ():
+                self._repeat(partial(self._drop_some, pack_id, alone))
+
+    def _shared(self, pack_ids: Sequence[bytes], shared_by: int) -> list[bytes]:
+        with self._environment.transaction() as rows:
+            counts = [
+                sum(1 for _ in islice(rows.starting_with(LINKS, self._namespace + pack_id), shared_by + 1))
+                for pack_id in pack_ids
+            ]
+        return [pack_id for pack_id, count in zip(pack_ids, counts, strict=True) if count > shared_by]
+
+    def _drop_some(self, pack_id: bytes, alone: bool, at_most: int) -> bool:
+        with self._environment.transaction(write=True) as transaction:
+            commit, _ = self._begin(transaction)
+            more = commit.drop_manifests_of(pack_id, at_most, alone=alone)
+            commit.finish()
+        self._note(commit)
+        time.sleep(_TURN_S)
+        return more
+
+    def _widen(self) -> bool:
+        """Raise the catalogue's limit after LMDB found no free page; return False if the segments leave no space.
+
+        A large batch rewrites many pages, which are reusable only two transactions later.
+        """
+        try:
+            with self._environment.transaction(write=True) as transaction:
+                _, room = self._begin(transaction)
+                return room.widen_by(room.limit.catalogue // _WIDER_BY)
+        except StoreFullError:
+            return False
+
+    def _evict_some(self, more: int, at_most: int) -> bool:
+        """Evict the bytes that the batch needs, in one transaction; return whether more must be evicted.
+
+        :param more: 0: as much as the capacity requires. Otherwise the free pages were not usable: additionally this
+            multiple of the batch's bytes, calculated as if no file could grow.
+        :raises StoreFullError: nothing evictable is left.
+        """
+        with self._environment.transaction(write=True) as transaction:
+            commit, room = self._begin(transaction, as_it_is=more > 0)
             commit.touch(self._batch.touches)
-            room = Room(environment, transaction, payloads, as_it_is=more > 0)
-            need = room.need(commit.missing(self._batch.packs), self._batch)
+            need = room.need_for(commit.missing(self._batch.packs), self._batch)
             if not more:
                 room.widen(need)
-            goal = self._goals.setdefault(more, self._goal(room, need, more))
+            goal = self._goals.setdefault(more, self._goal(room, more))
             if not need.within(room.limit):
-                raise _NothingLeftError(str(room.full(need)))
+                raise _NothingLeftError(str(room.full()))
             ended = commit.evict(Goal(room, goal), at_most)
             too_much = not room.used().plus(need).within(room.limit)
             if ended is Evicted.ALL and (too_much or not (self._evicted or commit.evicted)):
-                raise _NothingLeftError(str(room.full(need)))
+                raise _NothingLeftError(str(room.full()))
             commit.finish()
-            payloads.finish()
             self._freed_by = transaction.txn.id()
         self._note(commit)
-        return ended
+        return ended is Evicted.SOME
 
-    def _goal(self, room: Room, need: Amount, more: int) -> Amount:
+    def _goal(self, room: Room, more: int) -> Amount:
         """Return the bound on the used bytes; pages of the segments need not be contiguous."""
-        spared, used = room.spared(), room.used()
+        spared, need = room.spared(), room.need
         catalogue = spared.catalogue - need.catalogue
         if more:
-            catalogue = min(catalogue, used.catalogue - more * need.catalogue)
+            catalogue = min(catalogue, room.used().catalogue - more * need.catalogue)
         return Amount(catalogue, spared.payload - need.payload)
 
-    def _begin(self, transaction: Transaction, payloads: Payloads) -> CatalogTransaction | None:
-        """Begin the transaction on the catalogue; return None if others have committed since ``seen``.
 
-        In that case, extents that have become free meanwhile are recorded.
+class Amount(NamedTuple):
+    """Bytes in the catalogue and in the segments."""
+
+    catalogue: int
+    payload: int
+
+    def plus(self, other: Amount) -> Amount:
+        """Return the sum."""
+        return Amount(self.catalogue + other.catalogue, self.payload + other.payload)
+
+    def within(self, limit: Amount) -> bool:
+        """Return whether neither exceeds its limit."""
+        return self.catalogue <= limit.catalogue and self.payload <= limit.payload
+
+
+class Room:
+    """Part of the capacity that a write transaction may use.
+
+    :param as_it_is: calculate as if no file could grow.
+    """
+
+    def __init__(self, environment: Environment, transaction: Transaction, *, as_it_is: bool = False) -> None:
+        self._environment = environment
+        self._transaction = transaction
+        self.payloads = environment.payloads(transaction)
+        self._is_inline = environment.shares.placement is Placement.INLINE
+        segments = read_space(transaction).total * PAGE_BYTES if as_it_is else self.payloads.limit
+        self.limit = Amount(environment.limit_bytes(as_it_is=as_it_is), _NO_LIMIT if self._is_inline else segments)
+        """Upper bound on ``used`` after a commit that adds content."""
+        self._growth = max(0, segments - self._segments)
+        self.need = Amount(0, 0)
+        """Upper estimate of the bytes that the batch adds; the reserve for deletions covers the remainder."""
+
+    @property
+    def _segments(self) -> int:
+        return self.payloads.allocator.total * PAGE_BYTES
+
+    def used(self) -> Amount:
+        """Return the pages in use. Freed pages that are not reusable yet do not count: evicting more would not help."""
+        return Amount(self._transaction.used_bytes(), self.payloads.allocator.used * PAGE_BYTES)
+
+    def need_for(self, packs: list[NewPack], batch: CommitBatch) -> Amount:
+        """Set and return ``need``.
+
+        :param packs: packs of the batch that would be written.
         """
-        commit = CatalogTransaction(transaction.rows, payloads, self._namespace, self._keep)
-        if self._seen is None or self._seen == commit.cursor:
-            return commit
-        payloads.finish()
-        return None
+        rows = rows_bound(packs, batch.manifests)
+        if self._is_inline:
+            self.need = Amount(rows + sum(page_bytes(pack.payload_bound) for pack in packs), 0)
+        else:
+            self.need = Amount(rows, sum(pack.payload_bound for pack in packs))
+        return self.need
 
-    def _stale(self) -> CommitResult:
-        """Return the result of a stale batch. The changes since ``seen`` include packs evicted meanwhile."""
-        return CommitResult(self._batch.seen or b"", stale=True)
+    def check(self) -> None:
+        """Check that ``need`` fits into the free space, including the space by which a file may still grow.
+
+        :raises StoreFullError: it does not fit; the message names the capacity.
+        """
+        if not any(self.need):
+            return
+        number, freed = self._environment.freed
+        pending = freed if number == self._transaction.txn.id() - 1 else 0
+        free = self.payloads.allocator.free * PAGE_BYTES + self._growth
+        used = self.used().plus(self.need).plus(Amount(pending, 0))
+        if not used.within(self.limit) or self.need.payload > free:
+            raise self.full()
+
+    def widen(self, need: Amount) -> None:
+        """Raise the catalogue's limit if it is too low and the segments leave enough; otherwise shrink the segments."""
+        lacks = self.used().catalogue + need.catalogue - self.spared().catalogue
+        if lacks > 0 and not self._is_inline and not self.widen_by(2 * lacks + lacks // 8):
+            self.payloads.shrink(self._segments - lacks)
+
+    def widen_by(self, count: int) -> bool:
+        """Raise the catalogue's limit by at least ``count`` bytes, from the next transaction on.
+
+        :returns: False if the segments leave less of the capacity.
+        """
+        if self._is_inline:
+            return False
+        held, capacity = self._environment.map_bytes, self._environment.shares.capacity
+        room = capacity - LOCK_FILE_BYTES - held - self._segments
+        wanted = wanted_catalogue_bytes(self._transaction, capacity) - held
+        more = align(max(count, min(wanted, room // PAGE_BYTES * PAGE_BYTES)))
+        if more > room:
+            return False
+        write_catalogue_bytes(self._transaction, held + more)
+        self.limit = self.limit._replace(catalogue=self.limit.catalogue + more)
+        return True
+
+    def full(self) -> StoreFullError:
+        """Return the error for a batch that does not fit."""
+        environment = self._environment
+        return StoreFullError(
+            f"{environment.path}: {sum(self.need)} bytes do not fit a capacity of {environment.shares.capacity}"
+        )
+
+    def spared(self) -> Amount:
+        """Return a limit that reserves space for the next commits; in the segments, as much as recent commits took."""
+        catalogue, payload = self.limit
+        ahead = min(payload // 16, max(self._environment.taken, default=0), _MAX_AHEAD)
+        rewritten = 0 if self._is_inline else min((catalogue - MIN_CATALOGUE) // 2, CATALOGUE_AHEAD)
+        return Amount(catalogue - max(rewritten, min(catalogue // 16, _MAX_AHEAD)), payload - ahead)
+
+    def is_in_extents(self, pack: bytes) -> bool:
+        """Return whether the payload of the pack named ``pack`` is stored in extents."""
+        return read_extents(self._transaction, pack) is not None
+
+
+class Goal:
+    """Target of an eviction.
+
+    :param at_most: bound on the used bytes that the eviction must reach.
+    """
+
+    def __init__(self, room: Room, at_most: Amount) -> None:
+        self._room = room
+        self._at_most = at_most
+
+    def met(self) -> bool:
+        """Return whether the target is reached."""
+        return self._room.used().within(self._at_most)
+
+    def helps(self, pack: bytes) -> bool:
+        """Return whether evicting a pack helps: if only the segments are too full, an inline pack does not."""
+        return self._room.used().catalogue > self._at_most.catalogue or self._room.is_in_extents(pack)
+
+
+def compact(environment: Environment) -> Iterator[CompactProgress]:
+    """Return free space of the segments to the file system while engines use the store.
+
+    Packs at the end of the segments are moved to free extents before them, a few per step and transaction, byte for
+    byte, until no free extent precedes the remaining ones; then the free ends of the files are truncated. Catalogue,
+    eviction order and totals do not change. A killed compaction leaves a valid store; the next one continues.
+
+    :raises StoreFullError: the catalogue has no space for the rows; packs that were moved stay moved.
+    """
+    _truncate(environment)
+    waiting = _packs_by_place(environment)
+    total, moved = sum(length for _, length in waiting), 0
+    for _ in range(_PASSES):
+        before = moved
+        while waiting:
+            step = [waiting.pop()]
+            num_bytes = step[0][1]
+            while waiting and len(step) < _MOVED_PACKS and num_bytes + waiting[-1][1] <= MOVED_BYTES:
+                step.append(waiting.pop())
+                num_bytes += step[-1][1]
+            with environment.transaction(write=True) as transaction:
+                room = Room(environment, transaction)
+                room.need = Amount(_MOVED_ROWS_BYTES * len(step), 0)
+                room.check()
+                moved += sum(length for name, length in step if room.payloads.lower(name, length))
+            yield CompactProgress(moved, max(moved, total))
+            time.sleep(_TURN_S)
+        _truncate(environment)
+        if moved == before:
+            return
+        waiting = _packs_by_place(environment)
+
+
+def _packs_by_place(environment: Environment) -> list[tuple[bytes, int]]:
+    """Return name and payload bytes of the packs in segments, ordered by place."""
+    with environment.transaction() as transaction:
+        found = []
+        for key, row in transaction.starting_with(PACKS, b""):
+            table, extents = pack_table(key, row), read_extents(transaction, bytes(key))
+            if table is not None and extents:
+                found.append((max(extents), bytes(key), table.payload_length))
+    return [(name, length) for _, name, length in sorted(found)]
+
+
+def _truncate(environment: Environment) -> None:
+    """Wait until freed extents are reusable, record the shorter segments, and truncate the files."""
+    try:
+        environment.wait_for_readers(environment.age(), _COMPACTION_PATIENCE_S)
+    except StoreFullError:
+        return
+    for _ in range(2):
+        with environment.transaction(write=True) as transaction:
+            environment.payloads(transaction).shrink(0)
+    with environment.transaction(write=True) as transaction:
+        environment.payloads(transaction)  # truncates what the others committed

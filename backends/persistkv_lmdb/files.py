@@ -1,4 +1,4 @@
-"""Safe opening of a store's files, and durability outside of transactions.
+"""Files of a store: safe opening, durable writes, LMDB's meta pages, the writer lock, and translation of errors.
 
 A store has regular files only: links and FIFOs are refused, never followed or waited for. In a directory that another
 user prepared, a link would redirect writes to any file of this user, and a FIFO would block the process that opens it.
@@ -8,14 +8,124 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import stat
-from collections.abc import Iterable
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
 from pathlib import Path
 
-from persistkv.errors import StoreUnavailableError
-from persistkv_lmdb.segments.vectored_io import write_all
+import lmdb
 
+from persistkv.errors import CorruptStoreError, StoreBusyError, StoreError, StoreFullError, StoreUnavailableError
+
+DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"  # names given by LMDB
+GUARD_FILE, WRITER_LOCK_FILE = "guard", "writer.lock"
+SEGMENT_DIRECTORY, STATUS_DIRECTORY = "segments", "status"
+STORE_FILES = (DATA_FILE, LOCK_FILE, GUARD_FILE, WRITER_LOCK_FILE)
+
+OPENING_PATIENCE_S = 30.0
+"""Maximum wait for the writer lock when a store is opened: the holder may be checking its integrity."""
+WRITING_PATIENCE_S = 10.0
+"""Maximum wait for the writer lock in a transaction: several times a commit of 128 MiB to a slow disk."""
+_SHORT_PATIENCE_S = 0.2
+_FIRST_NAP_S = 0.000_2
+_LONGEST_NAP_S = 0.005
+_BEGUN, _ENDED = b"+", b"-"
 _ROOT = 0
+
+_U32, _U64 = struct.Struct("=I"), struct.Struct("=Q")
+_META_MAGIC = 0xBEEFC0DE
+_PAGE_HEADERS = (16, 24)  # bytes, of LMDB 0.9 and 1.0
+_PAGE_BYTES_AT, _LAST_PAGE_AT = 24, 120  # within a meta page, after its header
+_META_BYTES = 160
+_MOST_PAGE_BYTES = 64 << 10  # 64 KiB
+
+_FULL = (lmdb.MapFullError, lmdb.DiskError, lmdb.TxnFullError)
+_CORRUPT = (
+    lmdb.CorruptedError,
+    lmdb.PageNotFoundError,
+    lmdb.InvalidError,
+    lmdb.VersionMismatchError,
+    lmdb.IncompatibleError,
+    lmdb.NotFoundError,
+)
+_NO_ROW = (struct.error, OverflowError, SystemError, MemoryError)
+"""Errors that Python raises for a row whose length, taken from a damaged page, is impossible."""
+_FULL_CODES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NEARLY_FULL = 64 << 20  # 64 MiB: a pack's raw bytes
+
+
+@contextmanager
+def translated(path: Path) -> Iterator[None]:
+    """Translate LMDB's errors, and name the store; ``StoreError`` and errors of a pack's stream pass unchanged."""
+    try:
+        yield
+    except lmdb.Error as error:
+        if (
+            isinstance(error, _FULL)
+            or error.code in _FULL_CODES
+            or (error.code == errno.EIO and free_disk_bytes(path) < _NEARLY_FULL)  # a write that a full disk cut
+        ):
+            kind: type[StoreError] = StoreFullError
+        else:
+            kind = CorruptStoreError if isinstance(error, _CORRUPT) else StoreError
+        raise kind(f"{path}: {_reason(error)}") from error
+    except _NO_ROW as error:
+        raise CorruptStoreError(f"{path}: a row does not read: {error}") from error
+
+
+@contextmanager
+def translated_at_open(path: Path) -> Iterator[None]:
+    """Translate errors raised while a store is opened: errors other than damage become ``StoreUnavailableError``."""
+    try:
+        yield
+    except lmdb.Error as error:
+        kind = CorruptStoreError if isinstance(error, _CORRUPT) else StoreUnavailableError
+        raise kind(f"{path}: {_reason(error)}") from error
+    except OSError as error:
+        raise StoreUnavailableError(f"{path}: {error.strerror or error}") from error
+
+
+@contextmanager
+def translated_io(path: Path) -> Iterator[None]:
+    """Translate errors of the operating system on files other than LMDB's."""
+    try:
+        yield
+    except OSError as error:
+        kind = StoreFullError if error.errno in _FULL_CODES else StoreError
+        raise kind(f"{path}: {error.strerror or error}") from error
+
+
+def met_the_maps_end(error: StoreFullError) -> bool:
+    """Return whether LMDB found no page although the driver expected free ones: damage, or fragmented pages."""
+    return isinstance(error.__cause__, lmdb.MapFullError)
+
+
+def _reason(error: lmdb.Error) -> str:
+    """Return LMDB's message, or py-lmdb's if py-lmdb raised the error."""
+    return error.reason if error.code else str(error)
+
+
+def free_disk_bytes(path: Path) -> int:
+    """Return the bytes by which the store's file may grow: free disk space, within the process's file size limit."""
+    longest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        status = os.statvfs(path)
+        free = status.f_bavail * status.f_frsize
+        if longest != resource.RLIM_INFINITY:
+            free = min(free, max(0, longest - (path / DATA_FILE).stat().st_size))
+    except OSError:  # the file was moved away: unknown
+        return _NEARLY_FULL
+    return free
+
+
+def allocated_bytes(status: os.stat_result) -> int:
+    """Return the allocated bytes of a file, without holes and without preallocation beyond its end."""
+    return min(status.st_size, 512 * status.st_blocks)
 
 
 def open_regular(path: str | Path, flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
@@ -35,37 +145,33 @@ def open_regular(path: str | Path, flags: int, mode: int = 0o600, *, dir_fd: int
     raise OSError(errno.EINVAL, f"{path} is no regular file")
 
 
-def open_directory(path: str | Path, *, dir_fd: int | None = None) -> int:
-    """Open a directory that is not a symbolic link; return its descriptor.
+def prepare_directory(store: Path, *, read_only: bool) -> None:
+    """Create a store's directory and its parents durably unless ``read_only``, and check its content.
 
-    :raises OSError: it cannot be opened.
+    :raises StoreUnavailableError: it cannot be created, or another user may have prepared its content: it belongs to
+        another user and is opened for writing, or a file of a store is a link, a FIFO or of another type.
     """
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
-
-
-def check_store(store: Path, *, files: Iterable[str], directories: Iterable[str], read_only: bool) -> None:
-    """Refuse a store's directory if another user may have prepared its content.
-
-    :param files: names that must be regular files if they exist.
-    :param directories: names that must be directories if they exist.
-    :raises StoreUnavailableError: another user owns the directory and it is opened for writing, or one of the names is
-        a link, a FIFO or of another type.
-    """
-    owner = store.stat().st_uid
-    if not read_only and owner not in (os.geteuid(), _ROOT):
-        raise StoreUnavailableError(
-            f"{store} belongs to user {owner}, and this process runs as user {os.geteuid()}: "
-            "run it as that user, or change the owner"
-        )
-    for names, is_right, kind in ((files, stat.S_ISREG, "regular file"), (directories, stat.S_ISDIR, "directory")):
-        for name in names:
-            try:
+    with translated_at_open(store):
+        if not read_only:
+            for directory in (*reversed(store.parents), store):
+                if not directory.exists():
+                    directory.mkdir(0o700, exist_ok=True)
+                    sync_directory(directory.parent)
+        status = store.stat()
+        if not stat.S_ISDIR(status.st_mode):
+            raise StoreUnavailableError(f"{store} is a file; a store is a directory")
+        if not read_only and status.st_uid not in (os.geteuid(), _ROOT):
+            raise StoreUnavailableError(
+                f"{store} belongs to user {status.st_uid}, and this process runs as user {os.geteuid()}: "
+                "run it as that user, or change the owner"
+            )
+        for name in (*STORE_FILES, SEGMENT_DIRECTORY, STATUS_DIRECTORY):
+            is_right, kind = (stat.S_ISREG, "regular file") if name in STORE_FILES else (stat.S_ISDIR, "directory")
+            with suppress(FileNotFoundError):
                 found = (store / name).lstat().st_mode
-            except FileNotFoundError:
-                continue
-            if not is_right(found):
-                what = "a symbolic link" if stat.S_ISLNK(found) else f"no {kind}"
-                raise StoreUnavailableError(f"{store / name} is {what}: move it away, or choose another directory")
+                if not is_right(found):
+                    what = "a symbolic link" if stat.S_ISLNK(found) else f"no {kind}"
+                    raise StoreUnavailableError(f"{store / name} is {what}: move it away, or choose another directory")
 
 
 def sync_directory(path: Path) -> None:
@@ -80,28 +186,207 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def write_again(path: Path, count: int) -> None:
-    """Rewrite the first ``count`` bytes of a file as they read now, and make them durable.
-
-    After a failed write, the kernel may hold the bytes and consider them written: a sync alone succeeds and does
-    nothing. The caller must exclude other writers.
-
-    :raises OSError: they cannot be read or written, or the disk failed; their content as read is unchanged.
-    """
-    with path.open("rb") as file:
-        held = file.read(count)
-    write_durably(path, held, 0)
-
-
-def write_durably(path: Path, content: bytes, offset: int) -> None:
+def _write_durably(path: Path, content: bytes, offset: int) -> None:
     """Write part of a file, and make it durable. The caller must exclude other writers.
 
     :raises OSError: the disk failed; part of the content may be written.
     """
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        if content:
-            write_all(fd, [memoryview(content)], offset)
+        rest = memoryview(content)
+        while rest:
+            done = os.pwrite(fd, rest, offset)
+            rest, offset = rest[done:], offset + done
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def is_cut_short(directory: Path) -> bool:
+    """Return whether ``data.mdb`` ends before the last page that LMDB has allocated: reading it would raise SIGBUS.
+
+    LMDB may have allocated pages at the end without ever writing them; ``fsck.inspect`` distinguishes this. Other
+    processes may write meanwhile.
+    """
+    try:
+        with (directory / DATA_FILE).open("rb") as file:
+            found = [_end_of(file.read(_META_BYTES))]
+            if found[0] is not None:
+                file.seek(found[0][1])
+                found.append(_end_of(file.read(_META_BYTES)))
+            size = os.fstat(file.fileno()).st_size
+    except OSError:  # opening it reports the reason
+        return False
+    return any(end is not None and end[0] > size for end in found)
+
+
+def rewrite_meta_pages(directory: Path) -> None:
+    """Rewrite LMDB's two meta pages as they read now, and make them durable; the caller excludes other writers.
+
+    After a failed write, the kernel may hold the bytes and consider them written: a sync alone succeeds and does
+    nothing.
+
+    :raises OSError: they cannot be read or written, or the disk failed; their content as read is unchanged.
+    """
+    with (directory / DATA_FILE).open("rb") as file:
+        found = _end_of(file.read(_META_BYTES))
+        file.seek(0)
+        held = b"" if found is None else file.read(2 * found[1])
+    _write_durably(directory / DATA_FILE, held, 0)
+
+
+def disown(directory: Path, number: int, page_bytes: int) -> None:
+    """Overwrite the meta page of transaction ``number`` with that of the transaction before it, numbered as older.
+
+    The caller holds LMDB's write lock.
+
+    :raises OSError: the disk failed; either version may be on disk.
+    :raises CorruptStoreError: the pages are not those of these two transactions, for example because the files were
+        replaced while they were open; nothing was written.
+    """
+    data = directory / DATA_FILE
+    with data.open("rb") as file:
+        pages = [bytearray(file.read(page_bytes)) for _ in range(2)]
+    page = pages[1 - number % 2]
+    header = next((size for size in _PAGE_HEADERS if page[size : size + _U32.size] == _U32.pack(_META_MAGIC)), None)
+    at = 0 if header is None else header + _LAST_PAGE_AT + _U64.size
+    told = [bytes(page[at : at + _U64.size]) for page in pages]
+    if not at or told != [_U64.pack(number - (number + place) % 2) for place in range(2)]:
+        raise CorruptStoreError(f"{data}: it does not begin with the pages of transactions {number - 1} and {number}")
+    _U64.pack_into(page, at, max(number - 2, 0))
+    _write_durably(data, bytes(page[_U64.size :]), number % 2 * page_bytes + _U64.size)  # after the page's own number
+
+
+def _end_of(page: bytes) -> tuple[int, int] | None:
+    """Return the end of the last page according to a meta page, and the page size; None if it is no meta page."""
+    for header in _PAGE_HEADERS:
+        if len(page) == _META_BYTES and _U32.unpack_from(page, header)[0] == _META_MAGIC:
+            page_bytes = _U32.unpack_from(page, header + _PAGE_BYTES_AT)[0]
+            if 1 <= page_bytes <= _MOST_PAGE_BYTES:
+                return (_U64.unpack_from(page, header + _LAST_PAGE_AT)[0] + 1) * page_bytes, page_bytes
+    return None
+
+
+class WriterLock:
+    """Lock that writers take before LMDB's own, which has no timeout. Thread-safe, and reentrant within a thread.
+
+    1. Its holder waits for LMDB's write lock for a short time only, because no other persistkv process contends.
+    2. It is a flock: the kernel drops it when the process exits. A stopped process keeps it.
+    3. Waits are bounded. After a timeout, waits are short until one succeeds, so that a stopped process does not delay
+       the other work of the waiting process.
+    4. If its file is deleted, writers exclude each other by LMDB's lock alone until the file is created again.
+    5. Its file records, for other processes, whether a commit was started and not completed; a machine crash may lose
+       this record.
+
+    :raises OSError: its file cannot be opened for writing.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._file = directory / WRITER_LOCK_FILE
+        self._threads = threading.RLock()
+        self._depth = 0
+        self._in_vain = False
+        self._fd = open_regular(self._file, os.O_RDWR | os.O_CREAT)
+
+    @contextmanager
+    def held(self, patience_s: float | None = None, *, recover: Callable[[], None] | None = None) -> Iterator[None]:
+        """Hold the lock for the length of the block.
+
+        :param patience_s: maximum wait; None: the default.
+        :param recover: called first if the last commit was interrupted; if it raises, the block does not run.
+        :raises StoreBusyError: another thread or process holds it for longer than the maximum; the block does not run.
+        :raises StoreError: it cannot be locked; the block does not run.
+        """
+        if patience_s is None:
+            patience_s = _SHORT_PATIENCE_S if self._in_vain else WRITING_PATIENCE_S
+        deadline = time.monotonic() + patience_s
+        if not self._threads.acquire(timeout=patience_s):
+            raise self._busy("another thread of this process", patience_s)
+        try:
+            if not self._depth:
+                with translated_io(self._file.parent):
+                    self._lock(deadline, patience_s)
+            self._depth += 1
+            try:
+                if recover is not None:
+                    with translated_io(self._file.parent):
+                        interrupted = os.pread(self._fd, 1, 0) == _BEGUN
+                    if interrupted:
+                        recover()
+                yield
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    flock(self._fd, LOCK_UN)
+        finally:
+            self._threads.release()
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the last commit that any process started did not complete. The caller must hold the lock.
+
+        :raises StoreError: its file cannot be read.
+        """
+        with translated_io(self._file.parent):
+            return os.pread(self._fd, 1, 0) == _BEGUN
+
+    def mark(self, *, begun: bool) -> None:
+        """Record that a commit starts, or that it has completed. The caller must hold the lock.
+
+        :raises StoreError: its file cannot be written.
+        """
+        with translated_io(self._file.parent):
+            os.pwrite(self._fd, _BEGUN if begun else _ENDED, 0)
+
+    def close(self) -> None:
+        """Close the file; idempotent. In a forked child, the parent keeps its lock."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+    def _lock(self, deadline: float, patience_s: float) -> None:
+        self._follow()
+        nap_s = _FIRST_NAP_S
+        while True:
+            try:
+                flock(self._fd, LOCK_EX | LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    self._in_vain = True
+                    raise self._busy(self._holder(), patience_s) from None
+                time.sleep(nap_s)
+                nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+                continue
+            if not self._follow():
+                self._in_vain = False
+                return
+
+    def _follow(self) -> bool:
+        """Reopen the lock file if it was replaced or deleted; return whether it was."""
+        with suppress(OSError):  # the store's directory is gone or read-only: the present file remains in use
+            try:
+                if os.path.samestat(os.fstat(self._fd), self._file.stat()):
+                    return False
+            except FileNotFoundError:
+                pass
+            fd = open_regular(self._file, os.O_RDWR | os.O_CREAT)
+            os.close(self._fd)
+            self._fd = fd
+            return True
+        return False
+
+    def _holder(self) -> str:
+        """Return the holder of the flock: its PID if the kernel reports it."""
+        held = os.fstat(self._fd)
+        place = f"{os.major(held.st_dev):02x}:{os.minor(held.st_dev):02x}:{held.st_ino}"
+        with suppress(OSError):
+            for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
+                fields = line.split()
+                if len(fields) == 8 and fields[1] == "FLOCK" and fields[3] == "WRITE" and fields[5] == place:
+                    return f"process {fields[4]}" if int(fields[4]) > 0 else "another process"
+        return "another process"
+
+    def _busy(self, holder: str, patience_s: float) -> StoreBusyError:
+        return StoreBusyError(
+            f"{self._file.parent} is busy: {holder} has held its lock for writing for more than {patience_s:g} s"
+        )

@@ -18,9 +18,9 @@ from hashlib import sha256
 
 from persistkv.errors import CorruptPackError
 from persistkv.storage.format.codec import Buffer
-from persistkv.storage.format.pack import Frame, PackTable
+from persistkv.storage.format.pack import PackTable
 from persistkv_s3.client.bucket import Bucket
-from persistkv_s3.log.names import Names
+from persistkv_s3.log.layout import Names
 
 TAG_BYTES = 32
 _DERIVED_FOR = b"persistkv s3 authentication 1"
@@ -38,8 +38,6 @@ class Authenticator:
         self.key_id = self._tag(b"key id", ()).hex()[:16] if secret else ""
         """Identifies the key without revealing it. Empty without a key."""
 
-    # Objects that are read as a whole
-
     def signed(self, namespace: bytes, name: str, pieces: Sequence[Buffer]) -> list[Buffer]:
         """Return the pieces of an object, followed by its tag.
 
@@ -55,7 +53,8 @@ class Authenticator:
         view = memoryview(data)
         if not self._key:
             return view
-        body, tag = view[: max(0, len(view) - TAG_BYTES)], view[max(0, len(view) - TAG_BYTES) :]
+        end = max(0, len(view) - TAG_BYTES)
+        body, tag = view[:end], view[end:]
         if not hmac.compare_digest(tag, self._object_tag(namespace, name, [body])):
             raise CorruptPackError("authentication", "not written with the key")
         return body
@@ -64,14 +63,13 @@ class Authenticator:
         encoded = name.encode()
         return self._tag(b"object", [namespace, _NUMBER.pack(len(encoded)), encoded, *pieces])
 
-    # Packs
-
     def pack_tags(self, table: PackTable, payload: Sequence[Buffer]) -> bytes:
         """Return the tags between payload and table of a pack: one for each frame, then one of the table and those."""
         if not self._key:
             return b""
         digest = _digest(table)
-        tags = b"".join(self._frame_tag(digest, number, frame) for number, frame in enumerate(_stored(table, payload)))
+        stored = slices(payload, ((frame.offset, frame.stored_length) for frame in table.frames))
+        tags = b"".join(self._frame_tag(digest, number, pieces) for number, pieces in enumerate(stored))
         return tags + self._tag(b"table", [digest, tags])
 
     def tags_length(self, table: PackTable) -> int:
@@ -87,24 +85,6 @@ class Authenticator:
             return False
         expected = self._tag(b"table", [_digest(table), view[:-TAG_BYTES]])
         return hmac.compare_digest(view[-TAG_BYTES:], expected)
-
-    def bad_frames(
-        self, table: PackTable, tags: bytes, numbers: Sequence[int], start: int, buffers: Sequence[Buffer]
-    ) -> list[Frame]:
-        """Return the frames whose bytes were not written with the key; none without a key.
-
-        :param numbers: of consecutive frames, all within the buffers.
-        :param start: offset of the buffers in the payload.
-        """
-        if not self._key:
-            return []
-        is_ours = self.frame_check(table, tags)
-        all_frames = table.frames
-        frames = [all_frames[number] for number in numbers]
-        pieces = _slices(buffers, [(frame.offset - start, frame.stored_length) for frame in frames])
-        return [
-            frame for number, frame, stored in zip(numbers, frames, pieces, strict=True) if not is_ours(number, stored)
-        ]
 
     def frame_check(self, table: PackTable, tags: bytes) -> Callable[[int, Iterable[Buffer]], bool]:
         """Return a check whether the bytes of a frame, by its number, were written with the key; True without a key."""
@@ -162,11 +142,7 @@ def _digest(table: PackTable) -> bytes:
     return sha256(table.encode()).digest()
 
 
-def _stored(table: PackTable, payload: Sequence[Buffer]) -> Iterator[list[memoryview]]:
-    return _slices(payload, [(frame.offset, frame.stored_length) for frame in table.frames])
-
-
-def _slices(buffers: Iterable[Buffer], ranges: Iterable[tuple[int, int]]) -> Iterator[list[memoryview]]:
+def slices(buffers: Iterable[Buffer], ranges: Iterable[tuple[int, int]]) -> Iterator[list[memoryview]]:
     """Yield the bytes of ascending ranges, (offset, length), of consecutive buffers."""
     parts = (memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes)
     part, begin = memoryview(b""), 0

@@ -8,7 +8,6 @@ argument ``read_only`` is never dark: opening raises. If the server rejects requ
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,15 +21,20 @@ from persistkv.storage.format.pack import Frame, PackTable
 from persistkv.storage.identity import Identity
 from persistkv_s3.authentication import Authenticator, SignedObjects
 from persistkv_s3.client.boto import BotoClient, PlainBucket
-from persistkv_s3.client.breaker import Breaker
-from persistkv_s3.client.bucket import Bucket
-from persistkv_s3.client.errors import PASSING, ObjectExistsError, ObjectMissingError
-from persistkv_s3.client.retries import RetryingTransport
-from persistkv_s3.client.transport import Transport
-from persistkv_s3.log import names
-from persistkv_s3.log.cache import IndexCache
-from persistkv_s3.log.layout import decode_format, encode_format, encode_namespace, parse_namespace
-from persistkv_s3.log.names import Names
+from persistkv_s3.client.bucket import Breaker, Bucket
+from persistkv_s3.client.transport import PASSING, ObjectExistsError, ObjectMissingError, Transport
+from persistkv_s3.log.follower import Follower
+from persistkv_s3.log.layout import (
+    FORMAT,
+    IDENTITIES,
+    STATUSES,
+    Names,
+    decode_format,
+    encode_format,
+    encode_namespace,
+    parse_identity,
+    parse_namespace,
+)
 from persistkv_s3.options import Place, S3Options, parse_url
 from persistkv_s3.retention import Retention, Round
 from persistkv_s3.session import NamespaceSession
@@ -48,26 +52,24 @@ class S3Backend(InspectableBackend):
     def __init__(self, place: Place, options: S3Options, transport: Transport, *, read_only: bool = False) -> None:
         """Initialise without sending a request; ``connect`` sends the first one.
 
-        :param transport: makes single attempts; retries and the breaker are added here.
+        :param transport: makes single attempts; closed with the handle.
         """
         self.breaker = Breaker(str(place), options.slow_s)
         """Decides whether requests are sent at present."""
         self._place = place
         self._options = options
         self._read_only = read_only or options.read_only
-        self.capabilities = replace(type(self).capabilities, writable=not self._read_only)
+        self.capabilities = replace(self.capabilities, writable=not self._read_only)
         self.status_interval_s = None if self._read_only else options.status_s
         self._authenticator = Authenticator(options.secret())
-        self._cache_directory = options.cache_directory()
-        self._bucket = Bucket(
-            place, RetryingTransport(transport, self.breaker), options.deadline_s, options.connections
-        )
+        self._bucket = Bucket(transport, self.breaker, options.deadline_s, options.connections)
         self._policy = options.policy
         self._retention = Retention(self._bucket, place.prefix, options.retention_s, options.grace_s)
         self._namespaces: dict[bytes, Namespace] = {}
         self._sessions: dict[bytes, NamespaceSession] = {}
         self._status_shown = False
-        self._dark = False
+        self._dark: StoreError | None = None
+        """Why the store has never been reached."""
         self._closed = False
 
     @classmethod
@@ -90,24 +92,21 @@ class S3Backend(InspectableBackend):
         try:
             backend._check_format()
             if not backend._read_only and (differences := backend._policy.contradictions(options.policy)):
-                logger.warning(
-                    "%s: the URL says %s; the store keeps its recorded policy (persistkv set changes it)",
-                    place,
-                    differences,
-                )
+                text = "%s: the URL says %s; the store keeps its recorded policy (persistkv set changes it)"
+                logger.warning(text, place, differences)
         except PASSING as error:
             if read_only:
                 backend.close()
                 raise
             logger.warning("%s does not answer (%s); lookups miss until it does", place, error)
-            backend._dark = True
+            backend._dark = error
         except BaseException:
             backend.close()
             raise
         return backend
 
     def _check_format(self) -> None:
-        key = self._place.prefix + names.FORMAT
+        key = self._place.prefix + FORMAT
         try:
             self._policy = self._recorded_policy()
             return
@@ -122,7 +121,7 @@ class S3Backend(InspectableBackend):
             self._policy = self._recorded_policy()
 
     def _recorded_policy(self) -> Policy:
-        return decode_format(self._bucket.get(self._place.prefix + names.FORMAT), str(self._place))
+        return decode_format(self._bucket.get(self._place.prefix + FORMAT), str(self._place))
 
     def policy(self) -> Policy:
         self._check_open()
@@ -130,23 +129,22 @@ class S3Backend(InspectableBackend):
         return self._policy
 
     def set_policy(self, policy: Policy) -> None:
-        self._check_open()
-        if self._read_only:
-            raise StoreError(f"{self._place} is open read-only")
+        self._check_open(writes=True)
         self.policy()  # a store of this format
-        self._bucket.put(self._place.prefix + names.FORMAT, [encode_format(policy)], only_if_absent=False)
+        self._bucket.put(self._place.prefix + FORMAT, [encode_format(policy)], only_if_absent=False)
         self._policy = policy
 
     def _is_dark(self) -> bool:
         """Return whether the server has never answered; if it answers now, complete the opening."""
-        if self._dark:
+        if self._dark is not None:
             try:
                 self._check_format()
                 for namespace in () if self._read_only else self._namespaces.values():
                     self._put_identity(namespace)
-            except PASSING:
+            except PASSING as error:
+                self._dark = error
                 return True
-            self._dark = False
+            self._dark = None
         return False
 
     def _put_identity(self, namespace: Namespace) -> None:
@@ -157,73 +155,78 @@ class S3Backend(InspectableBackend):
         self._check_open()
         if self._is_dark():
             return iter([])
-        found = self._bucket.list(self._place.prefix + names.IDENTITIES)
-        known = [name for info in found if (name := names.parse_identity(info.key)) is not None]
-        self._bucket.all(self._namespace, [name for name in known if name not in self._namespaces])
-        return iter([self._namespaces[name] for name in known if name in self._namespaces])
+        found = sorted(self._bucket.list(self._place.prefix + IDENTITIES), key=lambda info: -info.modified)
+        return self._fetched([name for info in found if (name := parse_identity(info.key)) is not None])
+
+    def _fetched(self, names: list[bytes]) -> Iterator[Namespace]:
+        """Yield namespaces, fetched a few at a time."""
+        for start in range(0, len(names), self._options.connections):
+            fetched = self._bucket.all(self._namespace, names[start : start + self._options.connections])
+            yield from (namespace for namespace in fetched if namespace is not None)
+
+    def holds(self, namespace: bytes) -> bool:
+        self._check_open()
+        return not self._is_dark() and self._namespace(namespace) is not None
 
     def open_namespace(self, identity: Identity) -> Namespace:
         self._check_open()
         if self._is_dark():
-            return self._namespaces.setdefault(identity.digest, Namespace(identity, time.time()))
+            return self._namespaces.setdefault(identity.digest, Namespace(identity, self._bucket.now()))
         found = self._namespace(identity.digest)
-        if found is not None:
-            return found
-        if self._read_only:
-            raise StoreUnavailableError(
-                f"{self._place} holds no namespace {identity.digest.hex()}, and is open read-only"
-            )
-        created = Namespace(identity, time.time())
-        try:
-            self._bucket.put(self._identity_key(created.id), [encode_namespace(created)])
-        except ObjectExistsError as error:
-            held = self._namespace(created.id)  # another process was faster
-            if held is None:
-                raise CorruptStoreError(f"{self._identity_key(created.id)} does not read") from error
-            return held
-        return self._namespaces.setdefault(created.id, created)
+        if found is None and self._read_only:
+            raise StoreUnavailableError(f"{self._place} holds no namespace {identity.digest.hex()}: open read-only")
+        if found is None:
+            self._put_identity(Namespace(identity, self._bucket.now()))
+            found = self._namespace(identity.digest)  # another process may have been faster
+        if found is None:
+            raise CorruptStoreError(f"{self._identity_key(identity.digest)} does not read")
+        return found
 
     def _identity_key(self, name: bytes) -> str:
-        return f"{self._place.prefix}{names.IDENTITIES}{name.hex()}"
+        return f"{self._place.prefix}{IDENTITIES}{name.hex()}"
 
     def _namespace(self, name: bytes) -> Namespace | None:
         """Return a namespace, fetched once, because identities never change; None if it is missing or invalid."""
         if name not in self._namespaces:
-            try:
-                found = parse_namespace(self._bucket.get(self._identity_key(name)), name)
-            except (ObjectMissingError, CorruptPackError):
-                return None
+            data = self._small_object(self._identity_key(name))
+            found = None if data is None else parse_namespace(data, name)
             if found is None:
                 return None
             self._namespaces[name] = found
         return self._namespaces[name]
 
-    def _session(self, namespace: bytes) -> NamespaceSession:
+    def _small_object(self, key: str) -> bytes | None:
+        """Return a whole object; None if it is missing or too large."""
+        try:
+            return bytes(self._bucket.get(key))
+        except (ObjectMissingError, CorruptPackError):
+            return None
+
+    def session(self, namespace: bytes) -> NamespaceSession:
+        """Return this handle's session with a namespace."""
         self._check_open()
-        if namespace not in self._sessions:
-            if self._namespace(namespace) is None:
-                raise StoreError(f"{self._place} holds no namespace {namespace.hex()}")
-            self._sessions.setdefault(namespace, self._make_session(namespace))
-        return self._sessions[namespace]
+        if namespace not in self._sessions and self._namespace(namespace) is None:
+            raise StoreError(f"{self._place} holds no namespace {namespace.hex()}")
+        return self._sessions.get(namespace) or self._sessions.setdefault(namespace, self._make_session(namespace))
 
     def _make_session(self, namespace: bytes) -> NamespaceSession:
-        place = Names(self._place.prefix, namespace, self._authenticator.key_id)
-        objects = SignedObjects(self._bucket, place, namespace, self._authenticator)
-        where = f"{self._options.endpoint_url or ''} {self._place.bucket} {place.base}"
-        cache = IndexCache(self._cache_directory, where, namespace, self._authenticator)
-        return NamespaceSession(objects, self._options, cache)
+        names, options = Names(self._place.prefix, namespace, self._authenticator.key_id), self._options
+        objects = SignedObjects(self._bucket, names, namespace, self._authenticator)
+        place = f"{options.endpoint_url or ''} {self._place.bucket} {names.base}"
+        follower = Follower(objects, options.refresh_s, options.cache_directory(), place)
+        return NamespaceSession(objects, follower, options.touch_s)
 
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
-        if self._read_only:
-            self._check_open()
-            raise StoreError(f"{self._place} is open read-only")
+        self._check_open(writes=True)
         if any(pack.namespace != namespace for pack in batch.packs):
             raise StoreError(f"a pack of another namespace than {namespace.hex()}")
-        session = self._session(namespace)
+        session = self.session(namespace)
         if self._is_dark():
-            raise StoreUnavailableError(f"{self._place} has not answered yet")
-        if session.follower.emptied:
-            self._restart(session)
+            raise StoreUnavailableError(f"{self._place} has not answered yet ({self._dark})")
+        if session.follower.emptied:  # format and identity are missing, too
+            self._check_format()
+            self._put_identity(self._namespaces[namespace])
+            session.restart()
         result = session.commit(batch, 1 + max(other.state.moment for other in self._sessions.values()))
         if self._retention.is_due():
             try:
@@ -232,37 +235,30 @@ class S3Backend(InspectableBackend):
                 logger.warning("%s: retention failed (%s); the next period retries it", self._place, error)
         return result
 
-    def _restart(self, session: NamespaceSession) -> None:
-        """Write format and identity again after the bucket was emptied."""
-        self._check_format()
-        self._put_identity(self._namespaces[session.namespace])
-        session.restart()
-
-    def retain(self) -> Round | None:
+    def retain(self, now: float | None = None) -> Round | None:
         """Evict as the ttl and the capacity require and remove orphans, unless an engine has done so in this period.
 
         Fetches the index of all namespaces. ``changes`` reports the evicted packs.
 
+        :param now: do it in any case, as if this were the server's time.
         :raises StoreError: it was not completed; the round of the next period continues.
         """
-        if self._read_only:
-            raise StoreError(f"{self._place} is open read-only")
+        self._check_open(writes=True)
         names = [namespace.id for namespace in self.namespaces()]
         sessions = {name: self._sessions.get(name) or self._make_session(name) for name in names}
+        if now is not None:
+            return self._retention.run(sessions, self.policy(), now)
         return self._retention.run_if_first(sessions, self.policy)
 
     def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
-        session = self._session(namespace)
-        if self._is_dark():
-            return session.state.changes(cursor)
-        if cursor is None:
-            session.follower.load()
-        else:
-            session.follower.look()
+        session = self.session(namespace)
+        if not self._is_dark():
+            look = session.follower.load if cursor is None else session.follower.look
+            look()
         return session.state.changes(cursor)
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        return self._session(namespace).packs.read(spans)
+        return self.session(namespace).packs.read(spans)
 
     def read_frames(
         self,
@@ -272,10 +268,10 @@ class S3Backend(InspectableBackend):
         buffer: memoryview,
         take: Callable[[int, memoryview], None],
     ) -> None:
-        self._session(namespace).packs.read_frames(pack_id, frames, buffer, take)
+        self.session(namespace).packs.read_frames(pack_id, frames, buffer, take)
 
     def manifests(self, namespace: bytes) -> Iterator[RequestManifest]:
-        session = self._session(namespace)
+        session = self.session(namespace)
         session.follower.look()
         for manifest in list(session.state.manifests.values()):
             try:
@@ -284,28 +280,28 @@ class S3Backend(InspectableBackend):
                 continue
 
     def manifests_naming(self, namespace: bytes, packs: Sequence[bytes]) -> list[RequestManifest]:
-        naming = self._session(namespace).state.naming
+        naming = self.session(namespace).state.naming
         names = {name for pack in packs for name in naming.get(pack, ())}
         return [head for head in self.manifests(namespace) if head.id in names] if names else []
 
     def chain(self, namespace: bytes, manifest_id: str) -> list[bytes] | None:
-        held = self._session(namespace).state.manifests.get(manifest_id)
+        held = self.session(namespace).state.manifests.get(manifest_id)
         return None if held is None else list(held.packs)
 
     def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
-        packs = self._session(namespace).state.packs
+        packs = self.session(namespace).state.packs
         return [held.table for held in map(packs.get, pack_ids) if held is not None]
 
     def manifest_keys(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[ManifestKeys | None]:
-        session = self._session(namespace)
+        session = self.session(namespace)
         return [session.manifest_keys(manifest_id) for manifest_id in manifest_ids]
 
     def uses(self, namespace: bytes, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
-        session = self._session(namespace)
+        session = self.session(namespace)
         return [session.state.request_use(manifest_id) for manifest_id in manifest_ids]
 
     def stats(self) -> BackendStats:
-        sessions = [self._session(namespace.id) for namespace in self.namespaces()]
+        sessions = [self.session(namespace.id) for namespace in self.namespaces()]
         for session in sessions:
             session.follower.look()
         packs = [pack for session in sessions for pack in session.state.packs.values()]
@@ -321,44 +317,30 @@ class S3Backend(InspectableBackend):
 
     @property
     def breaker_state(self) -> str:
-        return self.breaker.state.value
+        return self.breaker.state
 
     @property
     def requests(self) -> dict[str, int]:
         return self._bucket.requests
 
     def publish_status(self, engine: str, row: bytes | None) -> None:
-        self._check_open()
-        if self._read_only:
-            raise StoreError(f"{self._place} is open read-only")
-        key = f"{self._place.prefix}{names.STATUSES}{engine}"
+        self._check_open(writes=True)
+        key = f"{self._place.prefix}{STATUSES}{engine}"
         if row is None:
             self._bucket.delete([key])
             return
-        if not self._status_shown:
-            self._forget_old_statuses()
+        if not self._status_shown:  # delete those that killed engines left
+            old = self._bucket.now() - _STATUS_KEPT_S
+            found = self._bucket.list(self._place.prefix + STATUSES)
+            self._bucket.delete([info.key for info in found if info.modified < old])
             self._status_shown = True
         self._bucket.put(key, [row], only_if_absent=False)
 
-    def _forget_old_statuses(self) -> None:
-        """Delete old statuses, left by killed engines."""
-        now = time.time()
-        found = self._bucket.list(self._place.prefix + names.STATUSES)
-        if old := [info.key for info in found if info.modified < now - _STATUS_KEPT_S]:
-            self._bucket.delete(old)
-
     def statuses(self) -> dict[str, bytes]:
         self._check_open()
-        found = self._bucket.list(self._place.prefix + names.STATUSES)
-        rows = self._bucket.all(self._status, [info.key for info in found])
-        return {info.key.rpartition("/")[2]: row for info, row in zip(found, rows, strict=True) if row is not None}
-
-    def _status(self, key: str) -> bytes | None:
-        """Return an engine's status; None if it was removed meanwhile, or is too large."""
-        try:
-            return bytes(self._bucket.get(key))
-        except (ObjectMissingError, CorruptPackError):
-            return None
+        keys = [info.key for info in self._bucket.list(self._place.prefix + STATUSES)]
+        rows = zip(keys, self._bucket.all(self._small_object, keys), strict=True)
+        return {key.rpartition("/")[2]: row for key, row in rows if row is not None}
 
     def close(self) -> None:
         if self._closed:
@@ -370,6 +352,8 @@ class S3Backend(InspectableBackend):
         finally:
             self._bucket.close()
 
-    def _check_open(self) -> None:
+    def _check_open(self, *, writes: bool = False) -> None:
         if self._closed:
             raise StoreError(f"{self._place} is closed")
+        if writes and self._read_only:
+            raise StoreError(f"{self._place} is open read-only")

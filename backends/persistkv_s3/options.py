@@ -19,10 +19,13 @@ _PREFIX = re.compile(r"[A-Za-z0-9!_.*'()\-/]*")
 _MAX_PREFIX = 256
 _CREDENTIAL = re.compile("key|secret|token|password|credential|signature", re.IGNORECASE)
 _SECRET_BYTES = 32
+_ENDPOINT = "https://host:port or http://host:port, without user, path or query"
+_DURATIONS = ("deadline", "slow", "refresh", "touch", "ttl", "retention", "grace", "status")
+_MAY_BE_ZERO = ("refresh", "touch")
 
 
 class S3Options(msgspec.Struct, frozen=True):
-    """Options of one open."""
+    """Options of one open, built by ``parse_url``."""
 
     endpoint_url: str | None = None
     """Address of the server, ``https://host:port``. None: AWS, or the endpoint of the AWS configuration."""
@@ -40,27 +43,27 @@ class S3Options(msgspec.Struct, frozen=True):
     """Key for ``sse=aws:kms``. None: the account's default key."""
     read_only: bool = False
     """Look up and promote only: nothing is ever written, and permission to list and get is sufficient."""
-    deadline: str = "30s"
+    deadline_s: float = msgspec.field(default=30.0, name="deadline")
     """Maximum time of one operation, including retries."""
-    slow: str = "10s"
+    slow_s: float = msgspec.field(default=10.0, name="slow")
     """Longer operations count against the server, even if they succeed."""
-    refresh: str = "2s"
-    """Time between polls for packs that others stored; each interval is 75 % to 125 % of it. ``0s``: at every call."""
-    touch: str = "10m"
+    refresh_s: float = msgspec.field(default=2.0, name="refresh")
+    """Time between polls for packs that others stored; each interval is 75 % to 125 % of it. 0: at every call."""
+    touch_s: float = msgspec.field(default=600.0, name="touch")
     """Maximum time that uses wait for a commit that writes them; later they are written by a request of their own."""
     connections: int = 8
     """Maximum of concurrent requests per call."""
-    capacity: str | None = None
+    capacity: int | None = None
     """Bound on the bytes of a new store, enforced once per ``retention`` period. None: unbounded. An existing store
     keeps its recorded capacity (``persistkv set`` changes it)."""
-    ttl: str | None = None
-    """Time after its last use until content of a new store expires, e.g. ``7d``. None: never. An existing store keeps
-    its recorded ttl (``persistkv set`` changes it)."""
-    retention: str = "10m"
+    ttl_s: float | None = msgspec.field(default=None, name="ttl")
+    """Time after its last use until content of a new store expires. None: never. An existing store keeps its recorded
+    ttl (``persistkv set`` changes it)."""
+    retention_s: float = msgspec.field(default=600.0, name="retention")
     """Period in which one of the engines evicts and removes orphans once."""
-    grace: str = "1h"
+    grace_s: float = msgspec.field(default=3600.0, name="grace")
     """Age at which an object that the index does not reference counts as an orphan. Longer than any upload or read."""
-    status: str | None = None
+    status_s: float | None = msgspec.field(default=None, name="status")
     """Interval in which this engine publishes its status, with one PUT each. None: never."""
     key_file: str | None = None
     """File with the key that authenticates the store (see ``authentication``): at least 32 bytes; surrounding white
@@ -80,68 +83,11 @@ class S3Options(msgspec.Struct, frozen=True):
             raise ConfigurationError("s3 option key_env", self.key_env, "a file or a variable, not both")
         if not 1 <= self.connections <= 64:
             raise ConfigurationError("s3 option connections", self.connections, "a number from 1 to 64")
-        _ = self.capacity_bytes
-        for value in (
-            self.deadline_s,
-            self.slow_s,
-            self.refresh_s,
-            self.touch_s,
-            self.ttl_s,
-            self.retention_s,
-            self.grace_s,
-            self.status_s,
-        ):
-            _ = value  # each raises if its option is invalid
-
-    @property
-    def deadline_s(self) -> float:
-        """``deadline`` in seconds."""
-        return parse_duration(self.deadline, name="s3 option deadline")
-
-    @property
-    def slow_s(self) -> float:
-        """``slow`` in seconds."""
-        return parse_duration(self.slow, name="s3 option slow")
-
-    @property
-    def refresh_s(self) -> float:
-        """``refresh`` in seconds."""
-        return 0.0 if self.refresh == "0s" else parse_duration(self.refresh, name="s3 option refresh")
-
-    @property
-    def touch_s(self) -> float:
-        """``touch`` in seconds."""
-        return 0.0 if self.touch == "0s" else parse_duration(self.touch, name="s3 option touch")
-
-    @property
-    def capacity_bytes(self) -> int | None:
-        """``capacity`` as a number of bytes."""
-        return None if self.capacity is None else parse_size(self.capacity, name="s3 option capacity")
-
-    @property
-    def ttl_s(self) -> float | None:
-        """``ttl`` in seconds."""
-        return None if self.ttl is None else parse_duration(self.ttl, name="s3 option ttl")
 
     @property
     def policy(self) -> Policy:
         """Capacity and ttl, None if not given; also the policy of a store that is created."""
-        return Policy(self.capacity_bytes, self.ttl_s)
-
-    @property
-    def retention_s(self) -> float:
-        """``retention`` in seconds."""
-        return parse_duration(self.retention, name="s3 option retention")
-
-    @property
-    def grace_s(self) -> float:
-        """``grace`` in seconds."""
-        return parse_duration(self.grace, name="s3 option grace")
-
-    @property
-    def status_s(self) -> float | None:
-        """``status`` in seconds."""
-        return None if self.status is None else parse_duration(self.status, name="s3 option status")
+        return Policy(self.capacity, self.ttl_s)
 
     def secret(self) -> bytes:
         """Return the key that authenticates the store; empty: no authentication.
@@ -153,7 +99,7 @@ class S3Options(msgspec.Struct, frozen=True):
             try:
                 found = Path(value).read_bytes().strip()
             except OSError as error:
-                raise ConfigurationError(f"s3 option {name}", value, f"a file ({error.strerror})") from None
+                raise ConfigurationError("s3 option key_file", value, f"a file ({error.strerror})") from None
         elif self.key_env is not None:
             name, value = "key_env", self.key_env
             found = os.environ.get(value, "").encode().strip()
@@ -195,7 +141,13 @@ def parse_url(url: StoreUrl) -> tuple[Place, S3Options]:
     for name in url.options:
         if _CREDENTIAL.search(name) and name not in S3Options.__struct_fields__:
             raise ConfigurationError(f"s3 option {name}", "…", "no credentials in URLs: see docs/s3.md, Credentials")
-    options = convert_options(S3Options, url.options, where="s3")
+    values: dict[str, str | int | float] = {**url.options}
+    for name in values.keys() & set(_DURATIONS):
+        zero = name in _MAY_BE_ZERO and values[name] == "0s"
+        values[name] = 0.0 if zero else parse_duration(url.options[name], name=f"s3 option {name}")
+    if "capacity" in values:
+        values["capacity"] = parse_size(url.options["capacity"], name="s3 option capacity")
+    options = convert_options(S3Options, values, where="s3")
     bucket, _, prefix = url.location.partition("/")
     prefix = prefix.strip("/")
     if not _BUCKET.fullmatch(bucket) or ".." in bucket:
@@ -209,13 +161,12 @@ def parse_url(url: StoreUrl) -> tuple[Place, S3Options]:
 
 
 def _check_endpoint(endpoint: str) -> None:
-    expected = "https://host:port or http://host:port, without user, path or query"
     try:
         parts = urlsplit(endpoint)
         host, _ = parts.hostname, parts.port
     except ValueError:
-        raise ConfigurationError("s3 option endpoint_url", "…", expected) from None
+        raise ConfigurationError("s3 option endpoint_url", "…", _ENDPOINT) from None
     if "@" in parts.netloc:
-        raise ConfigurationError("s3 option endpoint_url", f"{parts.scheme}://…", expected)
+        raise ConfigurationError("s3 option endpoint_url", f"{parts.scheme}://…", _ENDPOINT)
     if parts.scheme not in ("http", "https") or not host or parts.path.strip("/") or parts.query or parts.fragment:
-        raise ConfigurationError("s3 option endpoint_url", endpoint, expected)
+        raise ConfigurationError("s3 option endpoint_url", endpoint, _ENDPOINT)

@@ -14,7 +14,6 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from persistkv.errors import CorruptPackError
@@ -22,9 +21,8 @@ from persistkv.storage.backend import ReadSpan
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import Frame, PackTable
 from persistkv.storage.format.pack_writer import NewPack
-from persistkv_s3.authentication import Authenticator, SignedObjects
-from persistkv_s3.client.errors import ObjectExistsError, ObjectMissingError, S3Error
-from persistkv_s3.client.transport import FrameSink
+from persistkv_s3.authentication import SignedObjects, slices
+from persistkv_s3.client.transport import FrameSink, ObjectExistsError, ObjectMissingError, S3Error
 from persistkv_s3.log.follower import Follower
 from persistkv_s3.log.state import PackState
 
@@ -137,21 +135,22 @@ class PackObjects:
         """See ``Backend.read``."""
         self._follower.ensure()
         filled = [False] * len(spans)
-        runs = list(self._runs(spans))
 
         def fetch(run: _RangedGet) -> None:
-            numbers = run.widen() if self._authenticator.key_id else range(0)
+            frames = run.widen() if self._authenticator.key_id else []
             try:
-                self._bucket.fill(run.key, run.start, run.buffers)
+                self._bucket.fill(self._names.pack(run.pack_id, run.held.generation), run.start, run.buffers)
             except ObjectMissingError:
                 self._follower.miss(run.pack_id, run.held)
                 return
-            for number in run.authentic(self._authenticator, numbers):
-                filled[number] = True
+            is_ours = self._authenticator.frame_check(run.held.table, run.held.tags)
+            pieces = slices(run.buffers, [(frame.offset - run.start, frame.stored_length) for _, frame in frames])
+            bad = [frame for (number, frame), stored in zip(frames, pieces, strict=True) if not is_ours(number, stored)]
+            for index, start, end in run.spans:
+                filled[index] = not any(_overlaps(frame, start, end) for frame in bad)
 
-        if runs:
-            self._bucket.all(fetch, runs)
-        return [done or self._is_empty(span) for done, span in zip(filled, spans, strict=True)]
+        self._bucket.all(fetch, self._runs(spans, filled))
+        return filled
 
     def read_frames(
         self, pack_id: bytes, frames: Sequence[Frame], buffer: memoryview, take: Callable[[int, memoryview], None]
@@ -177,29 +176,22 @@ class PackObjects:
                 self._follower.miss(pack_id, held)
                 return
 
-    def _is_empty(self, span: ReadSpan) -> bool:
-        held = self._follower.state.packs.get(span.pack_id)
-        return _span_bytes(span) == 0 and held is not None and span.offset <= held.table.payload_length
-
-    def _runs(self, spans: Sequence[ReadSpan]) -> Iterator[_RangedGet]:
-        run: _RangedGet | None = None
-        for number in sorted(range(len(spans)), key=lambda n: (spans[n].pack_id, spans[n].offset)):
-            span, length = spans[number], _span_bytes(spans[number])
+    def _runs(self, spans: Sequence[ReadSpan], filled: list[bool]) -> list[_RangedGet]:
+        """Group spans by request; mark empty ones as filled, and skip those beyond the payload."""
+        runs: list[_RangedGet] = []
+        for index in sorted(range(len(spans)), key=lambda n: (spans[n].pack_id, spans[n].offset)):
+            span = spans[index]
+            length = sum(buffer.nbytes for buffer in span.buffers)
             held = self._follower.state.packs.get(span.pack_id)
-            if held is None or not length or span.offset + length > held.table.payload_length:
+            if held is None or span.offset + length > held.table.payload_length:
                 continue
-            if run is None or not run.accepts(span, held):
-                if run is not None:
-                    yield run
-                run = _RangedGet(self._names.pack(span.pack_id, held.generation), span.pack_id, held, span.offset)
-            run.add(number, span, length)
-        if run is not None:
-            yield run
-
-
-def _span_bytes(span: ReadSpan) -> int:
-    """Return the length of a span."""
-    return sum(buffer.nbytes for buffer in span.buffers)
+            if not length:
+                filled[index] = True
+                continue
+            if not runs or runs[-1].held is not held or not 0 <= span.offset - runs[-1].end <= _GAP_BYTES:
+                runs.append(_RangedGet(span.pack_id, held, span.offset))
+            runs[-1].add(index, span, length)
+        return runs
 
 
 def _adjacent(frames: Sequence[Frame], payload_length: int) -> Iterator[list[int]]:
@@ -207,68 +199,56 @@ def _adjacent(frames: Sequence[Frame], payload_length: int) -> Iterator[list[int
     run: list[int] = []
     end = 0
     for number, frame in enumerate(frames):
-        if not frame.stored_length or frame.offset + frame.stored_length > payload_length:
+        if not frame.stored_length or _end(frame) > payload_length:
             continue
         if run and frame.offset - end > _GAP_BYTES:
             yield run
             run = []
         run.append(number)
-        end = frame.offset + frame.stored_length
+        end = _end(frame)
     if run:
         yield run
 
 
-@dataclass
 class _RangedGet:
-    """One ranged GET."""
+    """One ranged GET of a pack in the state ``held``, from byte ``start`` to ``end`` of its payload."""
 
-    key: str
-    pack_id: bytes
-    held: PackState
-    """State of the pack when the request was planned."""
-    start: int
-    buffers: list[memoryview] = field(default_factory=list)
-    spans: list[tuple[int, int, int]] = field(default_factory=list)
-    """(index among the requested spans, start in the payload, end)."""
-    _end: int = field(init=False)
+    def __init__(self, pack_id: bytes, held: PackState, start: int) -> None:
+        self.pack_id = pack_id
+        self.held = held
+        self.start = self.end = start
+        self.buffers: list[memoryview] = []
+        self.spans: list[tuple[int, int, int]] = []
+        """(index among the requested spans, start in the payload, end)."""
 
-    def __post_init__(self) -> None:
-        self._end = self.start
-
-    def accepts(self, span: ReadSpan, held: PackState) -> bool:
-        """Return whether the span follows closely enough to share the request."""
-        return span.pack_id == self.pack_id and held is self.held and 0 <= span.offset - self._end <= _GAP_BYTES
-
-    def add(self, number: int, span: ReadSpan, length: int) -> None:
+    def add(self, index: int, span: ReadSpan, length: int) -> None:
         """Append a span, preceded by a buffer that discards the gap."""
-        self._skip(span.offset - self._end)
+        self._skip(span.offset - self.end)
         self.buffers += span.buffers
-        self._end = span.offset + length
-        self.spans.append((number, span.offset, self._end))
+        self.end = span.offset + length
+        self.spans.append((index, span.offset, self.end))
 
     def _skip(self, length: int) -> None:
-        if length:
+        if length > 0:
             self.buffers.append(memoryview(bytearray(length)))
-        self._end += length
+            self.end += length
 
-    def widen(self) -> range:
-        """Extend the range to whole frames, so that their tags can be verified; return the numbers of the frames."""
-        frames = self.held.table.frames
-        offsets = [frame.offset for frame in frames]
-        numbers = range(bisect_right(offsets, self.start) - 1, bisect_left(offsets, self._end))
-        if before := self.start - offsets[numbers[0]]:
+    def widen(self) -> list[tuple[int, Frame]]:
+        """Extend the range to whole frames, so that their tags can be verified; return these with their numbers."""
+        table = self.held.table.frames
+        offsets = [frame.offset for frame in table]
+        numbers = range(bisect_right(offsets, self.start) - 1, bisect_left(offsets, self.end))
+        frames = [(number, table[number]) for number in numbers]
+        if before := self.start - frames[0][1].offset:
             self.buffers.insert(0, memoryview(bytearray(before)))
             self.start -= before
-        last = frames[numbers[-1]]
-        self._skip(max(0, last.offset + last.stored_length - self._end))
-        return numbers
+        self._skip(_end(frames[-1][1]) - self.end)
+        return frames
 
-    def authentic(self, authenticator: Authenticator, numbers: Sequence[int]) -> list[int]:
-        """Return the spans whose frames are all authentic."""
-        table, tags = self.held.table, self.held.tags
-        bad = authenticator.bad_frames(table, tags, numbers, self.start, self.buffers)
-        return [number for number, start, end in self.spans if not any(_overlaps(frame, start, end) for frame in bad)]
+
+def _end(frame: Frame) -> int:
+    return frame.offset + frame.stored_length
 
 
 def _overlaps(frame: Frame, start: int, end: int) -> bool:
-    return frame.offset < end and start < frame.offset + frame.stored_length
+    return frame.offset < end and start < _end(frame)

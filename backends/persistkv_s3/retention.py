@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -19,9 +18,8 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.storage.extensions import Policy
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv_s3.client.bucket import Bucket
-from persistkv_s3.client.errors import ObjectExistsError
-from persistkv_s3.client.transport import ObjectInfo
-from persistkv_s3.log.names import parse_pack
+from persistkv_s3.client.transport import ObjectExistsError, ObjectInfo
+from persistkv_s3.log.layout import LEASES, parse_pack
 from persistkv_s3.log.state import LogState
 from persistkv_s3.session import NamespaceSession
 
@@ -55,14 +53,20 @@ class Retention:
     def __init__(self, bucket: Bucket, prefix: str, period_s: float, grace_s: float) -> None:
         """:param grace_s: age in seconds at which an object that the index does not reference is an orphan."""
         self._bucket = bucket
-        self._leases = f"{prefix}leases/"
+        self._leases = prefix + LEASES
         self._grace_s = grace_s
         self._period_s = period_s
-        self._period = int(time.time() / period_s)  # first round in the next period: opening is not delayed
+        self._period: int | None = None
 
     def is_due(self) -> bool:
         """Return whether a period has started whose lease this handle has not tried to take."""
-        return int(time.time() / self._period_s) > self._period
+        now = self._now()
+        if self._period is None:  # the first round is in the next period, so that opening is not delayed
+            self._period = now
+        return now > self._period
+
+    def _now(self) -> int:
+        return int(self._bucket.now() / self._period_s)
 
     def run_if_first(self, sessions: Mapping[bytes, NamespaceSession], policy: Callable[[], Policy]) -> Round | None:
         """Do the round of this period; return None if another engine does it.
@@ -70,15 +74,14 @@ class Retention:
         :param policy: reads the store's recorded policy.
         :raises StoreError: it was not completed; the next round continues.
         """
-        self._period = int(time.time() / self._period_s)
+        self._period = self._now()
         lease = f"{self._leases}{self._period:012x}"
         try:
             self._bucket.put(lease, [b"taken"])
         except ObjectExistsError:
             return None
         now = self._bucket.head(lease).modified
-        if ended := [info.key for info in self._bucket.list(self._leases) if info.key < lease]:
-            self._bucket.delete(ended)
+        self._bucket.delete([info.key for info in self._bucket.list(self._leases) if info.key < lease])
         return self.run(sessions, policy(), now)
 
     def run(self, sessions: Mapping[bytes, NamespaceSession], policy: Policy, now: float) -> Round:
@@ -112,7 +115,7 @@ class Retention:
         """Remove the orphans of one namespace; return the number of deleted objects."""
         names = session.names
         prefixes = (names.packs_prefix, names.keys_prefix, names.segments_prefix)
-        lying = (info for prefix in prefixes for info in self._bucket.pages(prefix))
+        lying = (info for prefix in prefixes for info in self._bucket.list(prefix))
         old = (info for info in lying if info.modified <= now - self._grace_s)
         found = list(_unnamed(old, session))  # few, even of a million objects
         session.follower.refresh_from_bucket()
@@ -120,8 +123,7 @@ class Retention:
             logger.warning("%s: a part of the index does not read, so no orphans are removed", names.base)
             return 0
         orphans = [info.key for info in _unnamed(found, session)]
-        if orphans:
-            self._bucket.delete(orphans)
+        self._bucket.delete(orphans)
         return len(orphans)
 
 

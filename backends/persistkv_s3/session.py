@@ -21,17 +21,12 @@ from collections.abc import Iterable, Sequence
 from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.backend import CommitBatch, CommitResult
 from persistkv.storage.format.manifest import ManifestKeys, decode_manifest_keys, encode_manifest, encode_manifest_keys
-from persistkv.storage.format.pack import PackTable
 from persistkv.storage.format.pack_writer import NewPack
 from persistkv_s3.authentication import Authenticator, SignedObjects
-from persistkv_s3.client.errors import ObjectExistsError, ObjectMissingError
-from persistkv_s3.log.cache import IndexCache
+from persistkv_s3.client.transport import ObjectExistsError, ObjectMissingError
 from persistkv_s3.log.follower import Follower
-from persistkv_s3.log.layout import Entry, EntryBuilder, GoneRow, Head, Stamp, encode_entries
-from persistkv_s3.log.names import LogName
-from persistkv_s3.log.snapshots import SnapshotWriter
+from persistkv_s3.log.layout import Entry, GoneRow, LogName, ManifestRow, Stamp, encode_entries
 from persistkv_s3.log.state import LastUse, LogState, PackState
-from persistkv_s3.options import S3Options
 from persistkv_s3.packs import PackObjects, UploadBudget, Uploaded
 
 logger = logging.getLogger(__name__)
@@ -40,17 +35,16 @@ logger = logging.getLogger(__name__)
 class NamespaceSession:
     """See the top of this file. One thread at a time commits; ``packs`` is thread-safe."""
 
-    def __init__(self, objects: SignedObjects, options: S3Options, cache: IndexCache) -> None:
-        self._objects = objects
-        self.follower = Follower(objects, options.refresh_s, cache)
-        self.state = self.follower.state
-        self._bucket = objects.bucket
+    def __init__(self, objects: SignedObjects, follower: Follower, touch_s: float) -> None:
+        self.follower = follower
+        self.state = follower.state
         self.names = objects.names
-        self.namespace = objects.namespace
-        self._touch_s = options.touch_s
+        self.packs = PackObjects(objects, follower)
+        self.objects = objects
+        self._bucket = objects.bucket
         self._authenticator = objects.authenticator
-        self.packs = PackObjects(objects, self.follower)
-        self._snapshots = SnapshotWriter(objects, self.follower)
+        self._namespace = objects.namespace
+        self._touch_s = touch_s
         self._writer = os.urandom(16)
         self._number = 0
         self._written_at = time.monotonic()
@@ -69,19 +63,19 @@ class NamespaceSession:
         if batch.seen is not None and not state.is_current(batch.seen):
             return CommitResult(batch.seen, stale=True)
         moment = max(moment, state.moment + 1)
-        now = max(state.time, time.time())
+        now = self._bucket.now()
         plan = _Plan(state, batch, follower.lost, dropped)
         if not plan.is_commit:
             self._touch(plan.uses, LastUse(moment, now))
             return CommitResult(state.cursor)
-        keys = plan.manifest_keys(self.namespace, self._authenticator)
+        keys = plan.manifest_keys(self._namespace, self._authenticator)
         uploaded = self._upload(plan.missing, UploadBudget(batch.memory), b"".join(keys))
-        entry = plan.entry(self.namespace, Stamp(moment, self._writer), now, self._number + 1, uploaded, keys)
+        entry = plan.entry(self._namespace, Stamp(moment, self._writer), now, self._number + 1, uploaded, keys)
         self._publish([*self._pending(), entry])
         cursor = state.cursor
         state.relearn(pack.table.pack_id for pack in uploaded if pack.reused and pack.table != pack.writer.table)
         self._maintain([pack for pack in uploaded if pack.reused])
-        return CommitResult(cursor, plan.evicted)
+        return CommitResult(cursor, [held.table for held in plan.gone.values()])
 
     def _upload(self, packs: Sequence[tuple[NewPack, int]], budget: UploadBudget, keys: bytes) -> list[Uploaded]:
         """Upload packs under their generations, and an object with the keys of the manifests."""
@@ -97,7 +91,7 @@ class NamespaceSession:
                 found[number] = self.packs.upload(writer, generation)
 
         try:
-            self._bucket.all_writes(put, [*range(len(packs)), *([None] if keys else [])])
+            self._bucket.all(put, [*range(len(packs)), *([None] if keys else [])], writes=True)
         except BaseException:
             self._renew_writer()  # a late PUT may still create the object with keys: do not reuse its name
             raise
@@ -107,7 +101,7 @@ class NamespaceSession:
         """Write one index object with these entries."""
         name = LogName(self._writer, self._number + 1)
         try:
-            self._objects.put(self.names.log(name), encode_entries(entries))
+            self.objects.put(self.names.log(name), encode_entries(entries))
         except ObjectExistsError as error:
             if not error.uncertain:  # the writer id is not unique: the process was copied
                 self._renew_writer()
@@ -119,10 +113,9 @@ class NamespaceSession:
         self.follower.published(name, entries)
         self.follower.touched.clear()
         self._written_at = time.monotonic()
-        written = [row.pack_id for entry in entries for row in entry.head.packs]
-        written += [row.pack_id for entry in entries for row in entry.head.gone]
-        for pack_id in written:
-            self.follower.lost.pop(pack_id, None)
+        for entry in entries:
+            for pack_id in [*(row.pack_id for row in entry.head.packs), *(row.pack_id for row in entry.head.gone)]:
+                self.follower.lost.pop(pack_id, None)
 
     def restart(self) -> None:
         """Continue under a new writer id after the bucket was emptied."""
@@ -136,12 +129,10 @@ class NamespaceSession:
     def _maintain(self, reused: list[Uploaded]) -> None:
         """Restore reused packs and take a snapshot; the commit stays valid if this fails."""
         try:
-            self._bucket.all_writes(self.packs.restore, reused)
-            self._snapshots.take_if_due(self._writer)
+            self._bucket.all(self.packs.restore, reused, writes=True)
+            self.follower.take_snapshot_if_due(self._writer)
         except StoreError as error:
             logger.warning("%s: maintenance failed (%s); a later commit retries it", self.names.base, error)
-
-    # Uses
 
     def _touch(self, pack_ids: list[bytes], use: LastUse) -> None:
         """Record uses; they are written with the next commit, or alone after ``touch``."""
@@ -164,17 +155,18 @@ class NamespaceSession:
             self.write_uses()
         except StoreError as error:
             logger.warning("%s: could not write last uses (%s); they are lost", self.names.base, error)
-        self.follower.save()
+        self.follower.close()
 
     def _pending(self) -> list[Entry]:
         """Return pending uses, one entry for each moment."""
         by_use: dict[LastUse, list[bytes]] = {}
         for pack_id, use in self.follower.touched.items():
             by_use.setdefault(use, []).append(pack_id)
-        return [
-            Entry(Head(namespace=self.namespace, writer=self._writer, moment=moment, time=at, uses=b"".join(used)), b"")
-            for (moment, at), used in sorted(by_use.items())
-        ]
+        entries = []
+        for (moment, at), used in sorted(by_use.items()):
+            entries.append(Entry.of(self._namespace, Stamp(moment, self._writer), at))
+            entries[-1].head.uses = b"".join(used)
+        return entries
 
     def manifest_keys(self, manifest_id: str) -> ManifestKeys | None:
         """See ``Backend.manifest_keys``."""
@@ -182,11 +174,11 @@ class NamespaceSession:
         held = self.state.manifests.get(manifest_id)
         if held is None:
             return None
-        buffer = bytearray(held.keys_length)
+        buffer = bytearray(held.row.keys_length)
         try:
-            self._bucket.fill(self.names.manifest_keys(held.keys), held.keys_offset, [memoryview(buffer)])
+            self._bucket.fill(self.names.manifest_keys(held.keys), held.row.keys_offset, [memoryview(buffer)])
             signed_as = _keys_name(manifest_id)
-            return decode_manifest_keys(self._authenticator.opened(self.namespace, signed_as, buffer))
+            return decode_manifest_keys(self._authenticator.opened(self._namespace, signed_as, buffer))
         except (CorruptPackError, ObjectMissingError):
             return None
 
@@ -203,17 +195,22 @@ class _Plan:
         self.gone: dict[bytes, PackState] = {}
         self.manifests_gone = {name for name in dropped if name in state.manifests}
         named = {pack_id for write in batch.manifests for pack_id in write.packs}
-        self.keep = named | {pack.pack_id for pack in batch.packs}
+        self._keep = named | {pack.pack_id for pack in batch.packs}
         """Packs that removals of other packs leave in place."""
         for pack_id in batch.deletions:
-            self.delete(pack_id)
+            self._delete(pack_id)
         for pack_id in batch.bad:
-            self.delete(pack_id, alone=True)
+            self._delete(pack_id, alone=True)
         self.missing = self._missing()
         """(pack, generation) of packs to upload."""
-        self.pins = [(name, pinned) for name, pinned in batch.pins if self._will_hold(name)]
+        written = {write.manifest.id for write in batch.manifests}
+        self.pins = [
+            (name, pinned)
+            for name, pinned in batch.pins
+            if name in written or (name in state.manifests and name not in self.manifests_gone)
+        ]
 
-    def delete(self, pack_id: bytes, *, alone: bool = False) -> None:
+    def _delete(self, pack_id: bytes, *, alone: bool = False) -> None:
         """Remove a pack and the manifests that reference it.
 
         Unless ``alone``, also remove packs that only these manifests made reachable.
@@ -233,23 +230,17 @@ class _Plan:
 
     def _unreachable(self, name: str, pack_id: bytes) -> Iterable[bytes]:
         manifest = self._catalogue.manifests[name]
-        behind = manifest.packs[manifest.packs.index(pack_id) + 1 :] if manifest.ordered else ()
-        return [other for other in behind if not self._naming(other) and other not in self.keep]
+        behind = manifest.packs[manifest.packs.index(pack_id) + 1 :] if manifest.row.ordered else ()
+        return [other for other in behind if not self._naming(other) and other not in self._keep]
 
     def _missing(self) -> list[tuple[NewPack, int]]:
-        state = self._catalogue
         found: dict[bytes, tuple[NewPack, int]] = {}
         for writer in self._batch.packs:
             name = writer.pack_id
-            if name in found or (name in state.packs and name not in self.gone):
-                continue
-            held = self.gone.get(name)
-            found[name] = (writer, state.next_generation(name) if held is None else held.generation + 1)
+            if name in self.gone or name not in self._catalogue.packs:
+                before = self.gone.get(name) or self._catalogue.gone.get(name)
+                found.setdefault(name, (writer, 0 if before is None else before.generation + 1))
         return list(found.values())
-
-    def _will_hold(self, name: str) -> bool:
-        coming = any(write.manifest.id == name for write in self._batch.manifests)
-        return coming or (name in self._catalogue.manifests and name not in self.manifests_gone)
 
     @property
     def uses(self) -> list[bytes]:
@@ -263,11 +254,6 @@ class _Plan:
     def is_commit(self) -> bool:
         """Whether the batch changes more than uses."""
         return bool(self.missing or self.gone or self.manifests_gone or self._batch.manifests or self.pins)
-
-    @property
-    def evicted(self) -> list[PackTable]:
-        """Tables of the removed packs."""
-        return [held.table for held in self.gone.values()]
 
     def manifest_keys(self, namespace: bytes, authenticator: Authenticator) -> list[bytes]:
         """Return the signed keys of each manifest of the batch."""
@@ -289,23 +275,24 @@ class _Plan:
 
         :param number: of the index object and of the object with the keys.
         """
-        builder = EntryBuilder()
+        entry = Entry.of(namespace, stamp, now)
+        head = entry.head
         for pack in packs:
-            builder.add_pack(pack.writer.pack_id, pack.generation, pack.tags + pack.table.encode())
+            entry.add_pack(pack.writer.pack_id, pack.generation, pack.tags + pack.table.encode())
         keys_at = 0
         for write, keys in zip(self._batch.manifests, manifest_keys, strict=True):
             manifest, named = write.manifest, b"".join(dict.fromkeys(write.packs))
-            where = (stamp.writer, number, keys_at, len(keys))
-            builder.add_manifest(manifest.id, manifest.ordered, named, encode_manifest(manifest), where)
+            row = ManifestRow(manifest.id, manifest.ordered, named, 0, 0, stamp.writer, number, keys_at, len(keys))
+            entry.add_manifest(row, encode_manifest(manifest))
             keys_at += len(keys)
-        came = {row.pack_id for row in builder.packs}
+        came = {row.pack_id for row in head.packs}
         lost = {pack_id: held for pack_id, held in self._lost.items() if pack_id not in self._catalogue.packs}
         gone = {**lost, **self.gone}
-        builder.gone = [GoneRow(pack_id, held.generation) for pack_id, held in gone.items() if pack_id not in came]
-        builder.uses = self.uses
-        builder.manifests_gone = sorted(self.manifests_gone - {row.id for row in builder.manifests})
-        builder.pins = self.pins
-        return builder.entry(namespace, stamp, now)
+        head.gone = [GoneRow(pack_id, held.generation) for pack_id, held in gone.items() if pack_id not in came]
+        head.uses = b"".join(self.uses)
+        head.manifests_gone = sorted(self.manifests_gone - {row.id for row in head.manifests})
+        head.pins = self.pins
+        return entry
 
 
 def _keys_name(manifest_id: str) -> str:

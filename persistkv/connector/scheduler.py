@@ -12,15 +12,18 @@ all groups can serve. All methods are called from one thread, and none of them w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
 
 from persistkv.base import (
+    GPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
+    OffloadPolicy,
     ReqContext,
     RequestDescription,
     TransferResult,
@@ -35,12 +38,175 @@ from persistkv.connector.common import (
     TransferJob,
 )
 from persistkv.connector.matching import GroupBlocks, GroupGeometry, longest_match, longest_that_fits
-from persistkv.connector.request_state import BlockTable, RequestOffloadState
 from persistkv.errors import ConfigurationError
+
+BlockTable = Sequence[int | None]
+"""A request's device blocks of one group in order, from its first token on. None: the engine has no block there,
+because the block has left a sliding window."""
+
+
+class _Offer(NamedTuple):
+    """Offloaded blocks of one group that could be stored."""
+
+    keys: Sequence[OffloadKey]
+    positions: Sequence[int]
+    """Index of each block among the group's offloaded blocks; ascending."""
+
+    def front_half(self) -> _Offer:
+        """Return the first half, rounded down."""
+        half = len(self.keys) // 2
+        return _Offer(self.keys[:half], self.positions[:half])
+
+    def only(self, wanted: Collection[OffloadKey]) -> _Offer:
+        """Return the blocks whose keys are in ``wanted``."""
+        kept = [(key, position) for key, position in zip(*self, strict=True) if key in wanted]
+        return _Offer([key for key, _ in kept], [position for _, position in kept])
+
+
+@dataclass
+class _Request:
+    """One request, from ``on_new_request`` until its last transfer ended."""
+
+    geometries: Sequence[GroupGeometry]
+    context: ReqContext
+    description: RequestDescription
+    policy: OffloadPolicy
+    stores: bool
+    """Whether its blocks are stored. If not, the manager does not get the description, so that no context is kept."""
+    block_tables: Sequence[BlockTable] = ()
+    """For each group, the device blocks of the context; set by ``set_tables``."""
+    next_store: list[int] = field(default_factory=list)
+    """For each group, the index of the first offloaded block that was not offered to the manager yet."""
+    num_local_tokens: int = 0
+    """Tokens that the engine had on the device at its last call of ``get_num_new_matched_tokens``."""
+    num_external_tokens: int = 0
+    """Tokens after the local ones that are being loaded, or were loaded."""
+    num_computed_tokens: int = 0
+    """Tokens whose KV is in the device blocks."""
+    promoted: set[OffloadKey] = field(default_factory=set)
+    """Blocks that were not ready at their first lookup, and so were promoted from a secondary tier."""
+    jobs: set[int] = field(default_factory=set)
+    """Transfers in flight."""
+    gave_up_waiting: bool = False
+    finished: bool = False
+
+    def __post_init__(self) -> None:
+        self.block_tables = [[] for _ in self.geometries]
+        self.next_store = [0] * len(self.geometries)
+
+    @property
+    def num_matched_tokens(self) -> int:
+        """Tokens that are on the device once the load has ended."""
+        return self.num_local_tokens + self.num_external_tokens
+
+    @property
+    def external_keys(self) -> list[OffloadKey]:
+        """Keys of the offloaded blocks to load, in order of groups."""
+        return self.keys(self.num_local_tokens, self.num_matched_tokens)
+
+    def keys(self, start: int, stop: int) -> list[OffloadKey]:
+        """Return the keys of the offloaded blocks that tokens up to ``stop`` need from ``start`` on."""
+        needed: list[OffloadKey] = []
+        for chain, geometry in zip(self.description.group_keys, self.geometries, strict=True):
+            blocks = geometry.offloaded_blocks(stop, start)
+            needed += chain[blocks.start : blocks.stop]
+        return needed
+
+    def check_tables(self, tables: Sequence[BlockTable], num_tokens: int) -> None:
+        """Check that block tables cover ``num_tokens``.
+
+        :raises ValueError: if they do not.
+        """
+        if len(tables) != len(self.geometries):
+            raise ValueError(f"{len(tables)} block tables for {len(self.geometries)} KV cache groups")
+        for group, (table, geometry) in enumerate(zip(tables, self.geometries, strict=True)):
+            if len(table) < num_tokens // geometry.block_size:
+                raise ValueError(f"group {group}: {len(table)} device blocks do not cover {num_tokens} tokens")
+
+    def group_without_blocks(self, tables: Sequence[BlockTable], stop: int) -> int | None:
+        """Return the first group whose table lacks a block that tokens up to ``stop`` need after the local ones."""
+        for group, (table, geometry) in enumerate(zip(tables, self.geometries, strict=True)):
+            needed = geometry.device_blocks(stop, self.num_local_tokens)
+            if None in table[needed.start : needed.stop]:
+                return group
+        return None
+
+    def skip_stores(self, num_held_tokens: int) -> None:
+        """If the policy is block-level, offer only the blocks after the first ``num_held_tokens``."""
+        if self.policy is OffloadPolicy.BLOCK_LEVEL:
+            self.next_store = [num_held_tokens // geometry.offloaded_tokens for geometry in self.geometries]
+
+    def load_target(self) -> GPULoadStoreSpec:
+        """Return the device blocks to load; of a sliding-window group, only the blocks in the window.
+
+        The first of them may start within an offloaded block.
+        """
+        block_ids: list[int] = []
+        sizes, indices = [], []
+        for table, geometry in zip(self.block_tables, self.geometries, strict=True):
+            needed = geometry.device_blocks(self.num_matched_tokens, self.num_local_tokens)
+            blocks = [block for block in table[needed.start : needed.stop] if block is not None]
+            block_ids += blocks
+            sizes.append(len(blocks))
+            indices.append(needed.start)
+        return GPULoadStoreSpec(block_ids, sizes, indices)
+
+    def num_promoted_tokens(self) -> int:
+        """Return how many external tokens were promoted from a secondary tier.
+
+        The first full-attention group is counted. If there is none, a window group is: the state of its first block
+        then counts for the tokens before the window.
+        """
+        full = (group for group, geometry in enumerate(self.geometries) if geometry.spec.sliding_window is None)
+        group = next(full, 0)
+        size, chain = self.geometries[group].offloaded_tokens, self.description.group_keys[group]
+        blocks = self.geometries[group].offloaded_blocks(self.num_matched_tokens, self.num_local_tokens)
+        promoted = [position for position in blocks if chain[position] in self.promoted]
+        num_tokens = len(promoted) * size
+        if promoted and promoted[0] == blocks.start:
+            num_tokens += blocks.start * size - self.num_local_tokens
+        return min(num_tokens, self.num_external_tokens)
+
+    def filled_blocks(self) -> list[_Offer]:
+        """Return, for each group, the offloaded blocks that became full since the last call and have device blocks.
+
+        Blocks that left a sliding window before they could be stored are never returned.
+        """
+        offers = []
+        for group, geometry in enumerate(self.geometries):
+            chain, table, factor = self.description.group_keys[group], self.block_tables[group], geometry.factor
+            computed = self.num_computed_tokens // geometry.offloaded_tokens
+            first = self.next_store[group]
+            filled = max(first, min(computed, len(chain), len(table) // factor))
+            self.next_store[group] = filled
+            if None not in table[first * factor : filled * factor]:
+                offers.append(_Offer(chain[first:filled], range(first, filled)))
+                continue
+            positions = [at for at in range(first, filled) if None not in table[at * factor : (at + 1) * factor]]
+            offers.append(_Offer([chain[position] for position in positions], positions))
+        return offers
+
+    def store_source(self, offers: Sequence[_Offer]) -> GPULoadStoreSpec:
+        """Return the device blocks of whole offloaded blocks.
+
+        Each group starts at a multiple of the factor and skips no device block of an offloaded block.
+        """
+        block_ids: list[int] = []
+        sizes, indices = [], []
+        for (_, positions), table, geometry in zip(offers, self.block_tables, self.geometries, strict=True):
+            factor = geometry.factor
+            first, last = (positions[0], positions[-1]) if positions else (0, -1)
+            blocks = table[first * factor : (last + 1) * factor]
+            if len(blocks) > len(positions) * factor:
+                blocks = [block for at in positions for block in table[at * factor : (at + 1) * factor]]
+            block_ids += [block for block in blocks if block is not None]
+            sizes.append(len(blocks))
+            indices.append(first * factor)
+        return GPULoadStoreSpec(block_ids, sizes, indices)
 
 
 class _Job(NamedTuple):
-    state: RequestOffloadState
+    state: _Request
     keys: Sequence[OffloadKey]
     is_load: bool
 
@@ -77,8 +243,8 @@ class OffloadingConnectorScheduler:
         self._geometries = [GroupGeometry(spec, block_size_factor) for spec in groups]
         self._match_unit = math.lcm(*(geometry.offloaded_tokens for geometry in self._geometries))
         self._max_load_blocks = max_load_blocks if any(spec.sliding_window for spec in groups) else None
-        self._requests: dict[str, RequestOffloadState] = {}
-        self._to_plan: dict[str, RequestOffloadState] = {}
+        self._requests: dict[str, _Request] = {}
+        self._to_plan: dict[str, _Request] = {}
         self._jobs: dict[int, _Job] = {}
         self._job_ids = count()
         self._loads: list[TransferJob] = []
@@ -102,7 +268,7 @@ class OffloadingConnectorScheduler:
         description = RequestDescription(len(self._geometries), labels)
         context = ReqContext(req_id, kv_transfer_params, description if store else None, store)
         policy = self.manager.on_new_request(context).policy
-        self._requests[req_id] = RequestOffloadState(self._geometries, context, description, policy, store)
+        self._requests[req_id] = _Request(self._geometries, context, description, policy, store)
         return context
 
     def update_keys(self, req_id: str, group_idx: int, keys: Iterable[OffloadKey], num_tokens: int) -> None:
@@ -236,7 +402,7 @@ class OffloadingConnectorScheduler:
         """Shut the manager down; no transfer may be in flight. Idempotent."""
         self.manager.shutdown()
 
-    def _match(self, state: RequestOffloadState, limit: int) -> int | None:
+    def _match(self, state: _Request, limit: int) -> int | None:
         """Return the result of ``get_num_new_matched_tokens`` for tokens up to ``limit``.
 
         A block that is not ready yet does not end the search: so the manager sees all needed blocks in one step and
@@ -271,7 +437,7 @@ class OffloadingConnectorScheduler:
         self.manager.touch(state.keys(0, matched), context)
         return matched - local
 
-    def _prepare_load(self, state: RequestOffloadState) -> LoadStoreSpec | None:
+    def _prepare_load(self, state: _Request) -> LoadStoreSpec | None:
         """Protect the blocks to load. If some were evicted since the match, retry once with the remaining blocks."""
         for _ in range(2):
             if not state.num_external_tokens:
@@ -287,7 +453,7 @@ class OffloadingConnectorScheduler:
         state.num_external_tokens = 0
         return None
 
-    def _plan_store(self, state: RequestOffloadState) -> TransferJob | None:
+    def _plan_store(self, state: _Request) -> TransferJob | None:
         """Plan the store of newly full blocks; each block is offered to the manager once.
 
         If there is not enough room, retry with the front half of each group, because a prefix is worth more than a
@@ -312,15 +478,13 @@ class OffloadingConnectorScheduler:
         spec = (state.store_source(offers), output.store_spec)
         return self._job(state, output.keys_to_store, spec, is_load=False)
 
-    def _job(
-        self, state: RequestOffloadState, keys: Sequence[OffloadKey], spec: TransferSpec, *, is_load: bool
-    ) -> TransferJob:
+    def _job(self, state: _Request, keys: Sequence[OffloadKey], spec: TransferSpec, *, is_load: bool) -> TransferJob:
         job_id = next(self._job_ids)
         self._jobs[job_id] = _Job(state, keys, is_load)
         state.jobs.add(job_id)
         return TransferJob(job_id, spec)
 
-    def _end_load(self, state: RequestOffloadState, keys: Sequence[OffloadKey], result: TransferResult) -> LoadProgress:
+    def _end_load(self, state: _Request, keys: Sequence[OffloadKey], result: TransferResult) -> LoadProgress:
         self.manager.complete_load(keys, state.context)
         num_tokens = state.num_external_tokens
         if not result.success:
@@ -333,7 +497,7 @@ class OffloadingConnectorScheduler:
         self._to_plan[state.context.req_id] = state
         return LoadProgress(True, num_tokens, result.num_bytes)
 
-    def _release_if_done(self, state: RequestOffloadState) -> None:
+    def _release_if_done(self, state: _Request) -> None:
         """End a finished request at the manager, after its last store was completed and cascaded."""
         req_id = state.context.req_id
         if state.finished and not state.jobs and req_id not in self._to_plan:

@@ -2,7 +2,8 @@
 
 A row holds one block of one group. It has one cell per worker, which holds ``block_size_factor`` consecutive pages
 (sub-blocks) of each KV tensor. Tensors that no group uses together share the same offset, so a row is as wide as the
-widest group, not as the sum of all groups.
+widest group, not as the sum of all groups. Functions that take KV caches raise ConfigurationError if these or the
+factor are invalid.
 """
 
 from __future__ import annotations
@@ -21,20 +22,14 @@ IntArray = npt.NDArray[np.int64]
 
 
 def cell_bytes(kv_caches: CanonicalKVCaches, block_size_factor: int) -> int:
-    """Return the bytes of one worker's cell in a row, the ``cpu_page_size`` of a region.
-
-    :raises ConfigurationError: if the caches or the factor are invalid.
-    """
+    """Return the bytes of one worker's cell in a row, the ``cpu_page_size`` of a region."""
     offsets = tensor_offsets(kv_caches, block_size_factor)
     sizes = [tensor.page_size_bytes * block_size_factor for tensor in kv_caches.tensors]
     return max(offset + size for offset, size in zip(offsets, sizes, strict=True))
 
 
 def tensor_offsets(kv_caches: CanonicalKVCaches, block_size_factor: int) -> list[int]:
-    """Return the offset of each tensor's pages in a cell: after earlier tensors that share a group with the tensor.
-
-    :raises ConfigurationError: if the caches or the factor are invalid.
-    """
+    """Return the offset of each tensor's pages in a cell: after earlier tensors that share a group with the tensor."""
     check_kv_caches(kv_caches, block_size_factor)
     users = [{ref.tensor_idx for ref in refs} for refs in kv_caches.group_data_refs]
     ends = [0] * len(users)
@@ -50,10 +45,7 @@ def tensor_offsets(kv_caches: CanonicalKVCaches, block_size_factor: int) -> list
 def group_layouts(
     kv_caches: CanonicalKVCaches, block_size_factor: int, num_workers: int = 1
 ) -> tuple[GroupLayout, ...]:
-    """Return the bytes of a row that each KV cache group uses: its part of each page, in every worker's cell.
-
-    :raises ConfigurationError: if the caches or the factor are invalid.
-    """
+    """Return the bytes of a row that each KV cache group uses: its part of each page, in every worker's cell."""
     cell = cell_bytes(kv_caches, block_size_factor)
     sizes = [tensor.page_size_bytes for tensor in kv_caches.tensors]
     offsets = tensor_offsets(kv_caches, block_size_factor)
@@ -70,10 +62,7 @@ def group_layouts(
 
 
 def check_kv_caches(kv_caches: CanonicalKVCaches, block_size_factor: int) -> None:
-    """Check that tensors are pages of bytes on one device, and that groups refer to them within bounds.
-
-    :raises ConfigurationError: if they are not; names the first invalid value.
-    """
+    """Check that tensors are pages of bytes on one device, and that groups refer to them within bounds."""
     if block_size_factor <= 0:
         raise ConfigurationError("block_size_factor", block_size_factor, "a positive number of GPU blocks")
     if not kv_caches.tensors:

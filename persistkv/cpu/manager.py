@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from persistkv.base import (
@@ -53,7 +53,7 @@ class CPUOffloadingManager(OffloadingManager):
             raise ConfigurationError("num_blocks", num_blocks, "a positive number of rows")
         self.num_blocks = num_blocks
         self._rows: dict[OffloadKey, int] = {}
-        self._earlier_rows: dict[OffloadKey, int] = {}
+        self._earlier: set[OffloadKey] = set()  # blocks of an earlier epoch that jobs use
         # Spares lookups, the most frequent calls, the access by row.
         self._being_written: set[OffloadKey] = set()
         # By row. Plain numbers, because a million objects would slow down each full garbage collection of the engine.
@@ -64,13 +64,13 @@ class CPUOffloadingManager(OffloadingManager):
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        if key not in self._rows:
+        if key not in self._rows or key in self._earlier:
             return False
         return None if key in self._being_written else True
 
     def is_ready(self, key: OffloadKey) -> bool:
         """Return whether the block is held and readable."""
-        return key in self._rows and key not in self._being_written
+        return key in self._rows and key not in self._being_written and key not in self._earlier
 
     def num_free_or_evictable(self) -> int:
         """Return the exact number of rows that ``prepare_store`` could allocate now, in O(1).
@@ -107,18 +107,17 @@ class CPUOffloadingManager(OffloadingManager):
         self._policy.touch(keys)
 
     def complete_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        keys, earlier = self._split_by_epoch(keys, reading=True)
         refs = self._refs
-        rows = self._rows_of(keys)
+        rows = self._rows_of(keys, earlier=True)
         for taken, row in enumerate(rows):
             if refs[row] <= 0:
                 for undone in rows[:taken]:
                     refs[undone] += 1
                 raise KeyError(f"block {keys[taken].hex()} is not being read")
             refs[row] -= 1
-        self._num_evictable += len({row for row in rows if not refs[row]})
+        unused = {key: row for key, row in zip(keys, rows, strict=True) if not refs[row]}
+        self._num_evictable += len(unused) - len(self._free_earlier(unused))
         self._policy.release(keys)
-        self._end_earlier(earlier, -1)
 
     def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Allocate rows for the blocks that are not held.
@@ -128,9 +127,9 @@ class CPUOffloadingManager(OffloadingManager):
 
         :returns: the blocks to write and their rows; None if there is no room even after eviction, with no effect.
         """
-        held, earlier = self._rows, self._earlier_rows
+        held = self._rows
         distinct = dict.fromkeys(keys)
-        wanted = [key for key in distinct if key not in held and key not in earlier]
+        wanted = [key for key in distinct if key not in held]
         if not wanted:
             return PrepareStoreOutput([], CPULoadStoreSpec(()), [])
         missing = len(wanted) - len(self._free)
@@ -152,34 +151,31 @@ class CPUOffloadingManager(OffloadingManager):
     def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         self.end_writes(keys, success)
 
-    def end_writes(self, keys: Sequence[OffloadKey], success: bool) -> tuple[list[OffloadKey], Sequence[OffloadKey]]:
+    def end_writes(self, keys: Sequence[OffloadKey], success: bool) -> tuple[list[OffloadKey], list[OffloadKey]]:
         """Do the work of ``complete_store`` and return the blocks whose writes ended.
 
         :returns: distinct blocks that were being written: the blocks of this epoch, which are readable now if
             ``success``, and the blocks of an earlier epoch, which are misses.
         :raises KeyError: a block is not held; nothing changed.
         """
-        distinct, earlier = self._split_by_epoch(list(dict.fromkeys(keys)), reading=False)
-        writing = self._being_written
+        distinct, writing = dict.fromkeys(keys), self._being_written
         written = [key for key in distinct if key in writing]
         if len(written) < len(distinct):
-            self._rows_of(distinct)  # raises for a block that is not held
-        rows = self._rows_of(written)
-        refs = self._refs
-        for row in rows:
-            refs[row] = 0
+            self._rows_of([key for key in distinct if key not in writing])  # raises for a block that is not held
+        for row in self._rows_of(written, earlier=True):
+            self._refs[row] = 0
         writing.difference_update(written)
+        orphaned = self._free_earlier(written)
+        if orphaned:
+            written = [key for key in written if key in self._rows]
         if success:
-            self._num_evictable += len(rows)
+            self._num_evictable += len(written)
             self._policy.release(written)
             self._record(written, removed=False)
         else:
             self._policy.remove(written)
-            self._free.extend(rows)
-            for key in written:
-                del self._rows[key]
-        self._end_earlier(earlier, +1)
-        return written, earlier
+            self._free.extend(map(self._rows.pop, written))
+        return written, orphaned
 
     def take_events(self) -> list[OffloadingEvent]:
         if not self._events:
@@ -192,20 +188,29 @@ class CPUOffloadingManager(OffloadingManager):
 
     def reset_cache(self, weights_changed: bool = True) -> None:
         """Forget all blocks. Rows that jobs use become free when those jobs are completed with their keys, as usual."""
-        refs = self._refs
-        self._record([key for key, row in self._rows.items() if refs[row] >= 0], removed=True)
-        self._earlier_rows.update((key, row) for key, row in self._rows.items() if refs[row])
-        self._rows.clear()
-        self._being_written.clear()
+        refs, rows, earlier = self._refs, self._rows, self._earlier
+        self._record([key for key, row in rows.items() if refs[row] >= 0 and key not in earlier], removed=True)
+        self._rows = {key: row for key, row in rows.items() if refs[row]}
+        self._earlier = set(self._rows)
         self._policy.clear()
         self._num_evictable = 0
         self._free = [row for row in range(self.num_blocks - 1, -1, -1) if not refs[row]]
 
-    def _rows_of(self, keys: Sequence[OffloadKey]) -> list[int]:
+    def _rows_of(self, keys: Sequence[OffloadKey], *, earlier: bool = False) -> list[int]:
+        """:param earlier: whether blocks of an earlier epoch count as held."""
         try:
+            if self._earlier and not earlier and not self._earlier.isdisjoint(keys):
+                raise KeyError(next(key for key in keys if key in self._earlier))
             return list(map(self._rows.__getitem__, keys))
         except KeyError as error:
             raise KeyError(f"block {error.args[0].hex()} is not held") from None
+
+    def _free_earlier(self, unused: Collection[OffloadKey]) -> list[OffloadKey]:
+        """Free the rows of blocks of an earlier epoch whose jobs have ended; return these blocks."""
+        ended = [key for key in unused if key in self._earlier] if self._earlier else []
+        self._free.extend(map(self._rows.pop, ended))
+        self._earlier.difference_update(ended)
+        return ended
 
     def _evict(self, count: int, spared: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Free ``count`` rows, except those of ``spared``. The caller has checked that there are enough."""
@@ -223,34 +228,6 @@ class CPUOffloadingManager(OffloadingManager):
             del held[key]
         self._record(evicted, removed=True)
         return evicted
-
-    def _split_by_epoch(
-        self, keys: Sequence[OffloadKey], *, reading: bool
-    ) -> tuple[Sequence[OffloadKey], Sequence[OffloadKey]]:
-        """Split keys into those with rows of this epoch and those whose rows a job of an earlier epoch uses."""
-        if not self._earlier_rows:
-            return keys, ()
-        current: list[OffloadKey] = []
-        earlier: list[OffloadKey] = []
-        uses_left: dict[OffloadKey, int] = {}
-        for key in keys:
-            row = self._earlier_rows.get(key)
-            if row is not None and key not in uses_left:
-                uses_left[key] = self._refs[row] if reading else -self._refs[row]
-            if uses_left.get(key, 0) > 0:
-                uses_left[key] -= 1
-                earlier.append(key)
-            else:
-                current.append(key)
-        return current, earlier
-
-    def _end_earlier(self, keys: Sequence[OffloadKey], step: int) -> None:
-        for key in keys:
-            row = self._earlier_rows[key]
-            self._refs[row] += step
-            if not self._refs[row]:
-                del self._earlier_rows[key]
-                self._free.append(row)
 
     def _record(self, keys: Sequence[OffloadKey], *, removed: bool) -> None:
         if self._events is not None and keys:

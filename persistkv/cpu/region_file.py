@@ -151,7 +151,7 @@ def _allocate(fd: int, path: str, size: int) -> None:
         while _available(directory) < size and time.monotonic() <= deadline:
             time.sleep(_POLL_SECONDS)
     if not use_huge_pages(fd, size):
-        logger.info("%s lies in small pages, at least in part: disks transfer them more slowly", path)
+        logger.info("%s is not completely in huge pages: disk transfers are slower", path)
 
 
 def _available(directory: str) -> int:

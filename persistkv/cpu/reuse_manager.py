@@ -75,7 +75,6 @@ class FilterReusedOffloadingManager(OffloadingManager):
         return sorted(new, key=lambda block: description.depth(block) or 0, reverse=True)
 
     def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Allocate rows for blocks that were looked up often enough and are not held; see the class for the others."""
         num_lookups, threshold = self._num_lookups, self.store_threshold
         return self.backing.prepare_store([key for key in keys if num_lookups.get(key, 0) >= threshold], req_context)
 

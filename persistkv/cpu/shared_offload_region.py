@@ -37,7 +37,8 @@ class SharedOffloadRegion:
     """Rows of shared memory. A row is one offloaded block; each worker has a cell of ``cpu_page_size`` bytes in it.
 
     The first process creates and allocates the file, the others attach; see ``RegionFile``. Not thread-safe, but rows
-    may be read and written from any thread. If construction fails, the file and the mapping are released.
+    may be read and written from any thread. If construction fails, the file and the mapping are released. After
+    ``cleanup``, the descriptor, the address and new views raise RegionError.
 
     :param instance_id: the same in all processes of one engine; part of the file's name.
     :param total_size_bytes: must be ``num_blocks`` rows of ``row_stride_bytes(num_workers, cpu_page_size)``.
@@ -101,8 +102,6 @@ class SharedOffloadRegion:
     def fd(self) -> int:
         """Descriptor of the file, for another process that maps it. It carries no lock, so a process that inherits it
         does not make a leftover look like a region in use.
-
-        :raises RegionError: after ``cleanup``.
         """
         if self._file is None:
             raise RegionError(f"{self.mmap_path} was cleaned up")
@@ -110,10 +109,7 @@ class SharedOffloadRegion:
 
     @property
     def address(self) -> int:
-        """Address of the mapping in this process.
-
-        :raises RegionError: after ``cleanup``.
-        """
+        """Address of the mapping in this process."""
         return self._mapped()[1].data_ptr()
 
     @property
@@ -132,7 +128,6 @@ class SharedOffloadRegion:
         :returns: int8, shape (num_blocks, page_size), strides (row_stride, 1).
         :raises ConfigurationError: if the cell has fewer bytes left, or the region has no cell for this process;
             nothing is reserved then.
-        :raises RegionError: after ``cleanup``.
         """
         rows = self._mapped()[1]
         if self.rank is None:
@@ -145,10 +140,7 @@ class SharedOffloadRegion:
         return rows[:, begin : begin + page_size]
 
     def create_kv_memoryview(self) -> memoryview:
-        """Return all rows without a copy: writable, shape (num_blocks, row_stride), format ``B``.
-
-        :raises RegionError: after ``cleanup``.
-        """
+        """Return all rows without a copy: writable, shape (num_blocks, row_stride), format ``B``."""
         return memoryview(self._mapped()[0]).cast("B", (self.num_blocks, self.row_stride))
 
     def pin(self, runtime: CudaRuntime | None = None) -> bool:

@@ -40,7 +40,7 @@ class Rows:
         :raises ValueError: with the lowest and highest row, if one of them does not exist.
         """
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < len(self):
-            raise ValueError(f"rows {min(block_ids)} to {max(block_ids)} do not lie within {len(self)}")
+            raise ValueError(f"rows {min(block_ids)} to {max(block_ids)} do not exist: there are {len(self)} rows")
 
     def places(self, group: int, block_id: int) -> list[memoryview]:
         """Return writable views of the valid byte ranges of one block of the group, in order."""

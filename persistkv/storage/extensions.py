@@ -102,6 +102,15 @@ class InspectableBackend(Backend):
 
 
 @runtime_checkable
+class SupportsNamespaceLookup(Protocol):
+    """A medium with high latency per call, which finds one namespace faster than it lists all of them."""
+
+    def holds(self, namespace: bytes) -> bool:
+        """Return whether there is a namespace with this id."""
+        ...
+
+
+@runtime_checkable
 class SupportsStatus(Protocol):
     """A store through which its engines publish their status to other processes."""
 

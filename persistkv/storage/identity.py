@@ -29,8 +29,8 @@ import msgspec
 import xxhash
 
 from persistkv.errors import ConfigurationError, FieldDifference
-from persistkv.files import replace_file
 from persistkv.storage.format.codec import Buffer
+from persistkv.storage.format.files import replace_file
 from persistkv.storage.format.pack import ID_BYTES
 
 IDENTITY_VERSION = 1
@@ -171,7 +171,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _indexed_files(index: Path) -> list[Path]:
-    expected = 'an index with a "weight_map" from tensor names to files beside it'
+    expected = 'an index with a "weight_map" from tensor names to files of the same directory'
     try:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

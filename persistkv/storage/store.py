@@ -40,7 +40,7 @@ from persistkv.storage.commit_pipeline import (
     slices_of,
 )
 from persistkv.storage.executor import Executor, InPlaceExecutor
-from persistkv.storage.extensions import BackendStats, InspectableBackend
+from persistkv.storage.extensions import BackendStats, InspectableBackend, SupportsNamespaceLookup
 from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv.storage.format.pack_writer import PackWriter, Segment
@@ -53,6 +53,7 @@ from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOpti
 
 _TOUCH_S = 2.0  # seconds that uses wait for a commit of blocks
 _MAX_TOUCHED = 4096  # bound on packs with a pending use: each costs the commit about 10 µs
+_COMPARED_REMOTELY = 16  # namespaces of a remote store with which a new identity is compared: each costs a request
 _EXPIRE_S = 30.0  # seconds between empty commits, which give the backend a chance to expire old packs
 
 
@@ -456,7 +457,10 @@ class Store:
 
 
 def _notice(backend: Backend, identity: Identity, options: StoreOptions, url: str) -> str:
-    others = [namespace.identity for namespace in backend.namespaces()]
+    if isinstance(backend, SupportsNamespaceLookup) and backend.holds(identity.digest):
+        return ""
+    compared = _COMPARED_REMOTELY if backend.capabilities.remote else None
+    others = [namespace.identity for namespace in islice(backend.namespaces(), compared)]
     if not others or identity in others:
         return ""
     differences = identity.nearest(others)

@@ -8,13 +8,12 @@ from itertools import repeat
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
-from persistkv.storage.backend import Backend
 from persistkv.storage.extensions import InspectableBackend
 
-B = TypeVar("B", bound=Backend)
+B = TypeVar("B", bound=InspectableBackend)
 
 
-class FaultyBackend(Backend, Generic[B]):
+class FaultyBackend(InspectableBackend, Generic[B]):
     """Wrapper of an open backend that injects faults into its calls.
 
     It has every public method and attribute of the wrapped backend's class, including optional protocols, and forwards
@@ -41,8 +40,6 @@ class FaultyBackend(Backend, Generic[B]):
         names = [name for name in dir(kind) if not name.startswith("_") and name not in vars(FaultyBackend)]
         members = {name: _member(kind, name) for name in names}
         wrapper: type[FaultyBackend[B]] = type(f"Faulty{kind.__name__}", (cls,), members)
-        if isinstance(inner, InspectableBackend):
-            InspectableBackend.register(wrapper)
         return wrapper(inner)
 
     def __init__(self, inner: B) -> None:
@@ -103,7 +100,7 @@ def _copied(error: BaseException) -> BaseException:
     return copy
 
 
-def _member(kind: type[Backend], name: str) -> Callable[..., Any] | property:
+def _member(kind: type[InspectableBackend], name: str) -> Callable[..., Any] | property:
     function = getattr(kind, name)
     if not callable(function):
         return property(attrgetter(f"inner.{name}"))

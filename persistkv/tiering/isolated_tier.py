@@ -52,9 +52,11 @@ class IsolatedTier:
 
     def submit(self, job: JobMetadata) -> bool:
         """Submit a load or a store; return False if the tier raised."""
-        submit = self.tier.submit_load if job.is_promotion else self.tier.submit_store
-        with self._isolation.guard(submit.__name__, "the job failed") as guard:
-            submit(job)
+        with self._isolation.guard("submit_load" if job.is_promotion else "submit_store", "the job failed") as guard:
+            if job.is_promotion:
+                self.tier.submit_load(job)
+            else:
+                self.tier.submit_store(job)
         return not guard.raised
 
     def finished_jobs(self) -> list[JobResult]:

@@ -69,9 +69,9 @@ class Prewarming:
             self._learned, self._asked_at, self._next_look = True, None, now + _LOOK_S
             self.ended = self.ended or not recent
             if recent:
-                logger.info("promoting %d blocks before they are asked for", sum(map(len, recent)))
+                logger.info("promoting %d blocks of recently used contexts", sum(map(len, recent)))
         elif self._asked_at is not None and now > self._asked_at + _PATIENCE_S:  # the store's process may be new
             self._asked_at = None
         if not self.ended and not self._learned and now > self._gives_up:
-            logger.warning("what was used last is not known after %.0f s: nothing is promoted", _PATIENCE_S)
+            logger.warning("the tier listed no recently used contexts within %.0f s: none are promoted", _PATIENCE_S)
             self.ended = True

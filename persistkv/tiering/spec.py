@@ -63,10 +63,7 @@ class TieringOffloadingOptions(CPUOffloadingOptions, frozen=True, kw_only=True):
 
 @dataclass(kw_only=True)
 class TieringOffloadingSpec(CPUOffloadingSpec):
-    """Manager, region, handlers and tiers that fit each other, each created on first use.
-
-    :raises ConfigurationError: at construction, naming the invalid field of ``extra_config``.
-    """
+    """A ``CPUOffloadingSpec`` with secondary tiers."""
 
     options_type: ClassVar[type[CPUOffloadingOptions]] = TieringOffloadingOptions
 

@@ -15,6 +15,7 @@ from persistkv.storage import open_inspectable
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
+from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, tables
 from persistkv.testing.memory import MemoryBackend
@@ -41,6 +42,7 @@ class EvictionMachine(RuleBasedStateMachine):
     open_store: Callable[[str], InspectableBackend]
     """Opens a store of 4 MiB in a directory."""
     evictions = 0
+    kept: set[int]
 
     @initialize()
     def open(self) -> None:
@@ -52,7 +54,7 @@ class EvictionMachine(RuleBasedStateMachine):
         self.packs: dict[int, Held] = {}
         self.manifests: dict[str, Held] = {}
 
-    def pack(self, number: int):
+    def pack(self, number: int) -> PackWriter:
         return sample_pack(
             self.namespace, number, blocks=1 + number % 5, block_bytes=220_000, depth=DEPTHS[number % len(DEPTHS)]
         )
@@ -77,7 +79,7 @@ class EvictionMachine(RuleBasedStateMachine):
         missing = set(expected)
         while missing:
             pinned = {number for held in self.manifests.values() if held.pinned for number in held.packs}
-            order = [
+            order: list[tuple[int, int, int, int | str]] = [
                 (held.used, UNKNOWN_DEPTH - held.depth, 0, number)
                 for number, held in self.packs.items()
                 if number not in pinned | self.kept
@@ -87,13 +89,13 @@ class EvictionMachine(RuleBasedStateMachine):
                 for name, held in self.manifests.items()
                 if not held.pinned and held.used < self.moment
             ]
-            first = min(order)
+            first = min(order)  # numbers are never compared with names: the third item differs
             if isinstance(first[3], str):
                 assert first[3] not in self.present(), "a manifest was passed over"
                 del self.manifests[first[3]]
                 continue
-            peers = [number for *age, number in order if tuple(age) == first[:3]]
-            went = [number for number in peers if number in missing]
+            peers = [candidate[3] for candidate in order if candidate[:3] == first[:3]]
+            went = [number for number in peers if isinstance(number, int) and number in missing]
             assert went, "a younger pack went before an older one"
             for number in went:
                 gone = self.delete(number)
@@ -156,7 +158,7 @@ class EvictionMachine(RuleBasedStateMachine):
 
     @rule(number=NUMBERS)
     def remove(self, number: int) -> None:
-        self.kept: set[int] = set()
+        self.kept = set()
         assert set(self.commit(CommitBatch(deletions=[self.ids[number]]))) == self.delete(number)
 
     def drop_aged_manifests(self) -> None:

@@ -1,4 +1,4 @@
-"""The scheduler with sliding-window groups: what is looked up, promoted, loaded and stored."""
+"""The scheduler with sliding-window groups: lookups, promotions, loads and stores."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def load_all(scheduler, req_id, local=0):
 
 
 def forget(scheduler, key):
-    """Make a block one that nobody holds."""
+    """Make a block a miss."""
     lookup = scheduler.manager.lookup
     scheduler.manager.lookup = lambda asked, context: asked != key and lookup(asked, context)
 

@@ -220,7 +220,7 @@ def test_tensors_of_inference_mode_can_be_loaded(device: str) -> None:
 
 
 def test_any_bits_survive(device: str) -> None:
-    """Pages are moved as wide numbers; not-a-numbers with a payload and subnormals must stay what they are."""
+    """Pages are moved as wide numbers; not-a-numbers with a payload and subnormals must not change."""
     page = torch.arange(256, dtype=torch.uint8).repeat(4).sort().values.view(torch.int8)
     signalling = torch.tensor([0x7FF0000000000001, 0x000000000000000F], dtype=torch.int64).view(torch.int8)
     data = torch.cat([page, signalling]).repeat(NUM_BLOCKS, 1).to(device)
@@ -291,10 +291,11 @@ def test_handlers_shutdown_one_raises_other_is_released(
         blocks, rows = GPULoadStoreSpec([0], [1], [0]), CPULoadStoreSpec([0])
         if direction is Direction.STORE:
             replaced, handlers.gpu_to_cpu_handler = handlers.gpu_to_cpu_handler, broken
-            other, spec = handlers.cpu_to_gpu_handler, (rows, blocks)
+            other = handlers.cpu_to_gpu_handler
         else:
             replaced, handlers.cpu_to_gpu_handler = handlers.cpu_to_gpu_handler, broken
-            other, spec = handlers.gpu_to_cpu_handler, (blocks, rows)
+            other = handlers.gpu_to_cpu_handler
+        spec: TransferSpec = (rows, blocks) if direction is Direction.STORE else (blocks, rows)
         replaced.shutdown()
         handlers.shutdown()
         assert not other.transfer_async(1, spec), "it was shut down, too"

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from persistkv.base import OffloadingEvent, OffloadKey, ReqContext
-from persistkv.cpu.manager import CPULoadStoreSpec, CPUOffloadingManager
-from persistkv.errors import ConfigurationError
+from persistkv.cpu.manager import CPULoadStoreSpec, CPUOffloadingManager, CPUPrimaryTierOffloadingManager
+from persistkv.cpu.shared_offload_region import SharedOffloadRegion
+from persistkv.errors import ConfigurationError, RegionError
 
 MakeKeys = Callable[[int], list[OffloadKey]]
 
@@ -23,7 +25,7 @@ def manager(request: pytest.FixtureRequest) -> CPUOffloadingManager:
 
 
 def store(manager: CPUOffloadingManager, keys: list[OffloadKey], context: ReqContext) -> list[OffloadKey]:
-    """Store blocks that must fit; returns what was evicted."""
+    """Store blocks that must fit; returns the evicted keys."""
     output = manager.prepare_store(keys, context)
     assert output is not None
     manager.complete_store(output.keys_to_store, context)
@@ -241,9 +243,9 @@ def test_wrong_ends_of_an_earlier_epoch_are_refused(
     manager.prepare_load(read, context)
     manager.prepare_store(written, context)
     manager.reset_cache()
-    for wrong in (lambda: manager.complete_load(read * 2, context), lambda: manager.complete_load(written, context)):
+    for wrong in (read * 2, written):
         with pytest.raises(KeyError):
-            wrong()
+            manager.complete_load(wrong, context)
     with pytest.raises(KeyError):
         manager.complete_store(read, context)
     assert manager.num_free_or_evictable() == 2
@@ -389,3 +391,57 @@ TestLRUManager = ManagerMachine.TestCase
 TestARCManager = ARCManagerMachine.TestCase
 for _case in (TestLRUManager, TestARCManager):
     _case.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+# The primary tier's methods for other tiers
+
+
+@pytest.fixture
+def region(shared_memory: str) -> SharedOffloadRegion:
+    return SharedOffloadRegion("engine", 4 * 4096, 4, None, 1, 4096, directory=shared_memory)
+
+
+def test_rows_are_written_read_and_given_back(region: SharedOffloadRegion, keys: MakeKeys, context: ReqContext) -> None:
+    manager = CPUPrimaryTierOffloadingManager(4, region)
+    held = keys(2)
+    output = manager.prepare_write(held, context)
+    assert output is not None
+    assert isinstance(output.store_spec, CPULoadStoreSpec)
+    view = manager.get_kv_memoryview()
+    assert manager.get_kv_memoryview() is view
+    np.asarray(view)[output.store_spec.block_ids[1]] = 3
+    manager.complete_write(held, context)
+    row = manager.prepare_read(held[1:], context).block_ids[0]
+    assert row == manager.get_block_id(held[1], context)
+    assert view[row, 4095] == 3
+    manager.complete_read(held[1:], context)
+    with pytest.raises(KeyError, match="not held"):
+        manager.get_block_id(keys(1)[0], context)
+    manager.shutdown()
+
+
+def test_shutdown_releases_view_and_region(region: SharedOffloadRegion) -> None:
+    manager = CPUPrimaryTierOffloadingManager(4, region)
+    view = manager.get_kv_memoryview()
+    manager.shutdown()
+    manager.shutdown()
+    with pytest.raises(ValueError, match="released"):
+        view[0, 0]
+    with pytest.raises(RegionError, match="cleaned up"):
+        manager.get_kv_memoryview()
+
+
+def test_shutdown_survives_an_array_over_the_view(
+    region: SharedOffloadRegion, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = CPUPrimaryTierOffloadingManager(4, region)
+    array = np.asarray(manager.get_kv_memoryview())
+    manager.shutdown()
+    assert "still in use" in caplog.text
+    assert array.sum() == 0
+
+
+def test_rows_must_be_the_regions(region: SharedOffloadRegion) -> None:
+    with pytest.raises(ConfigurationError, match="num_blocks: 5 is not valid; expected 4"):
+        CPUPrimaryTierOffloadingManager(5, region)
+    region.cleanup()

@@ -185,7 +185,7 @@ def test_the_last_to_close_removes_it(path: str) -> None:
 
 
 def test_being_taken_for_a_leftover_before_it_is_locked(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody removes the file between its creation and its lock: another one is made."""
+    """A file removed between its creation and its lock is created again."""
     real_open = os.open
     removed: list[str] = []
 

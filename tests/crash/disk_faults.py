@@ -54,7 +54,7 @@ from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import check_totals
 from persistkv.testing.samples import sample_blocks, sample_keys
 from persistkv_lmdb import LmdbBackend
-from persistkv_lmdb.segments.allocator import Allocator
+from persistkv_lmdb.allocator import Allocator
 from tests.crash.disk import ALLOCATE, CREATE, FAILED, MKDIR, PAGE_BYTES, RESIZE, SYNC, UNMODELLED, WRITE, read_log
 from tests.crash.forks import Outcome, run_in_fork
 from tests.crash.loop import PLACEMENTS

@@ -318,16 +318,16 @@ class S3Index(Target):
             writer=bytes([number]) * 16,
             moment=number,
             time=1.7e9 + number,
-            packs=(PackRow(pack.pack_id, number, 0, len(pack.table.encode())),),
-            gone=(GoneRow(bytes(16), number),),
+            packs=[PackRow(pack.pack_id, number, 0, len(pack.table.encode()))],
+            gone=[GoneRow(bytes(16), number)],
             uses=pack.pack_id,
-            manifests=(ManifestRow(f"r{number}", True, pack.pack_id, 0, 8, bytes(16), 1, 0, 9),),
-            pins=((f"r{number}", True),),
+            manifests=[ManifestRow(f"r{number}", True, pack.pack_id, 0, 8, bytes(16), 1, 0, 9)],
+            pins=[(f"r{number}", True)],
         )
         for number, pack in enumerate(PACKS)
     )
     samples = tuple(
-        b"".join(encode_entries([Entry(head, pack.table.encode()) for head, pack in pairs]))
+        b"".join(encode_entries([Entry(head, bytearray(pack.table.encode())) for head, pack in pairs]))
         for pairs in (
             tuple(zip(heads[:1], PACKS[:1], strict=True)),
             tuple(zip(heads, PACKS, strict=True)),

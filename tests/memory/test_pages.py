@@ -1,22 +1,32 @@
-"""Huge pages: the bytes stay, whatever the size and whoever uses them; whether there are any is the kernel's to say."""
+"""Huge and resident pages: no byte changes, whether or not the kernel provides them."""
+
+from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from persistkv.memory.pages import HUGE_PAGE_BYTES, collapse, map_aligned, use_huge_pages
+from persistkv.memory import libc
+from persistkv.memory.libc import address_of
+from persistkv.memory.pages import HUGE_PAGE_BYTES, collapse, map_aligned, prefault, use_huge_pages
 from persistkv.storage.host.child import map_rows
+
+MakeFile = Callable[[int], tuple[int, mmap.mmap]]
 
 
 @pytest.fixture
-def make_file():
+def make_file() -> Iterator[MakeFile]:
     """Makes shared memory of some size, filled with bytes that differ."""
-    fds = []
+    fds: list[int] = []
 
-    def make_file(num_bytes):
+    def make_file(num_bytes: int) -> tuple[int, mmap.mmap]:
         fd = os.memfd_create("test")
         fds.append(fd)
         os.ftruncate(fd, num_bytes)
@@ -29,12 +39,12 @@ def make_file():
         os.close(fd)
 
 
-def bytes_of(memory):
+def bytes_of(memory: mmap.mmap) -> npt.NDArray[np.uint8]:
     return np.frombuffer(memory, np.uint8)
 
 
 @pytest.mark.parametrize("num_bytes", [mmap.PAGESIZE, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES + mmap.PAGESIZE, 40 << 20])
-def test_bytes_stay(make_file, num_bytes):
+def test_bytes_stay(make_file: MakeFile, num_bytes: int) -> None:
     fd, memory = make_file(num_bytes)
     before = bytes_of(memory).copy()
     use_huge_pages(fd, num_bytes)
@@ -47,20 +57,20 @@ def test_bytes_stay(make_file, num_bytes):
     assert os.fstat(fd).st_size == num_bytes
 
 
-def test_pages_are_huge_where_it_says_so(make_file):
+def test_pages_are_huge_where_it_says_so(make_file: MakeFile) -> None:
     fd, memory = make_file(4 * HUGE_PAGE_BYTES)
     if not use_huge_pages(fd, len(memory)):
         pytest.skip("the kernel gives no huge pages")
     assert held_in_huge_pages(memory) >= 4 * HUGE_PAGE_BYTES // 1024
 
 
-def held_in_huge_pages(memory):
+def held_in_huge_pages(memory: mmap.mmap) -> int:
     """KiB of shared memory in huge pages, of the whole machine: a mapping tells only of those that it maps whole."""
     with open("/proc/meminfo") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("ShmemHugePages"))
 
 
-def test_what_is_no_memory_stays_as_it_is(tmp_path):
+def test_what_is_no_memory_stays_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(range(256)) * (4 * HUGE_PAGE_BYTES // 256))
     with open(path, "r+b") as file:
@@ -72,7 +82,7 @@ def test_what_is_no_memory_stays_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize("num_bytes", [mmap.PAGESIZE, 3 * HUGE_PAGE_BYTES + mmap.PAGESIZE])
-def test_mapping_begins_with_a_huge_page_and_is_shared(make_file, num_bytes):
+def test_mapping_begins_with_a_huge_page_and_is_shared(make_file: MakeFile, num_bytes: int) -> None:
     fd, memory = make_file(num_bytes)
     address = map_aligned(fd, num_bytes)
     assert not address % HUGE_PAGE_BYTES
@@ -81,7 +91,7 @@ def test_mapping_begins_with_a_huge_page_and_is_shared(make_file, num_bytes):
     assert memory[-1] == 7
 
 
-def test_mapping_that_cannot_be(make_file):
+def test_mapping_that_cannot_be(make_file: MakeFile) -> None:
     fd, _ = make_file(mmap.PAGESIZE)
     with pytest.raises(OSError, match=f"of a file of {mmap.PAGESIZE}"):
         map_aligned(fd, mmap.PAGESIZE + 1)
@@ -94,7 +104,7 @@ def test_mapping_that_cannot_be(make_file):
     os.close(read_only)
 
 
-def test_huge_pages_are_mapped_as_such(make_file):
+def test_huge_pages_are_mapped_as_such(make_file: MakeFile) -> None:
     fd, memory = make_file(4 * HUGE_PAGE_BYTES)
     address = map_aligned(fd, len(memory))
     if not collapse(address, len(memory)):
@@ -104,7 +114,7 @@ def test_huge_pages_are_mapped_as_such(make_file):
     assert mapped_in_huge_pages(address) == 4 * HUGE_PAGE_BYTES // 1024
 
 
-def mapped_in_huge_pages(address):
+def mapped_in_huge_pages(address: int) -> int:
     """KiB of the mapping that begins at ``address``."""
     with open("/proc/self/smaps") as file:
         lines = iter(file)
@@ -113,7 +123,7 @@ def mapped_in_huge_pages(address):
 
 
 @pytest.mark.parametrize("num_bytes", [mmap.PAGESIZE, 3 * HUGE_PAGE_BYTES + mmap.PAGESIZE])
-def test_rows_of_a_store_are_the_engines_and_their_descriptor_is_closed(make_file, num_bytes):
+def test_rows_of_a_store_are_the_engines_and_their_descriptor_is_closed(make_file: MakeFile, num_bytes: int) -> None:
     fd, memory = make_file(num_bytes)
     given = os.dup(fd)
     rows = map_rows(given, num_bytes)
@@ -123,3 +133,57 @@ def test_rows_of_a_store_are_the_engines_and_their_descriptor_is_closed(make_fil
     assert rows == memoryview(memory)
     rows[-1] ^= 255
     assert memory[-1] == rows[-1]
+
+
+# Resident pages
+
+PAGE = mmap.PAGESIZE
+
+
+@pytest.fixture
+def memory() -> memoryview:
+    return memoryview(mmap.mmap(-1, 64 * PAGE))
+
+
+def resident(memory: memoryview) -> list[bool]:
+    address = address_of(memory)
+    entries = np.fromfile(Path("/proc/self/pagemap"), np.uint64, len(memory) // PAGE, offset=address // PAGE * 8)
+    return [bool(entry >> np.uint64(63)) for entry in entries]
+
+
+def test_only_the_pages_of_the_cells(memory: memoryview) -> None:
+    prefault(memory, 4 * PAGE + 100, PAGE, 16 * PAGE)
+    assert [index for index, there in enumerate(resident(memory)) if there] == [
+        base + page for base in range(0, 64, 16) for page in (4, 5)
+    ]
+
+
+def test_everything(memory: memoryview) -> None:
+    prefault(memory, 0, 3 * PAGE, 3 * PAGE)
+    assert all(resident(memory))
+
+
+def test_pages_that_several_cells_share(memory: memoryview) -> None:
+    prefault(memory, 0, 100, PAGE // 2)
+    assert all(resident(memory))
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_no_byte_changes(memory: memoryview, supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not supported:
+        monkeypatch.setattr(libc, "MADV_POPULATE_WRITE", 9999)
+    content = np.random.default_rng(0).integers(0, 256, len(memory), np.uint8)
+    np.frombuffer(memory, np.uint8)[:] = content
+    prefault(memory, 0, PAGE, 4 * PAGE)
+    assert np.array_equal(np.frombuffer(memory, np.uint8), content)
+
+
+def test_without_the_kernels_help_pages_are_read(
+    memory: memoryview, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(libc, "MADV_POPULATE_WRITE", 9999)
+    with caplog.at_level("INFO"):
+        prefault(memory, 0, 64 * PAGE, 64 * PAGE)
+    assert all(resident(memory))
+    assert errno.errorcode[errno.EINVAL] in caplog.text
+    assert "prefaulted" in caplog.text

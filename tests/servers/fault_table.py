@@ -36,7 +36,7 @@ from persistkv.storage.backend import ReadSpan
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.identity import Identity
 from persistkv_s3 import S3Backend
-from persistkv_s3.log.names import Names, parse_pack
+from persistkv_s3.log.layout import Names, parse_pack
 from tests.backends.s3.faults import SERVERS, FaultProxy, wait_for_port
 from tests.servers.fault_load import BLOCK, PATIENCE_S, ROWS, Load
 from tests.servers.orphans import Orphans

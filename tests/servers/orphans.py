@@ -69,7 +69,7 @@ class Orphans:
 def _keep_pruning(url: str, identity: Identity, jobs: Sequence[list[bytes]], to_parent: Connection) -> None:
     backend = S3Backend.open(StoreUrl.parse(url))
     namespace = backend.open_namespace(identity).id
-    session, contents = backend._session(namespace), Contents()
+    session, contents = backend.session(namespace), Contents()
     for keys in jobs:
         blocks = np.stack([contents.of(key) for key in keys])
         pack = PackWriter(namespace, RawCodec(), [Segment(0, BLOCK, keys, ArraySource(blocks), 0)])
@@ -79,4 +79,5 @@ def _keep_pruning(url: str, identity: Identity, jobs: Sequence[list[bytes]], to_
         while True:
             asking, _ = listener.accept()
             with asking, suppress(ConnectionError):
-                to_parent.send(backend._retention.run({namespace: session}, backend.policy(), time.time()).orphans)
+                pruned = backend.retain(time.time())
+                to_parent.send(0 if pruned is None else pruned.orphans)

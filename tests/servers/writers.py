@@ -33,7 +33,7 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.storage.store import Store
 from persistkv_s3 import S3Backend
-from persistkv_s3.log.names import Names, parse_pack
+from persistkv_s3.log.layout import Names, parse_pack
 from persistkv_s3.retention import Round
 
 BLOCK = 256 << 10
@@ -141,8 +141,9 @@ def run(url: str, writers: int, readers: int, seconds: float) -> list[Report]:
 
 def prune(backend: S3Backend) -> Round:
     """A round of retention, as it will be when what is there is old."""
-    sessions = {namespace.id: backend._session(namespace.id) for namespace in backend.namespaces()}
-    return backend._retention.run(sessions, backend.policy(), time.time() + GRACE_S)
+    done = backend.retain(time.time() + GRACE_S)
+    assert done is not None
+    return done
 
 
 def stored_objects(client: object, bucket: str, prefix: str) -> list[str]:

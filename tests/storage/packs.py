@@ -1,17 +1,20 @@
 """What the tests of packs share."""
 
+from __future__ import annotations
+
 import struct
 
 import xxhash
 from hypothesis import strategies as st
 
-from persistkv.storage.format.codec import RawCodec
+from persistkv.storage.format.codec import Codec, RawCodec
 from persistkv.storage.format.pack import (
+    PackTable,
     decode_frame,
     frame_seed,
     verify_frame,
 )
-from persistkv.storage.format.pack_writer import PackWriter
+from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.testing.samples import sample_segment
 
 NAMESPACE = bytes(range(16))
@@ -26,21 +29,28 @@ FRAME = struct.Struct("<IIIIQQQ")
 TRAILER = struct.Struct("<QQ8s")
 
 
-def write(*segments, codec=None):
+def write(*segments: Segment, codec: Codec | None = None) -> tuple[bytes, PackTable]:
     """The payload and the table of a pack."""
     pack = PackWriter(NAMESPACE, codec or RawCodec(), segments)
     return b"".join(map(bytes, pack.stream())), pack.table
 
 
-def sealed(table):
+def sealed(table: bytes) -> bytes:
     """A table with a trailer that fits."""
     return table + TRAILER.pack(len(table), xxhash.xxh3_64_intdigest(table), b"PKVPACK1")
 
 
-def blocks_of(payload, table):
+def raw_blocks(part: Segment) -> dict[bytes, bytes]:
+    """The blocks of a sample segment, by key."""
+    raw, size = bytes(part.raw(0, len(part.keys))), part.block_bytes
+    return {key: raw[number * size : (number + 1) * size] for number, key in enumerate(part.keys)}
+
+
+def blocks_of(payload: bytes, table: PackTable) -> dict[bytes, bytes]:
     """All blocks by key, each frame verified."""
     keys = table.keys.unpack()
-    blocks, first = {}, 0
+    blocks: dict[bytes, bytes] = {}
+    first = 0
     for frame in table.frames:
         names = keys[first : first + frame.block_count]
         stored = payload[frame.offset : frame.offset + frame.stored_length]

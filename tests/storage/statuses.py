@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from persistkv.storage.host.status import EngineStatus
 from persistkv.storage.records import StoreCounters
 
 
-def make_status(engine: str = "e1", **changes) -> EngineStatus:
+def make_status(engine: str = "e1", **changes: Any) -> EngineStatus:
     fields = {
         "engine": engine,
         "host": "here",

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from persistkv.storage.backend import Backend, ReadSpan
+from persistkv.storage.backend import ReadSpan
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.records import RequestEnd
 from persistkv.storage.store import Store
@@ -20,7 +21,7 @@ def end(request: str, *chains: list[bytes], tokens: int | None = None, **more: A
 
 
 def manifests(store: Store) -> list[RequestManifest]:
-    return sorted(store.catalogue.backend.manifests(store.namespace), key=lambda manifest: manifest.id)
+    return sorted(inspectable(store).manifests(store.namespace), key=lambda manifest: manifest.id)
 
 
 def refill(store: Store) -> np.ndarray[Any, Any]:
@@ -30,13 +31,21 @@ def refill(store: Store) -> np.ndarray[Any, Any]:
     return before
 
 
-def inject_faults(store: Store) -> FaultyBackend[Backend]:
-    """Wrap the store's backend."""
-    backend = store.catalogue.backend = FaultyBackend.of(store.catalogue.backend)
+def inspectable(store: Store) -> InspectableBackend:
+    """The store's backend, which lists its content."""
+    backend = store.catalogue.backend
+    assert isinstance(backend, InspectableBackend)
     return backend
 
 
-def flip_reads(backend: FaultyBackend[Backend], pack_id: bytes | None = None) -> None:
+def inject_faults(store: Store) -> FaultyBackend[InspectableBackend]:
+    """Wrap the store's backend."""
+    backend = FaultyBackend.of(inspectable(store))
+    store.catalogue.backend = backend
+    return backend
+
+
+def flip_reads(backend: FaultyBackend[InspectableBackend], pack_id: bytes | None = None) -> None:
     """Have each read flip a bit, of this pack if one is named."""
 
     def flip(filled: list[bool], namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:

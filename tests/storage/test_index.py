@@ -120,8 +120,8 @@ def test_index_grows_while_packs_come_and_go_finds_all(bits: int) -> None:
     while index.replacing:
         index.replace_some()
     if bits == 64:
-        gone = [key for table in tables if table.pack_id not in held for key in table.keys.unpack()]
-        assert not any(reader.held([*gone, *fresh(1000)]))
+        removed = [key for table in tables if table.pack_id not in held for key in table.keys.unpack()]
+        assert not any(reader.held([*removed, *fresh(1000)]))
     while reader.release_some():
         pass
     index.close()

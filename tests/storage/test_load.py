@@ -1,8 +1,11 @@
 """How a job is cut into packs: at fixed depths, whatever part of a context the job has, and in whatever order."""
 
-import random
+from __future__ import annotations
 
-import numpy as np
+import random
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 
 from persistkv.config import GroupLayout, RowLayout
@@ -15,19 +18,23 @@ MAX_BYTES = 8 * STRIDE
 
 
 @pytest.fixture
-def rows():
+def rows() -> Rows:
     layout = RowLayout(STRIDE, (GroupLayout(((0, STRIDE),)), GroupLayout(((0, STRIDE),))))
-    return Rows(memoryview(np.zeros(64 * STRIDE, dtype=np.uint8)), layout)
+    return Rows(memoryview(bytearray(64 * STRIDE)), layout)
 
 
-def chain(first, count, group=0):
+def chain(first: int, count: int, group: int = 0) -> Blocks:
     """Blocks of one group that follow one another, in rows that do not."""
     depths = range(first, first + count)
     keys = [b"%d of %d" % (depth, group) for depth in depths]
     return Blocks(keys, [group] * count, [(7 * depth) % 64 for depth in depths], list(depths))
 
 
-def shape(packs):
+def joined(one: Blocks, other: Blocks) -> Blocks:
+    return Blocks._make([*first, *second] for first, second in zip(one, other, strict=True))
+
+
+def shape(packs: Iterable[Any]) -> list[list[tuple[Any, ...]]]:
     """What is in each pack, by its segments."""
     return [
         [(s.group, s.block_bytes, list(s.keys), list(s.source.block_ids), s.depth) for s in pack.segments]
@@ -37,7 +44,7 @@ def shape(packs):
 
 @pytest.mark.parametrize("first", [0, 3, 8, 61])
 @pytest.mark.parametrize("count", [1, 5, 8, 9, 30])
-def test_a_chain_is_cut_as_its_blocks_in_any_order_are(rows, first, count):
+def test_a_chain_is_cut_as_its_blocks_in_any_order_are(rows: Rows, first: int, count: int) -> None:
     blocks = chain(first, count)
     assert blocks.chained
     cut = blocks_per_pack(rows, MAX_BYTES)
@@ -49,16 +56,14 @@ def test_a_chain_is_cut_as_its_blocks_in_any_order_are(rows, first, count):
     assert [key for ((*_, keys, _, _),) in planned for key in keys] == blocks.keys
 
 
-def test_what_is_no_chain_is_none():
-    groups, gap = (
-        Blocks._make(a + b for a, b in zip(chain(0, 3), other, strict=True)) for other in (chain(3, 2, 1), chain(4, 2))
-    )
+def test_what_is_no_chain_is_none() -> None:
+    groups, gap = (joined(chain(0, 3), other) for other in (chain(3, 2, 1), chain(4, 2)))
     for blocks in (groups, gap, chain(0, 3)._replace(depths=[UNKNOWN_DEPTH] * 3), Blocks([], [], [], [])):
         assert not blocks.chained
 
 
-def test_groups_share_packs_and_unknown_depths_fill_theirs(rows):
-    both = Blocks._make(a + b for a, b in zip(chain(0, 5), chain(0, 5, group=1), strict=True))
+def test_groups_share_packs_and_unknown_depths_fill_theirs(rows: Rows) -> None:
+    both = joined(chain(0, 5), chain(0, 5, group=1))
     cut = blocks_per_pack(rows, MAX_BYTES)
     assert [len(pack) for pack in shape(plan_packs(rows, both, MAX_BYTES))] == [2, 2]
     assert [pack[0][4] for pack in shape(plan_packs(rows, both, MAX_BYTES))] == [0, cut]
@@ -66,5 +71,5 @@ def test_groups_share_packs_and_unknown_depths_fill_theirs(rows):
     assert [len(pack[0][2]) for pack in shape(plan_packs(rows, unknown, MAX_BYTES))] == [8, 8, 4]
 
 
-def test_no_blocks_make_no_pack(rows):
+def test_no_blocks_make_no_pack(rows: Rows) -> None:
     assert plan_packs(rows, Blocks([], [], [], [])) == []

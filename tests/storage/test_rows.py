@@ -60,7 +60,7 @@ def test_places_are_the_rows_themselves(make_rows: Callable[..., Rows]) -> None:
 def test_rows_that_are_not_there_are_refused(make_rows: Callable[..., Rows]) -> None:
     rows = make_rows(8, 4096)
     rows.check([])
-    with pytest.raises(ValueError, match="rows 0 to 8 do not lie within 8"):
+    with pytest.raises(ValueError, match="rows 0 to 8 do not exist: there are 8 rows"):
         rows.check([0, 8])
 
 

@@ -10,16 +10,17 @@ import pytest
 
 from persistkv.errors import ConfigurationError, StoreError, StoreFullError
 from persistkv.memory.rows import Rows
-from persistkv.storage.backend import Backend, CommitBatch
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.store import Store
 from persistkv.testing import FaultyBackend
 from persistkv.testing.conformance.suite import tables
 from tests.memory_rows import set_payload, swap_payloads
-from tests.storage.stores import end, flip_reads, inject_faults, manifests
+from tests.storage.stores import end, flip_reads, inject_faults, inspectable, manifests
 
 Keys = Callable[..., list[bytes]]
 OpenStore = Callable[..., Store]
-Failing = tuple[Store, FaultyBackend[Backend]]
+Failing = tuple[Store, FaultyBackend[InspectableBackend]]
 
 
 @pytest.fixture
@@ -134,7 +135,7 @@ def test_a_pack_without_its_payload_heals(open_store: OpenStore, keys: Keys) -> 
         store.put("r", names, range(64), None)
         store.commit()
         assert store.read(names, range(64)) == []
-        (name,) = tables(store.catalogue.backend, store.namespace)
+        (name,) = tables(inspectable(store), store.namespace)
         set_payload(store.catalogue.backend, store.namespace, name, b"")
         assert store.read(names, range(64)) == names
         assert not any(map(store.contains, names))
@@ -179,7 +180,7 @@ def test_a_block_in_the_place_of_another_does_not_verify(open_store: OpenStore, 
     store.rows.array[:] ^= 0xFF
     store.put("b", two, range(64), None)
     store.commit()
-    swap_payloads(store.catalogue.backend, store.namespace, *tables(store.catalogue.backend, store.namespace))
+    swap_payloads(store.catalogue.backend, store.namespace, *tables(inspectable(store), store.namespace))
     assert store.read(one, range(64)) == one
     assert store.read(two, range(64)) == two
 

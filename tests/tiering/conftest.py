@@ -26,7 +26,7 @@ GROUPS = (GroupLayout(((0, 4096),)), GroupLayout(((4096, 100), (8192, 4096))), G
 
 
 def content(key: OffloadKey) -> npt.NDArray[np.uint8]:
-    """What the block of a key holds, a whole row."""
+    """Content of a key's block, a whole row."""
     seed = int.from_bytes(key[:8], "little") * 8 + key[-1]
     return np.random.default_rng(seed).integers(0, 256, STRIDE, dtype=np.uint8)
 
@@ -52,7 +52,7 @@ class Stack:
     tiers: list[Any] = field(default_factory=list)
 
     def store(self, keys: Sequence[OffloadKey], req: ReqContext) -> None:
-        """What a worker does: write the rows, then report."""
+        """Act as a worker: write the rows, then report."""
         output = self.manager.prepare_store(keys, req)
         assert output is not None
         self.fill(output.keys_to_store, output.store_spec)
@@ -73,7 +73,7 @@ class Stack:
         return [event for _ in range(times) for event in self.manager.take_events()]
 
     def forget_primary(self) -> None:
-        """Make the primary tier cold, as after a restart; the tiers keep what they have."""
+        """Make the primary tier cold, as after a restart; the tiers keep their blocks."""
         self.primary.reset_cache()
         self.rows[:] = 0
 

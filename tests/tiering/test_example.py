@@ -42,7 +42,7 @@ def test_the_oldest_blocks_go_first_and_never_those_of_the_job(
     assert len(tier.blocks) == 4
     many = keys(6)
     stack.store(many, req)
-    assert list(tier.blocks) == many[:4], "what cannot fit beside the rest of its job is declined"
+    assert list(tier.blocks) == many[:4], "blocks without room next to the rest of their job are declined"
     (*_, result) = tier.completed_jobs
     assert list(result.failed_keys) == many[4:]
 

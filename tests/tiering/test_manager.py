@@ -44,7 +44,7 @@ def test_a_completed_store_cascades_to_all_tiers(make_stack: MakeStack, keys: Ke
     assert stack.primary.prepare_store(keys(6), req) is None, "rows that a cascade reads are protected"
     stack.step()
     assert [len(tier.blocks) for tier in stack.tiers] == [3, 3]
-    assert stack.primary.prepare_store(keys(8), req) is not None, "each tier let go of its own reference"
+    assert stack.primary.prepare_store(keys(8), req) is not None, "each tier released its own reference"
 
 
 def test_a_failed_store_cascades_nowhere(make_stack: MakeStack, keys: Keys, described: Described) -> None:
@@ -381,7 +381,7 @@ def test_reset_forgets_and_frees_what_jobs_use_as_they_end(
     stack.manager.reset_cache()
     assert stack.promote(names + others, begin(stack, described("b", names))) == [False] * 5
     stack.manager.complete_store(writing.keys_to_store, req)
-    assert [list(job.keys) for job in tier.stores] == [names], "what was computed before the reset is not handed on"
+    assert [list(job.keys) for job in tier.stores] == [names], "blocks computed before the reset are not cascaded"
     stack.step()
     assert stack.primary.num_free_or_evictable() == 8
 

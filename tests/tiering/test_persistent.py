@@ -1,4 +1,4 @@
-"""The persistent tier: the contract in each host, and what it adds: durability, manifests, restarts."""
+"""The persistent tier: the contract in each host, and additionally durability, manifests, restarts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from persistkv.base import OffloadKey, OffloadPolicy, ReqContext
 from persistkv.config import OffloadingConfig
 from persistkv.errors import ConfigurationError, IdentityMismatchError
-from persistkv.storage import open_backend
+from persistkv.storage import open_inspectable
 from persistkv.testing.tier_conformance import SecondaryTierConformance
 from persistkv.tiering.persistent import PersistentTier
 
@@ -91,7 +91,7 @@ def test_a_restarted_stack_starts_warm(make_stack: MakeStack, keys: Keys, descri
     second.check(everything, second.manager.prepare_load(everything, again))
     second.manager.complete_load(everything, again)
 
-    backend = open_backend(f"lmdb://{tmp_path}/store", read_only=True)
+    backend = open_inspectable(f"lmdb://{tmp_path}/store", read_only=True)
     (namespace,) = backend.namespaces()
     (manifest,) = backend.manifests(namespace.id)
     assert (manifest.group_blocks, manifest.tokens) == ((6, 6, 0), 96)
@@ -119,7 +119,7 @@ def test_what_is_held_is_not_sent_again(
 def test_the_host_killed_in_a_cascade_and_in_a_promotion(
     make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path
 ) -> None:
-    """Rows are released, lookups miss, the host comes back, and what was durable is found again."""
+    """Rows are released, lookups miss, the host restarts, and durable blocks are found again."""
     stack = make_stack(16, lmdb(tmp_path))
     (tier,) = stack.tiers
     names, lost = keys(4), keys(4)
@@ -148,7 +148,7 @@ def test_the_host_killed_in_a_cascade_and_in_a_promotion(
     late = described("d", names)
     stack.manager.on_new_request(late)
     while True not in stack.promote(names, late):
-        assert time.monotonic() < deadline, "the host does not come back"
+        assert time.monotonic() < deadline, "the host does not restart"
         stack.step()
         time.sleep(0.01)
     assert stack.promote(names, late) == [True] * 4

@@ -35,17 +35,17 @@ def does_not_pin_cascades(manager: TieringOffloadingManager) -> None:
 
 def cascades_failed_stores(manager: TieringOffloadingManager) -> None:
     complete = manager.complete_store
-    manager.complete_store = lambda keys, req, success=True: complete(keys, req, True)  # type: ignore[method-assign]
+    manager.complete_store = lambda keys, req_context, success=True: complete(keys, req_context, True)  # type: ignore[method-assign]
 
 
 def tells_tiers_of_an_end_before_the_last_store(manager: TieringOffloadingManager) -> None:
     finish = manager.on_request_finished
 
-    def early(req: ReqContext) -> None:
+    def early(req_context: ReqContext) -> None:
         storing = manager.primary_tier.num_free_or_evictable() < manager.primary_tier.num_blocks
         for tier in manager.secondary_tiers if storing else ():
-            tier.on_request_finished(req)
-        finish(req)
+            tier.on_request_finished(req_context)
+        finish(req_context)
 
     manager.on_request_finished = early  # type: ignore[method-assign]
 
@@ -67,7 +67,7 @@ def frees_rows_before_the_job_ends(manager: TieringOffloadingManager) -> None:
 
 
 def ignores_the_epoch(manager: TieringOffloadingManager) -> None:
-    """Cascades whatever was stored, also what a reset has orphaned."""
+    """Cascades all stored blocks, including those orphaned by a reset."""
     wrap_primary(manager, is_ready=lambda key: True)
 
 

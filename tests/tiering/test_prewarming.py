@@ -1,4 +1,4 @@
-"""What was used last is promoted before anyone asks for it."""
+"""Prewarming: recently used contexts are promoted before a request looks them up."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 from persistkv.base import OffloadKey, ReqContext
 from persistkv.errors import ConfigurationError
-from persistkv.storage import open_backend
-from persistkv.storage.backend import Backend
+from persistkv.storage import open_inspectable
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.host.prewarm import WarmRequest, request_warm, warm_answers
 from persistkv.tiering import prewarming as prewarming_module
 from persistkv.tiering.persistent import PersistentTier
@@ -26,7 +26,7 @@ Described = Callable[..., ReqContext]
 
 
 class Answering:
-    """A tier that answers when it is told to."""
+    """A tier that answers on demand."""
 
     def __init__(self) -> None:
         self.open = False
@@ -105,7 +105,7 @@ def fill(stack: Any, described: Described, name: str, chain: list[OffloadKey]) -
 def two_contexts(
     make_stack: MakeStack, tier: Callable[..., PersistentTier], keys: Keys, described: Described
 ) -> tuple[list[OffloadKey], list[OffloadKey]]:
-    """Six blocks each, in a store that nobody has open; the second was used last."""
+    """Six blocks each, in a closed store; the second was used last."""
     first, (old, new) = make_stack(16, tier), (keys(6), keys(6))
     fill(first, described, "old", old)
     fill(first, described, "new", new)
@@ -113,7 +113,7 @@ def two_contexts(
     return old, new
 
 
-def ask_for(backend: Backend, chain: list[OffloadKey]) -> WarmRequest:
+def ask_for(backend: InspectableBackend, chain: list[OffloadKey]) -> WarmRequest:
     """As ``persistkv warm`` does, for the context that begins with this chain."""
     (space,) = backend.namespaces()
     for head in backend.manifests(space.id):
@@ -150,7 +150,7 @@ def test_what_was_asked_for_is_promoted_first(
     url = f"lmdb://{tmp_path}/store"
     tier = partial(PersistentTier, url=url, host="process", max_age_s=0.01)
     old, _ = two_contexts(make_stack, tier, keys, described)
-    with closing(open_backend(url)) as backend:
+    with closing(open_inspectable(url)) as backend:
         asked = ask_for(backend, old)
         second = make_stack(16, tier, prewarm_share=0.375)
         deadline = time.monotonic() + 90
@@ -181,14 +181,14 @@ def test_an_engine_that_runs_finds_what_is_asked_for(
         second.step()
     assert second.manager.stats.promoted_blocks == 6
     assert second.manager.lookup(new[0], asking) is True
-    with closing(open_backend(url)) as backend:
+    with closing(open_inspectable(url)) as backend:
         asked = ask_for(backend, old)
     while second.manager.stats.promoted_blocks < 12:
         assert time.monotonic() < deadline
         second.step()
     second.manager.on_new_request(asking)
     assert [second.manager.lookup(key, asking) for key in old] == [True] * 6
-    with closing(open_backend(url)) as backend:
+    with closing(open_inspectable(url)) as backend:
         (answer,) = warm_answers(backend, asked)
         assert (answer.blocks, answer.missing) == (6, 0)
 

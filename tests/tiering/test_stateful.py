@@ -59,7 +59,7 @@ def chains_of(branch: int) -> list[list[OffloadKey]]:
 
 
 def content(key: OffloadKey, weights: int) -> npt.NDArray[np.uint8]:
-    """What the block of a key holds under these weights."""
+    """Content of a key's block under these weights."""
     return np.resize(np.frombuffer(key + bytes((weights,)), dtype=np.uint8), STRIDE)
 
 
@@ -168,7 +168,7 @@ class TieringMachine(RuleBasedStateMachine):
     """The rules. ``sabotage`` may break the manager under test."""
 
     totals: ClassVar[Counter[str]] = Counter()
-    """What all runs did together: a machine that does nothing proves nothing."""
+    """Totals of all runs: a machine without actions would prove nothing."""
     sabotage: Callable[[TieringOffloadingManager], None] | None = None
 
     @initialize(tiers=st.lists(st.sampled_from(OffloadPolicy), min_size=1, max_size=2))
@@ -223,7 +223,7 @@ class TieringMachine(RuleBasedStateMachine):
     def job_ends(self, job: JobMetadata) -> None:
         self.release(job.block_ids.tolist(), writing=job.is_promotion)
 
-    # What an engine does. One rule draws the action: Hypothesis disables rules at random, and as rules of their own
+    # Actions of an engine. One rule draws the action: Hypothesis disables rules at random, and as rules of their own
     # most runs would leave out one that the others need, and never get deep.
 
     @rule(
@@ -331,7 +331,7 @@ class TieringMachine(RuleBasedStateMachine):
         self.manager.on_request_finished(req)
 
     def all_transfers_end(self) -> None:
-        """The quiet course of things, so that runs get deep: what is in flight succeeds."""
+        """Let everything in flight succeed, so that runs get deep."""
         while self.transfers:
             self.end_transfer(0, True)
         for tier in self.tiers:
@@ -349,7 +349,7 @@ class TieringMachine(RuleBasedStateMachine):
             self.weights += 1
         self.manager.reset_cache(weights_changed)
 
-    # What must hold
+    # Invariants
 
     @invariant()
     def rows_that_are_read_do_not_change(self) -> None:

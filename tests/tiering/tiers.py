@@ -1,4 +1,4 @@
-"""Tiers that remember what they were told."""
+"""Tiers that record their calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from persistkv.tiering.example import ExampleSecondaryTier
 
 
 class RecordingTier(ExampleSecondaryTier):
-    """Remembers what it was told; asks for every block of a request; fails the loads of ``rotten`` keys."""
+    """Records its calls; asks for every block of a request; fails the loads of ``rotten`` keys."""
 
     policy = OffloadPolicy.REQUEST_LEVEL
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from persistkv.base import make_offload_key
-from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
+from persistkv.storage.backend import CommitBatch, ManifestWrite
+from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.codec import Codec, RawCodec
 from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.format.manifest import RequestManifest
@@ -36,7 +37,7 @@ class Contexts:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: InspectableBackend,
         identity: Identity = LLAMA,
         *,
         groups: int = 1,

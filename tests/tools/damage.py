@@ -13,7 +13,7 @@ from persistkv.config import PAGE_BYTES, StoreUrl
 from persistkv.storage import open_backend
 from persistkv.storage.catalog.rows import PIECE_BYTES, SEQUENCE, manifest_row
 from persistkv.storage.format.pack import PackTable
-from persistkv_lmdb.layout import Databases
+from persistkv_lmdb.layout import DATABASES
 from tests.tools.contexts import Contexts
 
 _TABLE_PREFIX = SEQUENCE.size
@@ -50,8 +50,8 @@ class Damage:
 
     def __init__(self, url: str, namespace: bytes) -> None:
         self._location = Path(StoreUrl.parse(url).location)
-        self._env = lmdb.open(str(self._location), max_dbs=len(Databases._fields), map_size=0, create=False)
-        self._db = {name: self._env.open_db(name.encode(), create=False) for name in Databases._fields}
+        self._env = lmdb.open(str(self._location), max_dbs=len(DATABASES), map_size=0, create=False)
+        self._db = {name: self._env.open_db(name.encode(), create=False) for name in DATABASES}
         self._namespace = namespace
 
     def __enter__(self) -> Damage:

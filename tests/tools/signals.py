@@ -9,6 +9,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from tests.host_processes import descendants, host_processes
+
 
 def obey_ctrl_c() -> None:
     """For ``preexec_fn``: a shell's background jobs, and so what a test run started there starts, ignore it."""
@@ -16,23 +18,15 @@ def obey_ctrl_c() -> None:
 
 
 def wait_for_store(process: subprocess.Popen[str], limit_s: float = 60.0) -> None:
-    """Wait until a command, or a child of its, has an LMDB store open.
+    """Wait until a command, a child process or a host process of it has an LMDB store open.
 
     :raises TimeoutError: it has not after ``limit_s``.
     """
     deadline = time.monotonic() + limit_s
-    while not any("data.mdb" in _mappings(pid) for pid in _family(process.pid)):
+    while not any("data.mdb" in _mappings(pid) for pid in [process.pid, *descendants(process.pid), *host_processes()]):
         if time.monotonic() > deadline:
             raise TimeoutError(f"no store is open after {limit_s} s")
         time.sleep(0.05)
-
-
-def _family(pid: int) -> list[int]:
-    found = [pid]
-    for member in found:
-        with suppress(OSError):
-            found += map(int, Path(f"/proc/{member}/task/{member}/children").read_text().split())
-    return found
 
 
 def _mappings(pid: int) -> str:

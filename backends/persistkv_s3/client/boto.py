@@ -3,35 +3,42 @@
 1. Bodies are uploaded from their own memory and downloaded into their final place; nothing here copies them.
 2. An attempt exceeds its deadline by at most one socket timeout: an upload checks it between pieces, and a watchdog
    shuts a download down.
-3. botocore makes no retries of its own: only ``retries`` makes retries.
+3. botocore makes no retries of its own: ``bucket`` does.
 """
 
 from __future__ import annotations
 
+import errno
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from email.utils import parsedate_to_datetime
 from typing import Any
+from urllib.parse import urlsplit
 
 from persistkv.errors import ConfigurationError, StoreError
 from persistkv.storage.extensions import PlainMedium
-from persistkv_s3.client.errors import (
+from persistkv_s3.client.transport import (
+    Body,
     BrokenError,
+    Deadline,
     LateError,
+    ListPage,
     ObjectExistsError,
+    ObjectInfo,
     ObjectMissingError,
     RefusedError,
     S3Error,
+    Sink,
     ThrottledError,
+    Transport,
 )
-from persistkv_s3.client.transport import Body, Deadline, ListPage, ObjectInfo, Sink, Transport
 from persistkv_s3.options import Place, S3Options
 
-_PUT_BYTES = 72 << 20  # 72 MiB: the largest pack of many blocks, padding and table. Larger bodies are uploaded in parts
-_PART_BYTES = 32 << 20  # 32 MiB
 _READ_BYTES = 256 << 10  # 256 KiB: longer reads cause page faults, shorter ones more calls
-_BESIDE = 16  # threads of callers, which make a single request themselves
+_CALLERS = 16  # threads of callers, which make a single request themselves
 _CONNECT_S = 5.0
 _MOST_S = 30.0
 _THROTTLES = frozenset(
@@ -46,69 +53,54 @@ class BotoClient(Transport):
 
     def __init__(self, place: Place, options: S3Options) -> None:
         self._place = place
-        self._extra = _encryption(options)
+        encryption = {"ServerSideEncryption": options.sse, "SSEKMSKeyId": options.sse_kms_key_id}
+        self._extra = {name: value for name, value in encryption.items() if value is not None}
         self._client = _make_client(options)
-        self._count_lock = threading.Lock()
+        self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
+        self._ahead_s: float | None = None
+        """Server's clock minus ``time.monotonic``. Of answers that agree within 5 s the greatest difference counts:
+        dates have whole seconds, and answers take time."""
         self._client.meta.events.register("before-send.s3", self._count_one)
+        self._client.meta.events.register("after-call.s3", self._compare_clocks)
+        server = urlsplit(self._client.meta.endpoint_url)
+        self._where = f"{place} at {server.scheme}://{server.netloc.rpartition('@')[2]}"
 
     @property
     def requests(self) -> dict[str, int]:
-        """See ``Transport``; counted by HTTP method."""
-        with self._count_lock:
+        with self._lock:
             return dict(self._counts)
 
     def _count_one(self, request: Any, **_: Any) -> None:
-        with self._count_lock:
+        with self._lock:
             self._counts[request.method] += 1
+
+    def _compare_clocks(self, parsed: Any, **_: Any) -> None:
+        date = parsed.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
+        with suppress(TypeError, ValueError), self._lock:
+            ahead_s = parsedate_to_datetime(date).timestamp() - time.monotonic()
+            if self._ahead_s is None or not -5.0 < ahead_s - self._ahead_s <= 0.0:
+                self._ahead_s = ahead_s
+
+    def server_time(self) -> float:
+        return time.time() if self._ahead_s is None else time.monotonic() + self._ahead_s
 
     def put(self, key: str, body: Body, deadline: Deadline, *, only_if_absent: bool = True) -> None:
         condition = {"IfNoneMatch": "*"} if only_if_absent else {}
+        target = {"Bucket": self._place.bucket, "Key": key, **condition, **self._extra}
         with self._translated("PUT", key, deadline):
-            if len(body) > _PUT_BYTES:
-                self._put_parts(key, body, deadline, condition)
-                return
-            self._client.put_object(
-                Bucket=self._place.bucket,
-                Key=key,
-                Body=body.within(deadline),
-                ContentLength=len(body),
-                **condition,
-                **self._extra,
-            )
-
-    def _put_parts(self, key: str, body: Body, deadline: Deadline, condition: dict[str, str]) -> None:
-        """Upload in parts. Some servers ignore the condition of a completion, so the object is looked up first."""
-        target = {"Bucket": self._place.bucket, "Key": key}
-        if condition:
-            with suppress(ObjectMissingError):
-                self.head(key, deadline)
-                raise ObjectExistsError(f"{self._place}: {key} lies there already")
-        upload = self._client.create_multipart_upload(**target, **self._extra)["UploadId"]
-        try:
-            parts = []
-            for number, part in enumerate(body.parts(_PART_BYTES), start=1):
-                answer = self._client.upload_part(
-                    **target,
-                    UploadId=upload,
-                    PartNumber=number,
-                    Body=part.within(deadline),
-                    ContentLength=len(part),
-                )
-                parts.append({"PartNumber": number, "ETag": answer["ETag"]})
-            self._client.complete_multipart_upload(
-                **target, UploadId=upload, MultipartUpload={"Parts": parts}, **condition
-            )
-        except BaseException:
-            with suppress(Exception):  # the bucket's lifecycle rule removes the remaining parts
-                self._client.abort_multipart_upload(**target, UploadId=upload)
-            raise
+            self._client.put_object(Body=body, ContentLength=len(body), **target)
 
     def get(self, key: str, start: int | None, stop: int | None, sink: Sink, deadline: Deadline) -> None:
-        wanted = {} if stop is None else {"Range": f"bytes={'' if start is None else start}-{_last(start, stop)}"}
+        wanted = {}
+        if stop is not None:
+            wanted["Range"] = f"bytes=-{stop}" if start is None else f"bytes={start}-{stop - 1}"
         with self._translated("GET", key, deadline):
             answer = self._client.get_object(Bucket=self._place.bucket, Key=key, **wanted)
             with closing(answer["Body"]) as body:
+                size = answer.get("ContentRange", "").rpartition("/")[2]
+                if start is not None and stop is not None and size.isdigit() and int(size) < stop:
+                    raise ObjectMissingError(f"{self._where}: {key} has {size} bytes instead of {stop} or more")
                 sink.expect(answer["ContentLength"])
                 with _cut_off(body, deadline):
                     _receive(body, sink)
@@ -122,44 +114,38 @@ class BotoClient(Transport):
         more = {} if page is None else {"ContinuationToken": page}
         with self._translated("LIST", prefix, deadline):
             answer = self._client.list_objects_v2(Bucket=self._place.bucket, Prefix=prefix, **more)
-        found = [
-            ObjectInfo(entry["Key"], entry["Size"], entry["LastModified"].timestamp())
-            for entry in answer.get("Contents", ())
-        ]
+        entries = answer.get("Contents", ())
+        found = [ObjectInfo(entry["Key"], entry["Size"], entry["LastModified"].timestamp()) for entry in entries]
         return ListPage(found, answer["NextContinuationToken"] if answer.get("IsTruncated") else None)
 
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
+        wanted = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
         try:
-            self._delete_many(keys, deadline)
+            with self._translated("DELETE", f"{keys[0]} and {len(keys) - 1} more", deadline):
+                answer = self._client.delete_objects(Bucket=self._place.bucket, Delete=wanted)
+            for error in answer.get("Errors", ()):
+                raise _of_answer({"Error": error}, f"{self._where}: DELETE {error.get('Key')}")
         except RefusedError:  # Ceph requires permission to delete the whole bucket for this
             for key in keys:
                 with self._translated("DELETE", key, deadline):
                     self._client.delete_object(Bucket=self._place.bucket, Key=key)
-
-    def _delete_many(self, keys: Sequence[str], deadline: Deadline) -> None:
-        wanted = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
-        with self._translated("DELETE", f"{keys[0]} and {len(keys) - 1} more", deadline):
-            answer = self._client.delete_objects(Bucket=self._place.bucket, Delete=wanted)
-        for error in answer.get("Errors", ()):
-            raise _of_answer({"Error": error}, f"{self._place}: DELETE {error.get('Key')}")
 
     def close(self) -> None:
         self._client.close()
 
     @contextmanager
     def _translated(self, verb: str, key: str, deadline: Deadline) -> Iterator[None]:
-        deadline.check(f"{self._place}: {verb} {key}")
+        deadline.check(f"{self._where}: {verb} {key}")
         try:
             yield
         except StoreError:
             raise
         except Exception as error:
-            raise _ours(error, f"{self._place}: {verb} {key}", deadline) from None
+            raise _ours(error, f"{self._where}: {verb} {key}", deadline) from None
 
 
 class PlainBucket(BotoClient, PlainMedium):
-    """Bucket used as by a plain boto3 client, for comparison: one object per ``write``, one request at a time, buffers
-    joined before and copied after, no checks."""
+    """Plain use of boto3, for comparison: an object per ``write``, one request at a time, buffers joined and copied."""
 
     def __init__(self, place: Place, options: S3Options) -> None:
         super().__init__(place, options)
@@ -183,14 +169,9 @@ class PlainBucket(BotoClient, PlainMedium):
         try:
             if self._written:
                 self.delete(self._written, Deadline(self._deadline_s))
-                self._written.clear()
+                self._written = []
         finally:
             super().close()
-
-
-def _last(start: int | None, stop: int) -> int:
-    """Return the second number of a range header: the last byte, or the length of the suffix."""
-    return stop if start is None else stop - 1
 
 
 def _receive(body: Any, sink: Sink) -> None:
@@ -237,8 +218,18 @@ def _ours(error: Exception, what: str, deadline: Deadline) -> S3Error:
     if isinstance(error, (NoCredentialsError, PartialCredentialsError, TokenRetrievalError)):
         return RefusedError(f"{what}: no credentials; they come from the environment, a profile or a role")
     if isinstance(error, (HTTPClientError, ConnectionError, ResponseStreamingError, OSError)):
-        return BrokenError(f"{what}: {type(error).__name__}")
-    return RefusedError(f"{what}: {type(error).__name__}")
+        return BrokenError(f"{what}: {_cause(error)}")
+    return RefusedError(f"{what}: {_cause(error)}")
+
+
+def _cause(error: BaseException) -> str:
+    """Describe an error by its type and the system error that caused it: its message may hold a request's headers."""
+    name, inner = type(error).__name__, error
+    for _ in range(10):
+        inner = getattr(inner, "kwargs", {}).get("error") or inner.__cause__ or inner.__context__ or inner
+    if not isinstance(inner, OSError) or not inner.strerror:
+        return name
+    return f"{name}: {inner.strerror} ({errno.errorcode.get(inner.errno or 0, type(inner).__name__)})"
 
 
 def _of_answer(answer: Any, what: str) -> S3Error:
@@ -251,23 +242,12 @@ def _of_answer(answer: Any, what: str) -> S3Error:
         return ObjectExistsError(text)
     if code in _THROTTLES or status in (429, 503):
         found = ThrottledError(text)
-        found.pause_s = max(found.pause_s, _retry_after(answer))
+        asked = str(answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", ""))
+        found.pause_s = max(found.pause_s, min(float(asked), _MOST_S) if asked.isdigit() else 0.0)
         return found
     if status >= 500 or code in _BROKEN or status in (408, 409):
         return BrokenError(text)
     return RefusedError(text)
-
-
-def _retry_after(answer: Any) -> float:
-    asked = str(answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", "0"))
-    return min(float(asked), _MOST_S) if asked.isdigit() else 0.0
-
-
-def _encryption(options: S3Options) -> dict[str, str]:
-    if options.sse is None:
-        return {}
-    key = {} if options.sse_kms_key_id is None else {"SSEKMSKeyId": options.sse_kms_key_id}
-    return {"ServerSideEncryption": options.sse, **key}
 
 
 def _make_client(options: S3Options) -> Any:
@@ -286,7 +266,7 @@ def _make_client(options: S3Options) -> Any:
             connect_timeout=min(_CONNECT_S, options.deadline_s),
             read_timeout=max(1.0, options.deadline_s / 3),  # a hang costs a third of the deadline, not all of it
             retries={"total_max_attempts": 1},
-            max_pool_connections=2 * options.connections + _BESIDE,  # reads run concurrently with a commit
+            max_pool_connections=2 * options.connections + _CALLERS,  # reads run concurrently with a commit
             request_checksum_calculation="when_supported" if options.checksum == "crc32" else "when_required",
             response_checksum_validation="when_required",
             s3={"payload_signing_enabled": not unsigned, "addressing_style": "path" if path_style else "auto"},

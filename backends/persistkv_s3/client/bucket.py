@@ -1,42 +1,158 @@
-"""One bucket as the driver uses it: a transport with the store's deadline, and threads for concurrent operations."""
+"""One bucket as the driver uses it: operations with deadline, retries and breaker, and threads that run them.
+
+1. An operation ends by its deadline, including attempts, pauses between them, and interrupted bodies.
+2. Pauses have full jitter: each is the pause that the server requests, plus a random one below a bound that doubles.
+3. Bytes of a body that arrived are valid and are not fetched again.
+4. Every attempt counts towards the breaker; while it is open, operations fail at once, without an attempt.
+
+States of the breaker:
+
+    closed     requests pass. Opens after 5 bad answers in a row, or if 10 of the last 20 were bad
+    open       no request passes, for a pause that doubles each time, up to 30 s
+    half-open  one request passes. Good answer: closed. Bad answer: open again
+
+A bad answer is a failure caused by the server, or an answer that took longer than ``slow_s`` and the time of its bytes
+at 1 MiB/s.
+"""
 
 from __future__ import annotations
 
+import logging
+import random
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
-from typing import TypeVar
+from functools import partial
+from typing import Literal, TypeVar
 
+from persistkv.errors import StoreError
 from persistkv.storage.executor import ThreadPool
 from persistkv.storage.format.codec import Buffer
 from persistkv_s3.client.transport import (
     MOST_DELETED,
     Body,
+    BreakerOpenError,
     Deadline,
     FrameSink,
+    ObjectExistsError,
     ObjectInfo,
     RowSink,
+    S3Error,
+    Sink,
     Transport,
     WholeSink,
 )
-from persistkv_s3.options import Place
 
 A = TypeVar("A")
 R = TypeVar("R")
+SinkT = TypeVar("SinkT", bound=Sink)
+State = Literal["closed", "open", "half-open"]
 
+logger = logging.getLogger(__name__)
+
+MOST_ATTEMPTS = 8  # bounds the requests to a server that fails fast
+_FIRST_BOUND_S = 0.2
+_LAST_BOUND_S = 5.0
 _SMALL_BYTES = 1 << 20  # 1 MiB: identities, leases and roots are smaller
+_IN_A_ROW = 5
+_WINDOW = 20
+_SLOW_BYTES_PER_S = 1 << 20  # 1 MiB/s
+_FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 30.0
+
+
+class Breaker:
+    """Circuit breaker, see the top of this file. Thread-safe.
+
+    :param name: of the server, for the log.
+    :param slow_s: seconds after which even a correct answer without bytes is bad.
+    :param jitter: returns a number from 0 to 1, which shortens a pause by up to a half.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        slow_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self._name = name
+        self._slow_s = slow_s
+        self._clock = clock
+        self._jitter = jitter
+        self._lock = threading.Lock()
+        self._state: State = "closed"
+        self._recent: deque[bool] = deque(maxlen=_WINDOW)
+        self._pause_s = _FIRST_PAUSE_S
+        self._wait_until = 0.0
+        """End of the pause while open; end of the probe's time while half-open."""
+        self.opened = 0
+        """Number of times that it opened."""
+        self.refused = 0
+        """Number of requests that were refused."""
+
+    @property
+    def state(self) -> State:
+        """The present state."""
+        with self._lock:
+            over = self._state == "open" and self._clock() >= self._wait_until
+            return "half-open" if over else self._state
+
+    def admit(self) -> bool:
+        """Return whether a request may be made now. While half-open, one may; others are refused until ``record``."""
+        with self._lock:
+            if self._state == "closed":
+                return True
+            now = self._clock()
+            if now < self._wait_until:
+                self.refused += 1
+                return False
+            self._state = "half-open"
+            self._wait_until = now + LONGEST_PAUSE_S  # a probe whose thread died must not block it for ever
+            return True
+
+    def record(self, *, well: bool, seconds: float, num_bytes: int = 0) -> None:
+        """Record the result of an admitted request that transferred ``num_bytes``."""
+        bad = not well or seconds > self._slow_s + num_bytes / _SLOW_BYTES_PER_S
+        with self._lock:
+            self._recent.append(bad)
+            recent = list(self._recent)
+            if self._state == "open":
+                return  # it was sent before the breaker opened
+            if self._state == "half-open" and not bad:
+                logger.warning("%s answers again", self._name)
+                self._state = "closed"
+                self._recent.clear()
+                self._pause_s = _FIRST_PAUSE_S
+            elif self._state == "half-open":
+                self._open()
+            elif recent[-_IN_A_ROW:] == [True] * _IN_A_ROW or (bad and sum(recent) * 2 >= _WINDOW):
+                logger.warning("%s fails or is slow: requests are held back until it answers again", self._name)
+                self.opened += 1
+                self._open()
+
+    def _open(self) -> None:
+        self._wait_until = self._clock() + self._pause_s * (0.5 + 0.5 * self._jitter())
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        self._state = "open"
 
 
 class Bucket:
-    """Operations on one bucket. Thread-safe.
+    """Operations on one bucket, see the top of this file. Thread-safe. All raise ``S3Error``s and errors of a sink.
 
+    :param transport: makes single attempts; closed with the bucket.
     :param deadline_s: of each operation in seconds, including retries.
     :param connections: maximum of concurrent operations in one call of ``all``.
     """
 
-    def __init__(self, place: Place, transport: Transport, deadline_s: float, connections: int) -> None:
-        self.place = place
+    def __init__(self, transport: Transport, breaker: Breaker, deadline_s: float, connections: int) -> None:
+        self.breaker = breaker
         self._transport = transport
         self._deadline_s = deadline_s
+        self._last_failure = "none failed"
         self._readers = ThreadPool(connections, "persistkv-s3-read")
         self._writers = ThreadPool(connections, "persistkv-s3-write")
 
@@ -45,24 +161,23 @@ class Bucket:
         """See ``Transport.requests``."""
         return self._transport.requests
 
-    def all(self, what: Callable[[A], R], things: Iterable[A]) -> list[R]:
+    def now(self) -> float:
+        """Return the time by the server's clock, in seconds since the epoch; see ``Transport.server_time``."""
+        return self._transport.server_time()
+
+    def all(self, what: Callable[[A], R], things: Iterable[A], *, writes: bool = False) -> list[R]:
         """Call ``what`` with each thing, concurrently; return the results.
 
         All calls have ended when it returns or raises a ``StoreError``.
 
+        :param writes: use other threads, so that reads do not wait behind uploads.
         :raises StoreError: the error of the first thing whose call failed.
-        :raises KeyboardInterrupt: at once. Queued calls never start; running ones end by their deadline, and the
-            interpreter's exit waits for them.
+        :raises KeyboardInterrupt: at once. Queued calls never start; running ones end by their deadline.
         """
-        return self._all(self._readers, what, list(things))
-
-    def all_writes(self, what: Callable[[A], R], things: Iterable[A]) -> list[R]:
-        """Do the same in other threads, so that reads do not wait behind uploads."""
-        return self._all(self._writers, what, list(things))
-
-    def _all(self, pool: ThreadPool, what: Callable[[A], R], todo: list[A]) -> list[R]:
+        todo = list(things)
         if len(todo) <= 1:
             return [what(thing) for thing in todo]
+        pool = self._writers if writes else self._readers
         futures = [pool.submit(what, thing) for thing in todo]
         try:
             wait(futures)  # no call uses the caller's memory after the return
@@ -72,56 +187,115 @@ class Bucket:
         return [future.result() for future in futures]
 
     def put(self, key: str, pieces: Sequence[Buffer], *, only_if_absent: bool = True) -> None:
-        """See ``Transport.put``."""
-        self._transport.put(key, Body(pieces), Deadline(self._deadline_s), only_if_absent=only_if_absent)
+        """Upload an object.
+
+        :raises ObjectExistsError: ``only_if_absent``, and there is an object. If the error is ``uncertain``, an earlier
+            attempt of this call may have created it.
+        """
+        uncertain = False
+
+        def attempt(deadline: Deadline) -> None:
+            nonlocal uncertain
+            try:
+                self._transport.put(key, Body(pieces, deadline), deadline, only_if_absent=only_if_absent)
+            except S3Error as error:
+                if isinstance(error, ObjectExistsError):
+                    error.uncertain = uncertain
+                uncertain = uncertain or error.uncertain
+                raise
+
+        num_bytes = sum(memoryview(piece).nbytes for piece in pieces)
+        self._run(attempt, lambda: num_bytes)
 
     def get(self, key: str, limit: int = _SMALL_BYTES) -> bytearray:
         """Return a whole object.
 
         :raises CorruptPackError: it is larger than ``limit`` bytes.
         """
-        sink = WholeSink(limit)
-        self._transport.get(key, None, None, sink, Deadline(self._deadline_s))
-        return sink.data
+        return self._get(key, None, None, WholeSink(limit)).data
 
     def tail(self, key: str, length: int) -> bytearray:
         """Return the last bytes of an object; all of it if it is shorter."""
-        sink = WholeSink(length)
-        self._transport.get(key, None, length, sink, Deadline(self._deadline_s))
-        return sink.data
+        return self._get(key, None, length, WholeSink(length)).data
 
     def fill(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
         """Fill buffers from byte ``start`` on.
 
         :raises ObjectMissingError: there is no such object, or it is shorter; the content of the buffers is undefined.
         """
-        total = sum(buffer.nbytes for buffer in buffers)
-        self._transport.get(key, start, start + total, RowSink(buffers), Deadline(self._deadline_s))
+        self._get(key, start, start + sum(buffer.nbytes for buffer in buffers), RowSink(buffers))
 
     def pour(self, key: str, sink: FrameSink) -> None:
         """Download ranges of an object into a sink, with one request; errors as in ``fill``."""
-        self._transport.get(key, sink.start, sink.stop, sink, Deadline(self._deadline_s))
+        self._get(key, sink.start, sink.stop, sink)
+
+    def _get(self, key: str, start: int | None, stop: int | None, sink: SinkT) -> SinkT:
+        """Download bytes as ``Transport.get`` does; an attempt after an interrupted one fetches the remainder."""
+
+        def attempt(deadline: Deadline) -> None:
+            done = sink.position
+            if not done:
+                self._transport.get(key, start, stop, sink, deadline)
+            elif start is None and len(sink.room()):  # of a tail or a whole object: the remainder, counted from the end
+                self._transport.get(key, None, len(sink.room()), sink, deadline)
+            elif start is not None and stop is not None and start + done < stop:
+                self._transport.get(key, start + done, stop, sink, deadline)
+
+        self._run(attempt, lambda: sink.position)
+        return sink
 
     def head(self, key: str) -> ObjectInfo:
-        """See ``Transport.head``."""
-        return self._transport.head(key, Deadline(self._deadline_s))
+        """:raises ObjectMissingError: there is no such object."""
+        return self._run(partial(self._transport.head, key))
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
-        """Return all objects whose keys start with ``prefix``, by key."""
-        return list(self.pages(prefix))
-
-    def pages(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yield the same page by page, each page within the deadline: there may be a million objects."""
-        page = self._transport.list(prefix, None, Deadline(self._deadline_s))
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Yield all objects whose keys start with ``prefix``, by key, each page within the deadline."""
+        page = self._run(partial(self._transport.list, prefix, None))
         yield from page.objects
-        while page.next is not None:
-            page = self._transport.list(prefix, page.next, Deadline(self._deadline_s))
+        while (token := page.next) is not None:
+            page = self._run(partial(self._transport.list, prefix, token))
             yield from page.objects
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; missing ones are ignored."""
         for start in range(0, len(keys), MOST_DELETED):
-            self._transport.delete(keys[start : start + MOST_DELETED], Deadline(self._deadline_s))
+            self._run(partial(self._transport.delete, keys[start : start + MOST_DELETED]))
+
+    def _run(self, attempt: Callable[[Deadline], R], num_bytes: Callable[[], int] = int) -> R:
+        """Repeat an attempt until it succeeds, or another one is hopeless.
+
+        :param num_bytes: called after each attempt: the bytes that the operation has transferred.
+        """
+        deadline = Deadline(self._deadline_s)
+        bound = _FIRST_BOUND_S
+        for attempts_left in reversed(range(MOST_ATTEMPTS)):
+            try:
+                return self._attempt(attempt, deadline, num_bytes)
+            except S3Error as error:
+                pause = error.pause_s + random.uniform(0, bound)
+                if not error.retryable or not attempts_left or pause >= deadline.remaining:
+                    raise
+            time.sleep(pause)
+            bound = min(2 * bound, _LAST_BOUND_S)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _attempt(self, attempt: Callable[[Deadline], R], deadline: Deadline, num_bytes: Callable[[], int]) -> R:
+        if not self.breaker.admit():
+            raise BreakerOpenError(
+                f"no request is sent for a while after failures or slow answers; {self._last_failure}"
+            )
+        begin, well = time.monotonic(), False
+        try:
+            result = attempt(deadline)
+            well = True
+            return result
+        except StoreError as error:
+            well = not isinstance(error, S3Error) or error.healthy
+            if not well:
+                self._last_failure = f"the last failure: {error}"
+            raise
+        finally:
+            self.breaker.record(well=well, seconds=time.monotonic() - begin, num_bytes=num_bytes())
 
     def close(self) -> None:
         """Release connections; idempotent. Does not wait for calls that an interrupt left running."""

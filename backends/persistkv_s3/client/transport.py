@@ -1,23 +1,80 @@
-"""The operations on an object store that the driver needs, each with a deadline, and their uploads and downloads.
+"""Interface of an object store client, its errors, and the sources and destinations of transfers.
 
-``boto.BotoClient`` makes single attempts; ``retries.RetryingTransport`` adds retries, a breaker and the resumption of
-bodies behind the same interface. Both are thread-safe.
+``boto.BotoClient`` implements it with single attempts; ``bucket.Bucket`` adds retries and the breaker.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from persistkv.errors import CorruptPackError
+from persistkv.errors import CorruptPackError, StoreUnavailableError
 from persistkv.storage.format.codec import Buffer
-from persistkv_s3.client.errors import BrokenError, LateError
 
 _PIECE_BYTES = 1 << 20  # 1 MiB: maximum of one write to a socket, so that a stalled upload is detected
 
 MOST_DELETED = 1000
+
+
+class S3Error(StoreUnavailableError):
+    """A request failed. The text never contains credentials."""
+
+    retryable = False
+    """Whether the same request may succeed if it is repeated."""
+    healthy = False
+    """Whether the server works although the request failed: it answered, and the error is not its fault."""
+    uncertain = False
+    """Whether the server may have carried out the request."""
+    pause_s = 0.0
+    """Minimum pause in seconds that the server requests."""
+
+
+class ObjectMissingError(S3Error):
+    """There is no such object."""
+
+    healthy = True
+
+
+class ObjectExistsError(S3Error):
+    """A conditional PUT found an existing object."""
+
+    healthy = True
+
+
+class RefusedError(S3Error):
+    """The server rejected the request: credentials, policy, bucket, region."""
+
+
+class BrokenError(S3Error):
+    """The connection broke, or the server failed. A write may have taken effect."""
+
+    retryable = True
+    uncertain = True
+
+
+class ThrottledError(S3Error):
+    """The server requests fewer requests. The request had no effect."""
+
+    retryable = True
+    pause_s = 0.5
+
+
+class LateError(S3Error):
+    """The deadline passed. A write may have taken effect."""
+
+    uncertain = True
+
+
+class BreakerOpenError(S3Error):
+    """No request was made, because previous ones failed or were slow."""
+
+    healthy = True
+
+
+PASSING = (BrokenError, ThrottledError, LateError, BreakerOpenError)
+"""Errors that only say that the server does not answer at present."""
 
 
 class Deadline:
@@ -33,10 +90,7 @@ class Deadline:
         return self._at - time.monotonic()
 
     def check(self, what: str) -> None:
-        """Check the deadline.
-
-        :raises LateError: it has passed.
-        """
+        """:raises LateError: the deadline has passed."""
         if self.remaining <= 0:
             raise LateError(f"{what} took longer than {self.seconds:g} s")
 
@@ -44,7 +98,7 @@ class Deadline:
 class Body:
     """Bytes of an upload, not copied. A file object for boto3: ``read`` returns whole pieces."""
 
-    def __init__(self, pieces: Sequence[Buffer], deadline: Deadline | None = None) -> None:
+    def __init__(self, pieces: Sequence[Buffer], deadline: Deadline) -> None:
         self._pieces = [
             part[start : start + _PIECE_BYTES]
             for piece in pieces
@@ -58,30 +112,12 @@ class Body:
     def __len__(self) -> int:
         return self._length
 
-    def within(self, deadline: Deadline) -> Body:
-        """Return a body with the same bytes, from their start, that cannot be read after the deadline."""
-        return Body(self._pieces, deadline)
-
-    def parts(self, length: int) -> Iterator[Body]:
-        """Split the bytes into bodies of at least ``length``; the last one may be shorter."""
-        part: list[Buffer] = []
-        size = 0
-        for piece in self._pieces:
-            part.append(piece)
-            size += len(piece)
-            if size >= length:
-                yield Body(part)
-                part, size = [], 0
-        if part:
-            yield Body(part)
-
     def read(self, _size: int = -1) -> Buffer:
         """Return the next piece, regardless of the requested size; empty at the end.
 
         :raises LateError: the deadline has passed; this aborts the upload.
         """
-        if self._deadline is not None:
-            self._deadline.check("an upload")
+        self._deadline.check("an upload")
         if self._next == len(self._pieces):
             return b""
         self._next += 1
@@ -102,56 +138,55 @@ class Body:
         return sum(map(len, self._pieces[: self._next]))
 
 
-class Sink(Protocol):
-    """Destination of a download."""
+class Sink(ABC):
+    """Destination of a download.
 
-    @property
-    def position(self) -> int:
+    :param length: bytes of the download.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self.position = 0
         """Bytes that have arrived."""
-        ...
 
     def expect(self, length: int) -> None:
         """Called before the server sends ``length`` bytes, from ``position`` on.
 
         :raises BrokenError: that is not the requested length.
         """
-        ...
+        if length != self._length - self.position:
+            raise BrokenError(f"the server sends {length} bytes instead of {self._length - self.position}")
 
+    @abstractmethod
     def room(self) -> memoryview:
         """Return the memory for the next bytes; empty: the download is complete."""
-        ...
 
     def advance(self, count: int) -> None:
         """Called after ``count`` bytes were written there."""
-        ...
+        self.position += count
 
 
-class RowSink:
+class RowSink(Sink):
     """Fills the caller's buffers in order."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         self._parts = [part for buffer in buffers if len(part := buffer.cast("B"))]
-        self._total = sum(map(len, self._parts))
         self._part = 0
         self._filled = 0
-        self.position = 0
-
-    def expect(self, length: int) -> None:
-        if length != self._total - self.position:
-            raise BrokenError(f"the server sends {length} bytes instead of {self._total - self.position}")
+        super().__init__(sum(map(len, self._parts)))
 
     def room(self) -> memoryview:
         return self._parts[self._part][self._filled :] if self._part < len(self._parts) else memoryview(b"")
 
     def advance(self, count: int) -> None:
-        self.position += count
+        super().advance(count)
         self._filled += count
         if self._filled == len(self._parts[self._part]):
             self._part += 1
             self._filled = 0
 
 
-class FrameSink:
+class FrameSink(Sink):
     """Passes ranges of an object through one buffer, each as soon as it is complete; discards the bytes between them.
 
     :param ranges: (offset, length), ascending; no length is 0.
@@ -163,16 +198,11 @@ class FrameSink:
     ) -> None:
         self.start = ranges[0][0]
         self.stop = sum(ranges[-1])
-        self.position = 0
         self._ranges = ranges
         self._buffer = buffer
         self._take = take
         self._number = 0
-
-    def expect(self, length: int) -> None:
-        left = self.stop - self.start - self.position
-        if length != left:
-            raise BrokenError(f"the server sends {length} bytes instead of {left}")
+        super().__init__(self.stop - self.start)
 
     def room(self) -> memoryview:
         if self._number == len(self._ranges):
@@ -182,34 +212,31 @@ class FrameSink:
         return self._buffer[inside:length] if inside >= 0 else self._buffer[:-inside]
 
     def advance(self, count: int) -> None:
-        self.position += count
+        super().advance(count)
         offset, length = self._ranges[self._number]
         if self.start + self.position == offset + length:
             self._number += 1
             self._take(self._number - 1, self._buffer[:length])
 
 
-class WholeSink:
+class WholeSink(Sink):
     """Collects an object of unknown length, up to a bound, because the content of a bucket is untrusted."""
 
     def __init__(self, limit: int) -> None:
+        super().__init__(0)
         self._limit = limit
         self.data = bytearray()
-        self.position = 0
 
     def expect(self, length: int) -> None:
-        if self.position + length > self._limit:
-            raise CorruptPackError("object", f"{length} bytes where {self._limit} are the most that belong there")
-        if self.position and self.position + length != len(self.data):
-            raise BrokenError(f"the server sends {length} bytes more instead of {len(self.data) - self.position}")
-        if not self.position:
+        if length > self._limit:
+            raise CorruptPackError("object", f"{length} bytes; at most {self._limit} belong there")
+        if not self.position:  # the object may be another one than at a previous attempt
+            self._length = length
             self.data = bytearray(length)
+        super().expect(length)
 
     def room(self) -> memoryview:
         return memoryview(self.data)[self.position :]
-
-    def advance(self, count: int) -> None:
-        self.position += count
 
 
 class ObjectInfo(NamedTuple):
@@ -234,8 +261,12 @@ class Transport(ABC):
 
     @property
     def requests(self) -> dict[str, int]:
-        """Number of requests sent so far, by kind; empty if they are not counted."""
+        """Number of requests sent so far, by HTTP method; empty if they are not counted."""
         return {}
+
+    def server_time(self) -> float:
+        """Return the time by the server's clock, in seconds since the epoch; the local time before the first answer."""
+        return time.time()
 
     @abstractmethod
     def put(self, key: str, body: Body, deadline: Deadline, *, only_if_absent: bool = True) -> None:

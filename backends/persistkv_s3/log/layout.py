@@ -1,17 +1,18 @@
-"""Index objects, snapshots, and the objects of format and identity. docs/format.md specifies every byte.
+"""Names and formats of objects: index objects, snapshots, format, identities. docs/format.md specifies every byte.
 
 An index object is a sequence of entries, each of one commit: a sealed head (msgpack after a version and a checksum),
 then the bodies that it references (pack tables and heads of manifests), each sealed separately. Damage to a body
 affects only that body, and damage to a head only that entry. Nothing is trusted: lengths are checked against the data,
-and unreadable parts raise ``CorruptPackError`` naming the field, or are skipped.
+unreadable parts raise ``CorruptPackError`` naming the field or are skipped, and unparsable names are ignored.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
@@ -34,7 +35,90 @@ _TABLE_LENGTH = struct.Struct("<Q")
 _TRAILER_BYTES = 24  # of a pack; its first field is the length of the table
 MAX_LOG_BYTES = 1 << 30  # 1 GiB: larger index objects and segments are not read
 
+_LOG = re.compile(r"i-([0-9a-f]{32})-([0-9a-f]{12})")
+_ROOT = re.compile(r"s-([0-9a-f]{12})")
+_PACK = re.compile(r"([0-9a-f]{32})-([0-9a-f]{8})")
+_IDENTITY = re.compile(r"[0-9a-f]{32}")
+
+FORMAT = "persistkv"
+IDENTITIES = "identities/"
+STATUSES = "status/"
+LEASES = "leases/"
+
 T = TypeVar("T")
+
+_Id = Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+_Generation = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_Length = Annotated[int, msgspec.Meta(ge=0, lt=MAX_LOG_BYTES)]
+
+
+class LogName(NamedTuple):
+    """Name of one commit of one writer."""
+
+    writer: bytes
+    """16 random bytes, drawn by each writing handle."""
+    number: int
+    """Counted from 1."""
+
+
+class Names:
+    """Keys of one namespace's objects.
+
+    :param prefix: of the store; empty, or ending in a slash.
+    :param key_id: of the key that authenticates the objects; empty without one. Objects elsewhere are ignored.
+    """
+
+    def __init__(self, prefix: str, namespace: bytes, key_id: str = "") -> None:
+        self.base = f"{prefix}{namespace.hex()}{'-' if key_id else ''}{key_id}/"
+        self.log_prefix = f"{self.base}log/"
+        self.packs_prefix = f"{self.base}packs/"
+        self.keys_prefix = f"{self.base}keys/"
+        self.segments_prefix = f"{self.base}segments/"
+
+    def pack(self, pack_id: bytes, generation: int) -> str:
+        """Return the key of a pack. After a deletion its generation rises, so the bytes under a key never change."""
+        return f"{self.packs_prefix}{pack_id.hex()}-{generation:08x}"
+
+    def log(self, name: LogName) -> str:
+        """Return the key of a commit's index object."""
+        return f"{self.log_prefix}i-{name.writer.hex()}-{name.number:012x}"
+
+    def manifest_keys(self, name: LogName) -> str:
+        """Return the key of the object with the keys of a commit's manifests."""
+        return f"{self.keys_prefix}{name.writer.hex()}-{name.number:012x}"
+
+    def root(self, number: int) -> str:
+        """Return the key of a snapshot's root."""
+        return f"{self.log_prefix}s-{number:012x}"
+
+    def segment(self, name: str) -> str:
+        """Return the key of a snapshot's segment."""
+        return f"{self.segments_prefix}{name}"
+
+
+def parse_log(key: str) -> LogName | None:
+    """Return the commit of an index object; None for another key."""
+    match = _LOG.fullmatch(key.rpartition("/")[2])
+    return None if match is None else LogName(bytes.fromhex(match[1]), int(match[2], 16))
+
+
+def parse_root(key: str) -> int | None:
+    """Return the number of a snapshot's root; None for another key."""
+    match = _ROOT.fullmatch(key.rpartition("/")[2])
+    return None if match is None else int(match[1], 16)
+
+
+def parse_pack(key: str) -> tuple[bytes, int] | None:
+    """Return pack id and generation of a pack object; None for another key."""
+    match = _PACK.fullmatch(key.rpartition("/")[2])
+    return None if match is None else (bytes.fromhex(match[1]), int(match[2], 16))
+
+
+def parse_identity(key: str) -> bytes | None:
+    """Return the namespace id of an identity object; None for another key."""
+    name = key.rpartition("/")[2]
+    return bytes.fromhex(name) if _IDENTITY.fullmatch(name) else None
 
 
 class Stamp(NamedTuple):
@@ -49,18 +133,18 @@ class Stamp(NamedTuple):
 class PackRow(msgspec.Struct, frozen=True, array_like=True):
     """Addition of a pack."""
 
-    pack_id: bytes
-    generation: int
-    offset: int
+    pack_id: _Id
+    generation: _Generation
+    offset: _Length
     """Offset in the entry's bodies of the pack's tags (if any), which its table follows."""
-    length: int
+    length: _Length
 
 
 class GoneRow(msgspec.Struct, frozen=True, array_like=True):
     """Removal of a pack."""
 
-    pack_id: bytes
-    generation: int
+    pack_id: _Id
+    generation: _Generation
     """The removed generation: the pack is next written under a higher one."""
 
 
@@ -71,31 +155,31 @@ class ManifestRow(msgspec.Struct, frozen=True, array_like=True):
     ordered: bool
     packs: bytes
     """Concatenated ids of the packs that it references."""
-    offset: int
+    offset: _Length
     """Offset of the head in the entry's bodies."""
-    length: int
-    keys_writer: bytes
-    keys_number: int
+    length: _Length
+    keys_writer: _Id
+    keys_number: _Number
     """With ``keys_writer``: the name of the object that holds the keys."""
-    keys_offset: int
-    keys_length: int
+    keys_offset: _Number
+    keys_length: _Length
 
 
-class Head(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class Head(msgspec.Struct, array_like=True, kw_only=True):
     """Changes made by one commit."""
 
     namespace: bytes
-    writer: bytes
-    moment: int
+    writer: _Id
+    moment: _Number
     time: float
-    """Seconds since the epoch, by the writer's clock, never decreasing."""
-    packs: tuple[PackRow, ...] = ()
-    gone: tuple[GoneRow, ...] = ()
+    """Seconds since the epoch, by the server's clock."""
+    packs: list[PackRow] = []
+    gone: list[GoneRow] = []
     uses: bytes = b""
     """Concatenated ids of the packs that were used; those of ``packs`` are not repeated."""
-    manifests: tuple[ManifestRow, ...] = ()
-    manifests_gone: tuple[str, ...] = ()
-    pins: tuple[tuple[str, bool], ...] = ()
+    manifests: list[ManifestRow] = []
+    manifests_gone: list[str] = []
+    pins: list[tuple[str, bool]] = []
 
     @property
     def stamp(self) -> Stamp:
@@ -107,48 +191,26 @@ class Entry(NamedTuple):
     """A head with its bodies."""
 
     head: Head
-    bodies: bytes
+    bodies: bytearray
 
+    @classmethod
+    def of(cls, namespace: bytes, stamp: Stamp, time: float) -> Entry:
+        """Return an entry without changes."""
+        return cls(Head(namespace=namespace, writer=stamp.writer, moment=stamp.moment, time=time), bytearray())
 
-class EntryBuilder:
-    """Collects the rows and bodies of one entry."""
-
-    def __init__(self) -> None:
-        self.packs: list[PackRow] = []
-        self.gone: list[GoneRow] = []
-        self.uses: list[bytes] = []
-        self.manifests: list[ManifestRow] = []
-        self.manifests_gone: list[str] = []
-        self.pins: list[tuple[str, bool]] = []
-        self._bodies = bytearray()
+    def body(self, row: PackRow | ManifestRow) -> bytes:
+        """Return the body of a row."""
+        return bytes(memoryview(self.bodies)[row.offset : row.offset + row.length])
 
     def add_pack(self, pack_id: bytes, generation: int, body: bytes) -> None:
         """:param body: tags and table."""
-        self.packs.append(PackRow(pack_id, generation, len(self._bodies), len(body)))
-        self._bodies += body
+        self.head.packs.append(PackRow(pack_id, generation, len(self.bodies), len(body)))
+        self.bodies.extend(body)
 
-    def add_manifest(
-        self, name: str, ordered: bool, packs: bytes, head: bytes, keys: tuple[bytes, int, int, int]
-    ) -> None:
-        """:param keys: location of the keys, the last fields of ``ManifestRow``."""
-        self.manifests.append(ManifestRow(name, ordered, packs, len(self._bodies), len(head), *keys))
-        self._bodies += head
-
-    def entry(self, namespace: bytes, stamp: Stamp, time: float) -> Entry:
-        """Return the entry."""
-        head = Head(
-            namespace=namespace,
-            writer=stamp.writer,
-            moment=stamp.moment,
-            time=time,
-            packs=tuple(self.packs),
-            gone=tuple(self.gone),
-            uses=b"".join(self.uses),
-            manifests=tuple(self.manifests),
-            manifests_gone=tuple(self.manifests_gone),
-            pins=tuple(self.pins),
-        )
-        return Entry(head, bytes(self._bodies))
+    def add_manifest(self, row: ManifestRow, head: bytes) -> None:
+        """Add a manifest; offset and length of its row are filled in."""
+        self.head.manifests.append(msgspec.structs.replace(row, offset=len(self.bodies), length=len(head)))
+        self.bodies.extend(head)
 
 
 class Root(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -164,9 +226,9 @@ class Root(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Number of segments, from the first, that were written together, without entries that were superseded then."""
 
 
-def encode_entries(entries: Sequence[Entry]) -> list[bytes]:
+def encode_entries(entries: Sequence[Entry]) -> list[Buffer]:
     """Return the buffers of an index object or a segment."""
-    pieces = [_MAGIC]
+    pieces: list[Buffer] = [_MAGIC]
     for head, bodies in entries:
         sealed = _seal(msgspec.msgpack.encode(head))
         pieces += [_LENGTHS.pack(len(sealed), len(bodies)), sealed, bodies]
@@ -195,33 +257,24 @@ def parse_entries(data: Buffer, namespace: bytes) -> Iterator[Entry]:
         except CorruptPackError as error:
             problem = problem or error
         else:
-            yield Entry(head, bytes(view[at + head_length : at + head_length + body_length]))
+            yield Entry(head, bytearray(view[at + head_length : at + head_length + body_length]))
         at += head_length + body_length
     if problem is not None:
         raise problem
 
 
 def _check_head(head: Head, namespace: bytes, body_length: int) -> None:
+    """Check what the types of the fields do not imply."""
     if head.namespace != namespace:
         raise CorruptPackError("index namespace", f"{head.namespace.hex()} instead of {namespace.hex()}")
-    packs = [row.pack_id for row in head.packs] + [row.pack_id for row in head.gone]
-    writers = [head.writer, *(row.keys_writer for row in head.manifests)]
-    if any(len(name) != ID_BYTES for name in (*packs, *writers)):
-        raise CorruptPackError("index ids", f"they are not all of {ID_BYTES} bytes")
-    if len(head.uses) % ID_BYTES or any(len(row.packs) % ID_BYTES for row in head.manifests):
+    if any(len(joined) % ID_BYTES for joined in (head.uses, *(row.packs for row in head.manifests))):
         raise CorruptPackError("index ids", f"joined ones are no multiple of {ID_BYTES} bytes")
-    numbers = [head.moment, *(n for row in head.manifests for n in (row.keys_number, row.keys_offset))]
-    generations = [row.generation for row in head.packs] + [row.generation for row in head.gone]
-    lengths = [row.keys_length for row in head.manifests]
-    for found, bound in ((numbers, 1 << 48), (generations, 1 << 32), (lengths, MAX_LOG_BYTES)):
-        if not all(0 <= number < bound for number in found):
-            raise CorruptPackError("index numbers", f"one is not below {bound}")
     places = [(row.offset, row.length) for row in head.packs] + [(row.offset, row.length) for row in head.manifests]
     for offset, length in places:
-        if offset < 0 or length < 0 or offset + length > body_length:
-            raise CorruptPackError("index body", f"{length} bytes at {offset} do not lie in {body_length}")
+        if offset + length > body_length:
+            raise CorruptPackError("index body", f"{length} bytes at {offset} do not fit {body_length}")
     if not math.isfinite(head.time):
-        raise CorruptPackError("index time", f"{head.time} is none")
+        raise CorruptPackError("index time", f"{head.time} is not finite")
 
 
 def split_ids(joined: bytes) -> tuple[bytes, ...]:
@@ -248,9 +301,9 @@ def parse_root_object(data: Buffer, namespace: bytes, number: int | None) -> Roo
     """
     root = _open(data, Root)
     if root.namespace != namespace or number not in (None, root.number):
-        raise CorruptPackError("root", f"number {root.number} of {root.namespace.hex()} lies in place of {number}")
+        raise CorruptPackError("root", f"number {root.number} of {root.namespace.hex()} in place of {number}")
     if any("/" in name or not name.isascii() for name in root.segments):
-        raise CorruptPackError("root segments", "a name that is none of a segment")
+        raise CorruptPackError("root segments", "not the name of a segment")
     return root
 
 

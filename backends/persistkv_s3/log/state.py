@@ -16,14 +16,14 @@ import struct
 import threading
 from collections.abc import Iterable
 from hashlib import blake2b
+from operator import xor
 from typing import NamedTuple
 
 from persistkv.errors import CorruptPackError
 from persistkv.storage.backend import Changes
 from persistkv.storage.extensions import RequestUse
 from persistkv.storage.format.pack import ID_BYTES, UNKNOWN_DEPTH, PackTable
-from persistkv_s3.log.layout import Entry, EntryBuilder, GoneRow, PackRow, Stamp, split_ids, tags_before
-from persistkv_s3.log.names import LogName
+from persistkv_s3.log.layout import Entry, GoneRow, LogName, ManifestRow, PackRow, Stamp, split_ids, tags_before
 
 CHANGES_KEPT = 4096
 _REMEMBER_S = 7 * 86_400.0  # one week: after a longer pause, a handle may list a removed pack again, and its reads miss
@@ -67,20 +67,22 @@ class PackState(NamedTuple):
 class ManifestState(NamedTuple):
     """State of a manifest that is held."""
 
+    row: ManifestRow
     head: bytes
     """Sealed; may be damaged."""
-    ordered: bool
     packs: tuple[bytes, ...]
-    keys: LogName
-    keys_offset: int
-    keys_length: int
     stamp: Stamp
     used: LastUse
 
     @property
+    def keys(self) -> LogName:
+        """Name of the object that holds its keys."""
+        return LogName(self.row.keys_writer, self.row.keys_number)
+
+    @property
     def stored_bytes(self) -> int:
         """Bytes of its head and keys."""
-        return len(self.head) + self.keys_length + ID_BYTES * len(self.packs)
+        return len(self.head) + self.row.keys_length + ID_BYTES * len(self.packs)
 
 
 class Removal(NamedTuple):
@@ -111,9 +113,7 @@ class LogState:
         self._handle = os.urandom(8)
         self._log: list[tuple[bytes, bool]] = []
         self._position = 0
-        self._digest = 0
-
-    # Content
+        self._digest = bytes(16)
 
     def pinned(self, manifest_id: str) -> bool:
         """Return whether a pin protects a manifest from eviction."""
@@ -139,19 +139,16 @@ class LogState:
             last = self.packs.get(held.packs[-1])
             if last is None:
                 return None
-            naming = self.naming.get(held.packs[-1], ())
-            later = sum(
-                self.manifests[name].used.moment > held.used.moment for name in naming if name in self.manifests
-            )
+            naming = [self.manifests[name] for name in self.naming[held.packs[-1]]]
             tables = [self.packs[pack_id].table for pack_id in held.packs if pack_id in self.packs]
             return RequestUse(
-                last.used.time,
-                last.used.moment > held.used.moment,
-                max(0, len(naming) - 1),
-                pinned,
-                later,
-                sum(table.raw_length for table in tables),
-                sum(table.payload_length for table in tables),
+                last_used=last.used.time,
+                reused=last.used.moment > held.used.moment,
+                shared_by=len(naming) - 1,
+                pinned=pinned,
+                hits=sum(other.used.moment > held.used.moment for other in naming),
+                packs_raw_bytes=sum(table.raw_length for table in tables),
+                packs_stored_bytes=sum(table.payload_length for table in tables),
             )
 
     @property
@@ -159,13 +156,6 @@ class LogState:
         """Bytes of all packs and manifests."""
         packs = sum(pack.stored_bytes for pack in self.packs.values())
         return packs + sum(manifest.stored_bytes for manifest in self.manifests.values())
-
-    def next_generation(self, pack_id: bytes) -> int:
-        """Return the generation for the upload of a pack that is not held."""
-        gone = self.gone.get(pack_id)
-        return 0 if gone is None else gone.generation + 1
-
-    # Merging
 
     def merge(self, entry: Entry) -> None:
         """Apply the entry of a commit."""
@@ -183,11 +173,7 @@ class LogState:
             for name in head.manifests_gone:
                 self._drop(name, Removal(head.stamp, head.time))
             for manifest in head.manifests:
-                sealed = entry.bodies[manifest.offset : manifest.offset + manifest.length]
-                keys = LogName(manifest.keys_writer, manifest.keys_number)
-                place = (keys, manifest.keys_offset, manifest.keys_length)
-                packs = split_ids(manifest.packs)
-                self._keep(manifest.id, ManifestState(sealed, manifest.ordered, packs, *place, head.stamp, use))
+                self._keep(ManifestState(manifest, entry.body(manifest), split_ids(manifest.packs), head.stamp, use))
             for name, pinned in head.pins:
                 if self._pins.get(name, (_NEVER, False))[0] < head.stamp:
                     self._pins[name] = (head.stamp, pinned)
@@ -201,32 +187,32 @@ class LogState:
 
     def _gain(self, row: PackRow, entry: Entry) -> None:
         head, pack_id, generation, stamp = entry.head, row.pack_id, row.generation, entry.head.stamp
-        held, gone = self.packs.get(pack_id), self.gone.get(pack_id)
-        if (held is not None and stamp <= held.stamp) or (gone is not None and stamp < gone.stamp):
+        held = self.packs.get(pack_id)
+        if _known(stamp, held) or _follows(self.gone.get(pack_id), stamp):
             return
         try:
-            body = entry.bodies[row.offset : row.offset + row.length]
+            body = entry.body(row)
             table = PackTable.parse(body)
-            if (table.pack_id, table.namespace) != (pack_id, head.namespace):
-                raise CorruptPackError("table", "another pack's")
         except CorruptPackError:
             return
+        if (table.pack_id, table.namespace) != (pack_id, head.namespace):
+            return
         self.gone.pop(pack_id, None)
-        use = LastUse(head.moment, head.time) if held is None else max(LastUse(head.moment, head.time), held.used)
-        tags = tags_before(body)
-        stored = PackState(table, generation, stamp, head.time, use, row.length, tags)
-        if held is None or (held.generation, held.table) != (generation, table):
+        use = LastUse(head.moment, head.time)
+        stored = PackState(table, generation, stamp, head.time, use, row.length, tags_before(body))
+        if held is None or _face(held) != _face(stored):
             self._forget(pack_id)
             self._note(pack_id, True, generation)
-        self.packs[pack_id] = stored
+        self.packs[pack_id] = stored if held is None else stored._replace(used=max(use, held.used))
 
     def _lose(self, pack_id: bytes, gone: Removal) -> None:
-        held, before = self.packs.get(pack_id), self.gone.get(pack_id)
-        if (held is not None and gone.stamp <= held.stamp) or (before is not None and gone.stamp <= before.stamp):
+        before = self.gone.get(pack_id)
+        if _known(gone.stamp, self.packs.get(pack_id)) or _known(gone.stamp, before):
             return
         self._forget(pack_id)
-        generation = max(gone.generation, 0 if before is None else before.generation)
-        self.gone[pack_id] = gone._replace(generation=generation)
+        self.gone[pack_id] = (
+            gone if before is None else gone._replace(generation=max(gone.generation, before.generation))
+        )
 
     def _forget(self, pack_id: bytes) -> None:
         held = self.packs.pop(pack_id, None)
@@ -234,15 +220,16 @@ class LogState:
             self._note(pack_id, False, held.generation)
 
     def _note(self, pack_id: bytes, came: bool, generation: int) -> None:
+        entry = blake2b(pack_id + generation.to_bytes(4, "little"), digest_size=16).digest()
+        self._digest = bytes(map(xor, self._digest, entry))
         self._position += 1
         self._log.append((pack_id, came))
         if len(self._log) > 2 * CHANGES_KEPT:
             del self._log[:CHANGES_KEPT]
-        self._digest ^= _digest(pack_id, generation)
 
-    def _keep(self, name: str, manifest: ManifestState) -> None:
-        held, gone = self.manifests.get(name), self.manifests_gone.get(name)
-        if (held is not None and manifest.stamp <= held.stamp) or (gone is not None and manifest.stamp < gone.stamp):
+    def _keep(self, manifest: ManifestState) -> None:
+        name = manifest.row.id
+        if _known(manifest.stamp, self.manifests.get(name)) or _follows(self.manifests_gone.get(name), manifest.stamp):
             return
         self._unname(name)
         self.manifests[name] = manifest
@@ -250,8 +237,7 @@ class LogState:
             self.naming.setdefault(pack_id, set()).add(name)
 
     def _drop(self, name: str, gone: Removal) -> None:
-        held, before = self.manifests.get(name), self.manifests_gone.get(name)
-        if (held is not None and gone.stamp <= held.stamp) or (before is not None and gone.stamp <= before.stamp):
+        if _known(gone.stamp, self.manifests.get(name)) or _known(gone.stamp, self.manifests_gone.get(name)):
             return
         self._unname(name)
         self.manifests_gone[name] = gone
@@ -263,8 +249,6 @@ class LogState:
             names.discard(name)
             if not names:
                 self.naming.pop(pack_id, None)
-
-    # Changes
 
     def lose(self, pack_id: bytes, held: PackState) -> bool:
         """Remove a pack whose object is missing; return False if the state has another generation of it by now."""
@@ -305,7 +289,7 @@ class LogState:
     def cursor(self) -> bytes:
         """Cursor after all merged entries."""
         with self.lock:
-            return _CURSOR.pack(self._handle, self._position, self._digest.to_bytes(16, "little"))
+            return _CURSOR.pack(self._handle, self._position, self._digest)
 
     def is_current(self, cursor: bytes) -> bool:
         """Return whether nothing has changed since the cursor."""
@@ -318,9 +302,9 @@ class LogState:
             return None
         handle, position, digest = _CURSOR.unpack(cursor)
         if handle != self._handle:
-            return 0 if digest == self._digest.to_bytes(16, "little") else None
-        behind = self._position - position
-        return int(behind) if 0 <= behind <= len(self._log) else None
+            return 0 if digest == self._digest else None
+        behind: int = self._position - position
+        return behind if 0 <= behind <= len(self._log) else None
 
     def changes(self, cursor: bytes | None) -> Changes:
         """See ``Backend.changes``."""
@@ -336,34 +320,43 @@ class LogState:
     def entries(self, namespace: bytes) -> list[Entry]:
         """Return the whole content, as one entry for each stamp and time. Called by the thread that merges."""
         newest = self.time
-        builders: dict[tuple[Stamp, float], EntryBuilder] = {}
+        found: dict[tuple[Stamp, float], Entry] = {}
+        uses: dict[tuple[Stamp, float], list[bytes]] = {}
 
-        def part(stamp: Stamp, time: float) -> EntryBuilder:
-            return builders.setdefault((stamp, time), EntryBuilder())
+        def part(stamp: Stamp, time: float) -> Entry:
+            return found.setdefault((stamp, time), Entry.of(namespace, stamp, time))
 
         for pack_id, pack in list(self.packs.items()):  # readers may remove some meanwhile
             part(pack.stamp, pack.time).add_pack(pack_id, pack.generation, pack.tags + pack.table.encode())
             if pack.used.moment != pack.stamp.moment:
-                part(Stamp(pack.used.moment, pack.stamp.writer), pack.used.time).uses.append(pack_id)
-        for name, manifest in self.manifests.items():
-            packs = b"".join(manifest.packs)
-            keys = (*manifest.keys, manifest.keys_offset, manifest.keys_length)
-            part(manifest.stamp, manifest.used.time).add_manifest(name, manifest.ordered, packs, manifest.head, keys)
+                used = (Stamp(pack.used.moment, pack.stamp.writer), pack.used.time)
+                part(*used)
+                uses.setdefault(used, []).append(pack_id)
+        for manifest in self.manifests.values():
+            part(manifest.stamp, manifest.used.time).add_manifest(manifest.row, manifest.head)
         for pack_id, gone in list(self.gone.items()):
             if gone.time > newest - _REMEMBER_S:
-                part(gone.stamp, gone.time).gone.append(GoneRow(pack_id, gone.generation))
+                part(gone.stamp, gone.time).head.gone.append(GoneRow(pack_id, gone.generation))
         for name, gone in self.manifests_gone.items():
             if gone.time > newest - _REMEMBER_S and name not in self.manifests:
-                part(gone.stamp, gone.time).manifests_gone.append(name)
+                part(gone.stamp, gone.time).head.manifests_gone.append(name)
         for name, (stamp, pinned) in self._pins.items():
             if name in self.manifests:
-                part(stamp, newest).pins.append((name, pinned))
-        return [builders[key].entry(namespace, *key) for key in sorted(builders)]
+                part(stamp, newest).head.pins.append((name, pinned))
+        for used, pack_ids in uses.items():
+            found[used].head.uses = b"".join(pack_ids)
+        return [found[key] for key in sorted(found)]
+
+
+def _known(stamp: Stamp, about: PackState | ManifestState | Removal | None) -> bool:
+    """Return whether a change is no newer than what is known."""
+    return about is not None and stamp <= about.stamp
+
+
+def _follows(gone: Removal | None, stamp: Stamp) -> bool:
+    """Return whether a removal is newer than an addition; of equal stamps the addition wins."""
+    return gone is not None and stamp < gone.stamp
 
 
 def _face(pack: PackState) -> tuple[int, PackTable]:
     return pack.generation, pack.table
-
-
-def _digest(pack_id: bytes, generation: int) -> int:
-    return int.from_bytes(blake2b(pack_id + generation.to_bytes(4, "little"), digest_size=16).digest(), "little")

@@ -1,7 +1,6 @@
 """A persistkv store in one SQLite file: the driver.
 
-1. A transaction of the catalogue is one SQL transaction, so what SQLite promises of one holds of the other: all or
-   nothing, and on disk when it returns (``synchronous = EXTRA``).
+1. A transaction of the catalogue is one SQL transaction: atomic, and durable on return (``synchronous = EXTRA``).
 2. Each table of the catalogue is an SQL table of keys and values; payloads are rows, too.
 3. Each transaction has a connection of its own, so that any number of threads may read.
 """
@@ -29,13 +28,13 @@ from persistkv.storage.backend import Capabilities
 from persistkv.storage.catalog import TABLES, RowBackend, Rows
 from persistkv.storage.format.codec import Buffer
 
-APPLICATION_ID = 0x504B5653  # "PKVS": what `PRAGMA application_id` of our files says
+APPLICATION_ID = 0x504B5653  # "PKVS": `PRAGMA application_id` of a store
 VERSION = 1
 _WAIT_S = 30.0  # for another process's transaction
 _LEAST_CAPACITY = 1 << 20  # 1 MiB
-_SPARE_PAGES = 32  # left free by what adds, so that there is room to delete
+_SPARE_PAGES = 32  # kept free by writes, so that deletions have room
 
-_KINDS = (  # by text: sqlite3 gives codes from Python 3.11 on only
+_KINDS = (  # by text: sqlite3 has error codes only since Python 3.11
     ("unable to open database file", StoreUnavailableError),
     ("database is locked", StoreBusyError),
     ("database or disk is full", StoreFullError),
@@ -46,7 +45,7 @@ _KINDS = (  # by text: sqlite3 gives codes from Python 3.11 on only
 
 
 class SqliteOptions(msgspec.Struct, frozen=True):
-    """What a URL such as ``sqlite:///var/cache/kv.db?capacity=10GiB`` may set."""
+    """Options of a URL such as ``sqlite:///var/cache/kv.db?capacity=10GiB``."""
 
     capacity: str | None = None
     """Bound on the bytes of the file, 1MiB or more; None: no bound."""
@@ -79,7 +78,7 @@ class SqliteRows(Rows):
         yield from self._db.execute(f"SELECT key, value FROM '{table}' WHERE key >= ? ORDER BY key", (start,))
 
     def pragma(self, name: str) -> int:
-        """Return a number that SQLite tells of the file."""
+        """Return a pragma's number."""
         return int(self._db.execute(f"PRAGMA {name}").fetchone()[0])
 
 
@@ -163,7 +162,7 @@ def _create_or_check(db: sqlite3.Connection, path: str, *, may_create: bool) -> 
 
 @contextmanager
 def _translated(path: str) -> Iterator[None]:
-    """The one place that knows SQLite's errors."""
+    """Raise SQLite's errors as ``StoreError``s."""
     try:
         yield
     except sqlite3.Error as error:

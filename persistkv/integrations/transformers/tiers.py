@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from persistkv.connector.common import LoadProgress
-from persistkv.connector.request_state import BlockTable
-from persistkv.connector.scheduler import OffloadingConnectorScheduler
+from persistkv.connector.scheduler import BlockTable, OffloadingConnectorScheduler
 from persistkv.connector.worker import OffloadingConnectorWorker
 from persistkv.cpu.layout import cell_bytes, group_layouts
 from persistkv.cpu.shared_offload_region import remove_leftover_regions

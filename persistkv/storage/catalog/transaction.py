@@ -243,7 +243,7 @@ class CatalogTransaction:
     def _delete_pack(self, name: bytes) -> None:
         row = self._rows.get(PACKS, name)
         if row is None:
-            self._order.remove_pack(name)  # a damaged store may list what it does not hold
+            self._order.remove_pack(name)  # a damaged store may list packs that it does not hold
             return
         table = pack_table(name, row)
         self._rows.delete(PACKS, name)

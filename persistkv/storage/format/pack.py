@@ -189,7 +189,7 @@ def _checked_table(data: Buffer) -> bytes:
     if magic != _MAGIC:
         raise CorruptPackError("magic", f"{magic!r} instead of {_MAGIC!r}")
     if not _HEADER.size <= length <= len(view) - _TRAILER.size:
-        raise CorruptPackError("table length", f"{length} does not lie within {len(view)} bytes")
+        raise CorruptPackError("table length", f"{length} exceeds {len(view)} bytes")
     table = bytes(view[len(view) - _TRAILER.size - length : len(view) - _TRAILER.size])
     if xxhash.xxh3_64_intdigest(table) != checksum:
         raise CorruptPackError("table checksum", "does not match")

@@ -85,7 +85,7 @@ def request_warm(backend: Backend, namespace: bytes, request: str, ttl_s: float 
     :raises StoreError: the medium failed; the request was not published.
     """
     now = time.time()
-    for name, row in _rows(backend, _ASK, WarmRequest):
+    for name, row in _decoded(statuses(backend), _ASK, WarmRequest):
         if not row.counts(now):
             _withdraw(backend, name)
     asked = WarmRequest(namespace=namespace.hex(), request=request, asked=now, ttl_s=ttl_s)
@@ -144,17 +144,14 @@ def warm_answers(backend: Backend, asked: WarmRequest) -> list[WarmAnswer]:
 
     :raises StoreError: the medium failed.
     """
-    found = [
-        answer
-        for _, answer in _rows(backend, f"{_ANSWER}{_name(asked.namespace, asked.request)}{_BY}", WarmAnswer)
-        if answer.asked == asked.asked
-    ]
+    prefix = f"{_ANSWER}{_name(asked.namespace, asked.request)}{_BY}"
+    found = [answer for _, answer in _decoded(statuses(backend), prefix, WarmAnswer) if answer.asked == asked.asked]
     return sorted(found, key=lambda answer: (answer.time, answer.engine))
 
 
 def _publish(backend: Backend, name: str, row: bytes | None) -> None:
     if not (isinstance(backend, SupportsStatus) and backend.capabilities.shared):
-        raise StoreUnavailableError("this store cannot be used to ask engines: it shows no rows to other processes")
+        raise StoreUnavailableError("this store publishes no rows to other processes: engines cannot be asked")
     backend.publish_status(name, row)
 
 
@@ -164,10 +161,6 @@ def _withdraw(backend: Backend, name: str) -> None:
     prefix = f"{_ANSWER}{name.removeprefix(_ASK)}{_BY}"
     for answer in [other for other in statuses(backend) if other.startswith(prefix)]:
         _publish(backend, answer, None)
-
-
-def _rows(backend: Backend, prefix: str, kind: type[T]) -> Iterator[tuple[str, T]]:
-    return _decoded(statuses(backend), prefix, kind)
 
 
 def _decoded(rows: dict[str, bytes], prefix: str, kind: type[T]) -> Iterator[tuple[str, T]]:
@@ -227,7 +220,7 @@ def _answer(backend: InspectableBackend, asked: WarmRequest, named: set[bytes], 
     try:
         acknowledge_warm(backend, asked, engine, blocks=sum(given), missing=len(given) - sum(given))
     except StoreError as error:
-        logger.info("that %s was asked for is not answered: %s", asked.request, error)
+        logger.info("could not answer the warm request for %s: %s", asked.request, error)
 
 
 def _by_last_use(backend: InspectableBackend, namespace: bytes, most: int) -> list[str]:

@@ -128,7 +128,7 @@ class StatusPublisher:
             await self._executor.write(partial(backend.publish_status, self.engine, row))
         except StoreError as error:
             if not self._failed:
-                logger.info("what this engine does is not shown to others: %s", error)
+                logger.info("could not publish engine status: %s", error)
             self._failed = True
         else:
             self._failed = False
@@ -140,4 +140,4 @@ class StatusPublisher:
         try:
             self._backend.publish_status(self.engine, None)
         except StoreError as error:
-            logger.info("the status of engine %s stays: %s", self.engine, error)
+            logger.info("could not delete the status row of engine %s: %s", self.engine, error)

@@ -88,42 +88,32 @@ class CommitTests(BackendSuite):
         backend.commit(namespace, CommitBatch([good], seen=cursor))
         assert read_pack(backend, namespace, good.table) == payload_of(good)
 
-    def test_full_store_undoes_all_and_goes_on(self, small_url: str | None) -> None:
-        if small_url is None:
-            pytest.skip("the driver knows no bound")
-        backend = self.open(small_url)
-        namespace = backend.open_namespace(sample_identity()).id
-        held = sample_pack(namespace, 1, blocks=8, block_bytes=1 << 18)
-        cursor = backend.commit(namespace, CommitBatch([held])).cursor
-        large = sample_pack(namespace, 2, blocks=32, block_bytes=1 << 18)
+    def test_full_store_undoes_all_and_goes_on(self, small: InspectableBackend, name: bytes) -> None:
+        held = sample_pack(name, 1, blocks=8, block_bytes=1 << 18)
+        cursor = small.commit(name, CommitBatch([held])).cursor
+        large = sample_pack(name, 2, blocks=32, block_bytes=1 << 18)
         with pytest.raises(StoreFullError):
-            backend.commit(namespace, CommitBatch([large], [sample_manifest("r1")], [held.pack_id]))
-        assert tables(backend, namespace) == {held.pack_id: held.table}
-        assert read_pack(backend, namespace, held.table) == payload_of(held)
-        assert list(backend.manifests(namespace)) == []
-        check_totals(backend)
+            small.commit(name, CommitBatch([large], [sample_manifest("r1")], [held.pack_id]))
+        assert tables(small, name) == {held.pack_id: held.table}
+        assert read_pack(small, name, held.table) == payload_of(held)
+        assert list(small.manifests(name)) == []
+        check_totals(small)
 
-        small = sample_pack(namespace, 3)
-        assert not backend.commit(namespace, CommitBatch([small], seen=cursor)).stale
-        assert read_pack(backend, namespace, small.table) == payload_of(small)
-        check_totals(backend)
-        backend.close()
+        fits = sample_pack(name, 3)
+        assert not small.commit(name, CommitBatch([fits], seen=cursor)).stale
+        assert read_pack(small, name, fits.table) == payload_of(fits)
+        check_totals(small)
 
-    def test_full_store_can_be_emptied_and_filled_again(self, small_url: str | None) -> None:
-        if small_url is None:
-            pytest.skip("the driver knows no bound")
-        backend = self.open(small_url)
-        namespace = backend.open_namespace(sample_identity()).id
+    def test_full_store_can_be_emptied_and_filled_again(self, small: InspectableBackend, name: bytes) -> None:
         for round_number in range(3):
             for number in range(60):
                 size = (200_000, 4096)[number % 2]
-                pack = sample_pack(namespace, 100 * round_number + number, blocks=1, block_bytes=size)
-                backend.commit(namespace, CommitBatch([pack]))
-            assert check_totals(backend).packs >= 10
-            for pack_id in tables(backend, namespace):
-                backend.commit(namespace, CommitBatch(deletions=[pack_id]))
-            assert check_totals(backend).packs == 0
-        backend.close()
+                pack = sample_pack(name, 100 * round_number + number, blocks=1, block_bytes=size)
+                small.commit(name, CommitBatch([pack]))
+            assert check_totals(small).packs >= 10
+            for pack_id in tables(small, name):
+                small.commit(name, CommitBatch(deletions=[pack_id]))
+            assert check_totals(small).packs == 0
 
     def test_first_writer_wins(self, backend: InspectableBackend, namespace: bytes) -> None:
         first, second = sample_pack(namespace, 1, content=10), sample_pack(namespace, 1, content=20)

@@ -24,20 +24,6 @@ class EvictionTests(BackendSuite):
     """Tests of the rules at the top of ``persistkv.storage.backend``."""
 
     @pytest.fixture
-    def small(self, small_url: str | None) -> Iterator[InspectableBackend]:
-        """A store of 4 MiB, which holds about 10 packs of 3 blocks."""
-        if small_url is None:
-            pytest.skip("the driver knows no bound")
-        backend = self.open(small_url)
-        yield backend
-        check_totals(backend)
-        backend.close()
-
-    @pytest.fixture
-    def name(self, small: InspectableBackend) -> bytes:
-        return small.open_namespace(sample_identity()).id
-
-    @pytest.fixture
     def aging(self, ttl_url: str | None) -> Iterator[InspectableBackend]:
         if ttl_url is None:
             pytest.skip("the driver knows no ttl")

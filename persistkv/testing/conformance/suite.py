@@ -87,6 +87,21 @@ class BackendSuite:
         """The id of a namespace in ``backend``."""
         return backend.open_namespace(sample_identity()).id
 
+    @pytest.fixture
+    def small(self, small_url: str | None) -> Iterator[InspectableBackend]:
+        """The store of ``small_url``, open for writing."""
+        if small_url is None:
+            pytest.skip("the driver supports no capacity")
+        backend = self.open(small_url)
+        yield backend
+        check_totals(backend)
+        backend.close()
+
+    @pytest.fixture
+    def name(self, small: InspectableBackend) -> bytes:
+        """The id of a namespace in ``small``."""
+        return small.open_namespace(sample_identity()).id
+
     def open(self, url: str, *, read_only: bool = False) -> InspectableBackend:
         """Open a store with the driver under test."""
         backend = self.driver.open(StoreUrl.parse(url), read_only=read_only)

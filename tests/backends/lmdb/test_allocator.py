@@ -20,8 +20,8 @@ from persistkv.errors import StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
-from persistkv_lmdb.layout import Databases, Transaction
-from persistkv_lmdb.segments.allocator import Allocator, read_extents
+from persistkv_lmdb.allocator import Allocator, read_extents
+from persistkv_lmdb.layout import DATABASES, Transaction
 
 FREE = 0
 
@@ -33,7 +33,7 @@ class SpaceMachine(RuleBasedStateMachine):
     def open(self) -> None:
         self.directory = tempfile.TemporaryDirectory()
         self.env = lmdb.open(self.directory.name, map_size=64 << 20, max_dbs=32, sync=False)
-        self.db = Databases(*[self.env.open_db(name.encode()) for name in Databases._fields])
+        self.db = {name: self.env.open_db(name.encode()) for name in DATABASES}
         self.pages: dict[tuple[int, int], int] = {}
         self.held: set[int] = set()
         self.freed: dict[int, int] = {}
@@ -235,7 +235,7 @@ def test_reader_in_the_middle_of_a_call_keeps_its_extents(backend, namespace):
         thread.start()
         thread.join()
         buffer = bytearray(len(payload_of(pack)))
-        assert shared.files.read(extents, 0, [memoryview(buffer)])
+        assert shared.files.read([(extents, 0, [memoryview(buffer)])]) == [True]
         assert buffer == payload_of(pack)
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 20, blocks=8, block_bytes=1 << 16)]))
     with shared.transaction() as transaction:
@@ -289,7 +289,7 @@ def test_file_of_a_commit_that_never_was_is_cut(open_store, path, identity):
 
 
 def test_pack_in_several_extents_and_segments(open_store, identity, monkeypatch):
-    monkeypatch.setattr("persistkv_lmdb.segments.payloads._SEGMENT_BYTES", 1 << 20)
+    monkeypatch.setattr("persistkv_lmdb.allocator.SEGMENT_BYTES", 1 << 20)
     backend = open_store("?capacity=16MiB")
     namespace = backend.open_namespace(identity).id
     ids = fill(backend, namespace)
@@ -382,7 +382,7 @@ def test_store_takes_little_more_than_it_holds(open_store, path, identity):
 
 
 def test_segments_that_were_cut_grow_again(open_store, path, identity, monkeypatch):
-    monkeypatch.setattr("persistkv_lmdb.segments.payloads._SEGMENT_BYTES", 1 << 20)
+    monkeypatch.setattr("persistkv_lmdb.allocator.SEGMENT_BYTES", 1 << 20)
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
     packs = [sample_pack(namespace, seed, blocks=8, block_bytes=1 << 16) for seed in range(8)]

@@ -109,9 +109,9 @@ def test_a_store_that_is_open_read_only_is_refused(backend, url):
 
 COMPACT = """
 import sys
-import persistkv_lmdb.compaction as compaction
+from persistkv_lmdb import commit
 from persistkv.storage import open_backend
-compaction._STEP_BYTES = 1 << 20
+commit.MOVED_BYTES = 1 << 20
 for step in open_backend(sys.argv[1]).compact():
     print(step.moved_bytes, flush=True)
 """

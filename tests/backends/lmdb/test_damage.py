@@ -16,8 +16,8 @@ from persistkv.errors import CorruptStoreError, StoreBusyError
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_lmdb.recovery import fsck, guard
-from persistkv_lmdb.recovery.fsck import Finding, Verdict, inspect
+from persistkv_lmdb import files, fsck, opening
+from persistkv_lmdb.fsck import Finding, Verdict, inspect
 
 DIES = """
 import os, signal, sys
@@ -72,7 +72,7 @@ def walks(monkeypatch):
         found.append(inspect(directory))
         return found[-1]
 
-    monkeypatch.setattr(guard, "inspect", counted)
+    monkeypatch.setattr(opening, "inspect", counted)
     return found
 
 
@@ -135,7 +135,7 @@ def test_a_look_ends_with_the_process_that_asked():
     """A host that is killed while it opens a large store would leave one walk after the other."""
     looking = """
 import os, time
-from persistkv_lmdb.recovery.fsck import end_with
+from persistkv_lmdb.fsck import end_with
 end_with(os.getppid())
 print("looking", flush=True)
 time.sleep(600)
@@ -173,7 +173,7 @@ for read_only in (True, False):
 
 
 def test_a_store_whose_end_was_never_written_is_no_damage(open_store, path, filled, monkeypatch):
-    monkeypatch.setattr("persistkv_lmdb.environment.opening.is_cut_short", lambda _: True)
+    monkeypatch.setattr("persistkv_lmdb.opening.is_cut_short", lambda _: True)
     assert len(list(open_store().namespaces())) == 1
 
 
@@ -232,7 +232,7 @@ backend.close()
 
 def test_whoever_does_not_get_to_open_it_says_nothing_about_its_end(open_store, path, filled, walks, monkeypatch):
     die(path, filled)
-    monkeypatch.setattr(guard, "OPENING_PATIENCE_S", 0.2)
+    monkeypatch.setattr(files, "OPENING_PATIENCE_S", 0.2)
     with (path / "writer.lock").open("r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(StoreBusyError):
@@ -257,8 +257,8 @@ def test_open_after_deaths_while_opening_keeps_content(open_store, path, filled)
 import os, signal, sys
 from persistkv.config import StoreUrl
 from persistkv_lmdb import LmdbBackend
-from persistkv_lmdb.environment import opening
-opening.open_databases = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+from persistkv_lmdb import environment
+environment.create_databases = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
 """
     for _ in range(4):
@@ -310,10 +310,10 @@ def test_child_that_cannot_run_says_nothing_about_the_store(open_store, path, fi
     ],
 )
 def test_how_the_child_ends(path, filled, monkeypatch, program, finding):
-    monkeypatch.setattr(fsck, "_PROGRAM", program)
+    monkeypatch.setattr(fsck, "PROGRAM", program)
     if "sleep" in program or "while" in program:
-        monkeypatch.setattr(fsck, "_LEAST_CPU_S", 1)
-        monkeypatch.setattr(fsck, "_PATIENCE", 2 if "sleep" in program else 1000)
+        monkeypatch.setattr(fsck, "LEAST_CPU_S", 1)
+        monkeypatch.setattr(fsck, "PATIENCE", 2 if "sleep" in program else 1000)
     found: Finding = inspect(path)
     assert found.verdict is finding[0]
     assert finding[1] in found.reason
@@ -322,7 +322,7 @@ def test_how_the_child_ends(path, filled, monkeypatch, program, finding):
 def test_walk_never_imports_torch(path, filled):
     code = f"""
 import atexit, os, sys
-from persistkv_lmdb.recovery import fsck
+from persistkv_lmdb import fsck
 os._exit = lambda code: sys.exit("torch" in sys.modules)
 fsck.main({str(path)!r}, os.getppid())
 """
@@ -356,7 +356,7 @@ def test_rows_that_do_not_read(open_store, path, filled, identity, database, row
     change_rows(path, database, row)
     assert inspect(path).verdict is verdict
     before = open_store()
-    before.environment._guard.suspect()
+    before.environment.suspect()
     before.close()
     backend = open_store()
     assert len(moved_aside(path)) == (verdict is Verdict.DAMAGED)

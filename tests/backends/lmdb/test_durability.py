@@ -15,11 +15,8 @@ from persistkv.errors import CorruptStoreError, StoreError, StoreFullError, Stor
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
-from persistkv_lmdb import files
-from persistkv_lmdb.environment import environment, opening
-from persistkv_lmdb.recovery import guard
-from persistkv_lmdb.recovery.fsck import Verdict, inspect
-from persistkv_lmdb.segments import segment_files, vectored_io
+from persistkv_lmdb import opening
+from persistkv_lmdb.fsck import Verdict, inspect
 
 DIES_IN_ITS_COMMIT = """
 import os, signal, sys
@@ -27,7 +24,7 @@ from persistkv.config import StoreUrl
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.samples import sample_pack
 from persistkv_lmdb import LmdbBackend
-from persistkv_lmdb.recovery.guard import WriterLock
+from persistkv_lmdb.files import WriterLock
 
 backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
 namespace = bytes.fromhex(sys.argv[2])
@@ -45,32 +42,48 @@ def die_in_a_commit(path, namespace):
 
 @pytest.fixture
 def synced(monkeypatch):
-    """Names of what is made durable outside of LMDB's own commits."""
-    names = []
+    """What is made durable outside of LMDB's own commits."""
+    kinds = []
 
-    def noting(sync):
-        def noted(path, *arguments):
-            names.append(path.name)
-            sync(path, *arguments)
+    def noting(kind, sync):
+        def noted(path):
+            kinds.append(kind)
+            sync(path)
 
         return noted
 
-    for kind in ("write_again", "sync_directory"):
-        monkeypatch.setattr(guard, kind, noting(getattr(guard, kind)))
-    return names
+    for kind in ("rewrite_meta_pages", "sync_directory"):
+        monkeypatch.setattr(opening, kind, noting(kind, getattr(opening, kind)))
+    return kinds
 
 
-class PanickingOnce:
-    """An environment of LMDB whose next transaction does not begin."""
+class Handle:
+    """A handle of LMDB, one of whose transactions may not begin."""
 
     def __init__(self, env):
         self.env = env
+        self.panics = False
 
-    def begin(self, **_):
-        raise lmdb.PanicError("mdb_txn_begin")
+    def __getattr__(self, name):
+        return getattr(self.env, name)
 
-    def close(self):
-        self.env.close()
+    def begin(self, **options):
+        if self.panics:
+            raise lmdb.PanicError("mdb_txn_begin")
+        return self.env.begin(**options)
+
+
+@pytest.fixture
+def handles(monkeypatch):
+    """The handles of LMDB that are opened after it."""
+    found, opens = [], lmdb.open
+
+    def opened(*arguments, **options):
+        found.append(Handle(opens(*arguments, **options)))
+        return found[-1]
+
+    monkeypatch.setattr(lmdb, "open", opened)
+    return found
 
 
 def fails(*_):
@@ -83,7 +96,7 @@ def test_what_a_killed_writer_left_is_synced_by_who_goes_on(backend, namespace, 
     assert synced == [], "nobody was killed"
     die_in_a_commit(path, namespace)
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 4)]))
-    assert synced[0] == "data.mdb"
+    assert synced[0] == "rewrite_meta_pages"
     synced.clear()
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 5)]))
     assert synced == [], "once is enough"
@@ -99,7 +112,7 @@ def test_what_a_killed_writer_left_is_synced_by_who_opens_or_closes(open_store, 
     die_in_a_commit(path, namespace)
     synced.clear()
     backend.close()
-    assert synced[0] == "data.mdb"
+    assert synced[0] == "rewrite_meta_pages"
     assert (path / "guard").read_text().split()[0] == "clean"
     assert len(tables(open_store(), namespace)) == 2
 
@@ -109,7 +122,7 @@ def forgetful(monkeypatch):
     """A kernel that could not write what a process left in ``data.mdb``: the pages of it that were not written anew
     since then. It says so as often as is asked for."""
     errors, lost, written = [], {0, 1}, []
-    fsync, pwritev = os.fsync, os.pwritev
+    fsync, pwrite = os.fsync, os.pwrite
 
     def sync(fd):
         fsync(fd)
@@ -120,14 +133,14 @@ def forgetful(monkeypatch):
                 fails()
             lost.difference_update(written)
 
-    def write(fd, buffers, offset, *flags):
-        done = pwritev(fd, buffers, offset, *flags)
+    def write(fd, content, offset):
+        done = pwrite(fd, content, offset)
         if os.readlink(f"/proc/self/fd/{fd}").endswith("data.mdb"):
             written.extend(range(offset // mmap.PAGESIZE, (offset + done) // mmap.PAGESIZE))
         return done
 
-    monkeypatch.setattr(files.os, "fsync", sync)
-    monkeypatch.setattr(vectored_io.os, "pwritev", write)
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "pwrite", write)
     return errors, lost
 
 
@@ -165,15 +178,15 @@ def test_store_that_the_disk_does_not_take_is_kept_and_opens_later(open_store, b
     assert not list(path.glob("damaged-*"))
 
 
-def test_handle_recovers_from_a_failed_meta_page(backend, namespace):
-    shared = backend.environment
-    shared._env = PanickingOnce(shared._env)
+def test_handle_recovers_from_a_failed_meta_page(handles, backend, namespace):
+    handles[-1].panics = True
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert backend.stats().packs == 1
 
 
-def forge_a_commit(shared, ahead=1):
+def forge_a_commit(backend, handle, ahead=1):
     """A meta page in the file of which LMDB's table of who has it open does not tell; its number."""
+    shared = backend.environment
     with shared.transaction() as transaction:
         number = transaction.txn.id() + ahead
     content = bytearray((shared.path / "data.mdb").read_bytes()[: 2 * mmap.PAGESIZE])
@@ -182,19 +195,19 @@ def forge_a_commit(shared, ahead=1):
     with (shared.path / "data.mdb").open("r+b") as file:
         file.seek(number % 2 * mmap.PAGESIZE + 8)
         file.write(known[8:])
-    assert shared._env.info()["last_txnid"] == number
+    assert handle.info()["last_txnid"] == number
     return number
 
 
-def test_commit_that_nobody_knows_of_is_taken_back(backend, namespace, path):
+def test_commit_that_nobody_knows_of_is_taken_back(handles, backend, namespace, path):
     """Its meta page is in the file, and LMDB's table of who has it open tells of the one before."""
     shared = backend.environment
     held = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([held]))
-    number = forge_a_commit(shared)
+    number = forge_a_commit(backend, handles[-1])
     with shared.transaction(write=True) as transaction:
         assert transaction.txn.id() == number
-        assert shared._env.info()["last_txnid"] == number - 1
+        assert handles[-1].info()["last_txnid"] == number - 1
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
     assert inspect(path).verdict is Verdict.FINE
     assert len(tables(backend, namespace)) == 2
@@ -202,13 +215,13 @@ def test_commit_that_nobody_knows_of_is_taken_back(backend, namespace, path):
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_what_is_taken_back_is_durable_before_anything_is_written(backend, namespace, path, forgetful, times):
+def test_what_is_taken_back_is_durable_before_anything_is_written(handles, backend, namespace, path, forgetful, times):
     """The disk refuses it some times: the kernel then takes it for written, and LMDB would never ask again."""
     shared = backend.environment
     errors, lost = forgetful
     held = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([held]))
-    number = forge_a_commit(shared)
+    number = forge_a_commit(backend, handles[-1])
     lost.clear()
     lost.add(number % 2)
     errors += [True] * times
@@ -223,26 +236,24 @@ def test_what_is_taken_back_is_durable_before_anything_is_written(backend, names
     assert read_pack(backend, namespace, held.table) == payload_of(held)
 
 
-def test_a_full_disk_does_not_evict_for_what_is_taken_back(backend, namespace, monkeypatch):
-    shared = backend.environment
+def test_a_full_disk_does_not_evict_for_what_is_taken_back(handles, backend, namespace, monkeypatch):
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
-    forge_a_commit(shared)
+    forge_a_commit(backend, handles[-1])
 
     def is_full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(environment, "disown", is_full)
+        patch.setattr("persistkv_lmdb.files.disown", is_full)
         with pytest.raises(StoreError) as caught:
             backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
     assert not isinstance(caught.value, StoreFullError)
     assert len(tables(backend, namespace)) == 1
 
 
-def test_pages_of_other_transactions_are_not_taken_back(backend, namespace, path):
-    shared = backend.environment
+def test_pages_of_other_transactions_are_not_taken_back(handles, backend, namespace, path):
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
-    forge_a_commit(shared, ahead=3)
+    forge_a_commit(backend, handles[-1], ahead=3)
     before = (path / "data.mdb").read_bytes()[: 2 * mmap.PAGESIZE]
     with pytest.raises(CorruptStoreError, match="does not begin with"):
         backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
@@ -250,11 +261,10 @@ def test_pages_of_other_transactions_are_not_taken_back(backend, namespace, path
 
 
 @pytest.mark.parametrize("times", [1, 2, 5])
-def test_handle_that_cannot_be_opened_again_is_tried_again(backend, namespace, monkeypatch, times):
+def test_handle_that_cannot_be_opened_again_is_tried_again(handles, backend, namespace, monkeypatch, times):
     held = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([held]))
-    shared = backend.environment
-    shared._env = PanickingOnce(shared._env)
+    handles[-1].panics = True
     left = [True] * times
 
     def failing(*arguments, **options):
@@ -264,7 +274,7 @@ def test_handle_that_cannot_be_opened_again_is_tried_again(backend, namespace, m
         return opens(*arguments, **options)
 
     opens = lmdb.open
-    monkeypatch.setattr(opening.lmdb, "open", failing)
+    monkeypatch.setattr(lmdb, "open", failing)
     while left:
         with pytest.raises(StoreError):
             read_pack(backend, namespace, held.table)
@@ -273,15 +283,15 @@ def test_handle_that_cannot_be_opened_again_is_tried_again(backend, namespace, m
     assert len(tables(backend, namespace)) == 2
 
 
-def test_handle_reads_while_what_it_failed_to_commit_cannot_be_made_durable(backend, namespace, forgetful):
+def test_handle_reads_while_what_it_failed_to_commit_cannot_be_made_durable(
+    handles, backend, namespace, path, forgetful
+):
     """LMDB's handle is of no use after its last write failed, and is opened again."""
     errors, _ = forgetful
     held = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([held]))
-    shared = backend.environment
-    with shared._guard.writing() as lock:
-        lock.mark(begun=True)
-    shared._env = PanickingOnce(shared._env)
+    (path / "writer.lock").write_bytes(b"+")
+    handles[-1].panics = True
     errors.append(True)
     assert read_pack(backend, namespace, held.table) == payload_of(held)
     assert errors, "a read asks nothing of the disk that it does not need"
@@ -298,7 +308,7 @@ def test_payload_whose_sync_failed_is_written_again(backend, namespace, path, pl
         fails()
 
     with monkeypatch.context() as patch:
-        patch.setattr(segment_files.os, "fdatasync", lost)
+        patch.setattr(os, "fdatasync", lost)
         with pytest.raises(StoreError, match="Input/output error"):
             backend.commit(namespace, CommitBatch([pack]))
     assert tables(backend, namespace) == {}
@@ -306,7 +316,7 @@ def test_payload_whose_sync_failed_is_written_again(backend, namespace, path, pl
     assert read_pack(backend, namespace, pack.table) == payload_of(pack)
 
 
-def test_file_is_published_only_once_its_name_is_durable(backend, namespace, path, placement, monkeypatch):
+def test_file_is_published_only_once_its_name_is_durable(open_store, backend, namespace, path, placement, monkeypatch):
     """Whoever made the file failed before that."""
     if placement == "inline":
         pytest.skip("there are no files")
@@ -322,25 +332,29 @@ def test_file_is_published_only_once_its_name_is_durable(backend, namespace, pat
         synced.append(name)
         fsync(fd)
 
-    monkeypatch.setattr(segment_files.os, "fsync", once)
+    monkeypatch.setattr(os, "fsync", once)
     with pytest.raises(StoreError):
         backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert list((path / "segments").iterdir())
-    backend.environment.files._unnamed = False  # as another process sees it
-    backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
+    backend.close()  # what is open then knows as little of it as another process
+    open_store().commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert str(path / "segments") in synced
 
 
 def test_guard_that_cannot_be_written_costs_no_commit(backend, namespace, monkeypatch):
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    pwrite, refused = os.pwrite, []
 
-    def refuses(*_):
-        raise full
+    def refuses(fd, content, offset):
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("/guard"):
+            refused.append(content)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(fd, content, offset)
 
-    monkeypatch.setattr(backend.environment._guard, "_write", refuses)
+    monkeypatch.setattr(os, "pwrite", refuses)
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert len(tables(backend, namespace)) == 1
     backend.close()
+    assert refused
 
 
 def test_creation_whose_names_cannot_be_made_durable_is_undone(open_store, path, identity, monkeypatch):

@@ -13,7 +13,7 @@ import pytest
 from persistkv.errors import CorruptStoreError, StoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_lmdb.environment import opening
+from persistkv_lmdb import environment, opening
 
 
 def read_all(backend, namespace, pack):
@@ -85,14 +85,11 @@ def test_nobody_reads_while_files_are_opened_for_writing(open_store, backend, na
 
 def test_reading_goes_on_where_writing_cannot_join(open_store, monkeypatch, closed_pack):
     reader = open_store(read_only=True)
-    open_databases = opening.open_databases
 
-    def refuse_writing(env, placement):
-        if not env.flags()["readonly"]:
-            raise CorruptStoreError("refused")
-        return open_databases(env, placement)
+    def refuse_writing(*_):
+        raise CorruptStoreError("refused")
 
-    monkeypatch.setattr(opening, "open_databases", refuse_writing)
+    monkeypatch.setattr(environment, "create_databases", refuse_writing)
     with pytest.raises(CorruptStoreError, match="refused"):
         open_store()
     assert read_all(reader, closed_pack.namespace, closed_pack) == payload_of(closed_pack)
@@ -329,6 +326,37 @@ def test_limit_of_the_file_size_evicts_for_what_is_new(tmp_path, placement):
     assert run(GROWS_NO_MORE, tmp_path, "limit", placement) == ["True", "True", "True"]
 
 
+DELETES_SHARED = """
+import pathlib, resource, sys
+from persistkv.config import StoreUrl
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.identity import Identity
+from persistkv.testing.samples import sample_manifest, sample_pack
+from persistkv_lmdb import LmdbBackend
+
+backend = LmdbBackend.open(StoreUrl.parse(f"lmdb://{sys.argv[1]}/store?capacity=64MiB&placement={sys.argv[2]}"))
+namespace = backend.open_namespace(Identity.of({})).id
+shared, requests = sample_pack(namespace, 1), int(sys.argv[3])
+backend.commit(namespace, CommitBatch([shared]))
+for first in range(0, requests, 100):
+    packs = [sample_pack(namespace, 10 + number) for number in range(first, first + 100)]
+    named = [sample_manifest(f"r{pack.pack_id.hex()}", 5, packs=[shared.pack_id, pack.pack_id]) for pack in packs]
+    backend.commit(namespace, CommitBatch(packs, named))
+size = pathlib.Path(f"{sys.argv[1]}/store/data.mdb").stat().st_size
+resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))  # the catalogue cannot grow any more, as on a full disk
+new = [sample_pack(namespace, 5000)] if sys.argv[4] == "replace" else []
+backend.commit(namespace, CommitBatch(new, deletions=[shared.pack_id]))
+print([table.pack_id for table in backend.changes(namespace, None).added] == [pack.pack_id for pack in new])
+print(backend.stats().requests, backend.find_faults())
+"""
+
+
+@pytest.mark.parametrize("batch", ["delete", "replace"])
+@pytest.mark.parametrize("requests", [500, 3000])
+def test_commit_full_disk_deletes_a_shared_pack(tmp_path, placement, requests, batch):
+    assert run(DELETES_SHARED, tmp_path, placement, requests, batch) == ["True", "0", "[]"]
+
+
 def test_nothing_keeps_a_snapshot(backend, namespace, open_store):
     """A reader that stays would pin each round's pages, and the file would grow by them."""
     reader = open_store(read_only=True)
@@ -357,7 +385,9 @@ os.kill(os.getpid(), 9)
 """
     subprocess.run([sys.executable, "-c", code, str(path)], check=False)
     backend = open_store()
-    assert backend.environment._env.reader_check() == 0  # done at open already
+    assert backend.stats().packs == 0
+    code = "import lmdb, sys; print(lmdb.open(sys.argv[1], readonly=True).reader_check())"
+    assert run(code, path) == ["0"]  # done at open already
 
 
 def test_numbers_of_another_kind_fill_the_same_bytes(backend, namespace):

@@ -15,7 +15,7 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.storage.catalog import LOG_ENTRIES
 from persistkv.storage.catalog.rows import NamespaceState, cursor_sequence
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_lmdb.layout import Databases
+from persistkv_lmdb.layout import DATABASES
 
 
 @pytest.fixture
@@ -83,11 +83,11 @@ def test_store_as_documented(open_store, identity, placement, path, dump):
     backend.close()
 
     rows = dump()
-    assert set(rows) == set(Databases._fields)
+    assert set(rows) == set(DATABASES)
     clock = rows["meta"].pop(b"clock")
     total, free, aging = struct.unpack("<QQQ", rows["meta"].pop(b"space", bytes(24)))
     assert rows["meta"] == {
-        b"format": b"PKVLMDB1" + struct.pack("<I", 2),
+        b"format": b"PKVLMDB1" + struct.pack("<I", 1),
         b"capacity": struct.pack("<Q", 64 << 20),
         b"placement": placement.encode(),
     }

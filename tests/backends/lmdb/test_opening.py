@@ -14,7 +14,7 @@ import pytest
 from persistkv.errors import CorruptStoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.samples import sample_pack
-from persistkv_lmdb.environment import opening
+from persistkv_lmdb import opening
 
 AS_ORDINARY_USER = """
 import os, sys
@@ -160,7 +160,7 @@ def test_newer_format_is_refused_unchanged(open_store, path, read_only):
         meta = env.open_db(b"meta", txn=txn)
         txn.put(b"format", txn.get(b"format", db=meta)[:8] + b"\x03\0\0\0", db=meta)
     before = (path / "data.mdb").read_bytes()
-    with pytest.raises(CorruptStoreError, match="format is 3; this release reads 2"):
+    with pytest.raises(CorruptStoreError, match="format is 3; this release reads 1"):
         open_store(read_only=read_only)
     assert (path / "data.mdb").read_bytes() == before
 

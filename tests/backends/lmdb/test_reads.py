@@ -10,8 +10,8 @@ import pytest
 from persistkv.errors import ConfigurationError, StoreError
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.testing.samples import payload_of, sample_pack
-from persistkv_lmdb.segments import segment_files
-from persistkv_lmdb.segments.vectored_io import is_cached
+from persistkv_lmdb import segments
+from persistkv_lmdb.segments import is_cached
 
 PAGE = 4096
 
@@ -108,7 +108,7 @@ def test_where_o_direct_is_refused_nobody_asks_what_is_cached(open_store, path, 
         raise AssertionError("what only reads past the page cache take is asked for")
 
     monkeypatch.setattr(os, "open", refused)
-    monkeypatch.setattr(segment_files, "is_cached", never)
+    monkeypatch.setattr(segments, "is_cached", never)
     backend = open_store("?capacity=16MiB")
     namespace, pack, payload = stored(backend, identity, PAGE)
     room = memoryview(mmap.mmap(-1, len(payload)))

@@ -11,7 +11,7 @@ from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.catalog import CatalogTransaction
 from persistkv.testing.samples import sample_pack
-from persistkv_lmdb.capacity import Amount, Room
+from persistkv_lmdb.commit import Amount, Room
 
 SECONDS = 30.0  # of patience
 

@@ -17,7 +17,7 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_lmdb.recovery import guard
+from persistkv_lmdb import files, opening
 
 PATIENCE_S = 60
 
@@ -124,8 +124,8 @@ def other(start):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(guard, "WRITING_PATIENCE_S", 0.5)
-    monkeypatch.setattr(guard, "OPENING_PATIENCE_S", 0.5)
+    monkeypatch.setattr(files, "WRITING_PATIENCE_S", 0.5)
+    monkeypatch.setattr(files, "OPENING_PATIENCE_S", 0.5)
 
 
 def commit(backend, namespace, seed):
@@ -282,7 +282,7 @@ def test_threads_of_one_process(open_store, backend, namespace, impatient):
 
 def test_a_store_that_opens_slowly_holds_up_no_other(open_store, tmp_path, backend, namespace, other, monkeypatch):
     """A process is stopped inside a transaction, and a thread of ours waits to open that store: it does so alone."""
-    monkeypatch.setattr(guard, "OPENING_PATIENCE_S", 0.5)
+    monkeypatch.setattr(files, "OPENING_PATIENCE_S", 0.5)
     location = tmp_path / "store"
     backend.close()
     other.stop_inside(2)
@@ -300,7 +300,7 @@ def test_a_store_that_opens_slowly_holds_up_no_other(open_store, tmp_path, backe
             errors.append("it opened")
 
     with monkeypatch.context() as patch:
-        patch.setattr(guard.Guard, "open", slow)
+        patch.setattr(opening.Guard, "open", slow)
         thread = threading.Thread(target=open_it)
         thread.start()
         assert entered.wait(PATIENCE_S)
@@ -373,9 +373,11 @@ os._exit(0)
             os.kill(child, signal.SIGKILL)
 
 
-def active_readers(backend):
-    """Processes and threads that hold a snapshot."""
-    lines = backend.environment._env.readers().splitlines()[1:]
+def active_readers(path):
+    """Processes and threads that hold a snapshot; listed by another process: LMDB opens a store once in each."""
+    code = "import lmdb, sys; print(lmdb.open(sys.argv[1], readonly=True).readers())"
+    listed = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    lines = listed.stdout.splitlines()[1:]
     return [line.split()[0] for line in lines if len(line.split()) == 3 and line.split()[2] != "-"]
 
 
@@ -388,19 +390,19 @@ def test_listing_holds_no_snapshot_while_its_reader_blocks(path, backend, namesp
         ready, _, _ = select.select([listing.stdout], [], [], PATIENCE_S)
         assert ready
         deadline = time.monotonic() + PATIENCE_S
-        while active_readers(backend):  # until the pipe is full; then it would hold one for ever
+        while active_readers(path):  # until the pipe is full; then it would hold one for ever
             assert time.monotonic() < deadline
             time.sleep(0.01)
         commit(backend, namespace, 1)
         assert len(listing.stdout.read()) > 200 * len(writes)
 
 
-def test_iterators_hold_no_snapshot_between_items(open_store, backend, namespace):
+def test_iterators_hold_no_snapshot_between_items(open_store, path, backend, namespace):
     backend.commit(namespace, CommitBatch(manifests=[sample_manifest(f"r{number}") for number in range(600)]))
     reader = open_store(read_only=True)
     for iterator in (reader.manifests(namespace), reader.namespaces()):
         next(iter(iterator))
-        assert active_readers(backend) == []
+        assert active_readers(path) == []
 
 
 def test_killed_reader_pins_nothing_after_the_next_opening(open_store, path, backend, namespace):
@@ -414,7 +416,7 @@ with env.begin():
     command = [sys.executable, "-c", code, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
         reader.stdout.readline()
-        assert active_readers(backend) == [str(reader.pid)]
+        assert active_readers(path) == [str(reader.pid)]
         reader.kill()
     subprocess.run([sys.executable, "-m", "persistkv_tools", "stat", f"lmdb://{path}"], check=True, capture_output=True)
-    assert active_readers(backend) == []
+    assert active_readers(path) == []

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from persistkv_lmdb.segments import vectored_io
-from persistkv_lmdb.segments.vectored_io import Bounce, behind, front, read_all, starts_aligned, write_all
+from persistkv_lmdb.segments import BatchSizes, Bounce, behind, front, read_all, starts_aligned, write_all
 
 PAGE = 4096
 
@@ -48,38 +47,31 @@ pieces = st.lists(
 )
 def test_any_stream_comes_out_aligned(rows, cut, bounce, batch, first, second, small, most):
     chunks = [rows[at : at + length] if kind == "row" else pattern(length, at) for kind, at, length in cut]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vectored_io, "_BOUNCE_BYTES", PAGE * bounce)
-        patch.setattr(vectored_io, "_BATCH_BYTES", PAGE * batch)
-        patch.setattr(vectored_io, "_FIRST_BYTES", PAGE * first)
-        patch.setattr(vectored_io, "_SECOND_BYTES", PAGE * second)
-        patch.setattr(vectored_io, "_SMALL_BYTES", PAGE * small)
-        patch.setattr(vectored_io, "MOST_BUFFERS", most)
-        written = bytearray()
-        lent = []  # lists that a write on its way may still read: all that is copied is to be there until ``settle``
+    sizes = BatchSizes(PAGE * first, PAGE * second, PAGE * batch, PAGE * small, PAGE * bounce, most - 1)
+    written = bytearray()
+    lent = []  # lists that a write on its way may still read: all that is copied is to be there until ``settle``
 
-        def settle():
-            for buffers in lent:
-                written.extend(b"".join(buffers))
-            lent.clear()
+    def settle():
+        for buffers in lent:
+            written.extend(b"".join(buffers))
+        lent.clear()
 
-        for buffers in Bounce(settle).aligned(iter(chunks)):
-            assert all(len(buffer) and not len(buffer) % PAGE and starts_aligned(buffer) for buffer in buffers)
-            assert len(buffers) <= most + 1
-            lent.append(buffers)
-        settle()
+    for buffers in Bounce(settle, sizes).aligned(iter(chunks)):
+        assert all(len(buffer) and not len(buffer) % PAGE and starts_aligned(buffer) for buffer in buffers)
+        assert len(buffers) <= most + 1
+        lent.append(buffers)
+    settle()
     expected = b"".join(map(bytes, chunks))
     assert written == expected + bytes(-len(expected) % PAGE)
 
 
 @pytest.mark.parametrize(("pages", "expected"), [(1, [4, 8, 20]), (2, [4, 8, 20]), (4, [4, 28])])
-def test_what_takes_long_to_gather_is_cut_twice(monkeypatch, pages, expected):
+def test_what_takes_long_to_gather_is_cut_twice(pages, expected):
     """The disk would have written the first list before a long second one of small buffers is there."""
-    for name, count in (("_FIRST_BYTES", 4), ("_SECOND_BYTES", 8), ("_SMALL_BYTES", 2), ("_BATCH_BYTES", 32)):
-        monkeypatch.setattr(vectored_io, name, count * PAGE)
+    sizes = BatchSizes(first=4 * PAGE, second=8 * PAGE, later=32 * PAGE, small=2 * PAGE)
     memory = memoryview(mmap.mmap(-1, 32 * PAGE))
     stream = (memory[at : at + pages * PAGE] for at in range(0, 32 * PAGE, pages * PAGE))
-    lists = list(Bounce(lambda: None).aligned(stream))
+    lists = list(Bounce(lambda: None, sizes).aligned(stream))
     assert [sum(map(len, buffers)) // PAGE for buffers in lists] == expected
 
 

@@ -21,9 +21,8 @@ from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_s3.authentication import TAG_BYTES, Authenticator
-from persistkv_s3.log import snapshots
-from persistkv_s3.log.layout import Entry, Head, PackRow, encode_entries
-from persistkv_s3.log.names import LogName, Names
+from persistkv_s3.log import follower
+from persistkv_s3.log.layout import Entry, Head, LogName, Names, PackRow, encode_entries
 from persistkv_s3.options import parse_url
 from tests.backends.s3.conftest import Handle, Opener
 
@@ -39,7 +38,9 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def names_of(backend: Any) -> Names:
-    return Names("store/", NAMESPACE, backend._authenticator.key_id)
+    names = backend.session(NAMESPACE).names
+    assert isinstance(names, Names)
+    return names
 
 
 def replace(client: Any, bucket: str, key: str, change: Callable[[bytes], bytes]) -> None:
@@ -51,8 +52,8 @@ def index_object(namespace: bytes, table: PackTable, tags: bytes = b"") -> bytes
     """What a writer without a key would tell of a pack."""
     body = tags + table.encode()
     row = PackRow(table.pack_id, 0, 0, len(body))
-    head = Head(namespace=namespace, writer=bytes(16), moment=1 << 40, time=0.0, packs=(row,))
-    return b"".join(encode_entries([Entry(head, body)]))
+    head = Head(namespace=namespace, writer=bytes(16), moment=1 << 40, time=0.0, packs=[row])
+    return b"".join(encode_entries([Entry(head, bytearray(body))]))
 
 
 def written(pack: PackWriter) -> bytes:
@@ -165,25 +166,25 @@ def test_index_object_counts_in_its_own_place_only(open_store: Opener, raw_clien
     raw_client.copy_object(Bucket=bucket, Key=second, CopySource={"Bucket": bucket, "Key": first})
     (fresh, _) = open_store(WITH_KEY)
     assert set(tables(fresh, NAMESPACE)) == {pack.pack_id}, "the copy says nothing"
-    assert fresh._session(NAMESPACE).state.damaged, "and is known to be none"
+    assert fresh.session(NAMESPACE).state.damaged, "and is known to be none"
 
 
 def test_keys_of_a_manifest_and_snapshots_are_authenticated_too(
     open_store: Opener, raw_client: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshots, "_AFTER", (2, 3))
+    monkeypatch.setattr(follower, "SNAPSHOT_AFTER", (2, 3))
     backend, _ = open_store("refresh=1h&key_env=PERSISTKV_TEST_KEY")
     backend.open_namespace(sample_identity())
     for seed in range(8):
         backend.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, seed)], [sample_manifest(f"r{seed}")]))
     (fresh, _) = open_store(WITH_KEY)
     assert len(tables(fresh, NAMESPACE)) == 8
-    root = fresh._session(NAMESPACE).follower.root
+    root = fresh.session(NAMESPACE).follower.root
     assert root is not None
     names = names_of(backend)
     for key in [names.segment(root.segments[0])]:
         replace(raw_client, bucket, key, lambda data: data[:-TAG_BYTES] + bytes(TAG_BYTES))
-    held = fresh._session(NAMESPACE).state.manifests["r7"]
+    held = fresh.session(NAMESPACE).state.manifests["r7"]
     assert fresh.manifest_keys(NAMESPACE, ["r7"])[0] == sample_manifest("r7").keys
     replace(raw_client, bucket, names.manifest_keys(held.keys), lambda data: data[:-1] + bytes([data[-1] ^ 1]))
     assert fresh.manifest_keys(NAMESPACE, ["r7"])[0] is None
@@ -198,17 +199,21 @@ def test_frames_do_not_change_places() -> None:
     tags = ours.pack_tags(table, [payload[:100], payload[100:]])
     assert len(tags) == ours.tags_length(table) == 4 * TAG_BYTES
     assert ours.is_ours(table, tags)
-    assert ours.bad_frames(table, tags, range(3), 0, [payload]) == []
-    swapped = payload[1 << 20 : 2 << 20] + payload[: 1 << 20] + payload[2 << 20 :]
-    assert ours.bad_frames(table, tags, range(3), 0, [swapped]) == list(table.frames[:2])
-    assert ours.bad_frames(table, tags, [2], 2 << 20, [payload[2 << 20 :]]) == []
+    frames = [payload[frame.offset : frame.offset + frame.stored_length] for frame in table.frames]
+
+    def authentic(table: PackTable, tags: bytes, order: tuple[int, ...]) -> list[bool]:
+        is_ours = ours.frame_check(table, tags)
+        return [is_ours(number, [frames[place][:7], frames[place][7:]]) for number, place in enumerate(order)]
+
+    assert authentic(table, tags, (0, 1, 2)) == [True] * 3
+    assert authentic(table, tags, (1, 0, 2)) == [False, False, True]
     moved = tags[TAG_BYTES : 2 * TAG_BYTES] + tags[:TAG_BYTES] + tags[2 * TAG_BYTES :]
-    assert ours.bad_frames(table, moved, range(3), 0, [swapped]) == list(table.frames[:2])
+    assert authentic(table, moved, (1, 0, 2)) == [False, False, True]
     assert not ours.is_ours(table, moved)
     assert not Authenticator(b"t" * 32).is_ours(table, tags)
     other = sample_pack(sample_identity(1).digest, 1, blocks=3, block_bytes=1 << 20)
     payload_of(other)
-    assert len(ours.bad_frames(other.table, tags, range(3), 0, [payload])) == 3, "another identity's"
+    assert authentic(other.table, tags, (0, 1, 2)) == [False] * 3, "another identity's"
 
 
 def test_tags_as_documented() -> None:

@@ -11,7 +11,7 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import check_totals, read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_s3 import S3Backend
-from persistkv_s3.log import snapshots
+from persistkv_s3.log import follower
 from tests.backends.s3.conftest import Opener
 from tests.backends.s3.test_retention import run
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def many_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "_AFTER", (3, 3))
+    monkeypatch.setattr(follower, "SNAPSHOT_AFTER", (3, 3))
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def fetched(open_store: Opener, options: str = "refresh=1h") -> tuple[S3Backend,
 
 def assert_same(ours: S3Backend, theirs: S3Backend) -> None:
     assert tables(ours, NAMESPACE) == tables(theirs, NAMESPACE)
-    one, other = (backend._session(NAMESPACE).state for backend in (ours, theirs))
+    one, other = (backend.session(NAMESPACE).state for backend in (ours, theirs))
     assert one.manifests == other.manifests
     assert (one.packs, one.gone) == (other.packs, other.gone)
     assert one.pinned_packs == other.pinned_packs
@@ -127,7 +127,7 @@ def test_file_of_somebody_without_the_key_is_none(
 
 
 def test_snapshot_that_was_written_anew_is_fetched(open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "_SEGMENTS", 2)
+    monkeypatch.setattr(follower, "SEGMENTS", 2)
     fill(open_store, range(4))
     other, _ = open_store("refresh=1h&cache=no")
     commit(other, range(20, 40))
@@ -141,11 +141,10 @@ def test_nothing_is_deleted_on_the_word_of_a_file(open_store: Opener) -> None:
     fill(open_store, range(8))
     backend, at_once = fetched(open_store)
     assert not at_once
-    follower = backend._session(NAMESPACE).follower
-    held = set(tables(backend, NAMESPACE))
+    packs = backend.session(NAMESPACE).state.packs
+    held = set(packs)
     forgotten = sorted(held)[0]
-    follower.state.packs.pop(forgotten)  # as if the file had left it out
-    follower._from_cache = True
+    packs.pop(forgotten)  # as if the file had left it out
     assert run(backend, hours=2).orphans == 2, "the pack that was deleted, and the keys of its request"
     assert set(tables(backend, NAMESPACE)) == held
     (fresh, _) = open_store("cache=no")

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from persistkv.storage.backend import Backend, CommitBatch, ReadSpan
+from persistkv.storage.extensions import read_frames
 from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_s3 import S3Backend
 from persistkv_s3.authentication import TAG_BYTES
-from persistkv_s3.log.names import LogName, Names
+from persistkv_s3.log.layout import LogName, Names
 
 
 class RawS3(RawStore):
@@ -24,7 +25,7 @@ class RawS3(RawStore):
         self.backend = backend
 
     def _names(self, namespace: bytes) -> Names:
-        return Names("store/", namespace, self.backend._authenticator.key_id)
+        return self.backend.session(namespace).names
 
     def get(self, kind: RawKind, namespace: bytes, name: bytes) -> bytes:
         key, start, stop = self._place(kind, namespace, name)
@@ -37,11 +38,11 @@ class RawS3(RawStore):
             assert before in whole
             body = self._signed_again(namespace, key, whole.replace(before, data))
             self.client.put_object(Bucket=self.bucket, Key=key, Body=body)
-        self.backend._session(namespace).follower.load()
+        self.backend.session(namespace).follower.load()
 
     def _signed_again(self, namespace: bytes, key: str, body: bytes) -> bytes:
         """Index objects are damaged by somebody who has the key: a stranger's are passed over as a whole."""
-        names, authenticator = self._names(namespace), self.backend._authenticator
+        names, authenticator = self._names(namespace), self.backend.session(namespace).objects.authenticator
         if not authenticator.key_id or not key.startswith(names.log_prefix):
             return body
         return b"".join(authenticator.signed(namespace, key.removeprefix(names.base), [body[:-TAG_BYTES]]))
@@ -50,7 +51,7 @@ class RawS3(RawStore):
         return bytes(self.client.get_object(Bucket=self.bucket, Key=key)["Body"].read())
 
     def _place(self, kind: RawKind, namespace: bytes, name: bytes) -> tuple[str, int, int]:
-        names, state = self._names(namespace), self.backend._session(namespace).state
+        names, state = self._names(namespace), self.backend.session(namespace).state
         if kind in (RawKind.PAYLOAD, RawKind.TABLE):
             held = state.packs[name]
             end = held.table.payload_length
@@ -58,7 +59,11 @@ class RawS3(RawStore):
             return (key, 0, end) if kind is RawKind.PAYLOAD else (key, end, end + held.table_bytes)
         manifest = state.manifests[name.decode()]
         if kind is RawKind.MANIFEST_KEYS:
-            return names.manifest_keys(manifest.keys), manifest.keys_offset, manifest.keys_offset + manifest.keys_length
+            return (
+                names.manifest_keys(manifest.keys),
+                manifest.row.keys_offset,
+                manifest.row.keys_offset + manifest.row.keys_length,
+            )
         (key,) = self._index_objects(namespace, manifest.stamp.writer)
         start = self._object(key).index(manifest.head)
         return key, start, start + len(manifest.head)
@@ -67,7 +72,7 @@ class RawS3(RawStore):
         key, _, _ = self._place(kind, namespace, name)
         if kind is not RawKind.TABLE:
             return [key]
-        writer = self.backend._session(namespace).state.packs[name].stamp.writer
+        writer = self.backend.session(namespace).state.packs[name].stamp.writer
         return [key, *self._index_objects(namespace, writer)]
 
     def _index_objects(self, namespace: bytes, writer: bytes) -> list[str]:
@@ -109,5 +114,5 @@ class TestS3BackendWithKey(TestS3Backend):
         assert buffers[0] == payload[:100]
         came: list[int] = []
         into = memoryview(bytearray(1 << 20))
-        backend.read_frames(namespace, pack.pack_id, pack.table.frames, into, lambda number, _: came.append(number))
+        read_frames(backend, namespace, pack.pack_id, pack.table.frames, into, lambda number, _: came.append(number))
         assert came == [number for number in range(len(pack.table.frames)) if number != 1]

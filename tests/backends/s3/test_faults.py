@@ -21,7 +21,6 @@ from persistkv.storage.records import StoreOptions
 from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import check_totals, read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_s3.client.breaker import BreakerState
 from tests.backends.s3.conftest import Opener
 from tests.backends.s3.faults import FaultProxy
 
@@ -43,7 +42,7 @@ def proxy(endpoint: str) -> Iterator[FaultProxy]:
 
 @pytest.fixture(autouse=True)
 def impatient_breaker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("persistkv_s3.client.breaker._LONGEST_PAUSE_S", 1.0)
+    monkeypatch.setattr("persistkv_s3.client.bucket.LONGEST_PAUSE_S", 1.0)
 
 
 def recovered(backend: Any) -> None:
@@ -76,7 +75,7 @@ def test_fault_that_lasts(open_store: Opener, proxy: FaultProxy, fault: str) -> 
 
     proxy.set("ok")
     recovered(backend)
-    assert backend.breaker.state is BreakerState.CLOSED
+    assert backend.breaker.state == "closed"
     assert read_pack(backend, NAMESPACE, held.table) == payload_of(held)
     backend.commit(NAMESPACE, CommitBatch([lost], [sample_manifest("r2")]))
     (other, _) = open_store()
@@ -135,7 +134,7 @@ def test_open_breaker_costs_no_time(open_store: Opener, proxy: FaultProxy) -> No
     pack = sample_pack(NAMESPACE, 1)
     backend.commit(NAMESPACE, CommitBatch([pack]))
     proxy.set("rst")
-    while backend.breaker.state is BreakerState.CLOSED:
+    while backend.breaker.state == "closed":
         with pytest.raises(StoreError):
             read_pack(backend, NAMESPACE, pack.table)
     refused = backend.breaker.refused

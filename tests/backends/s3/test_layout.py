@@ -18,6 +18,7 @@ from persistkv_s3.log.layout import (
     GoneRow,
     Head,
     ManifestRow,
+    Names,
     PackRow,
     Root,
     decode_format,
@@ -26,10 +27,11 @@ from persistkv_s3.log.layout import (
     encode_namespace,
     encode_root,
     parse_entries,
+    parse_log,
     parse_namespace,
+    parse_root,
     parse_root_object,
 )
-from persistkv_s3.log.names import Names, parse_log, parse_root
 from persistkv_s3.log.state import LogState
 
 NAMESPACE, WRITER = sample_identity().digest, bytes(range(16))
@@ -40,11 +42,11 @@ def make_entries() -> list[Entry]:
     for pack in packs:
         payload_of(pack)
     bodies = [pack.table.encode() for pack in packs]
-    rows = (
+    rows = [
         PackRow(packs[0].pack_id, 0, 0, len(bodies[0])),
         PackRow(packs[1].pack_id, 7, len(bodies[0]), len(bodies[1])),
-    )
-    first = Head(namespace=NAMESPACE, writer=WRITER, moment=5, time=1.5e9, packs=rows, gone=(GoneRow(bytes(16), 3),))
+    ]
+    first = Head(namespace=NAMESPACE, writer=WRITER, moment=5, time=1.5e9, packs=rows, gone=[GoneRow(bytes(16), 3)])
     manifest = ManifestRow("r", True, packs[0].pack_id, 0, 4, WRITER, 9, 10, 11)
     second = Head(
         namespace=NAMESPACE,
@@ -52,11 +54,11 @@ def make_entries() -> list[Entry]:
         moment=6,
         time=1.5e9 + 1,
         uses=packs[0].pack_id + packs[1].pack_id,
-        manifests=(manifest,),
-        manifests_gone=("old",),
-        pins=(("r", True),),
+        manifests=[manifest],
+        manifests_gone=["old"],
+        pins=[("r", True)],
     )
-    return [Entry(first, b"".join(bodies)), Entry(second, b"head")]
+    return [Entry(first, bytearray().join(bodies)), Entry(second, bytearray(b"head"))]
 
 
 def test_index_object_as_documented() -> None:
@@ -94,22 +96,23 @@ def test_damage_costs_what_it_touches() -> None:
     ("change", "field"),
     [
         ({"namespace": bytes(16)}, "index namespace"),
-        ({"writer": b"short"}, "index ids"),
+        ({"writer": b"short"}, "index head"),
         ({"uses": b"x" * 17}, "index ids"),
-        ({"packs": (PackRow(b"short", 0, 0, 0),)}, "index ids"),
-        ({"packs": (PackRow(bytes(16), 0, 1, 1 << 40),)}, "index body"),
-        ({"packs": (PackRow(bytes(16), 0, -1, 1),)}, "index body"),
-        ({"packs": (PackRow(bytes(16), 1 << 32, 0, 0),)}, "index numbers"),
-        ({"manifests": (ManifestRow("r", True, b"x", 0, 0, WRITER, 0, 0, 0),)}, "index ids"),
-        ({"manifests": (ManifestRow("r", True, b"", 0, 0, WRITER, 0, 0, 1 << 40),)}, "index numbers"),
-        ({"moment": -1}, "index numbers"),
+        ({"packs": [PackRow(b"short", 0, 0, 0)]}, "index head"),
+        ({"packs": [PackRow(bytes(16), 0, 1, 1 << 20)]}, "index body"),
+        ({"packs": [PackRow(bytes(16), 0, 1, 1 << 40)]}, "index head"),
+        ({"packs": [PackRow(bytes(16), 0, -1, 1)]}, "index head"),
+        ({"packs": [PackRow(bytes(16), 1 << 32, 0, 0)]}, "index head"),
+        ({"manifests": [ManifestRow("r", True, b"x", 0, 0, WRITER, 0, 0, 0)]}, "index ids"),
+        ({"manifests": [ManifestRow("r", True, b"", 0, 0, WRITER, 0, 0, 1 << 40)]}, "index head"),
+        ({"moment": -1}, "index head"),
         ({"time": float("nan")}, "index time"),
     ],
 )
 def test_heads_that_lie_are_refused(change: dict[str, object], field: str) -> None:
     head = msgspec.structs.replace(Head(namespace=NAMESPACE, writer=WRITER, moment=1, time=0.0), **change)
     with pytest.raises(CorruptPackError) as caught:
-        list(parse_entries(b"".join(encode_entries([Entry(head, b"")])), NAMESPACE))
+        list(parse_entries(b"".join(encode_entries([Entry(head, bytearray())])), NAMESPACE))
     assert caught.value.field == field
 
 
@@ -122,7 +125,7 @@ def test_what_is_no_index_object(data: bytes) -> None:
 def test_row_that_names_another_table_is_not_held() -> None:
     first, _ = make_entries()
     swapped = msgspec.structs.replace(
-        first.head, packs=tuple(msgspec.structs.replace(row, pack_id=bytes(16)) for row in first.head.packs), gone=()
+        first.head, packs=[msgspec.structs.replace(row, pack_id=bytes(16)) for row in first.head.packs], gone=[]
     )
     state = LogState()
     state.merge(Entry(swapped, first.bodies))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -138,6 +139,28 @@ def test_credentials_show_nowhere(
     assert not [text for text in said if "testsecret" in text or "Authorization" in text]
     assert caught.value.__cause__ is None
     assert "NoSuchBucket" in str(caught.value)
+
+
+def test_unreachable_server_is_named_with_code_and_cause(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        server = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    url = f"s3://bucket/p?endpoint_url={server}&deadline=2s"
+    with pytest.raises(StoreUnavailableError) as caught:
+        S3Backend.open(StoreUrl.parse(url), read_only=True)
+    with pytest.raises(SystemExit):
+        main(["ls", url])
+    backend = S3Backend.open(StoreUrl.parse(url))
+    namespace = backend.open_namespace(sample_identity()).id
+    with pytest.raises(StoreUnavailableError) as refused:
+        backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
+    backend.close()
+    for text in (str(caught.value), capsys.readouterr().err, caplog.text, str(refused.value)):
+        assert server in text
+        assert "ECONNREFUSED" in text
+        assert "connection refused" in text.lower()
 
 
 @pytest.mark.skipif("PERSISTKV_S3_ENDPOINT" not in os.environ, reason="moto accepts any secret")

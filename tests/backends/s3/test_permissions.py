@@ -24,7 +24,6 @@ from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import check_totals, read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_blocks, sample_keys, sample_manifest, sample_pack
 from persistkv_s3 import S3Backend
-from persistkv_s3.client.breaker import BreakerState
 from persistkv_tools.cli import main
 from tests.backends.s3.conftest import Opener
 from tests.backends.s3.faults import FaultProxy
@@ -66,7 +65,7 @@ def look_at_everything(reader: S3Backend) -> None:
     check_totals(reader)
     with pytest.raises(StoreError, match="read-only"):
         reader.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 2)]))
-    assert reader.breaker.state is BreakerState.CLOSED
+    assert reader.breaker.state == "closed"
 
 
 def test_who_looks_lists_and_gets(open_store: Opener, proxy: FaultProxy) -> None:
@@ -113,7 +112,7 @@ def test_engine_that_only_reads_promotes_and_stores_nothing(open_store: Opener, 
     store.tick()
     store.flush()
     assert set(client.take()) <= {"GET", "HEAD"}, "nothing was even tried"
-    assert backend.breaker.state is BreakerState.CLOSED
+    assert backend.breaker.state == "closed"
 
 
 def test_engine_that_only_reads_forgets_what_does_not_verify(
@@ -190,11 +189,6 @@ def test_policies_of_the_docs_are_enough_and_no_more(
     writer.commit(NAMESPACE, CommitBatch(deletions=[gone.pack_id]))
     assert run(writer, hours=2).orphans == 1
     assert read_pack(writer, NAMESPACE, gone.table) is None, "what is not there is a miss and no refusal"
-    large = sample_pack(NAMESPACE, 4, blocks=10, block_bytes=1 << 20)
-    monkeypatch.setattr("persistkv_s3.client.boto._PUT_BYTES", 1 << 20)
-    monkeypatch.setattr("persistkv_s3.client.boto._PART_BYTES", 5 << 20)
-    writer.commit(NAMESPACE, CommitBatch([large]))
-    writer.commit(NAMESPACE, CommitBatch(deletions=[large.pack_id]))
     assert writer.retain() is not None
     with pytest.raises(StoreError, match="403"):
         S3Backend.open(StoreUrl.parse(f"s3://{bucket}/elsewhere?endpoint_url={endpoint}"))

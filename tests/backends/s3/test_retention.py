@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -12,8 +13,8 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import check_totals, read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_s3 import S3Backend
-from persistkv_s3.client.errors import BrokenError
-from persistkv_s3.log.names import Names
+from persistkv_s3.client.transport import BrokenError
+from persistkv_s3.log.layout import Names
 from persistkv_s3.retention import Round
 from tests.backends.s3.conftest import Opener
 
@@ -23,8 +24,9 @@ HOUR_S = 3600.0
 
 def run(backend: S3Backend, *, hours: float = 0.0) -> Round:
     """One round, so many hours from now."""
-    sessions = {namespace.id: backend._session(namespace.id) for namespace in backend.namespaces()}
-    return backend._retention.run(sessions, backend.policy(), time.time() + hours * HOUR_S)
+    done = backend.retain(time.time() + hours * HOUR_S)
+    assert done is not None
+    return done
 
 
 def objects(raw_client: Any, bucket: str, prefix: str) -> set[str]:
@@ -35,7 +37,7 @@ def objects(raw_client: Any, bucket: str, prefix: str) -> set[str]:
 def test_orphans_go_when_they_are_old(
     open_store: Opener, raw_client: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("persistkv_s3.client.retries._ATTEMPTS", 1)
+    monkeypatch.setattr("persistkv_s3.client.bucket.MOST_ATTEMPTS", 1)
     backend, client = open_store()
     backend.open_namespace(sample_identity())
     held, deleted, lost = (sample_pack(NAMESPACE, seed) for seed in range(3))
@@ -95,7 +97,8 @@ def test_capacity_takes_the_oldest_and_spares_the_pinned(open_store: Opener) -> 
     assert backend.stats().disk_bytes > 1 << 20
     run(backend)
     stats = check_totals(backend)
-    assert stats.disk_bytes <= stats.capacity == 1 << 20
+    assert stats.capacity == 1 << 20
+    assert stats.disk_bytes <= 1 << 20
     held = {**tables(backend, NAMESPACE), **tables(backend, other)}
     assert [pack.pack_id in held for pack in packs] == [True, False, True, *[False] * 4, *[True] * 3]
     assert set(backend.changes(NAMESPACE, cursor).removed) == {packs[4].pack_id, packs[6].pack_id}
@@ -115,6 +118,24 @@ def test_ttl_counts_from_the_last_use(open_store: Opener, monkeypatch: pytest.Mo
     assert not list(backend.manifests(NAMESPACE))
 
 
+def test_ttl_of_an_engine_with_a_wrong_clock_counts_by_the_server(
+    open_store: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of this thread, in which the engine runs, is a year ahead; that of the server's threads is right."""
+    now, year_s = time.time, 365 * 24 * HOUR_S
+    engine = threading.current_thread()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: now() + (year_s if threading.current_thread() is engine else 0.0))
+        ahead, _ = open_store("refresh=0s&ttl=1h")
+        ahead.open_namespace(sample_identity())
+        ahead.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 1)]))
+    other, _ = open_store()
+    other.changes(NAMESPACE, None)
+    other.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 2)]))
+    assert run(other, hours=0.5).evicted == 0
+    assert run(other, hours=1.5).evicted == 2
+
+
 def test_one_engine_looks_in_each_period(open_store: Opener, raw_client: Any, bucket: str) -> None:
     (one, _), (two, _) = open_store("retention=36500d"), open_store("retention=36500d")
     rounds = [one.retain(), two.retain(), one.retain()]
@@ -122,12 +143,15 @@ def test_one_engine_looks_in_each_period(open_store: Opener, raw_client: Any, bu
     assert len(objects(raw_client, bucket, "store/leases/")) == 1
 
 
-def test_commits_look_when_a_period_begins(open_store: Opener, raw_client: Any, bucket: str) -> None:
-    backend, _ = open_store("retention=36500d")
+def test_commits_look_when_a_period_begins(
+    open_store: Opener, raw_client: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, _ = open_store("refresh=0s&retention=36500d")
     backend.open_namespace(sample_identity())
     backend.commit(NAMESPACE, CommitBatch())
     assert not objects(raw_client, bucket, "store/leases/")
-    backend._retention._period -= 1
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 36_500 * 24 * HOUR_S)
     backend.commit(NAMESPACE, CommitBatch())
     assert len(objects(raw_client, bucket, "store/leases/")) == 1
 

@@ -11,16 +11,17 @@ import pytest
 from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.errors import StoreError
 from persistkv.memory.rows import Rows
-from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.storage.backend import CommitBatch, Namespace, ReadSpan
+from persistkv.storage.format.pack import PackTable
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
 from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import check_totals, read_pack, sample_identity, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_s3 import S3Backend
-from persistkv_s3.client.errors import BrokenError
-from persistkv_s3.log import snapshots
-from persistkv_s3.log.names import Names
+from persistkv_s3.client.transport import BrokenError
+from persistkv_s3.log import follower
+from persistkv_s3.log.layout import IDENTITIES, Names, encode_namespace
 from tests.backends.s3.conftest import Opener
 from tests.backends.s3.test_retention import run as run_retention
 
@@ -72,7 +73,7 @@ def test_reused_pack_that_was_pruned_meanwhile_is_written_again(
 
 @pytest.mark.parametrize("where", ["/packs/", "/keys/", "/log/"])
 def test_commit_that_fails_half_way_is_not_there(open_store: Opener, where: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr("persistkv_s3.client.retries._ATTEMPTS", 2)
+    monkeypatch.setattr("persistkv_s3.client.bucket.MOST_ATTEMPTS", 2)
     backend, client = open_store()
     backend.open_namespace(sample_identity())
     held = sample_pack(NAMESPACE, 1)
@@ -161,6 +162,49 @@ def test_missing_object_is_a_miss_and_no_quarantine(open_store: Opener, raw_clie
     assert len(tables(other, store.namespace)) == 2
 
 
+@pytest.mark.parametrize("left", [0, 1, 5000, 16_000])
+def test_read_truncated_pack_misses_and_drops_it(open_store: Opener, raw_client: Any, bucket: str, left: int) -> None:
+    backend, client = open_store("refresh=1h")
+    backend.open_namespace(sample_identity())
+    pack = sample_pack(NAMESPACE, 1)
+    backend.commit(NAMESPACE, CommitBatch([pack]))
+    key = Names("store/", NAMESPACE).pack(pack.pack_id, 0)
+    raw_client.put_object(Bucket=bucket, Key=key, Body=payload_of(pack)[:left])
+    client.take()
+    assert read_pack(backend, NAMESPACE, pack.table) is None
+    assert client.take() == {"GET": 1}, "not retried"
+    assert backend.breaker.state == "closed"
+    assert backend.tables(NAMESPACE, [pack.pack_id]) == []
+    backend.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 2)]))
+    (fresh, _) = open_store()
+    assert pack.pack_id not in tables(fresh, NAMESPACE)
+    backend.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 1)]))
+    assert read_pack(fresh, NAMESPACE, tables(fresh, NAMESPACE)[pack.pack_id]) == payload_of(pack)
+
+
+def test_open_store_with_many_namespaces_reads_few_identities(
+    open_store: Opener, raw_client: Any, bucket: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(60):
+        other = Namespace(Identity.of({"weights": f"w{number}", "config": {"block": 16}}), 1.7e9 + number)
+        key = f"{IDENTITIES}{other.id.hex()}"
+        raw_client.put_object(Bucket=bucket, Key=f"store/{key}", Body=encode_namespace(other))
+    layout = RowLayout(4096, (GroupLayout(((0, 4096),)),))
+
+    def opened(weights: str) -> tuple[dict[str, int], str]:
+        backend, client = open_store("refresh=1h")
+        identity = Identity.of({"weights": weights, "config": {"block": 16}})
+        store = Store(backend, identity, Rows(memoryview(bytearray(4096)), layout), StoreOptions(), url="s3://test")
+        return client.take(), store.notice
+
+    counts, notice = opened("w7")
+    assert (counts["GET"] <= 5, notice) == (True, "")
+    counts, notice = opened("new")
+    assert counts["GET"] <= 25
+    assert "nearest namespace differs in weights" in notice
+    assert len(list(open_store().backend.namespaces())) == 61
+
+
 def commit_many(backend: S3Backend, seeds: range) -> None:
     for seed in seeds:
         batch = CommitBatch([sample_pack(NAMESPACE, seed, blocks=1)], [sample_manifest(f"r{seed}")])
@@ -170,9 +214,9 @@ def commit_many(backend: S3Backend, seeds: range) -> None:
 def test_snapshots_bound_what_a_fresh_reader_fetches(
     open_store: Opener, raw_client: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshots, "_SEGMENTS", 3)
-    monkeypatch.setattr(snapshots, "_TRIM_S", -1.0)
-    monkeypatch.setattr(snapshots, "_AFTER", (4, 6))
+    monkeypatch.setattr(follower, "SEGMENTS", 3)
+    monkeypatch.setattr(follower, "TRIM_S", -1.0)
+    monkeypatch.setattr(follower, "SNAPSHOT_AFTER", (4, 6))
     backend, _ = open_store("refresh=1h")
     backend.open_namespace(sample_identity())
     sleeper, _ = open_store("refresh=0s")
@@ -189,7 +233,7 @@ def test_snapshots_bound_what_a_fresh_reader_fetches(
     assert set(tables(fresh, NAMESPACE)) == expected
     assert sum(client.take().values()) <= 16
     assert {manifest.id for manifest in fresh.manifests(NAMESPACE)} == {f"r{seed}" for seed in range(60)}
-    assert fresh._session(NAMESPACE).state.pinned("r5")
+    assert fresh.session(NAMESPACE).state.pinned("r5")
     assert fresh.manifest_keys(NAMESPACE, ["r7"])[0] == sample_manifest("r7").keys
     assert check_totals(fresh) == backend.stats()
 
@@ -199,9 +243,9 @@ def test_snapshots_bound_what_a_fresh_reader_fetches(
 
 
 def test_two_writers_who_take_snapshots_lose_nothing(open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "_TRIM_S", -1.0)
-    monkeypatch.setattr(snapshots, "_AFTER", (2, 3))
-    monkeypatch.setattr(snapshots, "_SEGMENTS", 2)
+    monkeypatch.setattr(follower, "TRIM_S", -1.0)
+    monkeypatch.setattr(follower, "SNAPSHOT_AFTER", (2, 3))
+    monkeypatch.setattr(follower, "SEGMENTS", 2)
     (one, _), (two, _), (reader, _) = open_store("refresh=1h"), open_store(), open_store()
     for backend in (one, two):
         backend.open_namespace(sample_identity())
@@ -235,12 +279,12 @@ def test_uses_wait_for_a_commit_and_outlive_the_handle(open_store: Opener) -> No
     backend.commit(NAMESPACE, CommitBatch(touches=[packs[1].pack_id]))
     backend.commit(NAMESPACE, CommitBatch(touches=[packs[0].pack_id]))
     assert client.take() == {}
-    order = [backend._session(NAMESPACE).state.packs[pack.pack_id].used for pack in packs]
+    order = [backend.session(NAMESPACE).state.packs[pack.pack_id].used for pack in packs]
     assert order[0] > order[1]
     backend.close()
     (fresh, _) = open_store()
     tables(fresh, NAMESPACE)
-    assert [fresh._session(NAMESPACE).state.packs[pack.pack_id].used for pack in packs] == order
+    assert [fresh.session(NAMESPACE).state.packs[pack.pack_id].used for pack in packs] == order
 
 
 def test_neighbouring_spans_are_one_request(open_store: Opener) -> None:
@@ -261,18 +305,16 @@ def test_neighbouring_spans_are_one_request(open_store: Opener) -> None:
     assert client.take() == {"GET": 3}
 
 
-def test_large_pack_goes_up_in_parts(open_store: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("persistkv_s3.client.boto._PUT_BYTES", 1 << 20)
-    monkeypatch.setattr("persistkv_s3.client.boto._PART_BYTES", 5 << 20)
+def test_commit_pack_of_huge_blocks_uploads_it_with_one_request(open_store: Opener) -> None:
     (ours, client), (theirs, _) = open_store("refresh=1h"), open_store("refresh=1h")
     for backend in (ours, theirs):
         backend.open_namespace(sample_identity())
         backend.changes(NAMESPACE, None)
     client.take()
-    pack = sample_pack(NAMESPACE, 1, blocks=12, block_bytes=1 << 20)
+    pack = sample_pack(NAMESPACE, 1, blocks=1, block_bytes=80 << 20)
     ours.commit(NAMESPACE, CommitBatch([pack]))
-    assert client.take() == {"HEAD": 1, "POST": 2, "PUT": 4}, "two parts of 5 MiB and one of 2, and the index"
-    theirs.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 1, blocks=12, block_bytes=1 << 20, content=5)]))
+    assert client.take() == {"PUT": 2}, "the pack and the index"
+    theirs.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 1, blocks=1, block_bytes=80 << 20, content=5)]))
     for backend in (ours, theirs):
         assert read_pack(backend, NAMESPACE, pack.table) == payload_of(pack)
 
@@ -290,7 +332,7 @@ def test_lost_pack_that_another_wrote_again_is_not_told_to_be_gone(
     for backend in (one, two):
         assert read_pack(backend, NAMESPACE, pack.table) is None
     one.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 1)]))
-    two._session(NAMESPACE).follower.refresh()
+    two.session(NAMESPACE).follower.refresh()
     two.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 2)]))
     (fresh, _) = open_store()
     for backend in (two, fresh):
@@ -302,7 +344,7 @@ def test_lost_pack_that_another_wrote_again_is_not_told_to_be_gone(
 def test_bucket_that_was_emptied_is_begun_anew(
     open_store: Opener, raw_client: Any, bucket: str, commits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshots, "_AFTER", (3, 4))
+    monkeypatch.setattr(follower, "SNAPSHOT_AFTER", (3, 4))
     backend, _ = open_store("refresh=0s&cache=no")
     backend.open_namespace(sample_identity())
     commit_many(backend, range(commits))
@@ -351,7 +393,8 @@ def test_overlapping_requests_are_stored_once(open_store: Opener, endpoint: str,
     ]
     for process in processes:
         process.start()
-    cursor, known = reader.changes(NAMESPACE, None).cursor, {}
+    cursor = reader.changes(NAMESPACE, None).cursor
+    known: dict[bytes, PackTable] = {}
     while any(process.is_alive() for process in processes):
         news = reader.changes(NAMESPACE, cursor)
         cursor = news.cursor

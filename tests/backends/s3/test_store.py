@@ -26,8 +26,8 @@ from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.samples import sample_pack
 from persistkv_s3 import S3Backend
-from persistkv_s3.client.errors import LateError
-from persistkv_s3.log.names import LogName, Names
+from persistkv_s3.client.transport import LateError
+from persistkv_s3.log.layout import LogName, Names
 from persistkv_s3.packs import UploadBudget
 from tests.backends.s3.conftest import Opener
 from tests.storage.host.conftest import STRIDE, Hosted
@@ -140,7 +140,12 @@ def test_promotion_of_encoded_blocks_is_one_request_for_each_run(
     rows.array[:] = 0
     client.take()
     lent: list[int] = []
-    monkeypatch.setattr("persistkv.storage.load.huge_memory", lambda size: lent.append(size) or mmap(-1, size))
+
+    def lend(size: int) -> mmap:
+        lent.append(size)
+        return mmap(-1, size)
+
+    monkeypatch.setattr("persistkv.storage.load.huge_memory", lend)
     assert store.read(keys, range(256)) == []
     assert client.take() == {"GET": 2}, "two packs of 32 MiB raw"
     assert (rows.array == expected).all()

@@ -4,36 +4,32 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from threading import Event
 
 import pytest
 
 from persistkv.errors import CorruptPackError
-from persistkv_s3.client.breaker import Breaker, BreakerState
-from persistkv_s3.client.bucket import Bucket
-from persistkv_s3.client.errors import (
-    BreakerOpenError,
-    BrokenError,
-    LateError,
-    ObjectExistsError,
-    ObjectMissingError,
-    RefusedError,
-    S3Error,
-    ThrottledError,
-)
-from persistkv_s3.client.retries import RetryingTransport
+from persistkv_s3.client.bucket import Breaker, Bucket
 from persistkv_s3.client.transport import (
     MOST_DELETED,
     Body,
+    BreakerOpenError,
+    BrokenError,
     Deadline,
     FrameSink,
+    LateError,
     ListPage,
+    ObjectExistsError,
     ObjectInfo,
+    ObjectMissingError,
+    RefusedError,
     RowSink,
+    S3Error,
     Sink,
+    ThrottledError,
     Transport,
     WholeSink,
 )
-from persistkv_s3.options import Place
 from tests.tools.signals import run_interrupted
 
 DATA = bytes(range(256)) * 4
@@ -42,7 +38,7 @@ DATA = bytes(range(256)) * 4
 class Scripted(Transport):
     """Each call follows the next step: an error to raise, a number of bytes after which a body breaks, or None."""
 
-    def __init__(self, *steps: S3Error | int | None, after: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, *steps: S3Error | int | None, after: Callable[[], object] = lambda: None) -> None:
         self.steps = list(steps)
         self.calls: list[tuple[object, ...]] = []
         self.after = after
@@ -60,11 +56,14 @@ class Scripted(Transport):
 
     def get(self, key: str, start: int | None, stop: int | None, sink: Sink, deadline: Deadline) -> None:
         broken_after = self._step("get", key, start, stop)
-        data = DATA if stop is None else DATA[-stop:] if start is None else DATA[start:stop]
+        whole = DATA * 1024
+        data = DATA if stop is None else DATA[-stop:] if start is None else whole[start:stop]
         sink.expect(len(data))
-        for byte in data if broken_after is None else data[:broken_after]:
-            sink.room()[0] = byte
-            sink.advance(1)
+        left = data if broken_after is None else data[:broken_after]
+        while left:
+            room = sink.room()[: len(left)]
+            room[:], left = left[: len(room)], left[len(room) :]
+            sink.advance(len(room))
         if broken_after is not None:
             raise BrokenError("the body broke off")
 
@@ -88,17 +87,17 @@ class Scripted(Transport):
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What was slept, instead of sleeping."""
     slept: list[float] = []
-    monkeypatch.setattr("persistkv_s3.client.retries.time.sleep", slept.append)
+    monkeypatch.setattr("persistkv_s3.client.bucket.time.sleep", slept.append)
     return slept
 
 
-def reliable(client: Transport, slow_s: float = 10.0) -> RetryingTransport:
-    return RetryingTransport(client, Breaker("test", slow_s))
+def reliable(client: Transport, deadline_s: float = 10.0) -> Bucket:
+    return Bucket(client, Breaker("test", 10.0), deadline_s, 1)
 
 
 def test_body_hands_out_what_lies_there() -> None:
     row = bytearray(b"row")
-    body = Body([memoryview(row), b"", b"table"])
+    body = Body([memoryview(row), b"", b"table"], Deadline(10))
     assert len(body) == 8
     row[:] = b"ROW"
     assert [bytes(body.read(1)), bytes(body.read()), body.read(100)] == [b"ROW", b"table", b""]
@@ -107,14 +106,13 @@ def test_body_hands_out_what_lies_there() -> None:
         body.seek(1)
 
 
-def test_large_pieces_are_sent_bit_by_bit_and_cut_into_parts() -> None:
-    body = Body([bytes(5 << 20), b"x"])
-    assert [len(part) for part in body.parts(2 << 20)] == [2 << 20, 2 << 20, (1 << 20) + 1]
+def test_large_pieces_are_sent_bit_by_bit() -> None:
+    body = Body([bytes(5 << 20), b"x"], Deadline(10))
     assert max(len(piece) for piece in iter(body.read, b"")) == 1 << 20
 
 
 def test_upload_stops_at_its_deadline() -> None:
-    body = Body([b"a", b"b"]).within(Deadline(0.0))
+    body = Body([b"a", b"b"], Deadline(0.0))
     with pytest.raises(LateError):
         body.read()
 
@@ -123,7 +121,7 @@ def test_upload_stops_at_its_deadline() -> None:
 def test_broken_body_goes_on_where_it_broke(start: int, stop: int, expected: bytes) -> None:
     client = Scripted(0, 0) if stop == 1 else Scripted(7, 90)
     buffers = [bytearray(3), bytearray(0), bytearray(stop - start - 3)] if stop > 4 else [bytearray(1)]
-    reliable(client).get("k", start, stop, RowSink([memoryview(buffer) for buffer in buffers]), Deadline(10))
+    reliable(client).fill("k", start, [memoryview(buffer) for buffer in buffers])
     assert b"".join(buffers) == expected
     starts = [10, 17, 107] if stop > 4 else [0, 0, 0]
     assert [call[2] for call in client.calls] == starts
@@ -131,10 +129,11 @@ def test_broken_body_goes_on_where_it_broke(start: int, stop: int, expected: byt
 
 @pytest.mark.parametrize("length", [None, 300])
 def test_broken_tail_goes_on_where_it_broke(length: int | None) -> None:
-    client, sink = Scripted(100, None), WholeSink(1 << 20)
-    reliable(client).get("k", None, length, sink, Deadline(10))
+    client = Scripted(100, None)
+    bucket = reliable(client)
+    data = bucket.get("k") if length is None else bucket.tail("k", length)
     whole = len(DATA) if length is None else length
-    assert bytes(sink.data) == DATA[-whole:]
+    assert bytes(data) == DATA[-whole:]
     assert client.calls == [("get", "k", None, length), ("get", "k", None, whole - 100)]
 
 
@@ -146,7 +145,7 @@ def test_ranges_come_through_one_buffer_though_the_body_breaks() -> None:
         lambda number, data: came.append((number, bytes(data))),
     )
     client = Scripted(3, 0, 8, 40)
-    reliable(client).get("k", sink.start, sink.stop, sink, Deadline(10))
+    reliable(client).pour("k", sink)
     assert came == [(0, DATA[5:15]), (1, DATA[15:16]), (2, DATA[40:60]), (3, DATA[200:207])]
     assert [call[2] for call in client.calls] == [5, 8, 8, 16, 56]
     with pytest.raises(BrokenError):
@@ -160,10 +159,21 @@ def test_sinks_refuse_what_was_not_asked_for() -> None:
         WholeSink(100).expect(101)
 
 
+def test_whole_sink_object_replaced_between_attempts_is_collected_anew() -> None:
+    sink = WholeSink(100)
+    sink.expect(4)
+    sink.expect(60)
+    assert len(sink.room()) == 60
+    sink.advance(20)
+    sink.expect(40)
+    with pytest.raises(BrokenError):
+        sink.expect(41)
+
+
 @pytest.mark.parametrize("error", [BrokenError("x"), ThrottledError("x")])
 def test_what_may_pass_is_tried_again(error: S3Error, pauses: list[float]) -> None:
     client = Scripted(error, error, None)
-    reliable(client).put("k", Body([b"x"]), Deadline(10))
+    reliable(client).put("k", [b"x"])
     assert len(client.calls) == 3
     assert all(pause >= error.pause_s for pause in pauses)
 
@@ -172,7 +182,7 @@ def test_what_may_pass_is_tried_again(error: S3Error, pauses: list[float]) -> No
 def test_what_will_not_pass_is_not(error: S3Error) -> None:
     client = Scripted(error)
     with pytest.raises(type(error)):
-        reliable(client).head("k", Deadline(10))
+        reliable(client).head("k")
     assert len(client.calls) == 1
 
 
@@ -180,22 +190,22 @@ def test_no_pause_reaches_past_the_deadline(pauses: list[float]) -> None:
     slow_down = ThrottledError("x")
     slow_down.pause_s = 5.0
     with pytest.raises(ThrottledError):
-        reliable(Scripted(slow_down)).list("p", None, Deadline(4))
+        list(reliable(Scripted(slow_down), deadline_s=4).list("p"))
     assert pauses == []
 
 
 def test_own_object_after_a_lost_reply_is_told_apart() -> None:
     with pytest.raises(ObjectExistsError) as caught:
-        reliable(Scripted(BrokenError("lost"), ObjectExistsError("412"))).put("k", Body([b"x"]), Deadline(10))
+        reliable(Scripted(BrokenError("lost"), ThrottledError("503"), ObjectExistsError("412"))).put("k", [b"x"])
     assert caught.value.uncertain
     with pytest.raises(ObjectExistsError) as caught:
-        reliable(Scripted(ThrottledError("503"), ObjectExistsError("412"))).put("k", Body([b"x"]), Deadline(10))
+        reliable(Scripted(ThrottledError("503"), ObjectExistsError("412"))).put("k", [b"x"])
     assert not caught.value.uncertain
 
 
 def test_long_listings_and_many_deletions_are_many_operations() -> None:
     client = Scripted()
-    bucket = Bucket(Place("b", ""), client, 10.0, 1)
+    bucket = reliable(client)
     assert [info.key for info in bucket.list("p")] == ["p0", "p1", "p2"]
     assert [call[2] for call in client.calls] == [None, "1", "2"]
     keys = [f"k{number}" for number in range(2 * MOST_DELETED + 1)]
@@ -234,10 +244,10 @@ def test_breaker_opens_lets_one_through_and_closes() -> None:
     assert breaker.admit()
     breaker.record(well=True, seconds=0.1)
     fail(breaker, 5)
-    assert breaker.state is BreakerState.OPEN
+    assert breaker.state == "open"
     assert not breaker.admit()
     clock.now += 1.01
-    assert breaker.state is BreakerState.HALF_OPEN
+    assert breaker.state == "half-open"
     assert [breaker.admit(), breaker.admit()] == [True, False]
     breaker.record(well=False, seconds=0.1)
     clock.now += 1.01
@@ -245,7 +255,7 @@ def test_breaker_opens_lets_one_through_and_closes() -> None:
     clock.now += 1.01
     assert breaker.admit()
     breaker.record(well=True, seconds=0.1)
-    assert breaker.state is BreakerState.CLOSED
+    assert breaker.state == "closed"
     assert (breaker.opened, breaker.refused) == (1, 3)
     fail(breaker, 4)
     assert breaker.admit()
@@ -256,10 +266,34 @@ def test_breaker_opens_on_slowness_and_on_half_of_the_last_answers() -> None:
     slow, mixed = make_breaker(clock), make_breaker(clock)
     for _ in range(5):
         slow.record(well=True, seconds=2.1)
-    assert slow.state is BreakerState.OPEN
+    assert slow.state == "open"
     for number in range(20):
         mixed.record(well=bool(number % 2), seconds=0.1)
-    assert mixed.state is BreakerState.OPEN
+    assert mixed.state == "open"
+
+
+def test_breaker_judges_bytes_per_second() -> None:
+    breaker = make_breaker(Clock())
+    for _ in range(20):
+        breaker.record(well=True, seconds=30.0, num_bytes=32 << 20)
+    assert breaker.state == "closed", "more than 1 MiB/s"
+    for _ in range(5):
+        breaker.record(well=True, seconds=35.0, num_bytes=32 << 20)
+    assert breaker.state == "open"
+
+
+@pytest.mark.parametrize("verb", ["put", "fill", "head"])
+def test_bucket_slow_large_transfers_leave_the_breaker_closed(verb: str) -> None:
+    """Each takes five times as long as a small request may."""
+    bucket = Bucket(Scripted(after=lambda: Event().wait(0.05)), Breaker("test", 0.01), 10.0, 1)
+    for _ in range(5):
+        if verb == "put":
+            bucket.put("k", [bytes(1 << 20)])
+        elif verb == "fill":
+            bucket.fill("k", 0, [memoryview(bytearray(1 << 20))])
+        else:
+            bucket.head("k")
+    assert bucket.breaker.state == ("open" if verb == "head" else "closed")
 
 
 def test_what_was_on_its_way_when_it_opened_changes_nothing() -> None:
@@ -268,28 +302,28 @@ def test_what_was_on_its_way_when_it_opened_changes_nothing() -> None:
     fail(breaker, 5)
     for well in (False, True):
         breaker.record(well=well, seconds=0.1)
-    assert breaker.state is BreakerState.OPEN
+    assert breaker.state == "open"
     clock.now += 1.01
     assert breaker.admit()
 
 
 def test_open_breaker_answers_at_once() -> None:
     client = Scripted(*[RefusedError("403")] * 5)
-    transport = reliable(client)
+    bucket = reliable(client)
     for _ in range(5):
         with pytest.raises(RefusedError):
-            transport.head("k", Deadline(10))
+            bucket.head("k")
     with pytest.raises(BreakerOpenError):
-        transport.head("k", Deadline(10))
+        bucket.head("k")
     assert len(client.calls) == 5
 
 
 def test_missing_objects_are_no_failure_of_the_server() -> None:
-    transport = reliable(Scripted(*[ObjectMissingError("404")] * 50))
+    bucket = reliable(Scripted(*[ObjectMissingError("404")] * 50))
     for _ in range(50):
         with pytest.raises(ObjectMissingError):
-            transport.head("k", Deadline(10))
-    assert transport.breaker.state is BreakerState.CLOSED
+            bucket.head("k")
+    assert bucket.breaker.state == "closed"
 
 
 def test_breaker_is_for_many_threads() -> None:
@@ -307,8 +341,7 @@ def test_breaker_is_for_many_threads() -> None:
 
 
 INTERRUPTED_CALLS = """
-from persistkv_s3.client.bucket import Bucket
-from persistkv_s3.options import Place
+from persistkv_s3.client.bucket import Breaker, Bucket
 from persistkv_s3.client.transport import Transport
 
 class Idle(Transport):
@@ -320,7 +353,7 @@ def hang(number):
     begun.append(number)
     time.sleep(3600)
 
-bucket = Bucket(Place("b", ""), Idle(), 30.0, 2)
+bucket = Bucket(Idle(), Breaker("test", 10.0), 30.0, 2)
 interrupt_in(0.3)
 begin = time.monotonic()
 try:

@@ -255,10 +255,11 @@ def test_unmapped_memory_is_refused_and_the_next_job_runs() -> None:
     """Bounds of blocks and rows are checked before; this shows how the driver answers if a region were gone."""
     ended = in_new_process(
         """
+import mmap
 from persistkv.cpu.devices.cuda import Batch
-from persistkv.memory import libc
 good = pinned_memory(16, 16, 4096)
-nowhere = libc.reserve(1 << 20)
+reserved = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
+nowhere = np.frombuffer(reserved, np.uint8).ctypes.data
 batch = Batch.of_pages(
     np.array([nowhere]), np.array([good.pages[0].data_ptr()]), 4096, good.rows[0], good.pages[0]
 )

@@ -80,13 +80,13 @@ def test_null_address_fails_with_the_index_of_the_copy(driver: Driver) -> None:
     targets = rows.data_ptr() + PAGE * np.array([0, 2, 4])
     batch = Batch.of_pages(targets, sources, PAGE, rows, pages)
     with pytest.raises(RuntimeError, match=f"error 1: copy 1 of 3 copies, 4096 bytes from 0x0 to {targets[1]:#x}"):
-        DriverBatchCopier(driver.library).copy(batch, torch.cuda.Stream())
+        DriverBatchCopier(driver.library).copy(batch, torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
 
 def test_refused_stream_fails_without_the_index_of_a_copy(driver: Driver) -> None:
     pages, rows = make_pages(), torch.zeros((NUM_ROWS, PAGE), dtype=torch.int8)
     batch = Batch.of_pages(np.array([rows.data_ptr()]), np.array([pages.data_ptr()]), PAGE, rows, pages)
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.cuda_stream = 0
     with pytest.raises(RuntimeError, match=r"cuMemcpyBatchAsync failed with error 1: 1 copies$"):
         DriverBatchCopier(driver.library).copy(batch, stream)
@@ -117,7 +117,7 @@ def test_no_copy_touches_two_registrations(
 def test_copies_wait_for_the_caller_and_run_between_the_events(driver: Driver) -> None:
     class Recorded(PageCopier):
         def copy(self, batch: Batch, stream: torch.cuda.Stream) -> None:
-            stream.log.append("copy")
+            stream.log.append("copy")  # type: ignore[attr-defined]
 
     memory = KVMemory((make_pages(),), (torch.zeros((NUM_ROWS, PAGE), dtype=torch.int8),), 1)
     engine = CUDACopyEngine(memory, Direction.LOAD, Recorded())

@@ -1,9 +1,10 @@
-"""ARC: a scan does not wash out what is used again, and what comes back moves the balance."""
+"""ARC: a scan does not evict blocks used again, and returning blocks move the target."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
+
+import pytest
 
 from persistkv.base import OffloadKey, ReqContext
 from persistkv.cpu.manager import CPUOffloadingManager
@@ -71,24 +72,25 @@ def test_blocks_that_come_back_make_room_for_new_ones(keys: MakeKeys) -> None:
     assert [row for _, row in policy.evict(4)] == [1, 0, 3, 2]
     fresh = keys(2)
     policy.insert(fresh, [0, 1])
-    policy.insert(again, [2, 3])  # these come back to the second list, and take the target down to 0
+    policy.insert(again, [2, 3])  # inserted into the second list, which lowers the target to 0
     assert {key for key, _ in policy.evict(2)} == set(fresh)
 
 
-def test_what_it_remembers_is_bounded(keys: MakeKeys, context: ReqContext) -> None:
-    manager = CPUOffloadingManager(50, "arc")
-    policy = manager._policy
-    assert isinstance(policy, ARCCachePolicy)
-    seen: list[OffloadKey] = []
-    chance = random.Random(1)
-    for _ in range(400):
-        wanted = chance.sample(seen, min(len(seen), 3)) + keys(3)
-        seen += wanted[-3:]
-        store(manager, wanted, context)
-        manager.touch(wanted, context)
-        assert len(policy._once) + len(policy._gone_once) <= 50
-        assert len(policy._gone_once) + len(policy._gone_again) + len(policy._once) + len(policy._again) <= 100
-    assert policy._gone_again
+@pytest.mark.parametrize(("used_again", "limit"), [(False, 4), (True, 8)])
+def test_evicted_key_is_remembered_for_a_bounded_number_of_evictions(
+    keys: MakeKeys, used_again: bool, limit: int
+) -> None:
+    for evictions, remembered in ((limit - 1, True), (limit, False)):
+        policy = ARCCachePolicy(4, [0] * 4)
+        returning, *others = keys(1 + evictions)
+        for key in (returning, *others):
+            policy.insert([key], [0])
+            policy.touch([key] if used_again else [])
+            assert policy.evict(1) == [(key, 0)]
+        policy.insert([returning], [0])
+        fresh = keys(2)
+        policy.insert(fresh, [1, 2])
+        assert policy.evict(1) == [(fresh[1], 2) if remembered else (returning, 0)]
 
 
 def test_clear_forgets_what_was_learnt(keys: MakeKeys) -> None:

@@ -22,7 +22,7 @@ def test_a_protected_key_returns_to_its_own_place() -> None:
     order = EvictionOrder(refs)
     order.append(KEYS[3::-1], [3, 2, 1, 0])  # coldest first: 0, 1, 2, 3
     assert order.pop_coldest() == (KEYS[0], 0)
-    assert order.pop_coldest() == (KEYS[3], 3)  # 1 and 2 are set aside
+    assert order.pop_coldest() == (KEYS[3], 3)  # 1 and 2 are parked
     order.append([KEYS[4]], [0])
     refs[2] = 0
     order.release([KEYS[2]])
@@ -35,7 +35,7 @@ def test_protected_keys_are_passed_over_once() -> None:
     class CountingRefs(list[int]):
         reads = 0
 
-        def __getitem__(self, row):  # type: ignore[no-untyped-def,override]
+        def __getitem__(self, row):  # type: ignore[no-untyped-def]
             type(self).reads += 1
             return super().__getitem__(row)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 
 import pytest
 
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.catalog.rows import Use
+from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import tables
 from persistkv.testing.memory import MemoryBackend
@@ -15,13 +17,15 @@ from persistkv.testing.samples import sample_manifest, sample_pack
 
 HOUR_S = 3600.0
 
+Later = Callable[[float], None]
+
 
 @pytest.fixture
-def later(monkeypatch):
+def later(monkeypatch: pytest.MonkeyPatch) -> Later:
     """Let seconds pass since the start of the test."""
     wall, elapsed = time.time, time.clock_gettime
 
-    def later(seconds):
+    def later(seconds: float) -> None:
         monkeypatch.setattr(time, "time", lambda: wall() + seconds)
         monkeypatch.setattr(time, "clock_gettime", lambda clock: elapsed(clock) + seconds)
 
@@ -29,30 +33,34 @@ def later(monkeypatch):
 
 
 @pytest.fixture
-def backend():
+def backend() -> MemoryBackend:
     return MemoryBackend(ttl_s=HOUR_S)
 
 
 @pytest.fixture
-def namespace(backend):
+def namespace(backend: MemoryBackend) -> bytes:
     return backend.open_namespace(Identity.of({})).id
 
 
-def small_packs(namespace, seeds):
+def small_packs(namespace: bytes, seeds: Iterable[int]) -> list[PackWriter]:
     return [sample_pack(namespace, seed, blocks=1, block_bytes=1) for seed in seeds]
 
 
-def expire(backend, namespace):
+def expire(backend: MemoryBackend, namespace: bytes) -> None:
     for _ in range(5):
         backend.commit(namespace, CommitBatch())
 
 
-def test_use_in_the_future_does_not_keep_others_from_expiring(backend, namespace, later):
+def test_use_in_the_future_does_not_keep_others_from_expiring(
+    backend: MemoryBackend, namespace: bytes, later: Later
+) -> None:
     packs = small_packs(namespace, range(5))
     backend.commit(namespace, CommitBatch(packs[:1]))
     with backend.rows(write=True) as rows:
         ((key, row),) = rows.range("uses", b"")
-        rows.put("uses", key, Use.decode(row)._replace(time=time.time() + 1e6 * HOUR_S).encode())
+        use = Use.decode(row)
+        assert use is not None
+        rows.put("uses", key, use._replace(time=time.time() + 1e6 * HOUR_S).encode())
     backend.commit(namespace, CommitBatch(packs[1:]))
     later(2 * HOUR_S)
     expire(backend, namespace)
@@ -60,7 +68,9 @@ def test_use_in_the_future_does_not_keep_others_from_expiring(backend, namespace
 
 
 @pytest.mark.parametrize(("table", "listed"), [("packs", "uses"), ("manifests", "chains")])
-def test_lists_of_what_is_not_held_do_not_keep_others_from_expiring(backend, namespace, later, table, listed):
+def test_lists_of_what_is_not_held_do_not_keep_others_from_expiring(
+    backend: MemoryBackend, namespace: bytes, later: Later, table: str, listed: str
+) -> None:
     gone = small_packs(namespace, range(150))
     manifests = [sample_manifest(f"r{seed}", packs=[pack.pack_id]) for seed, pack in enumerate(gone)]
     backend.commit(namespace, CommitBatch(gone, manifests))
@@ -78,7 +88,9 @@ def test_lists_of_what_is_not_held_do_not_keep_others_from_expiring(backend, nam
         assert not list(rows.range("order", b""))
 
 
-def test_pack_without_its_use_is_listed_once_it_is_stored_again(backend, namespace, later):
+def test_pack_without_its_use_is_listed_once_it_is_stored_again(
+    backend: MemoryBackend, namespace: bytes, later: Later
+) -> None:
     (pack,) = small_packs(namespace, [1])
     backend.commit(namespace, CommitBatch([pack]))
     with backend.rows(write=True) as rows:
@@ -89,13 +101,16 @@ def test_pack_without_its_use_is_listed_once_it_is_stored_again(backend, namespa
     assert not tables(backend, namespace)
 
 
-def test_use_in_a_transaction_that_was_no_moment_counts_again(backend, namespace, later):
+def test_use_in_a_transaction_that_was_no_moment_counts_again(
+    backend: MemoryBackend, namespace: bytes, later: Later
+) -> None:
     """A commit that failed may have touched a pack durably; its moment is given again."""
     (pack,) = small_packs(namespace, [1])
     backend.commit(namespace, CommitBatch([pack]))
     with backend.rows(write=True) as rows:
         ((key, row),) = rows.range("uses", b"")
         use = Use.decode(row)
+        assert use is not None
         rows.delete("order", use.order_key(key))
         use = use._replace(moment=use.moment + 1)
         rows.put("uses", key, use.encode())

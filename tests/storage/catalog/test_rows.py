@@ -1,23 +1,28 @@
 """Payloads in pieces of 256 KiB, however the stream is cut."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persistkv.storage.catalog.rows import PIECE_BYTES, RowPayloads, read_pieces
+from persistkv.storage.format.codec import Buffer
 from persistkv.testing.memory import MemoryRows
 
 NAME, NEIGHBOURS = b"n" * 32, (b"m" * 32, b"n" * 31 + b"o")
 
 
-def pattern(length):
+def pattern(length: int) -> bytes:
     return (b"%d," * 20 % tuple(range(20)) * (length // 40 + 1))[:length]
 
 
-def stored(rows):
+def stored(rows: MemoryRows) -> list[tuple[bytes, bytes]]:
     return list(rows.range("pieces", b""))
 
 
-def write(rows, name, stream):
+def write(rows: MemoryRows, name: bytes, stream: Iterable[Buffer]) -> None:
     RowPayloads(rows).write(name, iter(stream), at_most=1 << 30)
 
 
@@ -29,7 +34,7 @@ lengths = st.one_of(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(lengths, max_size=5), st.data())
-def test_any_cut_and_any_span(cuts, data):
+def test_any_cut_and_any_span(cuts: list[int], data: st.DataObject) -> None:
     payload = pattern(sum(cuts))
     ends = [sum(cuts[: index + 1]) for index in range(len(cuts))]
     rows = MemoryRows()
@@ -49,10 +54,10 @@ def test_any_cut_and_any_span(cuts, data):
     assert not read_pieces(rows, NAME, offset, [beyond])
 
 
-def test_write_stream_reuses_its_buffer():
+def test_write_stream_reuses_its_buffer() -> None:
     part = bytearray(pattern(PIECE_BYTES))
 
-    def stream():
+    def stream() -> Iterator[memoryview]:
         for index in range(3):
             part[0] = index
             yield memoryview(part)
@@ -62,7 +67,7 @@ def test_write_stream_reuses_its_buffer():
     assert [value[0] for _, value in stored(rows)] == [0, 1, 2]
 
 
-def test_delete_spares_the_neighbours():
+def test_delete_spares_the_neighbours() -> None:
     rows = MemoryRows()
     for name in (NAME, *NEIGHBOURS):
         write(rows, name, [pattern(2 * PIECE_BYTES + 1)])

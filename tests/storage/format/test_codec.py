@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import tracemalloc
 
 import pytest
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from persistkv.errors import ConfigurationError, CorruptPackError
 from persistkv.storage.format.codec import (
+    Codec,
     PlanesCodec,
     RawCodec,
     ZstdCodec,
@@ -19,21 +22,21 @@ CODECS = [RawCodec(), ZstdCodec(), ZstdCodec(19), PlanesCodec(2), PlanesCodec(4)
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @given(raw=st.binary(max_size=5000))
-def test_round_trip(codec, raw):
+def test_round_trip(codec: Codec, raw: bytes) -> None:
     out = bytearray(len(raw))
     codec.decode_into(codec.encode(raw), memoryview(out))
     assert out == raw
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_text_form_makes_the_same_codec(codec):
+def test_text_form_makes_the_same_codec(codec: Codec) -> None:
     assert parse_codec(str(codec)) == codec
 
 
 @pytest.mark.parametrize(
     ("text", "codec"), [("zstd", ZstdCodec(1)), ("planes", PlanesCodec(2)), ("planes:4", PlanesCodec(4))]
 )
-def test_arguments_and_their_defaults(text, codec):
+def test_arguments_and_their_defaults(text: str, codec: Codec) -> None:
     assert parse_codec(text) == codec
 
 
@@ -56,12 +59,12 @@ def test_arguments_and_their_defaults(text, codec):
         ("planes:bf16", "2 or 4"),
     ],
 )
-def test_unknown_codec_names_what_there_is(text, names):
+def test_unknown_codec_names_what_there_is(text: str, names: str) -> None:
     with pytest.raises(ConfigurationError, match=names):
         parse_codec(text)
 
 
-def test_values_are_validated_without_a_text_too():
+def test_values_are_validated_without_a_text_too() -> None:
     with pytest.raises(ConfigurationError, match="2 or 4"):
         PlanesCodec(8)
     with pytest.raises(ConfigurationError, match="1 to 19"):
@@ -69,7 +72,7 @@ def test_values_are_validated_without_a_text_too():
 
 
 @pytest.mark.parametrize("text", ["", "lz9", "zstd:99", "raw,zstd"])
-def test_stored_codec_unknown_text_is_corrupt(text):
+def test_stored_codec_unknown_text_is_corrupt(text: str) -> None:
     with pytest.raises(CorruptPackError) as caught:
         stored_codec(text)
     assert caught.value.field == "codec"
@@ -77,14 +80,14 @@ def test_stored_codec_unknown_text_is_corrupt(text):
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("difference", [-800, -100, -1, 1, 100])
-def test_other_length_is_corrupt(codec, difference):
+def test_other_length_is_corrupt(codec: Codec, difference: int) -> None:
     stored = codec.encode(b"abcdefgh" * 100)
     with pytest.raises(CorruptPackError, match="frame"):
         codec.decode_into(stored, memoryview(bytearray(800 + difference)))
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_bytes_that_follow_are_corrupt(codec):
+def test_bytes_that_follow_are_corrupt(codec: Codec) -> None:
     stored = bytes(codec.encode(b"abcdefgh" * 100))
     for more in (b"\0", b"abcdefgh", zstandard.compress(b"more")):
         with pytest.raises(CorruptPackError, match="frame"):
@@ -93,7 +96,7 @@ def test_bytes_that_follow_are_corrupt(codec):
 
 @pytest.mark.parametrize("codec", CODECS[1:], ids=str)
 @given(data=st.data())
-def test_damage_is_corrupt_or_fills_exactly(codec, data):
+def test_damage_is_corrupt_or_fills_exactly(codec: Codec, data: st.DataObject) -> None:
     """Checksums come first (see pack.py); the codec only has to stay within its buffer."""
     stored = bytearray(codec.encode(bytes(range(256)) * 8))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -109,7 +112,7 @@ def test_damage_is_corrupt_or_fills_exactly(codec, data):
     assert out[2048:] == bytes(16)
 
 
-def bombs():
+def bombs() -> dict[str, bytes]:
     """Zstandard frames that are small and claim much: in their content, in their window, in both."""
     content = zstandard.ZstdCompressor(level=1).compress(bytes(512 << 20))
     unsized = zstandard.ZstdCompressor(level=1, write_content_size=False).compress(bytes(4096))
@@ -123,7 +126,7 @@ BOMBS = bombs()
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_claimed_size_is_not_allocated(name):
+def test_claimed_size_is_not_allocated(name: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(CorruptPackError):

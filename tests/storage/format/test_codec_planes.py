@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import struct
 
 import numpy as np
@@ -12,7 +14,7 @@ from persistkv.storage.format.codec import PlanesCodec
 WIDTHS = [2, 4]
 
 
-def floats(count, width):
+def floats(count: int, width: int) -> bytes:
     """Normally distributed values as KV is kept: bfloat16 or float32."""
     values = np.random.default_rng(5).standard_normal(count).astype(np.float32)
     return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes() if width == 2 else values.tobytes()
@@ -20,7 +22,7 @@ def floats(count, width):
 
 @pytest.mark.parametrize("width", WIDTHS)
 @given(length=st.integers(0, 300), first=st.integers(0, 7), seed=st.integers(0, 1000))
-def test_any_length_and_any_alignment(width, length, first, seed):
+def test_any_length_and_any_alignment(width: int, length: int, first: int, seed: int) -> None:
     raw = np.random.default_rng(seed).integers(0, 256, first + length, dtype=np.uint8).data[first:]
     stored = PlanesCodec(width).encode(raw)
     shifted = memoryview(bytes(first) + bytes(stored))[first:]
@@ -31,7 +33,7 @@ def test_any_length_and_any_alignment(width, length, first, seed):
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("tail", [0, 1, 3])
-def test_decoded_by_hand_as_documented(width, tail):
+def test_decoded_by_hand_as_documented(width: int, tail: int) -> None:
     """docs/format.md, with nothing but zstandard."""
     raw = bytes(np.random.default_rng(1).integers(0, 256, 4 * 1000, dtype=np.uint8)) + b"xyz"[:tail]
     stored = bytes(PlanesCodec(width).encode(raw))
@@ -43,7 +45,7 @@ def test_decoded_by_hand_as_documented(width, tail):
 
 
 @pytest.mark.parametrize(("width", "entropy_bits"), [(2, 8), (4, 24)])
-def test_floats_come_near_the_entropy_of_their_highest_byte(width, entropy_bits):
+def test_floats_come_near_the_entropy_of_their_highest_byte(width: int, entropy_bits: float) -> None:
     raw = floats(1 << 18, width)
     counts = np.bincount(np.frombuffer(raw, np.uint8)[width - 1 :: width], minlength=256)
     shares = counts[counts > 0] / counts.sum()
@@ -51,13 +53,13 @@ def test_floats_come_near_the_entropy_of_their_highest_byte(width, entropy_bits)
     assert bound <= len(PlanesCodec(width).encode(raw)) <= bound / 0.98
 
 
-def test_noise_costs_little():
+def test_noise_costs_little() -> None:
     raw = np.random.default_rng(2).bytes(1 << 20)
     assert len(raw) <= len(PlanesCodec().encode(raw)) < len(raw) + 100
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_stored_bytes_that_are_too_few(width):
+def test_stored_bytes_that_are_too_few(width: int) -> None:
     codec = PlanesCodec(width)
     stored = bytes(codec.encode(b"abcdefgh" * 10 + b"xyz"))
     for length in range(len(stored)):
@@ -65,7 +67,7 @@ def test_stored_bytes_that_are_too_few(width):
             codec.decode_into(stored[:length], memoryview(bytearray(83)))
 
 
-def test_lengths_of_the_highest_plane_are_checked():
+def test_lengths_of_the_highest_plane_are_checked() -> None:
     high = zstandard.compress(bytes(10))
     for count in (9, 11):
         with pytest.raises(CorruptPackError, match="10 bytes where"):

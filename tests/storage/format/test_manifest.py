@@ -1,3 +1,7 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
 import pytest
 import xxhash
 from hypothesis import example, given
@@ -19,7 +23,7 @@ MANIFEST = RequestManifest(
 KEYS = (PackedKeys.of([b"a" * 36, b"b" * 36]), PackedKeys.of([b"x", b"yz"]), PackedKeys())
 
 
-def test_round_trip():
+def test_round_trip() -> None:
     assert decode_manifest(encode_manifest(MANIFEST)) == MANIFEST
     assert decode_manifest_keys(encode_manifest_keys(KEYS)) == KEYS
     assert MANIFEST.blocks == 3
@@ -37,7 +41,7 @@ def test_round_trip():
         labels=st.dictionaries(st.text(), st.text()),
     )
 )
-def test_any_manifest(manifest):
+def test_any_manifest(manifest: RequestManifest) -> None:
     assert decode_manifest(encode_manifest(manifest)) == manifest
 
 
@@ -46,24 +50,24 @@ def test_any_manifest(manifest):
     [(encode_manifest(MANIFEST), decode_manifest), (encode_manifest_keys(KEYS), decode_manifest_keys)],
 )
 class TestDamage:
-    def test_any_flipped_byte(self, encoded, decode):
+    def test_any_flipped_byte(self, encoded: bytes, decode: Callable[[bytes], object]) -> None:
         for offset in range(len(encoded)):
             damaged = bytearray(encoded)
             damaged[offset] ^= 0x40
             with pytest.raises(CorruptPackError):
                 decode(bytes(damaged))
 
-    def test_any_cut(self, encoded, decode):
+    def test_any_cut(self, encoded: bytes, decode: Callable[[bytes], object]) -> None:
         for length in range(len(encoded)):
             with pytest.raises(CorruptPackError):
                 decode(encoded[:length])
 
-    def test_newer_version_is_named(self, encoded, decode):
+    def test_newer_version_is_named(self, encoded: bytes, decode: Callable[[bytes], object]) -> None:
         with pytest.raises(CorruptPackError, match="2; this release reads 1"):
             decode(b"\2" + encoded[1:])
 
 
-def test_keys_are_no_manifest():
+def test_keys_are_no_manifest() -> None:
     with pytest.raises(CorruptPackError):
         decode_manifest(encode_manifest_keys(KEYS))
 
@@ -71,6 +75,6 @@ def test_keys_are_no_manifest():
 @given(st.binary(max_size=200))
 @example(b"\x95\xa3\x00\x00\x80")  # a string that is no UTF-8
 @example(b"\x98\xa1a\xcb" + bytes(8) + b"\0\x90\0\xc3\x80" + b"\x91" * 100_000)  # nested beyond all measure
-def test_sealed_garbage_is_corrupt(body):
+def test_sealed_garbage_is_corrupt(body: bytes) -> None:
     with pytest.raises(CorruptPackError):
         decode_manifest(b"\1" + xxhash.xxh3_64_digest(body) + body)

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import hashlib
 import struct
 import threading
@@ -24,7 +26,7 @@ from persistkv.storage.format.pack import (
 )
 from persistkv.storage.format.pack_writer import PackCopy, PackWriter, Segment
 from persistkv.testing.samples import ArraySource, payload_of, sample_blocks, sample_keys, sample_pack, sample_segment
-from tests.storage.packs import NAMESPACE, blocks_of, segments, write
+from tests.storage.packs import NAMESPACE, blocks_of, raw_blocks, segments, write
 
 
 @settings(max_examples=40, deadline=None)
@@ -32,18 +34,16 @@ from tests.storage.packs import NAMESPACE, blocks_of, segments, write
     st.lists(segments, min_size=1, max_size=3, unique_by=lambda segment: segment.keys[0]),
     st.sampled_from([RawCodec(), ZstdCodec(), PlanesCodec(), PlanesCodec(4)]),
 )
-def test_round_trip(parts, codec):
+def test_round_trip(parts: list[Segment], codec: Codec) -> None:
     payload, table = write(*parts, codec=codec)
     assert PackTable.parse(payload + table.encode()) == table
     assert PackTable.parse(table.encode()) == table
-    assert blocks_of(payload, table) == {
-        key: block.tobytes() for part in parts for key, block in zip(part.keys, part.source.blocks, strict=True)
-    }
+    assert blocks_of(payload, table) == {key: block for part in parts for key, block in raw_blocks(part).items()}
     assert table.payload_length == len(payload)
     assert table.raw_length == sum(part.raw_length for part in parts)
 
 
-def test_frames_hold_as_many_blocks_as_fit_a_mebibyte():
+def test_frames_hold_as_many_blocks_as_fit_a_mebibyte() -> None:
     _, table = write(
         sample_segment(1, blocks=40, block_bytes=65_536), sample_segment(2, group=1, blocks=3, block_bytes=3 << 20)
     )
@@ -55,13 +55,13 @@ def test_frames_hold_as_many_blocks_as_fit_a_mebibyte():
     assert all(align(one.offset + one.stored_length) == other.offset for one, other in pairwise(table.frames))
 
 
-def test_unknown_depth_stays_unknown():
+def test_unknown_depth_stays_unknown() -> None:
     part = sample_segment(1, blocks=40, block_bytes=65_536)
     _, table = write(Segment(part.group, part.block_bytes, part.keys, part.source))
     assert {frame.depth for frame in table.frames} == {UNKNOWN_DEPTH}
 
 
-def test_frame_that_does_not_shrink_is_kept_raw():
+def test_frame_that_does_not_shrink_is_kept_raw() -> None:
     noise = np.random.default_rng(1).integers(0, 256, (4, 4096), dtype=np.uint8)
     payload, table = write(Segment(0, 4096, sample_keys(1, 4), ArraySource(noise)), codec=ZstdCodec())
     (frame,) = table.frames
@@ -69,7 +69,7 @@ def test_frame_that_does_not_shrink_is_kept_raw():
     assert payload[: frame.stored_length] == noise.tobytes()
 
 
-def test_one_codec_keeps_raw_only_the_frames_that_do_not_shrink():
+def test_one_codec_keeps_raw_only_the_frames_that_do_not_shrink() -> None:
     noise = np.random.default_rng(1).integers(0, 256, (3, 8192), dtype=np.uint8)
     parts = [
         Segment(0, 8192, sample_keys(1, 3), ArraySource(np.full((3, 8192), 7, np.uint8))),
@@ -78,13 +78,11 @@ def test_one_codec_keeps_raw_only_the_frames_that_do_not_shrink():
     payload, table = write(*parts, codec=ZstdCodec())
     assert table.codec == "zstd:1"
     assert [(frame.group, frame.encoded) for frame in table.frames] == [(0, True), (1, False)]
-    assert blocks_of(payload, table) == {
-        key: block.tobytes() for part in parts for key, block in zip(part.keys, part.source.blocks, strict=True)
-    }
+    assert blocks_of(payload, table) == {key: block for part in parts for key, block in raw_blocks(part).items()}
 
 
 @pytest.mark.parametrize("codec", [RawCodec(), ZstdCodec(), PlanesCodec()])
-def test_pack_bounds_hold_and_a_copy_knows_them_exactly(codec):
+def test_pack_bounds_hold_and_a_copy_knows_them_exactly(codec: Codec) -> None:
     parts = [sample_segment(1, blocks=300), sample_segment(2, group=3, block_bytes=70_000, blocks=2)]
     pack = PackWriter(NAMESPACE, codec, parts)
     bound, frames = pack.payload_bound, pack.frame_count
@@ -97,7 +95,7 @@ def test_pack_bounds_hold_and_a_copy_knows_them_exactly(codec):
     assert (payload_of(copy), copy.table) == (payload, pack.table)
 
 
-def test_a_retried_stream_is_written_as_the_first():
+def test_a_retried_stream_is_written_as_the_first() -> None:
     pack = PackWriter(NAMESPACE, PlanesCodec(), [sample_segment(1), sample_segment(2, group=1)])
     first = b"".join(map(bytes, pack.stream()))
     table = pack.table
@@ -105,7 +103,7 @@ def test_a_retried_stream_is_written_as_the_first():
     assert pack.table == table
 
 
-def test_frame_of_a_codec_that_this_release_does_not_know():
+def test_frame_of_a_codec_that_this_release_does_not_know() -> None:
     payload, table = write(sample_segment(1), codec=ZstdCodec())
     (frame,) = table.frames
     assert frame.encoded
@@ -113,7 +111,7 @@ def test_frame_of_a_codec_that_this_release_does_not_know():
         decode_frame("brotli", frame, payload[: frame.stored_length], memoryview(bytearray(frame.raw_length)))
 
 
-def test_name_binds_namespace_keys_and_codec():
+def test_name_binds_namespace_keys_and_codec() -> None:
     one = sample_pack(NAMESPACE, 1)
     assert one.pack_id == sample_pack(NAMESPACE, 1, content=9).pack_id
     others = [
@@ -125,8 +123,8 @@ def test_name_binds_namespace_keys_and_codec():
     assert len({one.pack_id, *(other.pack_id for other in others)}) == 5
 
 
-def test_keys_of_other_lengths_make_another_name():
-    def named(keys):
+def test_keys_of_other_lengths_make_another_name() -> None:
+    def named(keys: list[bytes]) -> bytes:
         part = Segment(0, 8, keys, ArraySource(sample_blocks(1, len(keys), 8)))
         return PackWriter(NAMESPACE, RawCodec(), [part]).pack_id
 
@@ -134,14 +132,14 @@ def test_keys_of_other_lengths_make_another_name():
     assert named([b"ab", b"cd"]) != named([b"abcd"])
 
 
-def test_pack_writer_repeated_key_raises():
+def test_pack_writer_repeated_key_raises() -> None:
     keys = sample_keys(1, 3)
     part = Segment(0, 8, [*keys, keys[0]], ArraySource(sample_blocks(1, 4, 8)))
     with pytest.raises(ValueError, match="twice"):
         PackWriter(NAMESPACE, RawCodec(), [part])
 
 
-def test_table_is_there_after_the_stream_only():
+def test_table_is_there_after_the_stream_only() -> None:
     pack = sample_pack(NAMESPACE, 1)
     with pytest.raises(ValueError, match="stream"):
         _ = pack.table
@@ -151,7 +149,7 @@ def test_table_is_there_after_the_stream_only():
     assert pack.table == table
 
 
-def test_checksum_belongs_to_keys_and_namespace():
+def test_checksum_belongs_to_keys_and_namespace() -> None:
     payload, table = write(sample_segment(1))
     (frame,) = table.frames
     stored = payload[: frame.stored_length]
@@ -163,7 +161,7 @@ def test_checksum_belongs_to_keys_and_namespace():
         verify_frame(frame, stored[:-1], frame_seed(NAMESPACE, table.keys.data))
 
 
-def test_any_flipped_byte_of_payload_is_noticed():
+def test_any_flipped_byte_of_payload_is_noticed() -> None:
     payload, table = write(sample_segment(1, blocks=2, block_bytes=64))
     (frame,) = table.frames
     seed = frame_seed(NAMESPACE, table.keys.data)
@@ -174,7 +172,7 @@ def test_any_flipped_byte_of_payload_is_noticed():
             verify_frame(frame, damaged, seed)
 
 
-def test_decoded_by_hand_as_documented():
+def test_decoded_by_hand_as_documented() -> None:
     """docs/format.md, with nothing but struct and the two hashes."""
 
     parts = [
@@ -214,7 +212,7 @@ def test_decoded_by_hand_as_documented():
         seed = xxhash.xxh3_64_intdigest(joined, seed=seed_of_namespace)
         stored_bytes = pack[offset : offset + stored]
         assert xxhash.xxh3_64_intdigest(stored_bytes, seed=seed) == frame_checksum
-        assert stored_bytes == part.source.blocks.tobytes()
+        assert stored_bytes == b"".join(raw_blocks(part).values())
     assert [row[4] for row in rows] == [0, 16384]
     assert len(payload) == 20480
 

@@ -1,6 +1,9 @@
 """Packs that are damaged, cut or forged: corrupt, or sound."""
 
+from __future__ import annotations
+
 import tracemalloc
+from typing import Any
 
 import pytest
 import xxhash
@@ -29,7 +32,7 @@ REAL = [
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(REAL), st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(1, 255)), min_size=1, max_size=6))
-def test_damage_is_always_noticed(encoded, flips):
+def test_damage_is_always_noticed(encoded: bytes, flips: list[tuple[int, int]]) -> None:
     damaged = bytearray(encoded)
     for position, value in flips:
         damaged[position % len(encoded)] ^= value
@@ -40,7 +43,7 @@ def test_damage_is_always_noticed(encoded, flips):
 
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(REAL), st.integers(0, 1 << 16), st.binary(max_size=64))
-def test_cuts_and_appended_bytes(encoded, cut, extra):
+def test_cuts_and_appended_bytes(encoded: bytes, cut: int, extra: bytes) -> None:
     with pytest.raises(CorruptPackError):
         PackTable.parse(encoded[: cut % len(encoded)])
     assert PackTable.parse(extra + encoded) == PackTable.parse(encoded)
@@ -48,7 +51,7 @@ def test_cuts_and_appended_bytes(encoded, cut, extra):
 
 @settings(max_examples=600, deadline=None)
 @given(st.sampled_from(REAL), st.data())
-def test_forged_tables_are_corrupt_or_sound(encoded, data):
+def test_forged_tables_are_corrupt_or_sound(encoded: bytes, data: st.DataObject) -> None:
     """Damage under a checksum that fits: what is accepted keeps every promise that readers rely on."""
     body = bytearray(encoded[: -TRAILER.size])
     for _ in range(data.draw(st.integers(1, 4))):
@@ -78,7 +81,7 @@ def test_forged_tables_are_corrupt_or_sound(encoded, data):
     assert table.encode() == sealed(bytes(body))
 
 
-def check_sound(table):
+def check_sound(table: PackTable) -> None:
     keys = table.keys.unpack()
     assert len(keys) == len(set(keys)) == len(table.keys) == sum(frame.block_count for frame in table.frames)
     assert table.raw_length == sum(frame.raw_length for frame in table.frames)
@@ -93,13 +96,13 @@ def check_sound(table):
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=300))
-def test_garbage(data):
+def test_garbage(data: bytes) -> None:
     for candidate in (data, sealed(data)):
         with pytest.raises(CorruptPackError):
             PackTable.parse(candidate)
 
 
-def forged(**changes):
+def forged(**changes: Any) -> bytes:
     """A sound table of one frame of 4 blocks, some numbers of its header and frame replaced."""
     header = {
         "version": 1, "key_length": 36, "frames": 1, "blocks": 4, "codec_length": 3, "payload": 16384, "raw": 16384,
@@ -117,7 +120,7 @@ def forged(**changes):
     return sealed(body)
 
 
-def test_sound_table_is_read():
+def test_sound_table_is_read() -> None:
     assert PackTable.parse(forged()).frames == (Frame(0, 4, 4096, 0, 0, 16384, 7),)
 
 
@@ -148,7 +151,7 @@ def test_sound_table_is_read():
         ({"payload": (1 << 64) - 4096}, "payload length"),
     ],
 )
-def test_field_that_is_wrong_is_named(changes, field):
+def test_field_that_is_wrong_is_named(changes: dict[str, Any], field: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(CorruptPackError) as caught:
@@ -159,7 +162,7 @@ def test_field_that_is_wrong_is_named(changes, field):
     assert caught.value.field == field
 
 
-def table_with(keys, key_length):
+def table_with(keys: list[bytes], key_length: int) -> bytes:
     """A forged table of one frame of these keys.
 
     :param key_length: 0 to write the length of each key.
@@ -172,7 +175,7 @@ def table_with(keys, key_length):
 
 @pytest.mark.parametrize("key_length", [0, 4, 12, 36])
 @pytest.mark.parametrize("count", [2, 20, 100, 300])
-def test_parse_repeated_key_is_corrupt(count, key_length):
+def test_parse_repeated_key_is_corrupt(count: int, key_length: int) -> None:
     keys = [number.to_bytes(4, "big") * (key_length // 4 or 9) for number in range(count)]
     assert PackTable.parse(table_with(keys, key_length)).keys.unpack() == keys
     for first, second in ((0, 1), (0, count - 1), (count // 2, count - 1)):
@@ -184,13 +187,13 @@ def test_parse_repeated_key_is_corrupt(count, key_length):
 
 
 @pytest.mark.parametrize("count", [2, 20, 100])
-def test_parse_keys_that_differ_at_their_begin_only_is_sound(count):
+def test_parse_keys_that_differ_at_their_begin_only_is_sound(count: int) -> None:
     keys = [number.to_bytes(4, "big") + bytes(32) for number in range(count)]
     assert PackTable.parse(table_with(keys, 36)).keys.unpack() == keys
 
 
 @pytest.mark.parametrize("length", [0, 63, 68, 1 << 20, (1 << 64) - 1])
-def test_table_length_is_checked(length):
+def test_table_length_is_checked(length: int) -> None:
     body = forged()[: -TRAILER.size]
     wrong = body + TRAILER.pack(length, xxhash.xxh3_64_intdigest(body), b"PKVPACK1")
     with pytest.raises(CorruptPackError) as caught:

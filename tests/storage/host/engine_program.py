@@ -22,8 +22,8 @@ from tests.storage.host.jobs import BLOCK, names
 
 def main(url: str, first: str, sizes: str) -> None:
     """Run until killed."""
-    for number in (signal.SIGCHLD, signal.SIGALRM):  # the host process must not inherit this, nor what follows
-        signal.signal(number, signal.SIG_IGN)
+    for signum in (signal.SIGCHLD, signal.SIGALRM):  # the host process must not inherit this, nor what follows
+        signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     counts = list(map(int, sizes.split(",")))

@@ -74,7 +74,7 @@ def test_uses_are_said_in_bounded_messages(hosted: Any, tmp_path: Path) -> None:
             sent.append(len(message.keys))
         send(message)
 
-    client.supervisor.connection.send = count  # type: ignore[method-assign]
+    client.supervisor.connection.send = count
     client.touch([*held, *names(50, 1000)])
     client.touch(held[:10])
     client.touch(names(70_000, 2000))  # too many at once: passed over
@@ -116,7 +116,7 @@ def test_events_without_a_subscription_are_empty(hosted: Any, tmp_path: Path) ->
 
 def delete_all_of(client: StoreClient, key: bytes) -> None:
     """Delete the packs that may hold a key."""
-    store = client.supervisor.connection._server._store  # type: ignore[union-attr]
+    store = client.supervisor.connection._server._store  # type: ignore[attr-defined]
     store.catalogue.backend.commit(store.namespace, CommitBatch(deletions=store.index.candidates(key)))
 
 

@@ -190,6 +190,7 @@ def test_a_killed_host_fails_its_jobs_and_comes_back(hosted: Any, tmp_path: Path
     durable = names(70)
     client.submit_store(1, "a", durable, range(70), None, 70 * BLOCK)
     hosted.finish(client, 1)
+    assert client.flush(90), "the news of these blocks arrived"
     first_pid = pid_of(hosted)
     os.kill(first_pid, signal.SIGSTOP)
     client.submit_load(2, durable, range(70))

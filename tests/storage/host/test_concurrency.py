@@ -72,6 +72,10 @@ class Medium:
         self.backend = FaultyBackend.of(MemoryBackend())
         self.commits, self.reads = Gate(self.backend, "commit"), Gate(self.backend, "read")
 
+    def open(self) -> None:
+        self.commits.open()
+        self.reads.open()
+
 
 def eventually(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
@@ -244,7 +248,7 @@ def test_closing_waits_for_all_that_runs(hosted: Any, medium: Medium, codec: str
         committed.extend(len(table.keys) for table in tables(medium.backend, namespace.id).values())
 
     medium.backend.before("close", note_committed)
-    opener = threading.Timer(0.05, lambda: (medium.commits.open(), medium.reads.open()))
+    opener = threading.Timer(0.05, medium.open)
     opener.start()
     assert client.close(PATIENCE_S)
     opener.join()

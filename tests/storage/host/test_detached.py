@@ -304,7 +304,7 @@ def test_a_hung_read_ends_the_host_process(
     before = hosted.array.copy()
     client.submit_load(2, held, range(64, 128))
     longest = 0.0
-    outcomes = []
+    outcomes: list[Any] = []
     while not outcomes:
         begin = time.perf_counter()
         outcomes = client.poll()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.storage.host.jobs import KINDS
@@ -27,7 +29,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_close_after_interrupt_respects_its_limit(tmp_path, kind):
+def test_close_after_interrupt_respects_its_limit(tmp_path: Path, kind: str) -> None:
     """A job that was cut off in the caller's stack never ends."""
     seconds = float(run_interrupted(STORE_UNTIL_INTERRUPTED, f"lmdb://{tmp_path}/store?capacity=1GiB", kind))
     assert seconds < 10

@@ -19,6 +19,7 @@ import pytest
 
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import ConfigurationError, HostError, IdentityMismatchError, StoreUnavailableError
+from persistkv.storage import open_backend
 from persistkv.storage.executor import ThreadExecutor
 from persistkv.storage.host import server
 from persistkv.storage.host.client import StoreClient
@@ -165,11 +166,11 @@ def test_a_host_that_answers_while_it_opens_has_ten_times_as_long() -> None:
 
 def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Stores do not open before this event."""
-    gate, opens = threading.Event(), server.open_backend
+    gate = threading.Event()
 
     def late(url: str) -> Any:
         assert gate.wait(90)
-        return opens(url)
+        return open_backend(url)
 
     monkeypatch.setattr(server, "open_backend", late)
     return gate

@@ -1,32 +1,36 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
+from persistkv.config import StoreUrl
 from persistkv.errors import StoreError, StoreUnavailableError
 from persistkv.storage import open_backend
 from persistkv.storage.host.prewarm import acknowledge_warm, pending_warm, request_warm, warm_answers, withdraw_warm
 from persistkv.storage.host.status import read_statuses
 from persistkv.testing.memory import MemoryBackend
+from persistkv_lmdb import LmdbBackend
 from tests.storage.statuses import make_status
 
 SPACE, OTHER = bytes(range(16)), bytes(16)
 
 
 @pytest.fixture
-def url(tmp_path):
+def url(tmp_path: Path) -> str:
     return f"lmdb://{tmp_path}/store?capacity=16MiB"
 
 
 @pytest.fixture
-def backend(url):
-    with closing(open_backend(url)) as backend:
+def backend(url: str) -> Iterator[LmdbBackend]:
+    with closing(LmdbBackend.open(StoreUrl.parse(url))) as backend:
         yield backend
 
 
-def test_what_is_asked_for_is_pending_until_it_is_answered(backend, url):
+def test_what_is_asked_for_is_pending_until_it_is_answered(backend: LmdbBackend, url: str) -> None:
     first, second = request_warm(backend, SPACE, "r1"), request_warm(backend, SPACE, "r2")
     request_warm(backend, OTHER, "r1")
     with closing(open_backend(url, read_only=True)) as reader:
@@ -40,7 +44,7 @@ def test_what_is_asked_for_is_pending_until_it_is_answered(backend, url):
     assert warm_answers(backend, second) == []
 
 
-def test_asking_again_is_to_be_done_again(backend):
+def test_asking_again_is_to_be_done_again(backend: LmdbBackend) -> None:
     first = request_warm(backend, SPACE, "r1")
     acknowledge_warm(backend, first, "e1", blocks=1, missing=0)
     again = request_warm(backend, SPACE, "r1")
@@ -49,7 +53,7 @@ def test_asking_again_is_to_be_done_again(backend):
     assert warm_answers(backend, again) == []
 
 
-def test_what_is_too_old_does_not_count_and_goes(backend):
+def test_what_is_too_old_does_not_count_and_goes(backend: LmdbBackend) -> None:
     request_warm(backend, SPACE, "r1", ttl_s=-1.0)
     assert pending_warm(backend, SPACE, "e1") == []
     assert len(backend.statuses()) == 1
@@ -57,14 +61,14 @@ def test_what_is_too_old_does_not_count_and_goes(backend):
     assert len(backend.statuses()) == 1
 
 
-def test_what_is_withdrawn_goes_with_its_answers(backend):
+def test_what_is_withdrawn_goes_with_its_answers(backend: LmdbBackend) -> None:
     acknowledge_warm(backend, request_warm(backend, SPACE, "r1"), "e1", blocks=1, missing=0)
     for _ in range(2):
         withdraw_warm(backend, SPACE, "r1")
     assert backend.statuses() == {}
 
 
-def test_rows_of_others_and_what_does_not_read_are_passed_over(backend):
+def test_rows_of_others_and_what_does_not_read_are_passed_over(backend: LmdbBackend) -> None:
     backend.publish_status("e1", make_status("e1", time=time.time()).encode())
     backend.publish_status("ask00", b"no row")
     asked = request_warm(backend, SPACE, "r1")
@@ -73,7 +77,7 @@ def test_rows_of_others_and_what_does_not_read_are_passed_over(backend):
     assert [status.engine for status in read_statuses(backend)] == ["e1"]
 
 
-def test_where_nobody_could_see_it_it_is_refused(backend, url):
+def test_where_nobody_could_see_it_it_is_refused(backend: LmdbBackend, url: str) -> None:
     with pytest.raises(StoreUnavailableError):
         request_warm(MemoryBackend(), SPACE, "r1")
     with closing(open_backend(url, read_only=True)) as reader, pytest.raises(StoreError):

@@ -2,41 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
-from persistkv.storage import open_backend
+from persistkv.storage import open_inspectable
 from persistkv.storage.host.prewarm import pending_warm, recent_contexts, request_warm, warm_answers
 from tests.tools.contexts import Contexts, chain
 
 
 @pytest.fixture
-def writer(tmp_path):
-    with closing(open_backend(f"lmdb://{tmp_path}/store?capacity=16MiB")) as backend:
+def writer(tmp_path: Path) -> Iterator[Contexts]:
+    with closing(open_inspectable(f"lmdb://{tmp_path}/store?capacity=16MiB")) as backend:
         writer = Contexts(backend)
         for name in ("old", "middle", "new"):
             writer.add(name, f"{name}1 {name}2 {name}3")
         yield writer
 
 
-def contexts(writer, max_blocks, engine=""):
+def contexts(writer: Contexts, max_blocks: int, engine: str = "") -> list[list[bytes]]:
     held = {key for name in ("old", "middle", "new") for key in chain([f"{name}{word}" for word in (1, 2, 3)])}
     return recent_contexts(writer.backend, writer.namespace, held.__contains__, max_blocks, engine)
 
 
-def keys(name):
+def keys(name: str) -> list[bytes]:
     return chain([f"{name}1", f"{name}2", f"{name}3"])
 
 
-def test_what_was_asked_for_comes_before_what_was_used_last(writer):
+def test_what_was_asked_for_comes_before_what_was_used_last(writer: Contexts) -> None:
     assert keys("old") in contexts(writer, 9)
     request_warm(writer.backend, writer.namespace, "old")
     assert contexts(writer, 9) == [keys("old"), *contexts(writer, 9)[1:]]
     assert contexts(writer, 3) == [keys("old")]
 
 
-def test_an_engine_answers_what_it_was_given(writer):
+def test_an_engine_answers_what_it_was_given(writer: Contexts) -> None:
     first, second = (request_warm(writer.backend, writer.namespace, name) for name in ("old", "middle"))
     assert contexts(writer, 4, "e1") == [keys("old"), keys("middle")[:1]]
     (answer,) = warm_answers(writer.backend, first)
@@ -46,7 +48,7 @@ def test_an_engine_answers_what_it_was_given(writer):
     assert pending_warm(writer.backend, writer.namespace, "e1") == []
 
 
-def test_what_is_gone_is_answered_as_missing(writer):
+def test_what_is_gone_is_answered_as_missing(writer: Contexts) -> None:
     asked = request_warm(writer.backend, writer.namespace, "nobody")
     assert len(contexts(writer, 9, "e1")) == 3
     (answer,) = warm_answers(writer.backend, asked)

@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 import threading
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ def pair() -> tuple[SocketConnection, SocketConnection]:
 def test_large_and_small_messages_arrive_in_order() -> None:
     engine, store = pair()
     keys = PackedKeys.of([number.to_bytes(36, "little") for number in range(100_000)])
-    sent = [
+    sent: list[Any] = [
         JobDone(1, PackedKeys(), 5, 0.5),
         Collided(keys, True),
         Collided(PackedKeys.of([b"a", b"bcd"]), False),
@@ -48,7 +49,12 @@ def test_a_descriptor_arrives_with_its_message() -> None:
     engine, store = pair()
     keys = PackedKeys.of([number.to_bytes(36, "little") for number in range(100_000)])
     reader, writer = os.pipe()
-    sent = [Collided(keys, True), Table(3, os.dup(writer)), Collided(keys, False), Table(4, writer)]
+    sent: list[Collided | Table] = [
+        Collided(keys, True),
+        Table(3, os.dup(writer)),
+        Collided(keys, False),
+        Table(4, writer),
+    ]
     for message in sent:
         store.send(message)
     received: list[object] = []

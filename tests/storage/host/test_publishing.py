@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from persistkv.errors import StoreError
+from persistkv.storage.extensions import SupportsStatus
 from persistkv.storage.host.status import StatusPublisher
 from tests.storage.stores import inject_faults
 
@@ -24,7 +25,8 @@ def test_a_row_that_failed_is_followed_by_the_next(
     for _ in range(3):
         publisher.tick(waiting_jobs=0, writing_jobs=0, loading_jobs=0)
     assert caplog.text.count("the disk is full") == 1
-    assert backend.statuses() == {}
+    assert isinstance(backend.inner, SupportsStatus)
+    assert backend.inner.statuses() == {}
     backend.heal()
     publisher.tick(waiting_jobs=0, writing_jobs=0, loading_jobs=0)
-    assert len(backend.statuses()) == 1
+    assert len(backend.inner.statuses()) == 1

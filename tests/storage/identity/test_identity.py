@@ -1,5 +1,8 @@
+from __future__ import annotations
+
 import json
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,7 +21,7 @@ fields = st.dictionaries(st.text(), values, max_size=6)
 
 
 @given(fields)
-def test_round_trip_keeps_the_digest(tree):
+def test_round_trip_keeps_the_digest(tree: dict[str, Any]) -> None:
     identity = Identity.of(tree)
     again = Identity.decode(identity.encode())
     assert again.digest == identity.digest
@@ -27,7 +30,7 @@ def test_round_trip_keeps_the_digest(tree):
 
 
 @given(fields, fields)
-def test_differences_tell_identities_apart(one, other):
+def test_differences_tell_identities_apart(one: dict[str, Any], other: dict[str, Any]) -> None:
     ours, theirs = Identity.of(one), Identity.of(other)
     if ours.encode() == theirs.encode():
         assert ours.digest == theirs.digest
@@ -37,34 +40,34 @@ def test_differences_tell_identities_apart(one, other):
         assert ours.diff(theirs)
 
 
-def test_order_of_fields_does_not_matter():
+def test_order_of_fields_does_not_matter() -> None:
     assert Identity.of({"a": 1, "b": {"c": 2, "d": 3}}).digest == Identity.of({"b": {"d": 3, "c": 2}, "a": 1}).digest
 
 
-def test_canonical_form_is_pinned():
+def test_canonical_form_is_pinned() -> None:
     """Another form would orphan every store."""
     identity = Identity.of({"b": [1, None, True], "a": {"ü": 1.5}})
     assert identity.encode() == '{"a":{"ü":1.5},"b":[1,null,true]}'.encode()
     assert identity.digest.hex() == "2f5190b70f35407319aeb2e0c3b19e1e"
 
 
-def test_tuples_are_lists():
+def test_tuples_are_lists() -> None:
     assert Identity.of({"a": (1, 2)}) == Identity.of({"a": [1, 2]})
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, b"bytes", {1, 2}, object()])
-def test_what_is_no_json_is_refused(value):
+def test_what_is_no_json_is_refused(value: object) -> None:
     with pytest.raises(ConfigurationError, match="identity"):
         Identity.of({"a": value})
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"1", b"{", b"\xff", b'{"a":}'])
-def test_decode_refuses_what_is_no_object(data):
+def test_decode_refuses_what_is_no_object(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         Identity.decode(data)
 
 
-def test_diff_names_paths():
+def test_diff_names_paths() -> None:
     ours = Identity.of(
         {"config": {"rope_theta": 1e4, "layers": 8}, "groups": [{"size": 1}, {"size": 2}], "dtype": "f32"}
     )
@@ -94,18 +97,18 @@ def test_diff_names_paths():
         ({"": {}}, {}),
     ],
 )
-def test_diff_sees_small_differences(one, other):
+def test_diff_sees_small_differences(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert Identity.of(one).diff(Identity.of(other))
 
 
-def test_nearest():
+def test_nearest() -> None:
     ours = Identity.of({"a": 1, "b": 2, "c": 3})
     far, near = Identity.of({"a": 1}), Identity.of({"a": 1, "b": 2, "c": 4})
     assert ours.nearest([far, near]) == [FieldDifference("c", 3, 4)]
     assert ours.nearest([]) == []
 
 
-def test_canonical_json_is_json():
+def test_canonical_json_is_json() -> None:
     identity = Identity.of({"a": 10**30, "b": 0.1})
     assert json.loads(identity.encode()) == {"a": 10**30, "b": 0.1}
     assert Identity.decode(identity.encode()).digest == identity.digest

@@ -63,7 +63,7 @@ writer = Contexts(backend)
 for number in range(8):
     writer.add(str(number), f"a{number}")
 spaces = read_catalogues(backend)
-state = VerifyState.begin("memory://here", 1.0)
+state = VerifyState.begin("lmdb:///here", 1.0)
 interrupt_in(0.3)
 begin = time.monotonic()
 try:

@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -32,35 +32,43 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptPackError, CorruptStoreError
 from persistkv.storage.catalog.order import read_clock
 from persistkv.storage.catalog.rows import (
+    CHAINS,
+    MANIFEST_KEYS,
+    MANIFESTS,
+    NAMESPACES,
+    ORDER,
     ORDER_KEY,
+    PACKS,
+    PIECES,
+    STATES,
+    USES,
     Chain,
     NamespaceState,
     Use,
     decode_namespace,
     pack_table,
 )
+from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.manifest import decode_manifest, decode_manifest_keys
 from persistkv.storage.format.pack import ID_BYTES
+from persistkv_lmdb.allocator import Allocator, decode_extents
+from persistkv_lmdb.files import DATA_FILE
 from persistkv_lmdb.layout import (
-    DATA_FILE,
-    Databases,
+    DATABASES,
+    EXTENTS,
     OtherReleaseError,
     Transaction,
     open_databases,
     read_placement,
-    rows,
 )
-from persistkv_lmdb.options import LmdbOptions
-from persistkv_lmdb.segments.allocator import Allocator, Extent, decode_extents
+from persistkv_lmdb.segments import Extent
 
 logger = logging.getLogger(__name__)
 
-_LEAST_CPU_S = 60
+LEAST_CPU_S = 60
 _BYTES_A_SECOND = 50_000_000  # of processor time: far below the speed of the check, which reads part of each MiB
-_PATIENCE = 20  # wall clock time as a multiple of the processor time: a slow disk is no damage
-_PROGRAM = (
-    "import sys; sys.path[:] = {path!r}; from persistkv_lmdb.recovery.fsck import main; main({directory!r}, {parent})"
-)
+PATIENCE = 20  # wall clock time as a multiple of the processor time: a slow disk is no damage
+PROGRAM = "import sys; sys.path[:] = {path!r}; from persistkv_lmdb.fsck import main; main({directory!r}, {parent})"
 _DEATHS_BY_DAMAGE = frozenset(
     {signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGXCPU}
 )
@@ -102,13 +110,13 @@ def inspect(directory: Path) -> Finding:
         size = (directory / DATA_FILE).stat().st_size
     except OSError as error:
         return Finding(Verdict.UNKNOWN, str(error))
-    limit_s = _LEAST_CPU_S + size // _BYTES_A_SECOND
+    limit_s = LEAST_CPU_S + size // _BYTES_A_SECOND
     try:
         child = subprocess.Popen(
             [
                 sys.executable,
                 "-c",
-                _PROGRAM.format(path=sys.path, directory=str(directory), parent=os.getpid()),
+                PROGRAM.format(path=sys.path, directory=str(directory), parent=os.getpid()),
                 "persistkv-walk",
             ],
             stdin=subprocess.DEVNULL,
@@ -117,31 +125,24 @@ def inspect(directory: Path) -> Finding:
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
     except OSError as error:
-        return Finding(Verdict.UNKNOWN, f"no process to look at it can be started: {error}")
+        return Finding(Verdict.UNKNOWN, f"the integrity check could not be started: {error}")
     with child:
         with suppress(OSError, ValueError):  # it has ended, or has a lower limit
-            resource.prlimit(child.pid, resource.RLIMIT_CPU, (limit_s, limit_s + _LEAST_CPU_S))
+            resource.prlimit(child.pid, resource.RLIMIT_CPU, (limit_s, limit_s + LEAST_CPU_S))
         try:
-            said, complained = child.communicate(timeout=_PATIENCE * limit_s)
+            output, errors = child.communicate(timeout=PATIENCE * limit_s)
         except subprocess.TimeoutExpired:
             child.kill()
-            return Finding(Verdict.UNKNOWN, f"a walk through it did not end within {_PATIENCE * limit_s} s")
-    return _finding(directory, child.returncode, said.decode("utf-8", "replace"), complained.decode("utf-8", "replace"))
-
-
-def _finding(directory: Path, code: int, output: str, errors: str) -> Finding:
-    said = " ".join(output.split())[:500]
-    if -code in _DEATHS_BY_DAMAGE:
-        return Finding(Verdict.DAMAGED, f"a walk through it was ended by {signal.Signals(-code).name}")
-    if code in _SAID and said:
-        return Finding(Verdict(code), said)
-    complaint = errors.strip().rpartition("\n")[2]
-    logger.warning("%s cannot be looked at: exit code %d, %s", directory, code, complaint)
-    return Finding(Verdict.UNKNOWN, f"the walk ended with exit code {code}")
-
-
-class _DamageError(Exception):
-    """Damage that makes the store unusable."""
+            return Finding(Verdict.UNKNOWN, f"a walk through it did not end within {PATIENCE * limit_s} s")
+    if -child.returncode in _DEATHS_BY_DAMAGE:
+        name = signal.Signals(-child.returncode).name
+        return Finding(Verdict.DAMAGED, f"a walk through it was ended by {name}")
+    said = " ".join(output.decode("utf-8", "replace").split())[:500]
+    if child.returncode in _SAID and said:
+        return Finding(Verdict(child.returncode), said)
+    complaint = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
+    logger.warning("%s: the integrity check did not complete: exit code %d, %s", directory, child.returncode, complaint)
+    return Finding(Verdict.UNKNOWN, f"the walk ended with exit code {child.returncode}")
 
 
 def main(directory: str, parent: int) -> NoReturn:
@@ -178,126 +179,82 @@ def examine(directory: Path) -> tuple[Verdict, str]:
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         return Verdict.DAMAGED, f"{problems[0]}{more}"
-    return _examine_rows(directory)
-
-
-def _examine_rows(directory: Path) -> tuple[Verdict, str]:
     try:
         with lmdb.open(
-            str(directory), readonly=True, lock=False, create=False, max_dbs=len(Databases._fields), max_spare_txns=0
+            str(directory), readonly=True, lock=False, create=False, max_dbs=len(DATABASES), max_spare_txns=0
         ) as env:
             if not env.stat()["entries"]:
                 return Verdict.FINE, "it is empty"
             try:
-                databases = open_databases(env, LmdbOptions().policy)
+                databases = open_databases(env)
             except OtherReleaseError as error:
                 return Verdict.FOREIGN, str(error)
             except CorruptStoreError as error:
                 return Verdict.UNRECOGNISED, str(error)
             with env.begin(buffers=True) as txn:
-                return Verdict.FINE, _Rows(Transaction(txn, databases)).examine()
-    except (_DamageError, lmdb.Error) as error:
+                return Verdict.FINE, _examine_rows(Transaction(txn, databases))
+    except (CorruptStoreError, lmdb.Error) as error:
         return Verdict.DAMAGED, str(error)
 
 
-class _Rows:
-    """Check of all rows of a snapshot."""
+def _examine_rows(transaction: Transaction) -> str:
+    """Check all rows of a snapshot; return one line of findings.
 
-    def __init__(self, transaction: Transaction) -> None:
-        self._transaction = transaction
-        self._txn, self._db = transaction
-        self._unreadable: Counter[str] = Counter()
+    :raises CorruptStoreError: a row on which the driver depends is invalid.
+    """
+    read_clock(transaction)
+    read_placement(transaction)
+    if (fault := next(_space_faults(transaction), None)) is not None:  # a page allocated twice would be overwritten
+        raise CorruptStoreError(fault)
+    unreadable: Counter[str] = Counter()
+    states = {bytes(key): NamespaceState.decode(row) for key, row in transaction.starting_with(STATES, b"")}
+    for key, row in transaction.starting_with(NAMESPACES, b""):
+        if decode_namespace(key, row) is None:
+            unreadable[NAMESPACES] += 1
+        elif bytes(key) not in states:
+            raise CorruptStoreError(f"namespace {bytes(key).hex()} has no totals")
+    counted = _recount(transaction, states, unreadable)
+    unreadable[ORDER] = sum(len(key) != ORDER_KEY.size for key, _ in transaction.starting_with(ORDER, b""))
+    for _, row in transaction.starting_with(PIECES, b""):
+        bytes(row[:1])  # a page that is missing raises SIGBUS
+    unreadable += Counter()  # removes zero counts
+    found = f"{sum(state.packs for state in counted.values())} packs in {len(states)} namespaces"
+    if unreadable:
+        bad = ", ".join(f"{count} rows of {name}" for name, count in sorted(unreadable.items()))
+        return f"{found}; {bad} do not read"
+    for name, state in states.items():
+        if state != counted[name]:
+            raise CorruptStoreError(f"the totals of namespace {name.hex()} are not those of its rows")
+    return found
 
-    def examine(self) -> str:
-        """Return one line of findings.
 
-        :raises _DamageError: a row on which the driver depends is invalid.
-        """
-        self._examine_meta()
-        self._examine_space()
-        states = self._states()
-        counted = {name: NamespaceState(b"") for name in states}
-        self._count_packs(counted)
-        self._count_manifests(counted)
-        self._examine_order()
-        self._touch_pieces()
-        if not self._unreadable:
-            self._compare(states, counted)
-        bad = ", ".join(f"{count} rows of {name}" for name, count in sorted(self._unreadable.items()))
-        found = f"{sum(state.packs for state in counted.values())} packs in {len(states)} namespaces"
-        return f"{found}; {bad} do not read" if bad else found
+def _recount(
+    transaction: Transaction, states: dict[bytes, NamespaceState], unreadable: Counter[str]
+) -> dict[bytes, NamespaceState]:
+    """Return the states with recounted totals, and count unreadable rows."""
+    counted = {name: NamespaceState(state.generation, sequence=state.sequence) for name, state in states.items()}
+    for key, row in transaction.starting_with(PACKS, b""):
+        table = pack_table(key, row)
+        if table is None or table.namespace not in counted:
+            unreadable[PACKS] += 1
+        else:
+            counted[table.namespace].count(table, 1)
+        unreadable[USES] += Use.decode(transaction.get(USES, bytes(key))) is None
+    for key, row in transaction.starting_with(MANIFESTS, b""):
+        if (namespace := bytes(key[:ID_BYTES])) in counted:
+            counted[namespace].requests += 1
+        unreadable[MANIFESTS] += not _reads(decode_manifest, row)
+        unreadable[MANIFEST_KEYS] += not _reads(decode_manifest_keys, transaction.get(MANIFEST_KEYS, bytes(key)) or b"")
+        unreadable[CHAINS] += Chain.decode(transaction.get(CHAINS, bytes(key))) is None
+    return counted
 
-    def _examine_meta(self) -> None:
-        try:
-            read_clock(self._transaction.rows)
-            read_placement(self._transaction)
-        except CorruptStoreError as error:
-            raise _DamageError(str(error)) from None
 
-    def _examine_space(self) -> None:
-        """Check the allocator: a page that is allocated twice would be overwritten."""
-        try:
-            fault = next(_space_faults(self._transaction), None)
-        except CorruptStoreError as error:
-            fault = str(error)
-        if fault is not None:
-            raise _DamageError(fault)
-
-    def _states(self) -> dict[bytes, NamespaceState]:
-        states: dict[bytes, NamespaceState] = {}
-        for key, row in rows(self._transaction, self._db.states, b""):
-            try:
-                states[bytes(key)] = NamespaceState.decode(row)
-            except CorruptStoreError as error:
-                raise _DamageError(str(error)) from None
-        for key, row in rows(self._transaction, self._db.namespaces, b""):
-            if decode_namespace(key, row) is None:
-                self._unreadable["namespaces"] += 1
-            elif bytes(key) not in states:
-                raise _DamageError(f"namespace {bytes(key).hex()} has no totals")
-        return states
-
-    def _count_packs(self, counted: dict[bytes, NamespaceState]) -> None:
-        for key, row in rows(self._transaction, self._db.packs, b""):
-            table = pack_table(key, row)
-            if table is None or table.namespace not in counted:
-                self._unreadable["packs"] += 1
-            else:
-                counted[table.namespace].count(table, 1)
-            if Use.decode(self._txn.get(key, db=self._db.uses)) is None:
-                self._unreadable["uses"] += 1
-
-    def _count_manifests(self, counted: dict[bytes, NamespaceState]) -> None:
-        for key, row in rows(self._transaction, self._db.manifests, b""):
-            namespace = bytes(key[:ID_BYTES])
-            if namespace in counted:
-                counted[namespace].requests += 1
-            try:
-                decode_manifest(row)
-            except CorruptPackError:
-                self._unreadable["manifests"] += 1
-            try:
-                decode_manifest_keys(self._txn.get(key, b"", db=self._db.manifest_keys))
-            except CorruptPackError:
-                self._unreadable["manifest_keys"] += 1
-            if Chain.decode(self._txn.get(key, db=self._db.chains)) is None:
-                self._unreadable["chains"] += 1
-
-    def _examine_order(self) -> None:
-        for key, _ in rows(self._transaction, self._db.order, b""):
-            self._unreadable["order"] += len(key) != ORDER_KEY.size
-        self._unreadable += Counter()  # removes zero counts
-
-    def _touch_pieces(self) -> None:
-        for _, row in rows(self._transaction, self._db.pieces, b""):
-            bytes(row[:1])
-
-    def _compare(self, states: dict[bytes, NamespaceState], counted: dict[bytes, NamespaceState]) -> None:
-        for name, state in states.items():
-            there = counted[name]
-            said = (state.packs, state.blocks, state.requests, state.raw_bytes, state.stored_bytes)
-            if said != (there.packs, there.blocks, there.requests, there.raw_bytes, there.stored_bytes):
-                raise _DamageError(f"the totals of namespace {name.hex()} are not those of its rows")
+def _reads(decode: Callable[[Buffer], object], row: Buffer) -> bool:
+    try:
+        decode(row)
+    except CorruptPackError:
+        return False
+    return True
 
 
 def find_faults(transaction: Transaction, lengths: dict[int, int]) -> list[str]:
@@ -323,7 +280,7 @@ def _space_faults(transaction: Transaction) -> Iterator[str]:
     segments = allocator.segments()
     free = list(allocator.free_extents())
     aging = [extent for _, extent in allocator.aging_extents()]
-    used = [extent for _, row in rows(transaction, transaction.db.extents, b"") for extent in decode_extents(row)]
+    used = [extent for _, row in transaction.starting_with(EXTENTS, b"") for extent in decode_extents(row)]
     if sorted(allocator.free_sizes()) != free:
         yield "the free extents by size are not those by place"
     ends = dict.fromkeys(segments, 0)
@@ -344,11 +301,11 @@ def _space_faults(transaction: Transaction) -> Iterator[str]:
 
 def _pack_faults(transaction: Transaction) -> Iterator[str]:
     """Check that each pack has one payload of its length, and that each payload belongs to a pack."""
-    extents = {bytes(key): _pages(decode_extents(row)) for key, row in rows(transaction, transaction.db.extents, b"")}
+    extents = {bytes(key): _pages(decode_extents(row)) for key, row in transaction.starting_with(EXTENTS, b"")}
     pieces: Counter[bytes] = Counter()
-    for key, row in rows(transaction, transaction.db.pieces, b""):
+    for key, row in transaction.starting_with(PIECES, b""):
         pieces[bytes(key[:-4])] += len(row)
-    for key, row in rows(transaction, transaction.db.packs, b""):
+    for key, row in transaction.starting_with(PACKS, b""):
         name, table = bytes(key), pack_table(key, row)
         lengths = [length for length in (PAGE_BYTES * extents.pop(name, 0), pieces.pop(name, 0)) if length]
         if table is not None and lengths != ([table.payload_length] if table.payload_length else []):
@@ -359,15 +316,10 @@ def _pack_faults(transaction: Transaction) -> Iterator[str]:
 
 def _total_faults(transaction: Transaction) -> Iterator[str]:
     """Compare the totals of each namespace with its rows."""
-    for key, row in rows(transaction, transaction.db.states, b""):
-        recorded, counted = NamespaceState.decode(row), NamespaceState(b"")
-        for name, pack in rows(transaction, transaction.db.packs, bytes(key)):
-            if (table := pack_table(name, pack)) is not None:
-                counted.count(table, 1)
-        counted.requests = sum(1 for _ in rows(transaction, transaction.db.manifests, bytes(key)))
-        counted.generation, counted.sequence = recorded.generation, recorded.sequence
-        if counted != recorded:
-            yield f"namespace {bytes(key).hex()}: {recorded}; counted: {counted}"
+    states = {bytes(key): NamespaceState.decode(row) for key, row in transaction.starting_with(STATES, b"")}
+    for name, counted in _recount(transaction, states, Counter()).items():
+        if counted != states[name]:
+            yield f"namespace {name.hex()}: {states[name]}; counted: {counted}"
 
 
 def _pages(extents: list[Extent]) -> int:

@@ -1,0 +1,553 @@
+"""The LMDB environment of a store, one per process, and the size of its map.
+
+1. LMDB's locks belong to the process, so a process opens a store once; all handles on the same files share it.
+2. A remap (another process grew the map, or the capacity changed) frees memory that transactions read. It waits until
+   no transaction runs in this process, and new transactions wait for it, for a bounded time.
+3. An environment must not be used after a fork: calls in the child raise.
+4. Opening for writing and every write transaction hold persistkv's own writer lock, and wait for it a bounded time.
+5. The memory map bounds ``data.mdb``. Its size is computed from values that LMDB records, and a write transaction
+   begins only when the map has that size.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import lmdb
+
+from persistkv.config import PAGE_BYTES
+from persistkv.errors import StoreBusyError, StoreError, StoreFullError
+from persistkv.storage.catalog.order import read_clock, write_clock
+from persistkv.storage.extensions import Policy
+from persistkv_lmdb import files
+from persistkv_lmdb.allocator import Payloads, read_space
+from persistkv_lmdb.files import DATA_FILE, translated, translated_at_open
+from persistkv_lmdb.layout import (
+    Placement,
+    Transaction,
+    create_databases,
+    open_databases,
+    read_capacity,
+    read_catalogue_bytes,
+    read_placement,
+    write_policy,
+)
+from persistkv_lmdb.opening import Guard, open_lmdb
+from persistkv_lmdb.segments import SegmentFiles
+
+if TYPE_CHECKING:
+    from lmdb import _Database
+
+LOCK_FILE_BYTES = 64 << 10  # 64 KiB: upper bound for lock.mdb (512 readers) and the guard file
+MIN_CATALOGUE = 1 << 20  # 1 MiB: twice the pages of a few transactions
+CATALOGUE_AHEAD = 2 << 20  # 2 MiB: pages that a commit rewrites, and those of the last two, not reusable yet
+_CATALOGUE_SHARE, _SMALL_SHARE, _SMALL = 256, 32, 8 << 20
+"""Initial share of ``data.mdb``: 1/256 of the capacity. In a small store: 1/32, at most 8 MiB."""
+_YOUNG, _MOST_YOUNG, _MOST = 8, 32, 4
+"""While payloads fill less than 1/8 of a store, their ratio to the catalogue says little about a full store: at most
+1/32 of the store is reserved for the catalogue. Later it is at most 1/4."""
+_MIN_HEADROOM = 256 << 10  # 256 KiB
+_MAX_HEADROOM = 64 << 20  # 64 MiB
+_BEGIN_ATTEMPTS = 8
+_POLL_S = 0.002
+_COURTESY_S = 0.05
+"""Maximum wait of new transactions for a pending remap, which overlapping transactions could otherwise delay for ever.
+It is bounded because a thread inside a transaction may begin another one while the remap waits for that thread."""
+_COMMITS = 16  # remembered: with varying sizes, one commit in so many exceeds those before it, and waits for space
+
+
+class Shares(NamedTuple):
+    """All recorded values that determine the bound of ``data.mdb``.
+
+    With placement ``extents``, the bound is the recorded one, at least a fixed share of the capacity. With placement
+    ``inline``, the catalogue may use everything except the present segments, which no longer grow.
+    """
+
+    capacity: int
+    """Bytes of the whole store."""
+    placement: Placement
+    recorded: int
+    """Recorded bound of ``data.mdb`` in bytes (placement ``extents``); used if it exceeds the share of the capacity."""
+    segments: int
+    """Bytes of all segments; 0 if the bound does not depend on them."""
+
+    @property
+    def catalogue_bytes(self) -> int:
+        """Bound of ``data.mdb`` in bytes."""
+        whole = self.capacity - LOCK_FILE_BYTES
+        if self.placement is Placement.INLINE:
+            bound = whole - self.segments
+        else:
+            bound = min(whole, max(_catalogue_share(self.capacity) - LOCK_FILE_BYTES, self.recorded))
+        return bound // PAGE_BYTES * PAGE_BYTES
+
+
+def _read_shares(transaction: Transaction) -> Shares:
+    capacity, placement = read_capacity(transaction), read_placement(transaction)
+    if placement is Placement.INLINE:
+        return Shares(capacity, placement, 0, read_space(transaction).total * PAGE_BYTES)
+    return Shares(capacity, placement, read_catalogue_bytes(transaction), 0)
+
+
+def _catalogue_share(capacity: int) -> int:
+    """Return the initial bytes of ``data.mdb`` plus ``lock.mdb``: at least 1 MiB, or 3/4 of a smaller capacity."""
+    small = max(min(capacity // _SMALL_SHARE, _SMALL), min(MIN_CATALOGUE, capacity // 4 * 3))
+    return max(capacity // _CATALOGUE_SHARE, small)
+
+
+def wanted_catalogue_bytes(transaction: Transaction, whole: int) -> int:
+    """Return the bytes that ``data.mdb`` needs once a store of ``whole`` bytes is full of content like the present one.
+
+    Half is added, because requests that share stored blocks keep adding rows when no file can grow any more.
+    """
+    catalogue, payload = transaction.used_bytes(), read_space(transaction).used_bytes
+    wanted = whole * catalogue // (catalogue + payload) * 3 // 2 + CATALOGUE_AHEAD
+    most = whole // (_MOST_YOUNG if payload < whole // _YOUNG else _MOST)
+    return max(_catalogue_share(whole), min(wanted, most)) - LOCK_FILE_BYTES
+
+
+class Environment:
+    """An open environment. Thread-safe.
+
+    :param policy: recorded if the store is created; an existing store keeps its own.
+    :raises StoreUnavailableError: it cannot be opened.
+    :raises CorruptStoreError: the directory holds something else, which was not changed.
+    """
+
+    def __init__(self, path: Path, policy: Policy, *, read_only: bool) -> None:
+        self.path = path
+        self.read_only = read_only
+        self.handles = 0
+        self.process = os.getpid()
+        self._databases: Mapping[str, _Database] = {}
+        self._payloads: Payloads | None = None
+        self.freed = (0, 0)
+        """Number of the last transaction that deleted from LMDB, and the bytes that it freed: reusable in the next but
+        one."""
+        self.taken: deque[int] = deque(maxlen=_COMMITS)
+        """Bytes that recent commits of this process took in the segments: an estimate for the next."""
+        self._map_lock = _MapLock()
+        self._stuck = 0
+        """A wait for snapshots up to this transaction has timed out."""
+        self._is_open = False
+        self._fitted: Shares | None = None
+        self.map_bytes = 0
+        """Present bound of ``data.mdb``. Valid within a write transaction."""
+        self._guard = None if read_only else Guard(path)
+        self._policy = policy
+        with ExitStack() as undone:  # undoes each step if a later one fails
+            undone.callback(self._leave)
+            undone.callback(self._close_lmdb)  # the guard closes after LMDB, and its own close may fail
+            if self._guard is None:
+                self._open()
+            else:
+                self._guard.open(self._open)
+            with translated_at_open(path):
+                self.files = SegmentFiles(path, read_only=read_only)
+            undone.callback(self.files.close)
+            if not read_only:
+                with self._suspecting(), translated(path):
+                    self._remap()
+            undone.pop_all()
+
+    @contextmanager
+    def transaction(self, *, write: bool = False) -> Iterator[Transaction]:
+        """Run a transaction: committed at the end of the block, with its payloads, and aborted if the block raises.
+
+        :raises StoreFullError: it does not fit.
+        :raises StoreBusyError: another process has held the writer lock for too long.
+        :raises StoreError: any other failure, including use in a fork of the process that opened the store.
+        """
+        if self.process != os.getpid():
+            raise StoreError(f"{self.path} was opened by process {self.process}; open it again after a fork")
+        guard = self._guard if write else None
+        lock = None if guard is None else guard.lock
+        locked = nullcontext() if guard is None else guard.lock.held(recover=guard.recover)
+        with self._suspecting(), locked, translated(self.path):
+            for _ in range(_BEGIN_ATTEMPTS):
+                with self._map_lock.shared():
+                    begun = self._begin(write)
+                    if isinstance(begun, lmdb.Transaction):
+                        with begun:
+                            try:
+                                yield Transaction(begun, self._databases)
+                                if self._payloads is not None and write:
+                                    self._payloads.allocator.finish()
+                                    self.files.sync()
+                                if lock is not None:
+                                    lock.mark(begun=True)
+                            except BaseException:
+                                if write:  # the next transaction may take the extents that are being written
+                                    self.files.abandon()
+                                raise
+                            finally:
+                                if write:
+                                    self._payloads = None
+                        if lock is not None:
+                            with suppress(StoreError):  # the next transaction then syncs again
+                                lock.mark(begun=False)
+                        return
+                begun()
+        raise StoreError(f"{self.path}: no transaction could begin in {_BEGIN_ATTEMPTS} attempts")
+
+    @property
+    def shares(self) -> Shares:
+        """The policy at the last write transaction. Valid within a write transaction."""
+        if self._fitted is None:
+            raise StoreError(f"{self.path} is open read-only")
+        return self._fitted
+
+    def set_policy(self, policy: Policy) -> None:
+        """Record another capacity and ttl, and apply them. Content is kept even if it exceeds the new capacity."""
+        with self.transaction(write=True) as transaction:
+            write_policy(transaction, policy)
+        with translated(self.path):
+            self._remap()
+
+    def payloads(self, transaction: Transaction) -> Payloads:
+        """Return the payloads of the write transaction, with extents that no reader can see any more made free.
+
+        They are made durable before the transaction commits.
+
+        :raises StoreFullError: a segment file was lost or truncated, and the disk has no space to replace it.
+        """
+        if self._payloads is None:
+            placement, limit = self.shares.placement, self._segment_limit_bytes(transaction)
+            payloads = Payloads(transaction, placement, self.files, limit)
+            self.files.fit(payloads.allocator.segments())  # an aborted transaction of a dead process may have grown it
+            if payloads.allocator.aging:
+                payloads.allocator.ripen(self._oldest_snapshot(transaction.txn.id() - 1))
+            inline = placement is Placement.INLINE
+            payloads.shrink(0 if inline else self.shares.capacity - LOCK_FILE_BYTES - self.map_bytes)
+            self._payloads = payloads
+        return self._payloads
+
+    def _segment_limit_bytes(self, transaction: Transaction) -> int:
+        """Return the bound on the bytes of all segments: the capacity or disk space that the catalogue leaves.
+
+        The expected size of the catalogue limits the growth of segments; they shrink only for its present size.
+        """
+        held, segments, capacity = self.file_bytes(), read_space(transaction).total * PAGE_BYTES, self.shares.capacity
+        disk = LOCK_FILE_BYTES + held + segments + files.free_disk_bytes(self.path)
+        whole, catalogue = (capacity, self.map_bytes) if disk >= capacity else (disk, held)
+        left = max(0, whole - LOCK_FILE_BYTES - catalogue)
+        return min(left, max(segments, whole - LOCK_FILE_BYTES - wanted_catalogue_bytes(transaction, whole)))
+
+    def limit_bytes(self, *, as_it_is: bool = False) -> int:
+        """Return the bound on the used bytes of ``data.mdb`` after a commit that adds content.
+
+        It is the catalogue's bound or what the disk allows, less a reserve for deletions: LMDB writes new pages to free
+        old ones.
+
+        :param as_it_is: calculate as if the file could not grow: a quota may prevent it, or free pages are fragmented.
+        """
+        file = self.file_bytes()
+        disk = file if as_it_is else file + files.free_disk_bytes(self.path)
+        bound = min(self.shares.catalogue_bytes, disk)
+        return bound - _headroom_bytes(bound)
+
+    def file_bytes(self) -> int:
+        """Return the bytes of ``data.mdb`` up to the last page that LMDB has ever used."""
+        return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
+
+    def wait_for_readers(self, number: int, timeout_s: float) -> bool:
+        """Wait until every snapshot includes transaction ``number``; return False after a timeout.
+
+        A reader that caused a timeout is not waited for again.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (oldest := self._oldest_snapshot(number)) < number:
+            if oldest <= self._stuck or time.monotonic() > deadline:
+                self._stuck = max(self._stuck, oldest)
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def _oldest_snapshot(self, newest: int) -> int:
+        """Return the last transaction that the oldest snapshot of any process includes; ``newest`` without readers.
+
+        LMDB lists a header line, then process, thread and transaction per line; ``-`` for an idle reader.
+        """
+        for is_checked in (False, True):
+            numbers = [line.split()[-1] for line in self._env.readers().splitlines()[1:]]
+            found = min([newest, *(int(number) for number in numbers if number.isdecimal())])
+            if found == newest or is_checked:
+                break
+            self._env.reader_check()  # removes the readers of dead processes
+        return found
+
+    def age(self) -> int:
+        """Commit an empty transaction, so that the next one can reuse pages that the one before this freed.
+
+        :returns: its transaction number.
+        """
+        with self.transaction(write=True) as transaction:
+            write_clock(transaction, *read_clock(transaction))
+            return int(transaction.txn.id())
+
+    def make_writable(self) -> None:
+        """Reopen for writing; handles stay valid. If that fails, the environment stays open for reading."""
+        guard = Guard(self.path)
+        try:
+            guard.open(lambda: self._reopen(False))
+        except BaseException:
+            try:
+                if not self._env.flags()["readonly"]:  # the guard failed after it
+                    self._reopen(self.read_only)
+            finally:
+                guard.close()
+            raise
+        with self._map_lock.exclusive():
+            self.files.make_writable()
+            self._guard, self.read_only = guard, False
+
+    def suspect(self) -> None:
+        """Request an integrity check at the next opening that finds no process with the store open."""
+        if self._guard is not None:
+            self._guard.suspect()
+
+    def close(self) -> None:
+        """Close the environment; no transaction may be running. In a forked child this does nothing."""
+        if self.process == os.getpid():
+            self._close_lmdb()
+            self.files.close()
+            self._leave()
+
+    def forget(self) -> None:
+        """Release the parent's locks in a forked child."""
+        if self._guard is not None:
+            self._guard.forget()
+
+    def _leave(self) -> None:
+        if self._guard is not None:
+            self._guard.close()
+
+    @contextmanager
+    def _suspecting(self) -> Iterator[None]:
+        """Request an integrity check at the next opening if the block fails in a way that may be damage."""
+        try:
+            yield
+        except (StoreBusyError, StoreFullError):
+            raise
+        except StoreError:  # LMDB reports a damaged page with many different errors
+            self.suspect()
+            raise
+
+    def _open(self, read_only: bool | None = None) -> None:
+        """Open LMDB's environment; if there is none, create it and make its name durable."""
+        read_only = self.read_only if read_only is None else read_only
+        with translated_at_open(self.path):
+            is_there = file_id(self.path) is not None
+            env = open_lmdb(self.path, read_only=read_only)
+            try:
+                env.reader_check()
+                self.file_id = file_id(self.path)
+                self._databases = open_databases(env) if read_only else create_databases(env, self._policy)
+                if not is_there:
+                    files.sync_directory(self.path)
+            except BaseException:
+                env.close()
+                raise
+            self._env = env
+            self._is_open = True
+
+    def _close_lmdb(self) -> None:
+        if self._is_open:
+            self._env.close()
+            self._is_open = False
+
+    def _reopen(self, read_only: bool) -> None:
+        with self._map_lock.exclusive():
+            self._close_lmdb()
+            try:
+                self._open(read_only)
+            except BaseException:
+                self._open()  # if that fails, too, the next transaction retries
+                self._fit_map()
+                raise
+            self._fit_map()
+
+    def _fit_map(self) -> None:
+        """Set the map to the recorded bound; if the file exceeds it, to the file plus a reserve for deletions."""
+        self._env.set_mapsize(0)  # adopts the size that other processes have written
+        with self._env.begin(buffers=True) as txn:
+            shares = _read_shares(Transaction(txn, self._databases))
+        allowed, held = shares.catalogue_bytes, self.file_bytes()
+        self.map_bytes = allowed if held <= allowed else held + _headroom_bytes(held)
+        self._env.set_mapsize(self.map_bytes)
+        self._fitted = shares
+
+    def _begin(self, write: bool) -> lmdb.Transaction[memoryview] | Callable[[], None]:
+        """Return a transaction, or a function to call without the map lock before one can begin."""
+        if not self._is_open:
+            return self._revive
+        try:
+            begun = self._env.begin(write=write, buffers=True)
+        except lmdb.MapResizedError:
+            return self._remap
+        except lmdb.PanicError:  # LMDB could not write one of its pages: the files are intact, the handle is not
+            return self._revive
+        if not write:
+            return begun
+        try:
+            self._take_back(begun)
+            fits = _read_shares(Transaction(begun, self._databases)) == self._fitted
+        except BaseException:
+            begun.abort()  # not left to garbage collection: it holds LMDB's write lock
+            raise
+        if fits:
+            return begun
+        begun.abort()
+        return self._remap
+
+    def _take_back(self, begun: lmdb.Transaction[memoryview]) -> None:
+        """Remove a snapshot that LMDB does not know.
+
+        If the last write of a commit failed, and LMDB's attempt to undo it failed, too, the file holds such a snapshot.
+        Open handles continue from the previous snapshot and overwrite its pages, so no later opening may use it. Until
+        the removal is durable it counts as an interrupted commit, which the next writer makes durable.
+        """
+        if self._guard is None or self._env.info()["last_txnid"] < begun.id():
+            return
+        self._guard.lock.mark(begun=True)
+        try:
+            files.disown(self.path, begun.id(), int(self._env.stat()["psize"]))
+        except OSError as error:  # including a full disk: evicting would not help
+            raise StoreError(f"{self.path}: {error.strerror or error}") from error
+        with suppress(StoreError):
+            self._guard.lock.mark(begun=False)
+
+    def _remap(self) -> None:
+        with self._map_lock.exclusive():
+            self._fit_map()
+
+    def _revive(self) -> None:
+        with nullcontext() if self._guard is None else self._guard.lock.held():
+            self._reopen(self.read_only)
+
+
+class _MapLock:
+    """Shared/exclusive lock: transactions share the memory map, and a remap excludes them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._wanted = 0
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Hold the lock shared for the length of the block."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._wanted, _COURTESY_S)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Hold the lock exclusively for the length of the block; must not be called while holding it shared."""
+        with self._changed:
+            self._wanted += 1
+            try:
+                self._changed.wait_for(lambda: not self._inside)
+                yield
+            finally:
+                self._wanted -= 1
+                self._changed.notify_all()
+
+
+def _headroom_bytes(file: int) -> int:
+    return min(max(file // 64, _MIN_HEADROOM), _MAX_HEADROOM, file // 4) // PAGE_BYTES * PAGE_BYTES
+
+
+def file_id(path: Path) -> tuple[int, int] | None:
+    """Return device and inode of ``data.mdb``, the same for every path to a store; None if there is none."""
+    try:
+        status = (path / DATA_FILE).stat()
+    except OSError:  # opening it reports the reason
+        return None
+    return status.st_dev, status.st_ino
+
+
+class _Slot:
+    """Entry of a store's directory."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.environments: list[Environment] = []
+        """More than one if another process replaced the open files with those of another store."""
+
+
+class Environments:
+    """The environments of this process. Thread-safe.
+
+    At most one environment per directory is open; one thread at a time opens, reopens or closes it. The wait for
+    another thread is bounded and per store: opening may take long, because of an integrity check or a stopped process
+    that holds a lock.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # never held during I/O
+        self._slots: dict[tuple[int, int], _Slot] = {}
+        os.register_at_fork(after_in_child=self._forget)
+
+    def acquire(self, path: Path, policy: Policy, *, read_only: bool) -> Environment:
+        """Return the process's environment of these files, opened if necessary; errors as in ``Environment``.
+
+        :raises StoreBusyError: another thread of this process has been opening it for too long.
+        """
+        with translated_at_open(path):
+            status = path.stat()
+        with self._lock:
+            slot = self._slots.setdefault((status.st_dev, status.st_ino), _Slot())
+        patience_s = files.OPENING_PATIENCE_S
+        if not slot.lock.acquire(timeout=patience_s):
+            raise StoreBusyError(
+                f"{path} is busy: another thread of this process has been opening it for more than {patience_s:g} s"
+            )
+        try:
+            wanted = file_id(path)
+            found = next((env for env in slot.environments if env.file_id == wanted), None)
+            if found is None:
+                found = Environment(path, policy, read_only=read_only)
+                slot.environments.append(found)
+            elif found.read_only and not read_only:
+                found.make_writable()
+            found.handles += 1
+            return found
+        finally:
+            slot.lock.release()
+
+    def release(self, environment: Environment) -> None:
+        """Release one use of an environment; the last release closes it."""
+        with self._lock:
+            found = [slot for slot in self._slots.values() if environment in slot.environments]
+        for slot in found:  # one, or none in a fork
+            with slot.lock:
+                environment.handles -= 1
+                if not environment.handles:
+                    slot.environments.remove(environment)
+                    environment.close()
+
+    def _forget(self) -> None:
+        """Reset the registry in a forked child: another thread of the parent may have held a lock."""
+        self._lock = threading.Lock()
+        for slot in self._slots.values():
+            for environment in slot.environments:
+                environment.forget()
+        self._slots = {}
+
+
+# State of the process: LMDB refuses to open an environment twice in one process.
+ENVIRONMENTS = Environments()

@@ -1,0 +1,374 @@
+"""Opening of a store: integrity check after unclean shutdowns, stale readers, LMDB's environment, damaged directories.
+
+LMDB reads through a memory map, so a damaged environment can kill the process that opens it. Invariants:
+
+1. The guard file contains ``open`` from before the first writer opens the environment until the last one closes it.
+   Each writer holds a shared lock on the file; the kernel drops the lock when the process exits. ``open`` without a
+   lock means an unclean shutdown.
+2. After an unclean shutdown, a child process checks the environment first (``fsck``), so damage kills the child
+   and not the engine. After a clean shutdown there is no check.
+3. An environment that passes the check is opened, regardless of how many processes died in it: an out-of-memory crash
+   loop is no damage. An environment that fails the check is renamed, never changed or deleted, and only while no
+   process has it open for writing.
+4. Content that an unclean shutdown or a failed commit left is made durable before the next transaction, by the process
+   that opens the store or by those that have it open. A second fsync after a failed one proves nothing, so the bytes
+   that may be lost are *written* again: LMDB's two meta pages. Everything that either page references was durable
+   before the page was written. As long as the disk refuses this write, no process writes, and nothing is renamed.
+5. With an empty guard file the environment may belong to another program: it is not changed. The same applies to a
+   store of another release.
+6. If a store is refused, nothing stays open.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import lmdb
+
+from persistkv.errors import CorruptStoreError, ProcessIdInUseError, StoreBusyError, StoreError
+from persistkv_lmdb import files
+from persistkv_lmdb.files import (
+    DATA_FILE,
+    GUARD_FILE,
+    LOCK_FILE,
+    SEGMENT_DIRECTORY,
+    WriterLock,
+    is_cut_short,
+    open_regular,
+    rewrite_meta_pages,
+    sync_directory,
+    translated_at_open,
+    translated_io,
+)
+from persistkv_lmdb.fsck import DAMAGE, inspect
+from persistkv_lmdb.layout import DATABASES
+
+logger = logging.getLogger(__name__)
+
+CLOSING_PATIENCE_S = 5.0  # for another process that closes: it holds the guard for microseconds, or for three syncs
+_CLOSING_NAP_S = 0.001
+_ROW_BYTES = 32
+_QUARANTINE_PREFIX = "damaged-"
+_MAX_READERS = 512
+_CLEARING_PATIENCE_S = 30.0
+_CLEARING_PROGRAM = """
+import sys
+sys.path[:] = {path!r}
+import lmdb
+with lmdb.open({store!r}, readonly=True, create=False, max_readers={readers}) as env:
+    env.reader_check()
+"""
+
+
+class _State(str, enum.Enum):
+    """State in the guard file; the values are its content."""
+
+    CLEAN = "clean"
+    OPEN = "open"
+    SUSPECT = "suspect"
+    """Open, and LMDB or a row could not be read."""
+
+
+class Guard:
+    """One process's handle on guard file and writer lock of a store. ``open`` and ``close`` are not thread-safe."""
+
+    def __init__(self, directory: Path) -> None:
+        """:raises StoreUnavailableError: the files cannot be created or opened."""
+        self._directory = directory
+        self._joined = False
+        with translated_at_open(directory):
+            self.lock = WriterLock(directory)
+            try:
+                self._fd = open_regular(directory / GUARD_FILE, os.O_RDWR | os.O_CREAT)
+            except BaseException:
+                self.lock.close()
+                raise
+
+    def open(self, opened: Callable[[], None]) -> None:
+        """Open the environment, after an integrity check if no other process has it open and a shutdown was unclean.
+
+        :param opened: opens it, and makes the names of new files durable; leaves nothing open if it raises. Called
+            again after a damaged environment was quarantined. If this method fails after ``opened`` has returned, the
+            caller must close the environment.
+        :raises StoreBusyError: another process holds a lock for too long.
+        :raises StoreUnavailableError: a damaged environment cannot be renamed, or the guard cannot be written.
+        :raises StoreError: the writer lock cannot be written, or the last commit cannot be made durable.
+        :raises CorruptStoreError: by ``opened``: the environment is another program's, undamaged, or open in another
+            process.
+        """
+        with self.lock.held(files.OPENING_PATIENCE_S), translated_at_open(self._directory):
+            if self._locked(fcntl.LOCK_EX):
+                self._open_alone(opened)
+                self.lock.mark(begun=False)
+            else:
+                if self.lock.interrupted:
+                    self.recover()
+                opened()
+            self._share()
+
+    def recover(self) -> None:
+        """Make an interrupted commit durable, before the next transaction makes LMDB show it. Needs the writer lock.
+
+        :raises StoreError: the disk refuses it.
+        """
+        try:
+            self._write_what_was_left()
+        except OSError as error:  # also ENOSPC: eviction would not help
+            raise StoreError(f"{self._directory}: {error.strerror or error}") from error
+        self.lock.mark(begun=False)
+
+    def suspect(self) -> None:
+        """Request an integrity check at the next opening that finds no process with the store open."""
+        with suppress(OSError):
+            self._write(_State.SUSPECT)
+
+    def close(self) -> None:
+        """Close the files; the last process to do so records a clean shutdown. Idempotent."""
+        if self._joined and self._fd >= 0 and self._locked(fcntl.LOCK_EX):
+            with suppress(OSError, StoreError):  # the next opening runs the check
+                if self.lock.interrupted:
+                    self.recover()
+                if self._read() is _State.OPEN:
+                    self._write(_State.CLEAN)
+        self.forget()
+
+    def forget(self) -> None:
+        """Close the files without recording a shutdown, as a forked child does with those of its parent."""
+        self.lock.close()
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+    def _open_alone(self, opened: Callable[[], None]) -> None:
+        """Open the environment while this process excludes all other writers."""
+        before = self._read()
+        exists = (self._directory / DATA_FILE).exists()
+        if before in (_State.OPEN, _State.SUSPECT) and exists:
+            found = inspect(self._directory)
+            if found.verdict in DAMAGE:
+                self._quarantine(found.reason)
+                exists = False
+            else:
+                logger.info("%s: unclean shutdown, integrity check: %s", self._directory, found.reason)
+                self._write_what_was_left()
+        if before is None and exists:
+            opened()
+            return
+        try:
+            self._write(_State.OPEN)
+            if exists:
+                try:
+                    opened()
+                    return
+                except CorruptStoreError as error:
+                    if inspect(self._directory).verdict not in DAMAGE:
+                        raise
+                    self._quarantine(str(error))
+            self._create(opened)
+        except BaseException:
+            if before is None:
+                os.ftruncate(self._fd, 0)
+            else:
+                self._write(before)
+            raise
+
+    def _write_what_was_left(self) -> None:
+        """Make durable the last commit and the names of new files, which a killed process may not have synced.
+
+        :raises OSError: the disk refuses it.
+        """
+        with suppress(FileNotFoundError):
+            rewrite_meta_pages(self._directory)
+        for name in (".", SEGMENT_DIRECTORY):
+            with suppress(FileNotFoundError):
+                sync_directory(self._directory / name)
+
+    def _create(self, opened: Callable[[], None]) -> None:
+        os.fsync(self._fd)  # first: it marks an interrupted creation as this program's
+        sync_directory(self._directory)
+        for directory in self._directory.parents:  # their creator may have been killed before it synced them
+            with suppress(OSError):
+                sync_directory(directory)
+        try:
+            opened()
+        except BaseException:
+            # An unmarked partial file would be refused for ever, and the name of a complete one never be synced. No
+            # other process has written it, because this one holds the writer lock.
+            with suppress(OSError):
+                (self._directory / DATA_FILE).unlink()
+            raise
+
+    def _quarantine(self, reason: str) -> None:
+        renamed = _quarantine(self._directory)
+        logger.warning(
+            "the store in %s is damaged (%s): renamed its files (%d bytes) to %s and created an empty store. The "
+            "renamed files count towards no capacity; persistkv prune lmdb://%s --quarantined deletes them",
+            self._directory,
+            reason,
+            renamed.num_bytes,
+            renamed.directory,
+            self._directory,
+        )
+
+    def _locked(self, kind: int) -> bool:
+        try:
+            fcntl.flock(self._fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _share(self) -> None:
+        """Take the shared lock and record that the store is open: another process may have recorded the opposite."""
+        deadline = time.monotonic() + CLOSING_PATIENCE_S
+        while not self._locked(fcntl.LOCK_SH):
+            if time.monotonic() >= deadline:
+                raise StoreBusyError(
+                    f"{self._directory} is busy: another process has been closing it for {CLOSING_PATIENCE_S} s"
+                )
+            time.sleep(_CLOSING_NAP_S)
+        self._joined = True
+        if self._read() in (None, _State.CLEAN):
+            self._write(_State.OPEN)
+
+    def _read(self) -> _State | None:
+        """Return the recorded state; None if persistkv never opened a store here. Unknown content counts as open."""
+        row = os.pread(self._fd, _ROW_BYTES, 0)
+        if not row:
+            return None
+        try:
+            return _State(row.decode("ascii", "replace").strip())
+        except ValueError:
+            return _State.OPEN
+
+    def _write(self, state: _State) -> None:
+        os.pwrite(self._fd, state.value.ljust(_ROW_BYTES - 1).encode() + b"\n", 0)
+
+
+def open_lmdb(path: Path, *, read_only: bool) -> lmdb.Environment:
+    """Open or create an LMDB environment with the recorded map size, without stale readers of this process's PID.
+
+    LMDB's reader table identifies processes by PID, and PIDs repeat across PID namespaces (containers). LMDB treats a
+    slot with its own PID as its own and never checks whether the process that left it is dead. A container that was
+    killed during a read and restarted with the same PID would therefore keep the snapshot of that read alive for ever,
+    and commits would find no free pages. A process with another PID does check, so a child process clears such slots.
+    A live process with the same PID in another PID namespace excludes this one: LMDB locks a byte at the offset of the
+    PID.
+
+    :raises ProcessIdInUseError: a process in another PID namespace uses the store under this process's PID.
+    :raises CorruptStoreError: it is damaged; it was not changed.
+    :raises lmdb.Error: it cannot be opened.
+    """
+    if is_cut_short(path) and (found := inspect(path)).verdict in DAMAGE:
+        raise CorruptStoreError(f"{path}: {found.reason}")
+    env = _opened(path, read_only)
+    pid = str(os.getpid())  # LMDB lists a header line, then a line per slot, which starts with the PID
+    if any(line.split()[:1] == [pid] for line in env.readers().splitlines()[1:]):
+        env.close()  # also releases the lock of this PID: the child detects whether another process holds it
+        _clear_from_child(path)
+        env = _opened(path, read_only)
+    return env
+
+
+def _opened(path: Path, read_only: bool) -> lmdb.Environment:
+    try:
+        return lmdb.open(
+            str(path),
+            map_size=0,
+            readonly=read_only,
+            mode=0o600,
+            create=False,
+            max_dbs=len(DATABASES),
+            max_readers=_MAX_READERS,
+            max_spare_txns=0,  # a spare transaction keeps its reader slot, even across a fork
+        )
+    except lmdb.LockError as error:
+        if error.code != errno.EAGAIN:
+            raise
+        raise ProcessIdInUseError(
+            f"{path}: a process in another PID namespace (container) uses the store with the same PID {os.getpid()}; "
+            "start this process again to get another PID, or let the containers share one PID namespace"
+        ) from None
+
+
+def _clear_from_child(store: Path) -> None:
+    program = _CLEARING_PROGRAM.format(path=sys.path, store=str(store), readers=_MAX_READERS)
+    try:
+        subprocess.run(
+            [sys.executable, "-I", "-c", program],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            check=True,
+            timeout=_CLEARING_PATIENCE_S,
+        )
+        logger.warning("%s: cleared readers that an earlier process with PID %d left", store, os.getpid())
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("%s: stale readers with this process's PID could not be cleared: %s", store, error)
+
+
+class Quarantined(NamedTuple):
+    """Directory of a damaged environment, within the store's own: no disk needs a copy. A command deletes it."""
+
+    directory: Path
+    num_bytes: int
+    """Bytes on disk."""
+
+
+def quarantined(store: Path) -> list[Quarantined]:
+    """The damaged environments of a store, oldest first."""
+    found = []
+    for entry in sorted(store.glob(f"{_QUARANTINE_PREFIX}*")):
+        if entry.is_dir() and not entry.is_symlink():
+            with suppress(OSError):  # another process is deleting it
+                found.append(Quarantined(entry, _size(entry)))
+    return found
+
+
+def delete_quarantined(store: Path) -> int:
+    """Delete the damaged environments of a store; return their bytes on disk.
+
+    :raises StoreError: one cannot be deleted; those before it have been deleted.
+    """
+    found = quarantined(store)
+    for entry in found:
+        with translated_io(entry.directory):
+            shutil.rmtree(entry.directory)
+    return sum(entry.num_bytes for entry in found)
+
+
+def _quarantine(store: Path) -> Quarantined:
+    """Rename the files of an environment that no process writes. The store's directory then holds no environment.
+
+    ``data.mdb`` is renamed last: after an interruption, the integrity check fails again and renames the rest.
+
+    :raises OSError: the files cannot be renamed.
+    """
+    name = f"{_QUARANTINE_PREFIX}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
+    names = (name, *(f"{name}-{number}" for number in range(2, 100)))
+    target = next((store / name for name in names if not (store / name).exists()), store / name)
+    target.mkdir(0o700)
+    size = 0
+    for name in (SEGMENT_DIRECTORY, LOCK_FILE, DATA_FILE):
+        file = store / name
+        if file.exists():
+            size += _size(file)
+            file.rename(target / name)
+    sync_directory(target)
+    sync_directory(store)
+    return Quarantined(target, size)
+
+
+def _size(path: Path) -> int:
+    return sum(512 * entry.lstat().st_blocks for entry in (path, *path.rglob("*")))

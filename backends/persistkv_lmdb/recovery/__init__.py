@@ -1,1 +1,0 @@
-"""Unclean shutdowns and damage: the guard, the integrity check, and the quarantine."""

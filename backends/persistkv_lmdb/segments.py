@@ -1,0 +1,624 @@
+"""Segment files: ``segments/00000000.seg`` and so on in the store's directory. Their pages hold payloads.
+
+1. A file has the length that LMDB records. It is longer if a transaction that extended it was aborted, or if the
+   process ended after a commit that shortened it. Bytes beyond the recorded length are never read.
+2. Space is allocated without holes: a full disk fails when a file grows, not when it is written.
+3. A file is never removed, only truncated: an open descriptor refers to the same file in all processes.
+4. The name of a file is durable before its first pages are allocated, even if its creator was killed or failed.
+5. Other threads write while the transaction runs, and all writes have ended when it commits or aborts. If the process
+   is killed, the kernel keeps the writer lock until its writes have ended, because it closes the files only then.
+6. I/O is gathered: up to 1,024 buffers per call, O_DIRECT if addresses, lengths and offsets are multiples of 4 KiB.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from persistkv.config import PAGE_BYTES
+from persistkv.errors import StoreError
+from persistkv.memory.libc import address_of
+from persistkv.storage.executor import ThreadPool
+from persistkv.storage.format.codec import Buffer
+from persistkv.storage.format.pack import align
+from persistkv_lmdb.files import SEGMENT_DIRECTORY, allocated_bytes, open_regular, translated_io
+
+logger = logging.getLogger(__name__)
+
+_NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+_WRITES_AT_ONCE = 3  # the next writes are queued when one ends
+_THREAD_BYTES = 1 << 20  # 1 MiB: a shorter write ends before another thread would have started it
+_MOST_BUFFERS = 1024  # per call: IOV_MAX
+_CACHESTAT = 451  # Linux 6.5, the same number on all architectures
+
+
+class Extent(NamedTuple):
+    """Consecutive pages of one segment."""
+
+    segment: int
+    page: int
+    pages: int
+
+    @property
+    def end(self) -> int:
+        """The page after the last one."""
+        return self.page + self.pages
+
+
+class BatchSizes(NamedTuple):
+    """Sizes of the writes that ``Bounce.aligned`` makes of a stream."""
+
+    first: int = 4 << 20
+    """4 MiB: the disk writes the first batch while the rest is gathered. Writing 4 and 28 MiB from two threads takes no
+    longer than writing 32 MiB at once."""
+    second: int = 8 << 20
+    """8 MiB, if buffers are small: gathering 28 MiB of 64 KiB blocks takes 1 to 2 ms, writing 4 MiB takes 1.3 ms."""
+    later: int = 32 << 20
+    """32 MiB: for a pack cut at fixed depths, everything after the first batch."""
+    small: int = 128 << 10
+    """128 KiB: mean length of small buffers; adjacent rows are one buffer."""
+    bounce: int = 4 << 20
+    """4 MiB: memory for copies."""
+    buffers: int = _MOST_BUFFERS - 1
+
+
+class _Run(NamedTuple):
+    """Consecutive bytes of one file."""
+
+    segment: int
+    offset: int
+    length: int
+
+
+class _Piece(NamedTuple):
+    """Contiguous part of a request within one file."""
+
+    number: int
+    """Index of its payload within a request."""
+    run: _Run
+    buffers: Sequence[memoryview]
+
+
+class _Descriptors(NamedTuple):
+    buffered: int
+    direct: int | None
+
+
+class SegmentFiles:
+    """Segment files of a store. ``prepare`` and ``read`` are thread-safe; the rest needs the writer lock."""
+
+    def __init__(self, path: Path, *, read_only: bool) -> None:
+        """:raises OSError: the store's directory cannot be opened."""
+        self._path = path
+        self._read_only = read_only
+        self._store = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # a directory replacing it is another store's
+        self._lock = threading.Lock()
+        self._open: dict[int, _Descriptors] = {}
+        self._touched: set[int] = set()
+        self._unnamed = False
+        """Whether a file may be missing after a power loss: its directory was not synced since it was made."""
+        self._pool: ThreadPool | None = None
+        self._writes: list[Future[None]] = []
+        """Writes since the last ``settle``."""
+        self._bounce = Bounce(self.settle)
+        self._direct = True
+
+    def prepare(self) -> None:
+        """Open existing files, so that the first read does not wait for it. Later calls retry files that fail here."""
+        with suppress(OSError):
+            for segment in self._there():
+                self._descriptors(segment)
+
+    def grow(self, segment: int, before: int, pages: int) -> None:
+        """Extend a file to ``pages`` pages, with space allocated for all of them.
+
+        :param before: its pages according to LMDB.
+        :raises StoreFullError: the disk has no space for it; the file is unchanged.
+        """
+        with translated_io(self._path):
+            fd = self._descriptors(segment, create=True).buffered
+            try:
+                os.posix_fallocate(fd, before * PAGE_BYTES, (pages - before) * PAGE_BYTES)
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(fd, before * PAGE_BYTES)
+                raise
+            self._touched.add(segment)
+            self._unnamed = self._unnamed or not before
+
+    def fit(self, segments: Mapping[int, int]) -> None:
+        """Truncate files longer than LMDB records, and extend lost or shorter ones, whose packs fail verification.
+
+        :param segments: pages of each segment; files of other segments are emptied.
+        :raises StoreFullError: the disk has no space for a lost file.
+        """
+        with translated_io(self._path):
+            for segment in {*segments, *self._there()}:
+                expected = segments.get(segment, 0) * PAGE_BYTES
+                fd = self._descriptors(segment, create=True).buffered
+                held = os.fstat(fd).st_size
+                if held > expected:
+                    os.ftruncate(fd, expected)
+                elif held < expected:
+                    os.posix_fallocate(fd, held, expected - held)
+
+    def write(self, extents: Sequence[Extent], stream: Iterator[Buffer]) -> int:
+        """Start writing a payload to its extents; the stream's buffers stay in use until ``settle`` or ``sync``.
+
+        :returns: its length in bytes, a multiple of 4 KiB; the remainder of the extents is not written.
+        :raises StoreFullError: the file system needs more space although it was allocated. ``settle`` and ``sync`` may
+            raise it, too.
+        :raises StoreError: the extents are too short, or the disk failed.
+        """
+        written = 0
+        for buffers in self._bounce.aligned(stream):
+            length = sum(map(len, buffers))
+            runs = list(_runs_of(extents, written, length))
+            if sum(run.length for run in runs) < length:
+                raise StoreError(f"{self._path}: a payload is longer than it said")
+            self._touched.update(run.segment for run in runs)
+            if length < _THREAD_BYTES:
+                self._write_runs(runs, buffers)
+            else:
+                self._begin_write(runs, buffers)
+            written += length
+        return written
+
+    def _begin_write(self, runs: Sequence[_Run], buffers: list[memoryview]) -> None:
+        """Write in another thread. If one is idle, return once it has started.
+
+        Otherwise the thread would wait up to 5 ms for the GIL while the caller continues with other work.
+        """
+        if self._pool is None:
+            self._pool = ThreadPool(_WRITES_AT_ONCE, "persistkv-segments")
+        begun, write = threading.Event(), Future[None]()
+        is_idle = sum(not other.done() for other in self._writes) < _WRITES_AT_ONCE
+        self._writes.append(write)  # known before it is queued: an interrupt may come between
+        self._pool.begin(write, partial(self._write_runs, runs, buffers, begun))
+        if is_idle:
+            begun.wait()
+
+    def settle(self) -> None:
+        """Wait for all writes; their buffers are no longer in use.
+
+        :raises StoreError: one of them failed.
+        """
+        wait(self._writes)
+        try:
+            while self._writes:  # a failed future that is kept would keep its buffers, through its traceback
+                self._writes.pop(0).result()
+        finally:
+            self._writes.clear()
+
+    def abandon(self) -> None:
+        """Cancel the writes of a transaction that is rolled back, and wait for those that run, however often Ctrl-C is
+        pressed meanwhile: the next transaction, of any process, may use their extents.
+        """
+        while self._writes:
+            with suppress(BaseException):
+                wait([write for write in self._writes if not write.cancel()])
+                self._writes.clear()
+
+    def sync(self) -> None:
+        """Make payloads, file lengths and file names durable.
+
+        :raises StoreError: some of it is lost, and a second call would not report that: nothing that was written may be
+            published.
+        """
+        self.settle()
+        with translated_io(self._path):
+            for segment in sorted(self._touched):
+                os.fdatasync(self._descriptors(segment).buffered)
+            self._touched.clear()
+            if self._unnamed:
+                os.fsync(self._store)
+                with self._directory() as directory:
+                    os.fsync(directory)
+                self._unnamed = False
+
+    def read(
+        self,
+        wanted: Sequence[tuple[Sequence[Extent], int, Sequence[memoryview]]],
+        *,
+        cached: bool = False,
+        bypass: bool = False,
+    ) -> list[bool]:
+        """Fill buffers from parts of payloads, given as extents, offset and buffers; contiguous parts with one call.
+
+        :param cached: read through the page cache, regardless of its content.
+        :param bypass: read past the page cache, even if it holds the bytes.
+        :returns: for each part, False if its payload ends earlier or is lost.
+        :raises StoreError: the disk failed.
+        """
+        pieces = [piece for number, one in enumerate(wanted) for piece in _placed_pieces(number, *one)]
+        filled = [0] * len(wanted)
+        with translated_io(self._path):
+            for neighbours in _neighbours_of(pieces):
+                whole = len(neighbours) > 1 and self._read(
+                    _Run(*neighbours[0].run[:2], sum(piece.run.length for piece in neighbours)),
+                    [buffer for piece in neighbours for buffer in piece.buffers],
+                    cached=cached,
+                    bypass=bypass,
+                )
+                for piece in neighbours:
+                    if whole or self._read(piece.run, piece.buffers, cached=cached, bypass=bypass):
+                        filled[piece.number] += piece.run.length
+        return [
+            count == sum(buffer.nbytes for buffer in buffers)
+            for count, (_, _, buffers) in zip(filled, wanted, strict=True)
+        ]
+
+    def lengths(self) -> dict[int, int]:
+        """Return the allocated bytes of each file, without holes and without preallocation beyond its end."""
+        with translated_io(self._path):
+            return {
+                segment: allocated_bytes(os.fstat(self._descriptors(segment).buffered)) for segment in self._there()
+            }
+
+    def make_writable(self) -> None:
+        """Open files for writing from now on; no other call may be running."""
+        self._read_only = False
+        self._close_files()
+
+    def close(self) -> None:
+        """Close all descriptors; no other call may be running."""
+        if self._pool is not None:
+            self._pool.shutdown()
+        self._close_files()
+        os.close(self._store)
+
+    def _close_files(self) -> None:
+        for fd in [fd for descriptors in self._open.values() for fd in descriptors if fd is not None]:
+            os.close(fd)
+        self._open.clear()
+
+    def _write_runs(
+        self, runs: Sequence[_Run], buffers: list[memoryview], begun: threading.Event | None = None
+    ) -> None:
+        if begun is not None:
+            begun.set()
+        with translated_io(self._path):
+            for run in runs:
+                fds, part = self._descriptors(run.segment), front(buffers, run.length)
+                buffers = behind(buffers, run.length)
+                if fds.direct is not None and self._direct:
+                    try:
+                        write_all(fds.direct, part, run.offset, PAGE_BYTES)
+                        continue
+                    except OSError as error:
+                        if not self._is_refusal(error, part):
+                            raise
+                write_all(fds.buffered, part, run.offset)
+
+    def _read(self, run: _Run, buffers: Sequence[memoryview], *, cached: bool, bypass: bool) -> bool:
+        """Fill buffers, past the page cache if possible; return False if the file is lost or too short.
+
+        If the file ends within the run, it may hold more than an aligned read returned: the read is repeated through
+        the page cache.
+        """
+        try:
+            buffered, direct = self._descriptors(run.segment)
+        except FileNotFoundError:
+            return False
+        if (
+            direct is not None
+            and self._direct
+            and not cached
+            and not run.length % PAGE_BYTES
+            and (bypass or not is_cached(buffered, run.offset, run.length))
+        ):
+            try:
+                if read_all(direct, buffers, run.offset, PAGE_BYTES):
+                    return True
+            except OSError as error:
+                if not self._is_refusal(error, buffers):
+                    raise
+        return read_all(buffered, buffers, run.offset)
+
+    def _is_refusal(self, error: OSError, buffers: Sequence[memoryview]) -> bool:
+        """Return whether O_DIRECT was refused. If the buffers were aligned, it is not used again.
+
+        Alignment is checked only after a failure: checking before each transfer would take longer.
+        """
+        if error.errno not in _NO_DIRECT:
+            return False
+        if is_aligned(buffers):
+            self._direct = False
+            logger.info("%s: O_DIRECT is refused (%s); payloads go through the page cache", self._path, error)
+        return True
+
+    def _descriptors(self, segment: int, *, create: bool = False) -> _Descriptors:
+        with self._lock:
+            found = self._open.get(segment)
+            if found is None:
+                found = self._open[segment] = self._opened(segment, create)
+            return found
+
+    def _opened(self, segment: int, create: bool) -> _Descriptors:
+        name = f"{segment:08d}.seg"
+        access = os.O_RDONLY if self._read_only else os.O_RDWR
+        with self._directory(create=create) as directory:
+            try:
+                buffered = open_regular(name, access, dir_fd=directory)
+            except FileNotFoundError:
+                if not create:
+                    raise
+                self._unnamed = True
+                buffered = open_regular(name, os.O_RDWR | os.O_CREAT, dir_fd=directory)
+            try:
+                return _Descriptors(buffered, open_regular(name, access | os.O_DIRECT, dir_fd=directory))
+            except OSError as error:
+                if error.errno in _NO_DIRECT:
+                    return _Descriptors(buffered, None)
+                os.close(buffered)
+                raise
+
+    @contextmanager
+    def _directory(self, *, create: bool = False) -> Iterator[int]:
+        """Open the directory of the files for the length of the block."""
+        if create:
+            with suppress(FileExistsError):
+                os.mkdir(SEGMENT_DIRECTORY, 0o700, dir_fd=self._store)
+                self._unnamed = True
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(SEGMENT_DIRECTORY, flags, dir_fd=self._store)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _there(self) -> list[int]:
+        """Return the numbers of the existing files."""
+        try:
+            with self._directory() as directory:
+                names = os.listdir(directory)
+        except FileNotFoundError:
+            return []
+        return [int(name[:8]) for name in names if name[8:] == ".seg" and name[:8].isdecimal()]
+
+
+def _runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_Run]:
+    """Yield the runs of a part of a payload; they are shorter than the part if the payload ends before it does."""
+    for extent in extents:
+        size = extent.pages * PAGE_BYTES
+        if length and offset < size:
+            count = min(length, size - offset)
+            yield _Run(extent.segment, extent.page * PAGE_BYTES + offset, count)
+            length -= count
+            offset = size
+        offset -= size
+
+
+def _placed_pieces(
+    number: int, extents: Sequence[Extent], offset: int, buffers: Sequence[memoryview]
+) -> Iterator[_Piece]:
+    """Yield pieces that fill ``buffers`` from ``offset`` of a payload; fewer if the payload ends earlier.
+
+    :param number: index of the payload.
+    """
+    rest = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
+    length = sum(map(len, rest))
+    for run in _runs_of(extents, offset, length):
+        if run.length == length:  # the usual case: one run, nothing to split
+            yield _Piece(number, run, rest)
+            return
+        yield _Piece(number, run, front(rest, run.length))
+        rest = behind(rest, run.length)
+
+
+def _neighbours_of(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
+    """Group consecutive pieces that are contiguous in one file."""
+    together: list[_Piece] = []
+    end = (-1, 0)
+    for piece in pieces:
+        if together and (piece.run.segment, piece.run.offset) != end:
+            yield together
+            together = []
+        together.append(piece)
+        end = (piece.run.segment, piece.run.offset + piece.run.length)
+    if together:
+        yield together
+
+
+def starts_aligned(view: memoryview) -> bool:
+    """Return whether the buffer, which must not be empty, starts at a multiple of 4 KiB."""
+    return not address_of(view) % PAGE_BYTES
+
+
+def front(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
+    """Return the first ``count`` bytes."""
+    found = []
+    for buffer in buffers:
+        if count <= len(buffer):
+            found.append(buffer[:count])
+            break
+        found.append(buffer)
+        count -= len(buffer)
+    return found
+
+
+def behind(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
+    """Return everything after the first ``count`` bytes."""
+    for index, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [buffer[count:], *buffers[index + 1 :]]
+        count -= len(buffer)
+    return []
+
+
+def is_aligned(buffers: Sequence[memoryview]) -> bool:
+    """Return whether O_DIRECT can transfer all buffers."""
+    return all(not len(buffer) % PAGE_BYTES and starts_aligned(buffer) for buffer in buffers)
+
+
+def write_all(fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1) -> None:
+    """Write all bytes.
+
+    :param unit: a short write is continued at a multiple of it.
+    :raises OSError: some bytes may have been written.
+    """
+    rest = list(buffers)
+    while rest:
+        done = os.pwritev(fd, rest[:_MOST_BUFFERS], offset)
+        done -= done % unit
+        if not done:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rest = behind(rest, done)
+        offset += done
+
+
+def read_all(fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1) -> bool:
+    """Fill the buffers; return False if the file ends too early, or a call ends within a ``unit``."""
+    rest = list(buffers)
+    while rest:
+        done = os.preadv(fd, rest[:_MOST_BUFFERS], offset)
+        if not done or done % unit:
+            return False
+        if len(rest) <= _MOST_BUFFERS and done == sum(map(len, rest)):
+            return True
+        rest = behind(rest, done)
+        offset += done
+    return True
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
+
+
+class _Pages(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("cached", "dirty", "writing", "evicted", "recently_evicted"))
+
+
+_syscall = ctypes.CDLL(None).syscall  # not PyDLL: it may visit many pages, and CDLL releases the GIL meanwhile
+_syscall.argtypes = (ctypes.c_long, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
+
+
+def is_cached(fd: int, offset: int, length: int) -> bool:
+    """Return whether the page cache holds all pages of a part of a file; False if the kernel cannot report it."""
+    part, pages = _Range(offset, length), _Pages()
+    if _syscall(_CACHESTAT, fd, ctypes.addressof(part), ctypes.addressof(pages), 0):
+        return False
+    return bool(pages.cached * PAGE_BYTES >= length)
+
+
+class Bounce:
+    """Aligned memory through which unaligned buffers are copied; allocated once and bounded."""
+
+    def __init__(self, settle: Callable[[], None], sizes: BatchSizes = BatchSizes()) -> None:  # noqa: B008
+        """:param settle: waits until earlier lists are no longer in use; called before the memory is reused."""
+        self._sizes = sizes
+        self._memory = memoryview(mmap.mmap(-1, sizes.bounce))  # backed by physical memory on first use
+        self._settle = settle
+        self._lent = False
+
+    def aligned(self, stream: Iterator[Buffer]) -> Iterator[list[memoryview]]:
+        """Yield the stream's bytes in lists of aligned buffers: a short list, then long ones.
+
+        If buffers are small, the second list has twice the bytes of the first one. Aligned buffers are yielded as they
+        are, and are valid as long as the stream's. The end of the stream is padded with zeros to a multiple of 4 KiB.
+
+        :raises Exception: errors of ``settle``.
+        """
+        batch, sizes = _Batch(self._lend, self._sizes.first, self._sizes), self._sizes
+        is_first = True
+        while (rest := batch.take(stream)) is not None:
+            while rest:
+                if batch.full:  # checked late: so the stream is exhausted before the last list
+                    tail = memoryview(bytes(batch.close()))
+                    yield batch.buffers
+                    more = sizes.second if is_first and batch.has_small_buffers else sizes.later
+                    batch, is_first = _Batch(self._lend, more, sizes), False
+                    batch.add(tail)
+                rest = batch.add(rest)
+        tail = batch.close()
+        batch.add(memoryview(bytes(tail) + bytes(align(len(tail)) - len(tail))))
+        batch.close()
+        if batch.buffers:
+            yield batch.buffers
+
+    def _lend(self) -> memoryview:
+        """Return the memory for one list; waits until the previous list is no longer in use."""
+        if self._lent:
+            self._settle()
+        self._lent = True
+        return self._memory
+
+
+class _Batch:
+    """Buffers of one write.
+
+    :param lend: returns the memory for copies; called on the first copy.
+    :param most_bytes: approximate maximum length.
+    """
+
+    def __init__(self, lend: Callable[[], memoryview], most_bytes: int, sizes: BatchSizes) -> None:
+        self.buffers: list[memoryview] = []
+        self._lend = lend
+        self._most_bytes = most_bytes
+        self._sizes = sizes
+        self._memory = memoryview(b"")
+        self._begun = self._filled = self._length = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether the batch must be written now."""
+        copied = self._filled > 0 and self._filled == len(self._memory)
+        return copied or self._length >= self._most_bytes or len(self.buffers) >= self._sizes.buffers
+
+    @property
+    def has_small_buffers(self) -> bool:
+        """Whether buffers are small on average, so that a batch has many buffers for its bytes."""
+        return self._length <= len(self.buffers) * self._sizes.small
+
+    def take(self, stream: Iterator[Buffer]) -> memoryview | None:
+        """Add the stream's aligned buffers without copying; return the first that needs ``add``, None at the end."""
+        buffers, length = self.buffers, self._length
+        most = self._sizes.buffers if self._begun == self._filled else 0
+        most_bytes = self._most_bytes
+        try:
+            for piece in stream:
+                view = piece if type(piece) is memoryview and piece.format == "B" else memoryview(piece).cast("B")
+                size = len(view)
+                fits = len(buffers) < most and length + size <= most_bytes
+                if not fits or not size or size % PAGE_BYTES or not starts_aligned(view):
+                    return view
+                buffers.append(view)
+                length += size
+            return None
+        finally:
+            self._length = length
+
+    def add(self, piece: memoryview) -> memoryview:
+        """Add as much as fits, aligned pages without copying; return the remainder."""
+        count = len(piece)
+        if count >= PAGE_BYTES and not self._filled % PAGE_BYTES and starts_aligned(piece):
+            if self._begun < self._filled:
+                self.close()
+            count = min(count - count % PAGE_BYTES, self._most_bytes)
+            self.buffers.append(piece if count == len(piece) else piece[:count])
+        elif count:
+            self._memory = self._memory or self._lend()
+            count = min(count, len(self._memory) - self._filled)
+            self._memory[self._filled : self._filled + count] = piece[:count]
+            self._filled += count
+        self._length += count
+        return piece[count:]
+
+    def close(self) -> memoryview:
+        """List the bytes copied since the last aligned buffer, except a partial page at the end, which is returned."""
+        end = self._filled - self._filled % PAGE_BYTES
+        if self._begun < end:
+            self.buffers.append(self._memory[self._begun : end])
+        tail = self._memory[end : self._filled]
+        self._begun = self._filled = end
+        return tail

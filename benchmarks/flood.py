@@ -22,7 +22,7 @@ from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import EndRequest
 from persistkv.storage.host.supervisor import ProcessHost
 
-INDEX_BYTES = 180  # at most, for a block: benchmarks.lookup_memory
+INDEX_BYTES = 180  # at most, for a block: benchmarks.lookup
 LOADS = 4  # at once
 ROWS_BYTES = 256 << 20  # 256 MiB
 

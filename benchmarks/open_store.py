@@ -1,7 +1,7 @@
 """How long a restarted engine waits for its store: opening 100,000 blocks after a clean end.
 
-The store's side (read the catalogue, build the index) and the engine's side (build the replica) are timed together in
-the caller's own process, where nothing else is in the figure; the start of a host process is shown apart.
+The store's side (read the catalogue, build the index) and the engine's side (map the lookup table) are timed together
+in the caller's own process, where nothing else is in the figure; the start of a host process is shown apart.
 """
 
 from __future__ import annotations

@@ -97,8 +97,6 @@ class Job:
             for outcome in client.poll():
                 self._check(outcome.failed)
                 waiting.discard(outcome.job_id)
-            client.take_stored()  # as an engine does in each step
-            client.take_removed()
             if not waiting and all(client.contains(key) for keys in jobs for key in keys):
                 return time.perf_counter() - begin
             time.sleep(_NAP_S)

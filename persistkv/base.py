@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import repeat
+from itertools import repeat, takewhile
 from typing import TYPE_CHECKING, Any, NewType
 
 import numpy as np
@@ -207,6 +207,8 @@ class OffloadingEvent:
     """A secondary tier's type name, or the primary tier's name as returned by ``LoadStoreSpec.medium``."""
     removed: bool
     """True: the blocks were removed and are misses there; False: they can be looked up there."""
+    lost: bool = False
+    """Earlier events of this medium are missing: any other block may have been stored or removed."""
 
 
 @dataclass(frozen=True)
@@ -261,6 +263,10 @@ class OffloadingManager(ABC):
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """Return whether the block is held and readable; None: it is not ready yet, retry in a later step."""
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        """Return ``lookup`` of each key before the first miss."""
+        return list(takewhile(lambda answer: answer is not False, (self.lookup(key, req_context) for key in keys)))
 
     @abstractmethod
     def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:

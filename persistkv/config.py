@@ -210,6 +210,8 @@ class OffloadingConfig:
     """Rows of the primary tier."""
     region_fd: int | None = None
     """Descriptor of the primary tier's shared memory, which a host process maps; None if it is not available."""
+    enable_events: bool = False
+    """Whether the engine uses the tier's events."""
 
     def __post_init__(self) -> None:
         if self.block_size <= 0:

@@ -62,6 +62,8 @@ class GroupBlocks(NamedTuple):
     """Keys of the offloaded blocks, starting with the first."""
     is_there: Callable[[Any], bool]
     """Return whether the block of a key can be served."""
+    prefix: Callable[[Sequence[Any]], int] | None = None
+    """Return how many of the first blocks can be served: faster than single calls of ``is_there``."""
 
 
 def longest_match(groups: Sequence[GroupBlocks], unit: int, start: int, limit: int) -> int:
@@ -74,11 +76,12 @@ def longest_match(groups: Sequence[GroupBlocks], unit: int, start: int, limit: i
     """
     length = min(limit, *(len(group.keys) * group.geometry.offloaded_tokens for group in groups))
     length -= length % unit
-    for geometry, keys, is_there in groups:
+    for geometry, keys, is_there, prefix in groups:
         if geometry.spec.sliding_window is None:
             size = geometry.offloaded_tokens
             first = start // size
-            served = len(list(takewhile(is_there, keys[first : length // size])))
+            wanted = keys[first : length // size]
+            served = prefix(wanted) if prefix else len(list(takewhile(is_there, wanted)))
             length = min(length, (first + served) * size)
             length -= length % unit
     runs = [_WindowRun(group, unit, start) for group in groups if group.geometry.spec.sliding_window is not None]
@@ -112,7 +115,7 @@ class _WindowRun:
 
     def longest(self, length: int) -> int:
         """Return the longest length up to ``length`` whose window was found. Lengths up to the start need no block."""
-        geometry, keys, is_there = self._group
+        geometry, keys, is_there, _ = self._group
         while length > self._start:
             needed = geometry.offloaded_blocks(length, self._start)
             self._first = min(self._first, needed.stop)

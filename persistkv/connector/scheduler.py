@@ -418,8 +418,14 @@ class OffloadingConnectorScheduler:
                 return True
             return answer or False
 
+        def prefix(keys: Sequence[OffloadKey]) -> int:
+            answers = self.manager.lookup_prefix(keys, context)
+            waiting.update(key for key, answer in zip(keys, answers, strict=False) if answer is None)
+            return len(answers)
+
         chains = state.description.group_keys
-        groups = [GroupBlocks(*pair, is_there) for pair in zip(self._geometries, chains, strict=True)]
+        probe = prefix if waits else None
+        groups = [GroupBlocks(*pair, is_there, probe) for pair in zip(self._geometries, chains, strict=True)]
         if self._max_load_blocks is not None:
             limit = longest_that_fits(self._geometries, self._match_unit, local, limit, self._max_load_blocks)
         matched = longest_match(groups, self._match_unit, local, limit)

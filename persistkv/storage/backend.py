@@ -1,8 +1,8 @@
 """Interface of storage drivers: eight methods that every driver implements. ``extensions`` has the optional ones.
 
 Contract of all methods: vendor exceptions are raised as ``StoreError``s, and after ``close`` every other call raises a
-``StoreError``. Returned objects belong to the caller. ``read`` may be called from any thread, concurrently with itself
-and with any other call. The other methods are called by one thread at a time.
+``StoreError``. Returned objects belong to the caller. ``read`` and ``tables`` may be called from any thread,
+concurrently with themselves and with any other call. The other methods are called by one thread at a time.
 
 **Eviction.** A store with a capacity evicts in ``commit``, across all its namespaces:
 

@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from persistkv.config import MAX_PACK_BYTES, RowLayout
+from persistkv.config import MAX_PACK_BYTES
 from persistkv.errors import StoreError
 from persistkv.memory.rows import RowBlocks, Rows, StagedBlocks
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv.storage.format.pack_writer import PackWriter, Segment
-from persistkv.storage.namespace_view import ManifestMaker, NamespaceView
+from persistkv.storage.namespace_view import NamespaceView
 from persistkv.storage.records import RequestEnd
 
 TARGET_PACK_BYTES = 32 << 20  # 32 MiB: the largest pack that a cut at fixed depths makes
@@ -247,10 +247,9 @@ class CommitPipeline:
     pack, also after a failure.
     """
 
-    def __init__(self, namespace: NamespaceView, layout: RowLayout, memory: int) -> None:
+    def __init__(self, namespace: NamespaceView, memory: int) -> None:
         """:param memory: as in ``CommitBatch``."""
         self._namespace = namespace
-        self._block_bytes = [group.block_bytes for group in layout.groups]
         self._memory = memory
 
     async def commit(
@@ -290,8 +289,9 @@ class CommitPipeline:
         namespace, (outgoing, ends, _) = self._namespace, transaction
         try:
             for retries_left in reversed(range(_STALE_RETRIES + 1)):
-                writers = [one.writer for one in outgoing if not self._holds_all(one.writer)]
-                maker = ManifestMaker(namespace.index, self._block_bytes, writers)
+                writers = [one.writer for one in outgoing if not await self._holds_all(one.writer)]
+                keys = dict.fromkeys(key for end in ends for group in end.group_keys for key in group)
+                maker = await namespace.manifest_maker(list(keys), writers)
                 manifests = [maker.make(end) for end in ends]
                 seen = namespace.cursor if retries_left else None
                 written = [manifest for manifest, _ in manifests if manifest is not None]
@@ -311,9 +311,9 @@ class CommitPipeline:
         namespace.news.persisted += [(end.request, whole) for end, (_, whole) in zip(ends, manifests, strict=True)]
         return True
 
-    def _holds_all(self, writer: PackWriter) -> bool:
-        index = self._namespace.index
-        return all(key in index for segment in writer.segments for key in segment.keys)
+    async def _holds_all(self, writer: PackWriter) -> bool:
+        keys = [key for segment in writer.segments for key in segment.keys]
+        return not self._namespace.index.absent(keys) and None not in await self._namespace.holders(keys)
 
 
 def slices_of(outgoing: Iterable[Outgoing], max_bytes: int, *, lends: bool = False) -> deque[list[Outgoing]]:

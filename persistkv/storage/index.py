@@ -1,109 +1,530 @@
-"""The in-memory index of one namespace: which pack holds a key.
+"""The index of one namespace: which packs may hold a key. No key is kept, only fingerprints and pack numbers.
 
-Owned by ``Store``. Several packs may hold a key; the key survives the deletion of one of them. The memory per key is
-its bytes, one dictionary entry and one reference in its pack's tuple of keys: about 130 bytes for keys of 36 bytes.
-Everything else is kept once per pack, in packed form, and is unpacked when the pack is read.
+The fingerprints are in a sealed memfd, which the host process writes and the engine maps read-only (``LookupTable``).
+
+1. Slots, then the number of entries. A slot is a 64-bit fingerprint; open addressing, linear probing. An entry never
+   moves within its table. ``_EMPTY`` ends a probe; ``_GONE`` replaces a removed entry before others. At most 60 % of
+   the slots are not empty, up to 80 % while a larger table is being filled.
+2. An entry is a pair of fingerprint and pack. A key in several packs has several entries, and so do colliding keys.
+3. A fingerprint only hints: a probe may find a key that is not held. Callers compare full keys before they use a block.
+4. A reader needs no lock: a slot is written with one store of 8 bytes. A probe that races with a write may miss.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator
-from itertools import repeat
+import fcntl
+import mmap
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from persistkv.storage.format.pack import Frame, PackTable, unpack_frames
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from persistkv.errors import StoreError
+from persistkv.storage.format.pack import Frame, PackTable
+
+FULL_BITS = 64
+_EMPTY, _GONE = 0, 1
+_FIRST_FILL = 0.5  # of a table with as many keys as it was made for
+_FILL = 0.6
+_MOST_FILL = 0.8
+_LEAST_KEYS = 1 << 15
+_AT_ONCE = 1 << 17  # keys per step of a bulk insertion: its arrays stay in the cache
+_SLICE_SLOTS = 1 << 15  # slots copied per step of a replacement: about 3 ms
+_SLICE_BYTES = 4 << 20  # 4 MiB: memory released per step, in less than 1 ms
+_FEW = 12  # keys; for fewer, NumPy is slower
+_MOST_COLLIDED = 4_096  # bound on remembered collisions
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+Fps = npt.NDArray[np.uint64]
+Ints = npt.NDArray[np.int64]
+
+
+def fingerprint_function(bits: int = FULL_BITS) -> Callable[[bytes], int]:
+    """Return the fingerprint function of keys: xxh3 of the whole key, which takes 40 ns.
+
+    :param bits: significant bits. With few bits keys collide often, for tests.
+    """
+    if bits >= FULL_BITS:
+        return xxhash.xxh3_64_intdigest
+    mask, high = (1 << bits) - 1, 1 << 63
+    return lambda key: xxhash.xxh3_64_intdigest(key) & mask | high
+
+
+def _all_of(function: Callable[[bytes], int], keys: Sequence[bytes]) -> Fps:
+    """Return the fingerprints of keys. The reserved ones, 2 of 2^64, are replaced: such a key is never found."""
+    found = np.fromiter(map(function, keys), np.uint64, len(keys))
+    found[found <= _GONE] += np.uint64(2)
+    return found
+
+
+class LookupTable:
+    """The engine's view of the fingerprints in a memfd of the host; empty until ``map`` and after ``clear``.
+
+    Lookups may run in any thread. The other methods belong to one thread.
+    """
+
+    def __init__(self, bits: int = FULL_BITS) -> None:
+        """:param bits: as in ``fingerprint_function``."""
+        self._fingerprint = fingerprint_function(bits)
+        self._retired: list[mmap.mmap] = []
+        self._released = 0
+        self._collided: dict[bytes, None] = {}
+        self._memory: mmap.mmap | None = None
+        self._table: tuple[memoryview, int] = (memoryview(bytes(16)).cast("Q"), 1)
+
+    def map(self, fd: int, slots: int) -> None:
+        """Use another table. The memory of the previous one is released by ``release_some``.
+
+        :param fd: the memfd; closed here.
+        :raises StoreError: it is not sealed, or too small; the previous table stays in use.
+        """
+        try:
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS or not 0 < slots < os.fstat(fd).st_size // 8:
+                raise StoreError(f"the lookup table of {slots} slots is not sealed, or too small")
+            memory = mmap.mmap(fd, (slots + 1) * 8, mmap.MAP_SHARED, mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            raise StoreError(f"the lookup table cannot be mapped: {error}") from error
+        finally:
+            os.close(fd)
+        self._retire()
+        self._memory, self._table = memory, (memoryview(memory).cast("Q"), slots)
+
+    def clear(self) -> None:
+        """Find nothing until the next ``map``: the host is down."""
+        self._table = (memoryview(bytes(16)).cast("Q"), 1)
+        self._collided.clear()
+        self._retire()
+
+    def _retire(self) -> None:
+        if self._memory is not None:
+            self._retired.append(self._memory)
+        self._memory = None
+
+    def release_some(self) -> bool:
+        """Unmap a slice of previous tables, because a whole one would take 27 ms; return whether some are left."""
+        if not self._retired:
+            return False
+        memory = self._retired[0]
+        if self._released < len(memory):
+            memory.madvise(mmap.MADV_DONTNEED, self._released, min(_SLICE_BYTES, len(memory) - self._released))
+            self._released += _SLICE_BYTES
+        else:
+            self._released = 0
+            del self._retired[0]
+        return True
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether the host's store may hold the key: one probe."""
+        fingerprint = self._fingerprint(key)
+        table, slots = self._table
+        slot = fingerprint % slots
+        while found := table[slot]:
+            if found == fingerprint:
+                return not self._collided or key not in self._collided
+            slot += 1
+            if slot == slots:
+                slot = 0
+        return False
+
+    contains = __contains__
+
+    def __len__(self) -> int:
+        """Number of blocks that the host's store holds."""
+        table, slots = self._table
+        return table[slots]
+
+    def held(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return ``contains`` for each key, several times faster than single calls."""
+        if len(keys) < _FEW:
+            return list(map(self.contains, keys))
+        table, slots = self._table
+        wanted = _all_of(self._fingerprint, keys)
+        found: list[bool] = _matches(np.frombuffer(table, np.uint64), slots, wanted)[0].tolist()
+        if self._collided:
+            return [is_held and key not in self._collided for is_held, key in zip(found, keys, strict=True)]
+        return found
+
+    def prefix(self, keys: Sequence[bytes]) -> int:
+        """Return the number of keys before the first that is not held."""
+        held = self.held(keys)
+        return held.index(False) if False in held else len(held)
+
+    def set_collided(self, keys: Iterable[bytes], *, collided: bool) -> None:
+        """Add or remove keys whose fingerprint only belongs to other keys: they are not held. Bounded: the oldest are
+        forgotten, and each of their lookups leads to a load that fails.
+        """
+        set_bounded(self._collided, keys, present=collided)
+
+
+def set_bounded(some: dict[bytes, None], keys: Iterable[bytes], *, present: bool) -> None:
+    """Add or remove keys that are not held although their fingerprint is; the oldest above a bound are removed."""
+    for key in keys:
+        some.pop(key, None)
+        if present:
+            some[key] = None
+    while len(some) > _MOST_COLLIDED:
+        some.pop(next(iter(some)), None)
+
+
+def _matches(table: Fps, slots: int, wanted: Fps) -> tuple[npt.NDArray[np.bool_], Ints]:
+    """Return for each fingerprint whether the table has it, and the slot at which its probe ended."""
+    place = _homes(wanted, slots)
+    left = np.arange(len(wanted))
+    found = np.zeros(len(wanted), np.bool_)
+    while len(left):
+        values = table[place[left]]
+        hit = values == wanted[left]
+        found[left[hit]] = True
+        left = left[~hit & (values != _EMPTY)]
+        _next(place, left, slots)
+    return found, place
+
+
+def _homes(fingerprints: Fps, slots: int) -> Ints:
+    return (fingerprints % np.uint64(slots)).astype(np.int64)
+
+
+def _next(place: Ints, which: Ints, slots: int) -> None:
+    following = place[which] + 1
+    following[following == slots] = 0
+    place[which] = following
+
+
+class _Table:
+    """Slots of fingerprints in a memfd, and for each the number of its pack."""
+
+    def __init__(self, keys: int) -> None:
+        """:param keys: number of keys for which it has room."""
+        self.slots = int(max(keys, _LEAST_KEYS) / _FIRST_FILL) | 1
+        self.fd = os.memfd_create("persistkv-lookup", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, (self.slots + 1) * 8)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+        self._memory = mmap.mmap(self.fd, (self.slots + 1) * 8)
+        self.fingerprints, self._header = np.split(np.frombuffer(self._memory, np.uint64), [self.slots])
+        self.packs = np.zeros(self.slots, np.uint32)
+        """Number of the pack; 0 if the slot has no entry."""
+        self.used = 0
+        """Slots that are not empty."""
+
+    @property
+    def live(self) -> int:
+        """Number of entries, in the memfd after the slots."""
+        return int(self._header[0])
+
+    def prefault(self, start: int, stop: int) -> None:
+        """Allocate the memory of empty slots: much faster in order than by insertions at random."""
+        self.fingerprints[start:stop] = _EMPTY
+        self.packs[start:stop] = 0
+
+    def room(self, fill: float) -> int:
+        """Return how many slots may still become non-empty."""
+        return int(self.slots * fill) - self.used
+
+    def insert(self, fingerprints: Fps, packs: npt.NDArray[np.uint32]) -> Ints:
+        """Add entries and return their slots."""
+        place = _homes(fingerprints, self.slots)
+        left = np.arange(len(fingerprints))
+        while len(left):
+            where = place[left]
+            free = np.flatnonzero(self.fingerprints[where] <= _GONE)
+            at, which = where[free], left[free]
+            self.packs[at] = which
+            won = self.packs[at] == which  # of several entries for one slot, one gets it
+            at, which = at[won], which[won]
+            self.used += int(np.count_nonzero(self.fingerprints[at] == _EMPTY))
+            self.packs[at] = packs[which]
+            self.fingerprints[at] = fingerprints[which]
+            left = np.delete(left, free[won])
+            _next(place, left, self.slots)
+        self._header[0] += np.uint64(len(place))
+        return place
+
+    def find(self, fingerprints: Fps, pack: int) -> Ints:
+        """Return the slots of a pack's entries; fingerprints without an entry are left out."""
+        place = _homes(fingerprints, self.slots)
+        left = np.arange(len(fingerprints))
+        found: list[Ints] = []
+        while len(left):
+            where = place[left]
+            values = self.fingerprints[where]
+            found.append(where[(values == fingerprints[left]) & (self.packs[where] == pack)])
+            left = left[values != _EMPTY]
+            _next(place, left, self.slots)
+        return np.unique(np.concatenate(found)) if found else left
+
+    def remove(self, at: Ints) -> None:
+        """Remove the entries of different slots."""
+        self.fingerprints[at] = _GONE
+        self.packs[at] = 0
+        self._header[0] -= np.uint64(len(at))
+        while len(at):  # no probe needs a _GONE before an empty slot
+            at = at[(self.fingerprints[at] == _GONE) & (self.fingerprints[(at + 1) % self.slots] == _EMPTY)]
+            self.fingerprints[at] = _EMPTY
+            self.used -= len(at)
+            at = (at - 1) % self.slots
+
+    def packs_of(self, fingerprint: int) -> Iterator[int]:
+        """Yield the packs of all entries with this fingerprint."""
+        slot = fingerprint % self.slots
+        while found := int(self.fingerprints[slot]):
+            if found == fingerprint:
+                yield int(self.packs[slot])
+            slot = (slot + 1) % self.slots
+
+    def shrink_to(self, num_bytes: int) -> None:
+        """Return all memory above this size to the system, also the pages that a reader has mapped."""
+        start = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = self.slots * 8
+        if start < end:
+            self._memory.madvise(mmap.MADV_REMOVE, start, end - start)
+
+    def close(self) -> None:
+        """Close the descriptor; idempotent. The memory is returned once no reader maps it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 class HeldPack:
-    """Data that is needed to read a pack. Immutable. Two packs of one id are distinguished by object identity."""
+    """A pack of the index and its key table. Immutable."""
 
-    __slots__ = ("_frames", "codec", "keys", "pack_id")
+    __slots__ = ("_places", "keys", "number", "table")
 
-    def __init__(self, table: PackTable, keys: list[bytes]) -> None:
-        self.pack_id = bytes(bytearray(table.pack_id))  # a copy, away from the parser's short-lived objects
-        self.codec = sys.intern(table.codec)
-        """As in the pack's table."""
-        self.keys = tuple(keys)
+    def __init__(self, table: PackTable, number: int) -> None:
+        self.table = table
+        self.number = number
+        """As in ``Index.number_of``."""
+        self.keys = tuple(table.keys.unpack())
         """Keys of all blocks, frame after frame."""
-        self._frames = bytes(bytearray(table.packed_frames))
+        self._places: dict[bytes, int] | None = None
+
+    @property
+    def pack_id(self) -> bytes:
+        """The pack's id."""
+        return self.table.pack_id
 
     @property
     def frames(self) -> tuple[Frame, ...]:
-        """Frames of the pack, unpacked on each access."""
-        return unpack_frames(self._frames)
+        """Frames of the pack, decoded at each access."""
+        return self.table.frames
+
+    @property
+    def places(self) -> Mapping[bytes, int]:
+        """Position of each key."""
+        if self._places is None:
+            self._places = {key: place for place, key in enumerate(self.keys)}
+        return self._places
+
+    def start_of(self, keys: Sequence[bytes]) -> int | None:
+        """Return the position of the first of consecutive keys; None if the keys are not consecutive in the pack. Much
+        faster than ``places``.
+        """
+        if keys[0] not in self.keys:
+            return None
+        first = self.keys.index(keys[0])
+        return first if self.keys[first : first + len(keys)] == tuple(keys) else None
 
 
 class Index:
-    """Map from keys to packs. Not thread-safe, except for membership tests: these are one dictionary probe."""
+    """Entries of all packs of a namespace. Not thread-safe."""
 
-    def __init__(self) -> None:
-        self._where: dict[bytes, HeldPack] = {}
-        self._also: dict[bytes, list[HeldPack]] = {}
-        self._packs: dict[bytes, HeldPack] = {}
+    def __init__(self, most_keys: int | None = None, bits: int = FULL_BITS) -> None:
+        """Create an empty index.
+
+        :param most_keys: number of keys that the store's capacity allows: the table is not made larger while it holds
+            no more. None: unknown.
+        :param bits: as in ``fingerprint_function``.
+        """
+        self._fingerprint = fingerprint_function(bits)
+        self._most_keys = most_keys
+        self._table = _Table(0)
+        self._new: _Table | None = None
+        self._prefaulted = 0
+        self._copied = 0
+        self._retired: list[_Table] = []
+        self._shared = False
+        self._release_at: int | None = None
+        self._numbers: dict[bytes, int] = {}
+        self._ids: dict[int, bytes] = {}
+        self._last = 0
+        self.version = 0
+        """Increases when the table is replaced: readers must map the new one."""
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._where
+        return next(self._table.packs_of(self._fingerprint(key)), 0) != 0
 
     def __len__(self) -> int:
-        return len(self._where)
+        """Number of entries: blocks in all packs."""
+        return self._table.live
 
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self._where)
+    @property
+    def num_packs(self) -> int:
+        """Number of packs."""
+        return len(self._numbers)
 
-    def pack_of(self, key: bytes) -> HeldPack | None:
-        """Return a pack that holds the key, or None."""
-        return self._where.get(key)
+    def pack_ids(self) -> list[bytes]:
+        """Return the ids of all packs."""
+        return list(self._numbers)
 
-    def packs_of(self, keys: Iterable[bytes]) -> list[HeldPack | None]:
-        """Return ``pack_of`` for each key, several times faster than single calls."""
-        return list(map(self._where.get, keys))
+    def number_of(self, pack_id: bytes) -> int:
+        """Return the number of a pack; 0 if it is not in the index. A pack that is added again gets another number."""
+        return self._numbers.get(pack_id, 0)
+
+    def candidates(self, key: bytes) -> list[bytes]:
+        """Return the ids of all packs that may hold a key."""
+        return [self._ids[number] for number in dict.fromkeys(self._table.packs_of(self._fingerprint(key)))]
+
+    def first_candidates(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """Return, for each key, a pack that may hold it; None if no pack holds it."""
+        if len(keys) < _FEW:
+            return [next(iter(self.candidates(key)), None) for key in keys]
+        table = self._table
+        wanted = _all_of(self._fingerprint, keys)
+        found, place = _matches(table.fingerprints, table.slots, wanted)
+        numbers = np.where(found, table.packs[place], 0)
+        return list(map(self._ids.get, numbers.tolist()))
 
     def absent(self, keys: Iterable[bytes]) -> list[bytes]:
         """Return the keys that no pack holds, in order."""
-        where = self._where
-        return [key for key in keys if key not in where]
+        keys = list(keys)
+        return [key for key, pack in zip(keys, self.first_candidates(keys), strict=True) if pack is None]
 
-    def holds(self, pack: HeldPack) -> bool:
-        """Whether the index has this very pack, and not one that was written under its id since."""
-        return self._packs.get(pack.pack_id) is pack
+    # Changes
 
-    def add(self, table: PackTable) -> list[bytes]:
-        """Add a pack.
+    def reload(self, tables: Sequence[PackTable]) -> None:
+        """Replace the whole content."""
+        self._numbers.clear()
+        self._ids.clear()
+        self._new = None
+        new = _Table(self._size_for(sum(len(table.keys) for table in tables)))
+        new.prefault(0, new.slots)
+        self._replace(new)
+        self.add(tables)
 
-        :returns: the keys that were not held before; none if the pack is already known.
+    def _size_for(self, keys: int) -> int:
+        more = max(keys * 3 // 2, _LEAST_KEYS)
+        return more if self._most_keys is None else max(keys, min(more, self._most_keys))
+
+    def add(self, tables: Iterable[PackTable]) -> None:
+        """Add packs; packs that the index has already are ignored."""
+        keys: list[bytes] = []
+        numbers: list[int] = []
+        counts: list[int] = []
+        for table in tables:
+            if table.pack_id not in self._numbers:
+                numbers.append(self._number(table.pack_id))
+                counts.append(len(table.keys))
+                keys += table.keys.unpack()
+                if len(keys) >= _AT_ONCE:
+                    self._insert(_all_of(self._fingerprint, keys), np.repeat(np.array(numbers, np.uint32), counts))
+                    keys, numbers, counts = [], [], []
+        if keys:
+            self._insert(_all_of(self._fingerprint, keys), np.repeat(np.array(numbers, np.uint32), counts))
+
+    def _number(self, pack_id: bytes) -> int:
+        self._last = self._last % 0xFFFFFFFF + 1
+        while self._last in self._ids:  # after four billion packs
+            self._last = self._last % 0xFFFFFFFF + 1
+        pack_id = bytes(bytearray(pack_id))  # a copy in other memory than the parser's short-lived objects
+        self._numbers[pack_id] = self._last
+        self._ids[self._last] = pack_id
+        return self._last
+
+    def _insert(self, fingerprints: Fps, packs: npt.NDArray[np.uint32]) -> None:
+        if len(packs) > self._table.room(_MOST_FILL):  # faster than slices can make room
+            self._begin_replacement(len(packs))
+            while self._new is not None:
+                self.replace_some()
+        at = self._table.insert(fingerprints, packs)
+        if self._new is not None:
+            copied = at < self._copied
+            self._new.insert(fingerprints[copied], packs[copied])
+        elif self._table.room(_FILL) < 0:
+            self._begin_replacement(0)
+
+    def remove(self, packs: Mapping[bytes, PackTable | None]) -> None:
+        """Remove packs by id; unknown ids are ignored.
+
+        :param packs: the tables as they were added. Without a table, all slots are searched, once for all packs.
         """
-        return [] if table.pack_id in self._packs else self.restore(HeldPack(table, table.keys.unpack()))
+        searched: list[int] = []
+        for pack_id, table in packs.items():
+            number = self._numbers.pop(pack_id, 0)
+            if not number:
+                continue
+            del self._ids[number]
+            if table is None:
+                searched.append(number)
+                continue
+            fingerprints = _all_of(self._fingerprint, table.keys.unpack())
+            at = self._table.find(fingerprints, number)
+            if self._new is not None:
+                self._new.remove(self._new.find(self._table.fingerprints[at[at < self._copied]], number))
+            self._table.remove(at)
+        if searched:
+            for one in (self._table,) if self._new is None else (self._table, self._new):
+                one.remove(np.flatnonzero(np.isin(one.packs, np.array(searched, np.uint32))))
 
-    def restore(self, pack: HeldPack) -> list[bytes]:
-        """Add a pack that was removed; return the same as ``add``."""
-        if pack.pack_id in self._packs:
-            return []
-        self._packs[pack.pack_id] = pack
-        keys = list(pack.keys)
-        holders = list(map(self._where.setdefault, keys, repeat(pack)))
-        if holders.count(pack) == len(keys):
-            return keys
-        for key, holder in zip(keys, holders, strict=True):
-            if holder is not pack:
-                self._also.setdefault(key, []).append(pack)
-        return [key for key, holder in zip(keys, holders, strict=True) if holder is pack]
+    # Replacement of the table
 
-    def remove_all(self, pack_ids: Iterable[bytes]) -> list[bytes]:
-        """Remove packs; unknown ids are ignored.
+    @property
+    def replacing(self) -> bool:
+        """Whether ``replace_some`` has work to do."""
+        return self._new is not None or self._release_at is not None
 
-        :returns: keys of these packs that no pack holds any more.
+    def _begin_replacement(self, more: int) -> None:
+        if self._new is None or self._new.room(_FILL) < self._table.live + more:
+            self._new = _Table(self._size_for(self._table.live + more))
+            self._prefaulted = self._copied = 0
+
+    def replace_some(self) -> None:
+        """Do a slice of pending work: allocate the next table, copy entries to it, or return memory of the last one."""
+        if self._new is not None and self._prefaulted < self._new.slots:
+            stop = self._prefaulted + _SLICE_BYTES // 16
+            self._new.prefault(self._prefaulted, stop)
+            self._prefaulted = stop
+        elif self._new is not None:
+            old, start, stop = self._table, self._copied, self._copied + _SLICE_SLOTS
+            packs = old.packs[start:stop]
+            live = packs != 0
+            self._new.insert(old.fingerprints[start:stop][live], packs[live])
+            self._copied = stop
+            if stop >= old.slots:
+                new, self._new = self._new, None
+                self._replace(new)
+        elif self._release_at is not None:
+            table = self._retired[0]
+            self._release_at = max(0, self._release_at - _SLICE_BYTES)
+            table.shrink_to(self._release_at)
+            if not self._release_at:
+                del self._retired[0]
+                table.close()
+                self._release_at = self._retired[0].slots * 8 if self._retired else None
+
+    def _replace(self, new: _Table) -> None:
+        old, self._table = self._table, new
+        self.version += 1
+        if self._shared:
+            self._retired.append(old)
+        else:
+            old.close()
+
+    def share(self) -> tuple[int, int]:
+        """Return a new descriptor of the table, which the caller closes, and the number of its slots. From now on a
+        replaced table is kept until ``release_retired``.
         """
-        known = [pack for pack_id in pack_ids if (pack := self._packs.pop(pack_id, None)) is not None]
-        return [key for pack in known for key in pack.keys if self._remove_one(key, pack)]
+        self._shared = True
+        return os.dup(self._table.fd), self._table.slots
 
-    def _remove_one(self, key: bytes, pack: HeldPack) -> bool:
-        holder = self._where.get(key)
-        if key not in self._also:
-            if holder is pack:
-                del self._where[key]
-            return holder is pack
-        left = [held for held in (self._where[key], *self._also.pop(key)) if held is not pack]
-        self._where[key] = left[0]
-        if len(left) > 1:
-            self._also[key] = left[1:]
-        return False
+    def release_retired(self) -> None:
+        """Return the memory of replaced tables, in slices: the reader maps the present one."""
+        if self._retired and self._release_at is None:
+            self._release_at = self._retired[0].slots * 8
+
+    def close(self) -> None:
+        """Close all descriptors; idempotent. Readers keep what they have mapped."""
+        for table in (self._table, *self._retired, *((self._new,) if self._new else ())):
+            table.close()
+        self._retired, self._new, self._release_at = [], None, None

@@ -37,7 +37,7 @@ from persistkv.storage.format.pack import (
     frame_seed,
     verify_frame,
 )
-from persistkv.storage.index import HeldPack, Index
+from persistkv.storage.index import HeldPack
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class FrameRead:
 
 
 def plan_reads(
-    index: Index,
+    holders: Sequence[HeldPack | None],
     rows: Rows,
     keys: Sequence[bytes],
     block_ids: Sequence[int],
@@ -157,6 +157,7 @@ def plan_reads(
 ) -> tuple[list[list[FrameRead]], list[bytes]]:
     """Return the frames that hold ``keys``, divided into parts, and the keys that are missing.
 
+    :param holders: for each key, a pack that holds it; None if it is not held.
     :param block_ids: for each key, the row into which its block is read.
     :param part_bytes: bound on the stored bytes of a part. Each pack starts a new part, unless the current one has
         fewer than ``scratch_bytes``.
@@ -166,7 +167,7 @@ def plan_reads(
     fitting: list[FrameRead] = []
     streamed: list[list[FrameRead]] = []
     missing: list[bytes] = []
-    for pack, some, places in _by_pack(index, keys, block_ids):
+    for pack, some, places in _by_pack(holders, keys, block_ids):
         if pack is None:
             missing += some
             continue
@@ -185,10 +186,9 @@ def plan_reads(
 
 
 def _by_pack(
-    index: Index, keys: Sequence[bytes], block_ids: Sequence[int]
+    holders: Sequence[HeldPack | None], keys: Sequence[bytes], block_ids: Sequence[int]
 ) -> list[tuple[HeldPack | None, Sequence[bytes], Sequence[int]]]:
     """Return each pack with its keys and rows; the pack is None for keys that no pack holds."""
-    holders = index.packs_of(keys)
     if holders and holders.count(holders[0]) == len(holders):  # the usual case: a context that was stored as one
         return [(holders[0], keys, block_ids)]
     found: dict[HeldPack | None, tuple[list[bytes], list[int]]] = {}
@@ -223,12 +223,12 @@ def _cut(run: Sequence[FrameRead], part_bytes: int) -> Iterator[list[FrameRead]]
 
 def _frames(pack: HeldPack, keys: Sequence[bytes], block_ids: Sequence[int]) -> list[FrameRead]:
     """Return the frames that hold the keys, in the order of the pack."""
-    first = pack.keys.index(keys[0])
-    if pack.keys[first : first + len(keys)] == tuple(keys):  # the usual case, and several times as fast
+    first = pack.start_of(keys)
+    if first is not None:
         return _run_of_frames(pack, first, block_ids)
     frames = pack.frames
     starts = list(accumulate((frame.block_count for frame in frames[:-1]), initial=0))
-    places = {key: position for position, key in enumerate(pack.keys)}
+    places = pack.places
     reads: dict[int, FrameRead] = {}
     for key, row in zip(keys, block_ids, strict=True):
         position = places[key]
@@ -443,7 +443,7 @@ def _copy_repeated(read: FrameRead, rows: Rows) -> None:
 
 
 def _decode(read: FrameRead, stored: memoryview, rows: Rows, raw: memoryview) -> None:
-    frame, codec = read.frame, read.pack.codec
+    frame, codec = read.frame, read.pack.table.codec
     if read.whole:
         places = rows.pieces(frame.group, read.rows)
         if len(places) == 1:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -20,17 +22,19 @@ from persistkv.errors import StoreError, StoreFullError
 from persistkv.memory.budget import give_back, no_collections
 from persistkv.storage.backend import Backend, Changes, CommitBatch, CommitResult, ManifestWrite
 from persistkv.storage.executor import Executor
-from persistkv.storage.extensions import InspectableBackend
+from persistkv.storage.extensions import InspectableBackend, SupportsPolicy
 from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
+from persistkv.storage.format.pack import PackTable
 from persistkv.storage.format.pack_writer import NewPack, PackWriter
-from persistkv.storage.index import HeldPack, Index
-from persistkv.storage.records import News, RequestEnd, StoreCounters
+from persistkv.storage.index import HeldPack, Index, set_bounded
+from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions
 
 logger = logging.getLogger(__name__)
 
 _COMPLAIN_S = 60.0  # seconds between warnings that blocks are dropped
 _QUARANTINE_ATTEMPTS = 3
+_MOST_RECENT_KEYS = 16_384  # keys of the packs whose tables are kept: 2 MB
 SHORTENED_AT_ONCE = 64
 """Manifests that one commit shortens. Many requests may share a bad pack: they are shortened in several short commits.
 The last commit deletes the pack."""
@@ -42,7 +46,13 @@ class NamespaceView:
     """One namespace of an open backend, with its index; see the module docstring."""
 
     def __init__(
-        self, backend: Backend, namespace: bytes, executor: Executor, counters: StoreCounters, layout: RowLayout
+        self,
+        backend: Backend,
+        namespace: bytes,
+        executor: Executor,
+        counters: StoreCounters,
+        layout: RowLayout,
+        options: StoreOptions,
     ) -> None:
         """Read the whole catalogue, blocking. Its keys are not reported as news.
 
@@ -51,19 +61,27 @@ class NamespaceView:
         self.backend = backend
         self.namespace = namespace
         self.executor = executor
-        self.index = Index()
+        self.index = Index(_most_keys(backend, layout), options.fingerprint_bits)
         self.cursor: bytes | None = None
         """Position in the backend's change log; None: the index is out of date and the next refresh reads the whole
         catalogue."""
         self.news = News()
         self._counters = counters
+        self._events = options.events
         self._block_bytes = [group.block_bytes for group in layout.groups]
-        self._distrusted: dict[bytes, HeldPack] = {}
+        self._recent: OrderedDict[int, HeldPack] = OrderedDict()
+        self._recent_keys = 0
+        self._collided: dict[bytes, None] = {}
+        self._distrusted: dict[bytes, PackTable] = {}
         """Packs that were removed from the index because they failed to read, until the backend reports their removal
         or replacement, or ``quarantine`` decides about them."""
         self._complained_at: float | None = None
-        with no_collections():
-            self._learn(backend.changes(namespace, None))
+        try:
+            with no_collections():
+                self._learn(backend.changes(namespace, None))
+        except BaseException:
+            self.index.close()
+            raise
         give_back()  # about 50 bytes per block
 
     async def call(self, call: Callable[[], T]) -> T:
@@ -107,22 +125,122 @@ class NamespaceView:
 
     def _learn(self, changes: Changes) -> None:
         if changes.reset:
-            self._learn_anew(changes)
+            self.news.lost |= self._events and len(self.index) > 0
+            self._distrusted.clear()
+            self.index.reload(changes.added)
         else:
-            self._forget(changes.removed)
-            for table in changes.added:
-                self._distrusted.pop(table.pack_id, None)
-                self.news.stored += self.index.add(table)
+            self._forget(dict.fromkeys(changes.removed))
+            self._add(changes.added)
         self.cursor = changes.cursor
 
-    def _learn_anew(self, changes: Changes) -> None:
-        before, self.index = self.index, Index()
-        self._distrusted.clear()
-        for table in changes.added:
-            self.index.add(table)
-        if before:
-            self._gone([key for key in before if key not in self.index])
-            self.news.stored += [key for key in self.index if key not in before]
+    def _add(self, tables: Sequence[PackTable]) -> None:
+        for table in tables:
+            self._distrusted.pop(table.pack_id, None)
+            if self._collided or self._events:
+                keys = table.keys.unpack()
+                self._set_collided([key for key in keys if key in self._collided], collided=False)
+                if self._events and not self.index.number_of(table.pack_id):
+                    self.news.add(stored=self.index.absent(keys))
+        self.index.add(tables)
+
+    def _forget(self, packs: Mapping[bytes, PackTable | None]) -> None:
+        """Remove packs; without a table, their keys cannot be reported."""
+        known: dict[bytes, PackTable | None] = {}
+        for pack_id, table in packs.items():
+            if number := self.index.number_of(pack_id):
+                recent = self._recent.get(number)
+                known[pack_id] = recent.table if table is None and recent is not None else table
+        self.index.remove(known)
+        for table in known.values() if self._events else ():
+            if table is None:
+                self.news.lost = True
+            else:
+                self.news.add(removed=self.index.absent(table.keys.unpack()))
+        for pack_id in packs:
+            self._distrusted.pop(pack_id, None)
+
+    # Full keys
+
+    async def holders(self, keys: Sequence[bytes]) -> list[HeldPack | None]:
+        """Return, for each key, a pack that holds it; None if the key is not held. Compares full keys.
+
+        :raises StoreError: the key tables could not be read.
+        """
+        candidates = self.index.first_candidates(keys)
+        found: list[HeldPack | None] = [None] * len(keys)
+        by_pack: dict[bytes, list[int]] = {}
+        for place, pack_id in enumerate(candidates):
+            if pack_id is not None:
+                by_pack.setdefault(pack_id, []).append(place)
+        packs = await self._packs(by_pack)
+        unsure: list[int] = []
+        for pack_id, places in by_pack.items():
+            pack = packs.get(pack_id)
+            whole = pack is not None and pack.start_of([keys[place] for place in places]) is not None
+            for place in places:
+                if pack is not None and (whole or keys[place] in pack.places):
+                    found[place] = pack
+                else:
+                    unsure.append(place)
+        if unsure:
+            await self._find_others(keys, unsure, found)
+        return found
+
+    async def _find_others(self, keys: Sequence[bytes], unsure: Sequence[int], found: list[HeldPack | None]) -> None:
+        """Look for keys in all packs with their fingerprint, and remember those that are in none."""
+        named = {place: self.index.candidates(keys[place]) for place in unsure}
+        packs = await self._packs({pack_id: None for pack_ids in named.values() for pack_id in pack_ids})
+        collided: list[bytes] = []
+        unread: dict[bytes, int] = {}
+        for place, pack_ids in named.items():
+            there = [packs[pack_id] for pack_id in pack_ids if pack_id in packs]
+            found[place] = next((pack for pack in there if keys[place] in pack.places), None)
+            if found[place] is None and len(there) == len(pack_ids):
+                collided.append(keys[place])
+            unread.update((pack_id, self.index.number_of(pack_id)) for pack_id in pack_ids if pack_id not in packs)
+        self._set_collided(collided, collided=True)
+        if unread:
+            self.executor.begin_write(self._drop_unread(unread))
+
+    async def _packs(self, pack_ids: Iterable[bytes]) -> dict[bytes, HeldPack]:
+        """Return the packs whose tables can be read."""
+        numbers = {pack_id: self.index.number_of(pack_id) for pack_id in pack_ids}
+        found = {pack_id: self._recent[number] for pack_id, number in numbers.items() if number in self._recent}
+        unread = [pack_id for pack_id in numbers if pack_id not in found]
+        if unread:
+            try:
+                (tables,) = await self.executor.read([partial(self.backend.tables, self.namespace, unread)])
+            except StoreError:
+                raise
+            except Exception as error:
+                raise StoreError(f"{type(error).__name__}: {error}") from error
+            for table in tables:
+                found[table.pack_id] = self._remember(HeldPack(table, numbers[table.pack_id]))
+        return found
+
+    def _remember(self, pack: HeldPack) -> HeldPack:
+        """Keep the tables of the packs that were used last, such as those of one long context."""
+        if pack.number and pack.number not in self._recent:
+            self._recent[pack.number] = pack
+            self._recent_keys += len(pack.keys)
+            while self._recent_keys > _MOST_RECENT_KEYS and len(self._recent) > 1:
+                self._recent_keys -= len(self._recent.popitem(last=False)[1].keys)
+        return pack
+
+    async def _drop_unread(self, packs: Mapping[bytes, int]) -> None:
+        """Remove packs without a table from the index: another process removed them, or their rows are damaged."""
+        await self.refresh_or_complain()
+        left = [pack_id for pack_id, number in packs.items() if number and self.index.number_of(pack_id) == number]
+        with suppress(StoreError):
+            if not left:
+                return
+            there = {table.pack_id for table in await self.call(partial(self.backend.tables, self.namespace, left))}
+            self._forget({pack_id: None for pack_id in left if pack_id not in there})
+
+    def _set_collided(self, keys: Sequence[bytes], *, collided: bool) -> None:
+        if keys:
+            set_bounded(self._collided, keys, present=collided)
+            self.news.collided.update(dict.fromkeys(keys, collided))
 
     async def committed(self, writers: Sequence[NewPack], result: CommitResult, *, followed: bool) -> None:
         """Apply the result of this store's own commit to the index, the counters and the news.
@@ -138,9 +256,9 @@ class NamespaceView:
             if writer.written:
                 self._stored(writer)
         self.count_held([writer for writer in writers if not writer.written])
-        mine = [pack for pack in result.evicted if pack.namespace == self.namespace]
-        self._counters.evicted_blocks += sum(len(pack.keys) for pack in mine)
-        self._forget([pack.pack_id for pack in mine])
+        mine = {pack.pack_id: pack for pack in result.evicted if pack.namespace == self.namespace}
+        self._counters.evicted_blocks += sum(len(pack.keys) for pack in mine.values())
+        self._forget(mine)
         if unknown and followed:
             self.cursor = None  # the backend holds a pack that the index lacks: reload the catalogue
         if unknown or not followed:
@@ -154,18 +272,17 @@ class NamespaceView:
 
     def _stored(self, writer: NewPack) -> None:
         table = writer.table
-        self._distrusted.pop(table.pack_id, None)
-        self.news.stored += self.index.add(table)
+        self._add([table])
+        self._remember(HeldPack(table, self.index.number_of(table.pack_id)))
         self._counters.stored_blocks += len(table.keys)
         self._counters.stored_raw_bytes += table.raw_length
         self._counters.stored_bytes += table.payload_length
 
     def distrust(self, packs: Iterable[HeldPack]) -> None:
         """Remove packs that failed to read from the index. A pack that was replaced since then is kept."""
-        for pack in packs:
-            if self.index.holds(pack):
-                self._gone(self.index.remove_all([pack.pack_id]))
-                self._distrusted[pack.pack_id] = pack
+        bad = {pack.pack_id: pack.table for pack in packs if self.index.number_of(pack.pack_id) == pack.number}
+        self._forget(bad)
+        self._distrusted.update(bad)
 
     async def quarantine(self) -> None:
         """Decide about the distrusted packs.
@@ -179,9 +296,7 @@ class NamespaceView:
                 await self.refresh()
             except StoreError as error:  # unknown whether the packs are unchanged
                 self.complain(error)
-                for pack in self._distrusted.values():
-                    self.news.stored += self.index.restore(pack)
-                self._distrusted.clear()
+                self._add(list(self._distrusted.values()))
                 return
             bad = list(self._distrusted)
             if not bad or not self.backend.capabilities.writable:
@@ -219,7 +334,6 @@ class NamespaceView:
 
         :returns: the last commit, which is still to be done; None if others have committed since our last look.
         """
-        maker = ManifestMaker(self.index, self._block_bytes, ())  # the index does not know the packs any more
         heads = await self.call(partial(backend.manifests_naming, self.namespace, bad))
         batch = CommitBatch()
         for start in range(0, len(heads), SHORTENED_AT_ONCE):
@@ -230,27 +344,31 @@ class NamespaceView:
                 await self.committed([], result, followed=True)
             some = heads[start : start + SHORTENED_AT_ONCE]
             requests = await self.call(partial(read_requests, backend, self.namespace, some))
-            batch = shortened(requests, maker, self.cursor)
+            keys = dict.fromkeys(key for request in requests for group in request.keys for key in group.unpack())
+            batch = shortened(requests, await self.manifest_maker(list(keys), ()), self.cursor)
         return batch
 
-    def _forget(self, pack_ids: Sequence[bytes]) -> None:
-        self._gone(self.index.remove_all(pack_ids))
-        for pack_id in pack_ids:
-            self._distrusted.pop(pack_id, None)
+    async def manifest_maker(self, keys: Sequence[bytes], writers: Sequence[PackWriter]) -> ManifestMaker:
+        """Return a builder for manifests of these keys.
 
-    def _gone(self, keys: Sequence[bytes]) -> None:
-        """Report keys as removed. A key that was also stored since the last ``take_news`` is only reported as
-        removed.
+        :param writers: the packs that the same transaction writes.
+        :raises StoreError: the key tables could not be read.
         """
-        gone = set(keys)
-        if gone and not gone.isdisjoint(self.news.stored):
-            self.news.stored = [key for key in self.news.stored if key not in gone]
-        self.news.removed += keys
+        pack_of = {key: writer.pack_id for writer in writers for segment in writer.segments for key in segment.keys}
+        holders = zip(keys, await self.holders(keys), strict=True) if keys else ()
+        pack_of.update((key, pack.pack_id) for key, pack in holders if pack is not None)
+        return ManifestMaker(pack_of, self._block_bytes)
 
     def take_news(self) -> News:
         """Return and clear the changes since the last call."""
         news, self.news = self.news, News()
         return news
+
+
+def _most_keys(backend: Backend, layout: RowLayout) -> int | None:
+    """Return how many blocks the store's capacity allows; None if it is unbounded."""
+    capacity = backend.policy().capacity if isinstance(backend, SupportsPolicy) else None
+    return None if capacity is None else capacity // min(group.block_bytes for group in layout.groups)
 
 
 def _commit(backend: Backend, namespace: bytes, batch: CommitBatch) -> CommitResult:
@@ -266,16 +384,13 @@ def _commit(backend: Backend, namespace: bytes, batch: CommitBatch) -> CommitRes
 class ManifestMaker:
     """Builds the manifests of one transaction.
 
+    :param pack_of: for each durable key, the id of a pack that holds it.
     :param block_bytes: raw bytes of one block, for each group.
-    :param writers: the packs that the same transaction writes.
     """
 
-    def __init__(self, index: Index, block_bytes: Sequence[int], writers: Sequence[PackWriter]) -> None:
-        self._index = index
+    def __init__(self, pack_of: Mapping[bytes, bytes], block_bytes: Sequence[int]) -> None:
+        self._pack_of = pack_of
         self._block_bytes = block_bytes
-        self._coming: Mapping[bytes, bytes] = {
-            key: writer.pack_id for writer in writers for segment in writer.segments for key in segment.keys
-        }
 
     def make(self, end: RequestEnd) -> tuple[ManifestWrite | None, bool]:
         """Return the manifest of each group's longest durable prefix, and whether it covers the whole context.
@@ -316,7 +431,7 @@ class ManifestMaker:
 
     def _prefix(self, keys: list[bytes]) -> list[bytes]:
         for position, key in enumerate(keys):
-            if key not in self._index and key not in self._coming:
+            if key not in self._pack_of:
                 return keys[:position]
         return keys
 
@@ -325,8 +440,7 @@ class ManifestMaker:
         packs: dict[bytes, int] = {}
         for chain in chains:
             for depth, key in enumerate(chain):
-                found = self._index.pack_of(key)
-                pack_id = self._coming[key] if found is None else found.pack_id
+                pack_id = self._pack_of[key]
                 packs[pack_id] = min(depth, packs.get(pack_id, depth))
         return sorted(packs, key=packs.__getitem__)
 
@@ -356,7 +470,7 @@ def shortened(requests: Iterable[NamedRequest], maker: ManifestMaker, seen: byte
 
     A request of which no block is left is not part of the commit: it is deleted with the bad pack.
 
-    :param maker: uses an index that does not hold the bad packs.
+    :param maker: does not know the bad packs.
     :param seen: as in ``CommitBatch``.
     """
     shorter: list[ManifestWrite] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -9,6 +10,7 @@ import msgspec
 from persistkv.config import parse_duration
 from persistkv.errors import ConfigurationError
 
+_MOST_EVENTS = 65_536  # stored and removed keys that wait for the engine
 _BYTES_OBJECT = 48  # overhead of a bytes object and of its reference in a list
 
 
@@ -29,6 +31,10 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds between refreshes, which read the changes of other processes."""
     strict_identity: bool = False
     """Refuse to open a store that holds only other identities."""
+    events: bool = False
+    """Report stored and removed keys."""
+    fingerprint_bits: int = 64
+    """Significant bits of the fingerprints in the index; fewer only to test collisions."""
 
 
 class StoreCounters(msgspec.Struct):
@@ -62,14 +68,28 @@ class StoreCounters(msgspec.Struct):
 
 @dataclass
 class News:
-    """Changes since the last ``take_news``."""
+    """Changes since the last ``take_news``. Keys are reported with ``StoreOptions.events`` only."""
 
     stored: list[bytes] = field(default_factory=list)
     """Keys that became durable, written by any process."""
     removed: list[bytes] = field(default_factory=list)
-    """Keys that are no longer held, evicted or deleted by any process."""
+    """Keys that are no longer held."""
+    lost: bool = False
+    """Some stored or removed keys are missing: there were too many, or another process removed packs."""
     persisted: list[tuple[str, bool]] = field(default_factory=list)
     """Requests whose end was processed, and whether their whole context is durable."""
+    collided: dict[bytes, bool] = field(default_factory=dict)
+    """Keys that are not held although their fingerprint is (True), and such keys that were stored since (False)."""
+
+    def add(self, *, stored: Sequence[bytes] = (), removed: Sequence[bytes] = ()) -> None:
+        """Record keys. A key that was stored and removed since the last ``take_news`` is only reported as removed."""
+        gone = set(removed)
+        if gone and not gone.isdisjoint(self.stored):
+            self.stored = [key for key in self.stored if key not in gone]
+        self.stored += stored
+        self.removed += removed
+        if len(self.stored) + len(self.removed) > _MOST_EVENTS:
+            self.lost, self.stored, self.removed = True, [], []
 
 
 @dataclass(frozen=True)

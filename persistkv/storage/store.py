@@ -87,7 +87,7 @@ class Store:
         """Differences from the nearest namespace if this one is new and the store has others; else empty."""
         self.namespace = backend.open_namespace(identity).id
         executor = executor or InPlaceExecutor()
-        self.catalogue = NamespaceView(backend, self.namespace, executor, self.counters, rows.layout)
+        self.catalogue = NamespaceView(backend, self.namespace, executor, self.counters, rows.layout, options)
         self._writable = backend.capabilities.writable
         self._shares = MemoryShares.of(options.staging_bytes)
         self._remote = backend.capabilities.remote
@@ -95,7 +95,7 @@ class Store:
         self._scratch = make_scratch(self._shares.part)
         waits_s = options.max_age_s if self._interval_s is None else self._interval_s
         self._staging = Staging(self._shares.staged, waits_s, gather_all=self._interval_s is not None)
-        self._pipeline = CommitPipeline(self.catalogue, rows.layout, self._shares.transaction)
+        self._pipeline = CommitPipeline(self.catalogue, self._shares.transaction)
         self._direct: list[Outgoing] = []
         self._flying: set[bytes] = set()
         self._ends: list[RequestEnd] = []
@@ -113,11 +113,11 @@ class Store:
 
     @property
     def index(self) -> Index:
-        """Index of the keys that are durable in this namespace and can be read."""
+        """Index of the packs that are durable in this namespace and can be read."""
         return self.catalogue.index
 
     def contains(self, key: bytes) -> bool:
-        """Whether the key is durable in this namespace and can be read."""
+        """Whether the key, or one with the same fingerprint, is durable in this namespace and can be read."""
         return key in self.catalogue.index
 
     def took(self, key: bytes) -> bool:
@@ -134,46 +134,55 @@ class Store:
 
     # Writing
 
-    def put(self, request: str, keys: Sequence[bytes], block_ids: Sequence[int], depths: Sequence[int] | None) -> bool:
-        """Accept blocks for storage. Keys that are held are skipped, small packs are copied, large packs are written
-        from the rows by the next commit.
+    def begin_put(
+        self,
+        request: str,
+        keys: Sequence[bytes],
+        block_ids: Sequence[int],
+        depths: Sequence[int] | None,
+        then: Callable[[bool, set[bytes]], None],
+    ) -> None:
+        """Start to accept blocks for storage. Keys that are held are skipped, small packs are copied, large packs are
+        written from the rows by the next commit.
 
         :param depths: for each key, the number of blocks of its group before it in the context; None if unknown.
-        :returns: whether the rows are free already; if not, they are read while any of the keys is ``in_flight``.
-        :raises ValueError: a row or a group does not exist; nothing was accepted.
+        :param then: called with whether the rows are free already, and the keys that another job has in flight. Rows
+            that are not free are read while any of the keys is ``in_flight``.
+        :raises ValueError: a row or a group does not exist; nothing is accepted.
         """
         self.rows.check(block_ids)
-        if not self._writable:
-            return True
-        blocks = self._absent(request, keys, block_ids, depths)
-        self.counters.held_blocks += len(keys) - len(blocks.keys)
-        if len(blocks.keys) < len(keys):
-            self.touch(keys)
-        for pack in plan_packs(self.rows, blocks, self._shares.transaction):
-            self._take_in(request, pack)
-        return self._flying.isdisjoint(keys)
-
-    def _absent(
-        self, request: str, keys: Sequence[bytes], block_ids: Sequence[int], depths: Sequence[int] | None
-    ) -> Blocks:
-        position_of = {key: position for position, key in enumerate(keys)}
-        absent = self.catalogue.index.absent(position_of)
-        if self._flying:
-            absent = [key for key in absent if key not in self._flying]
-        staged = self._staging.held(absent)
-        if staged:
-            absent = [key for key in absent if key not in self._staging]
-        groups = get_offload_group_indices(absent)
+        groups = get_offload_group_indices(keys)
         if max(groups, default=0) >= len(self.rows.layout.groups):
             raise ValueError(f"key of group {max(groups)}; there are {len(self.rows.layout.groups)} groups")
-        for key in staged:
+        if self._writable:
+            blocks = Blocks(keys, groups, block_ids, [UNKNOWN_DEPTH] * len(keys) if depths is None else depths)
+            self.catalogue.executor.begin(self._put(request, blocks, then))
+        else:
+            then(True, set())
+
+    async def _put(self, request: str, blocks: Blocks, then: Callable[[bool, set[bytes]], None]) -> None:
+        keys = blocks.keys
+        try:
+            holders = await self.catalogue.holders(keys)
+            held = {key for key, pack in zip(keys, holders, strict=True) if pack is not None}
+            self._touch({pack.pack_id: None for pack in holders if pack is not None})
+        except StoreError as error:  # probably held
+            self.catalogue.complain(error)
+            held = set(keys).difference(self.catalogue.index.absent(keys))
+        borrowed = self.in_flight(keys)
+        for key in self._staging.held(keys):
             self._staging.claim(key, request)
-        known = [UNKNOWN_DEPTH] * len(keys) if depths is None else depths
-        if len(absent) < len(keys):
-            positions = [position_of[key] for key in absent]
-            block_ids = [block_ids[position] for position in positions]
-            known = [known[position] for position in positions]
-        return Blocks(absent, groups, block_ids, known)
+        position_of = {
+            key: position
+            for position, key in enumerate(keys)
+            if not (key in held or key in borrowed or key in self._staging)
+        }
+        self.counters.held_blocks += len(keys) - len(position_of)
+        if len(position_of) < len(keys):
+            blocks = Blocks._make([column[position] for position in position_of.values()] for column in blocks)
+        for pack in plan_packs(self.rows, blocks, self._shares.transaction):
+            self._take_in(request, pack)
+        then(self._flying.isdisjoint(keys), borrowed)
 
     def _take_in(self, request: str, pack: PlannedPack) -> None:
         """Stage small packs, and all packs if commits are delayed or remote. Packs that do not fit the staging memory
@@ -205,8 +214,8 @@ class Store:
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Record a use of blocks; keys that are not held are ignored. Durable with the next commit."""
-        pack_of = self.catalogue.index.pack_of
-        self._touch({pack.pack_id: None for key in keys if (pack := pack_of(key)) is not None})
+        candidates = self.catalogue.index.first_candidates(list(keys))
+        self._touch({pack_id: None for pack_id in candidates if pack_id is not None})
 
     def _touch(self, pack_ids: Mapping[bytes, None]) -> None:
         if not self._writable:
@@ -244,6 +253,8 @@ class Store:
 
     def seconds_to_work(self) -> float | None:
         """Return the seconds until ``tick`` has work; None while a write runs: its end wakes the owner."""
+        if self.index.replacing:
+            return 0.0
         if self.catalogue.executor.writing:
             return None
         if self.wants_commit():
@@ -332,7 +343,12 @@ class Store:
         catalogue, count = self.catalogue, len(keys)
         size = part_bytes(count * self.rows.layout.row_stride, catalogue.executor.threads, remote=self._remote)
         bounds = (size, self._shares.part)
-        parts, missing = plan_reads(catalogue.index, self.rows, keys, block_ids, *bounds, remote=self._remote)
+        try:
+            holders = await catalogue.holders(keys)
+        except StoreError as error:
+            catalogue.complain(error)
+            holders = [None] * count
+        parts, missing = plan_reads(holders, self.rows, keys, block_ids, *bounds, remote=self._remote)
         self._touch({read.pack.pack_id: None for part in parts for read in part})
         outcome = ReadOutcome(missing)
         calls = [
@@ -354,6 +370,8 @@ class Store:
     def tick(self) -> None:
         """Start due work: a commit, or a refresh that reads the changes of other processes."""
         executor = self.catalogue.executor
+        if self.index.replacing:
+            self.index.replace_some()
         if executor.writing:
             return
         if self.wants_commit() or not self._seconds_to_upkeep():
@@ -396,6 +414,13 @@ class Store:
 
     # Blocking calls
 
+    def put(self, request: str, keys: Sequence[bytes], block_ids: Sequence[int], depths: Sequence[int] | None) -> bool:
+        """Accept blocks and wait; return whether the rows are free already. See ``begin_put``."""
+        ended: list[bool] = []
+        self.begin_put(request, keys, block_ids, depths, lambda free, borrowed: ended.append(free))
+        self.catalogue.executor.run_until(lambda: bool(ended))
+        return ended[0]
+
     def commit(self, *, everything: bool = False) -> None:
         """Commit and wait. On return the work is durable, or dropped and counted. See ``begin_commit``."""
         ended: list[bool] = []
@@ -428,6 +453,7 @@ class Store:
             self.flush()
         finally:
             self.catalogue.backend.close()
+            self.index.close()
 
 
 def _notice(backend: Backend, identity: Identity, options: StoreOptions, url: str) -> str:

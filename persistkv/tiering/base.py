@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +77,10 @@ class SecondaryTierManager(ABC):
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """Return whether a load of the block may succeed; None: retry in a later step. Must take about 1 µs."""
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
+        """Return the number of keys before the first that is not held: ``lookup`` for many keys."""
+        return sum(1 for _ in takewhile(lambda key: self.lookup(key, req_context), keys))
 
     @abstractmethod
     def submit_store(self, job_metadata: JobMetadata) -> None:

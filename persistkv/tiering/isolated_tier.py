@@ -41,6 +41,12 @@ class IsolatedTier:
             self._isolation.report("lookup", "the block is a miss", error)
             return False
 
+    def num_held(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
+        """Return how many of the first keys are held, or 0 if the tier has no faster way than single lookups."""
+        if type(self.tier).lookup_prefix is SecondaryTierManager.lookup_prefix:
+            return 0
+        return self._attempt("lookup_prefix", "its blocks are misses", 0, self.tier.lookup_prefix, keys, req_context)
+
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self._attempt("touch", "the use is not counted", None, self.tier.touch, keys, req_context)
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -169,6 +169,31 @@ class TieringOffloadingManager(OffloadingManager):
     # Lookup and promotion
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return self._lookup(key, req_context, None)
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        """See ``OffloadingManager``. Probes each tier once, from the first block that the primary tier lacks."""
+        answers: list[bool | None] = []
+        tier_of: dict[OffloadKey, IsolatedTier] | None = None
+        for number, key in enumerate(keys):
+            if tier_of is None and not self.primary_tier.lookup(key, req_context):
+                tier_of = {}
+                if req_context.req_id not in self._requests:
+                    self._begin(req_context)
+                for tier in reversed(self._tiers):
+                    if tier.is_usable:
+                        held = tier.num_held(keys[number:], req_context)
+                        tier_of.update(dict.fromkeys(keys[number : number + held], tier))
+            answer = self._lookup(key, req_context, tier_of)
+            if answer is False:
+                break
+            answers.append(answer)
+        return answers
+
+    def _lookup(
+        self, key: OffloadKey, req_context: ReqContext, tier_of: Mapping[OffloadKey, IsolatedTier] | None
+    ) -> bool | None:
+        """:param tier_of: tiers that are known to hold keys."""
         answer = self.primary_tier.lookup(key, req_context)
         if answer:
             return True
@@ -181,8 +206,9 @@ class TieringOffloadingManager(OffloadingManager):
             return False if key in self._lost else None
         if key in request.missed:
             return False
+        known = tier_of.get(key) if tier_of else None
         for tier in self._tiers:
-            answer = tier.lookup(key, req_context) if tier.is_usable else False
+            answer = tier is known or (tier.lookup(key, req_context) if tier.is_usable else False)
             if answer:
                 place = (tier, req_context.req_id)
                 pending = self._pending.get(place)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -30,7 +30,6 @@ from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.host.client import JobOutcome, StoreClient, StoreStats
 from persistkv.storage.host.protocol import EndRequest, Hello
-from persistkv.storage.host.replica import PART_MASK, KeySet
 from persistkv.storage.host.supervisor import Host, InlineHost, ProcessHost, ThreadHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions, parse_durability
@@ -69,6 +68,8 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     open_timeout_s: float = 60.0
     """Seconds to wait at construction for the store to open. After that, a host process continues to open it, and
     lookups miss until it is open."""
+    fingerprint_bits: int = 64
+    """Significant bits of the fingerprints in the index; fewer only to test collisions."""
     watchdog_s: float = 60.0
     """Seconds without an answer after which the host process is killed and restarted; at least 60 while it starts.
     Ten times as long if a call to the medium hangs, or the store does not open."""
@@ -104,6 +105,8 @@ class PersistentTier(SecondaryTierManager):
                     durability=self.options.durability,
                     io_threads=self.options.io_threads,
                     strict_identity=self.options.strict_identity,
+                    events=config.enable_events,
+                    fingerprint_bits=self.options.fingerprint_bits,
                 ),
             ),
             max_queue_bytes=parse_size(self.options.queue_bytes, name="queue_bytes"),
@@ -116,7 +119,7 @@ class PersistentTier(SecondaryTierManager):
         self._undescribed: dict[str, list[OffloadKey]] = {}
         self._ended: dict[str, bool] = {}
         self._detached = False
-        self._held = self._client.held.parts
+        self._contains: Callable[[bytes], bool] = self._client.contains
 
     def _choose_host(self) -> Host:
         num_bytes = self.config.num_blocks * self.config.layout.row_stride
@@ -144,15 +147,17 @@ class PersistentTier(SecondaryTierManager):
     # Lookups and jobs
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        return key in self._held[key[0] & PART_MASK]  # ``client.contains``, inlined to save a call per block
+        return self._contains(key)
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
+        return 0 if self._detached else self._client.table.prefix(keys)
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
         keys, req_context = job_metadata.keys, job_metadata.req_context
         description = req_context.description
         if description is None:
             self._undescribed.setdefault(req_context.req_id, []).extend(keys)
-        contains = self._client.contains
-        if self._detached or all(map(contains, keys)):
+        if self._detached or self._client.table.prefix(keys) == len(keys):
             self.touch(keys, req_context)
             self._finished.append(JobResult(job_metadata.job_id, not self._detached))
             return
@@ -257,13 +262,13 @@ class PersistentTier(SecondaryTierManager):
     # The rest
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        stored, removed = self._client.take_stored(), self._client.take_removed()
+        news = self._client.take_events()
         medium = self.get_tier_type()
         events = []
-        if removed:
-            events.append(OffloadingEvent([OffloadKey(key) for key in removed], medium, True))
-        if stored:
-            events.append(OffloadingEvent([OffloadKey(key) for key in stored], medium, False))
+        if news.removed or news.lost:
+            events.append(OffloadingEvent([OffloadKey(key) for key in news.removed], medium, True, news.lost))
+        if news.stored:
+            events.append(OffloadingEvent([OffloadKey(key) for key in news.stored], medium, False))
         return events
 
     def reset_cache(self, weights_changed: bool) -> None:
@@ -272,7 +277,7 @@ class PersistentTier(SecondaryTierManager):
         """
         if weights_changed and not self._detached:
             self._detached = True
-            self._held = KeySet().parts
+            self._contains = lambda key: False
             logger.warning("weights changed without a new identity: nothing is persisted from here on")
 
     def wait_persisted(self, req_id: str, timeout_s: float) -> bool:

@@ -92,6 +92,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
                 RowLayout(self.row_stride, groups),
                 self.num_blocks,
                 self.get_region().fd,
+                options.enable_events,
             )
             tiers: list[SecondaryTierManager] = []
             for tier_config in options.secondary_tiers:

@@ -69,7 +69,7 @@ LAST = len(REQUESTS)
 PREFIX = 4
 """Blocks that all requests begin with."""
 CAPACITY = 2 << 20  # 2 MiB
-OPTIONS = StoreOptions(staging_bytes=16 << 20)
+OPTIONS = StoreOptions(staging_bytes=16 << 20, events=True)
 """16 MiB: what a request hands over is copied, and written with its manifest in one transaction."""
 PATIENCE_S = 120.0
 INLINE, PROCESS = InlineHost.name, ProcessHost.name
@@ -179,7 +179,7 @@ class Engine:
         self._end_job()
         for name, whole in self._client.take_persisted().items():
             self.persisted = int(name) if whole else self.persisted
-        self.removed.update(self._client.take_removed())
+        self.removed.update(self._client.take_events().removed)
 
     def promote(self) -> int:
         """Load all that is held, and compare it; how much of it is missed."""
@@ -189,7 +189,7 @@ class Engine:
         for row, key in enumerate(held):
             loaded = self._rows[row * BLOCK_BYTES : (row + 1) * BLOCK_BYTES]
             assert key in failed or loaded == right[key], "wrong bytes were promoted"
-        self.removed.update(self._client.take_removed())
+        self.removed.update(self._client.take_events().removed)
         return len(failed)
 
     def account(self) -> int:

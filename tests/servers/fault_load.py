@@ -84,8 +84,9 @@ class Load:
             self._free[is_store].append(slot)
             if not is_store:
                 self._look_at(slot, keys, set(outcome.failed) if not outcome.refused else set(keys))
-        self.durable.update(self.client.take_stored())
-        self.durable.difference_update(self.client.take_removed())
+        events = self.client.take_events()
+        self.durable.update(events.stored)
+        self.durable.difference_update(events.removed)
         self.client.take_persisted()
 
     def _look_at(self, slot: int, keys: list[bytes], failed: set[bytes]) -> None:

@@ -59,7 +59,8 @@ def open_store(make_rows: Callable[..., Rows]) -> Iterator[Callable[..., Store]]
         parsed = StoreUrl.parse(url)
         backend = MemoryBackend.open(parsed) if parsed.scheme == "memory" else open_backend(url)
         try:
-            store = Store(backend, identity, rows or make_rows(), StoreOptions(**options), url=url)  # type: ignore[arg-type]
+            settings = StoreOptions(**{"events": True, **options})  # type: ignore[arg-type]
+            store = Store(backend, identity, rows or make_rows(), settings, url=url)
         except BaseException:
             backend.close()
             raise

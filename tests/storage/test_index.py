@@ -1,76 +1,214 @@
-"""The index against a plain dictionary of sets."""
+"""The index and the lookup table against a plain dictionary of sets."""
 
 from __future__ import annotations
 
-import numpy as np
+import os
+import random
+from collections.abc import Iterable
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persistkv.memory.rows import StagedBlocks
-from persistkv.storage.format.codec import RawCodec
+from persistkv.errors import StoreError
+from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.format.pack import PackTable
-from persistkv.storage.format.pack_writer import PackWriter, Segment
-from persistkv.storage.index import Index
+from persistkv.storage.index import Index, LookupTable
 
 NAMESPACE = b"n" * 16
 
 
-def table_of(keys: list[bytes], block_bytes: int = 8) -> PackTable:
-    writer = PackWriter(
-        NAMESPACE,
-        RawCodec(),
-        [Segment(0, block_bytes, keys, StagedBlocks([np.zeros((len(keys), block_bytes), np.uint8)]))],
-    )
-    for _ in writer.stream():
-        pass
-    return writer.table
+def table_of(number: int, keys: list[bytes]) -> PackTable:
+    return PackTable(NAMESPACE, number.to_bytes(16, "big"), "raw", 0, 0, b"", PackedKeys.of(keys))
 
 
-packs = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6, unique=True), min_size=1, max_size=8)
+def fresh(count: int, length: int = 36) -> list[bytes]:
+    return [os.urandom(length) for _ in range(count)]
 
 
-@given(packs=packs, removals=st.lists(st.lists(st.integers(0, 7), max_size=4), max_size=6))
-def test_behaves_like_a_dictionary_of_sets(packs: list[list[int]], removals: list[list[int]]) -> None:
+def reader_of(index: Index, bits: int = 64) -> LookupTable:
+    reader = LookupTable(bits)
+    map_table(reader, index)
+    return reader
+
+
+def map_table(reader: LookupTable, index: Index) -> None:
+    fd, slots = index.share()
+    reader.map(fd, slots)
+
+
+def check(index: Index, reader: LookupTable, model: dict[bytes, set[bytes]], absent: Iterable[bytes]) -> None:
+    for key, holders in model.items():
+        assert set(index.candidates(key)) == holders
+        assert key in index
+        assert key in reader
+    keys = [*model, *absent]
+    assert reader.held(keys) == [key in model for key in keys]
+    assert index.absent(keys) == [key for key in keys if key not in model]
+    assert len(reader) == len(index) == sum(map(len, model.values()))
+
+
+@pytest.mark.parametrize("length", [1, 11, 12, 20, 36, 68])
+@given(
+    packs=st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=20, unique=True), min_size=1, max_size=8),
+    removals=st.lists(st.tuples(st.lists(st.integers(0, 7), max_size=4), st.booleans()), max_size=6),
+)
+def test_index_packs_come_and_go_finds_what_a_dictionary_does(
+    length: int, packs: list[list[int]], removals: list[tuple[list[int], bool]]
+) -> None:
     index = Index()
+    reader = reader_of(index)
     model: dict[bytes, set[bytes]] = {}
-    tables = [table_of([bytes((number,)) * 6 for number in pack]) for pack in packs]
-    added: set[bytes] = set()
+    tables = [table_of(number, [bytes([key]) * length for key in pack]) for number, pack in enumerate(packs)]
+    index.add([*tables, *tables])
     for table in tables:
-        fresh = {key for key in table.keys.unpack() if key not in model}
-        if table.pack_id in added:
-            fresh = set()
-        assert set(index.add(table)) == fresh
-        added.add(table.pack_id)
         for key in table.keys.unpack():
             model.setdefault(key, set()).add(table.pack_id)
-    for numbers in removals:
-        leaving = {tables[number % len(tables)].pack_id for number in numbers}
-        gone = index.remove_all([*leaving, bytes(16)])
-        expected = [key for key, holders in model.items() if holders <= leaving]
-        for key in expected:
-            del model[key]
-        for holders in model.values():
-            holders -= leaving
-        assert sorted(gone) == sorted(expected)
-    assert set(index) == set(model)
-    assert len(index) == len(model)
-    for key, holders in model.items():
-        pack = index.pack_of(key)
-        assert pack is not None
-        assert index.holds(pack)
-        assert pack.pack_id in holders
-        table = next(table for table in tables if table.pack_id == pack.pack_id)
-        assert pack.keys == tuple(table.keys.unpack())
-        assert pack.frames == table.frames
+    absent = [bytes([key]) * length for key in range(30) if bytes([key]) * length not in model]
+    check(index, reader, model, absent)
+    for numbers, with_tables in removals:
+        leaving = {tables[number % len(tables)].pack_id: tables[number % len(tables)] for number in numbers}
+        index.remove({**{name: table if with_tables else None for name, table in leaving.items()}, b"x" * 16: None})
+        for key, holders in list(model.items()):
+            holders.difference_update(leaving)
+            if not holders:
+                del model[key]
+                absent.append(key)
+        check(index, reader, model, absent)
+    index.close()
 
 
-def test_a_pack_that_was_replaced_is_another() -> None:
+def test_index_pack_added_again_has_another_number() -> None:
     index = Index()
-    table = table_of([b"a" * 6])
-    index.add(table)
-    before = index.pack_of(b"a" * 6)
-    assert before is not None
-    index.remove_all([table.pack_id])
-    assert index.pack_of(b"a" * 6) is None
-    index.add(table)
-    assert not index.holds(before)
+    table = table_of(1, fresh(3))
+    index.add([table])
+    before = index.number_of(table.pack_id)
+    index.remove({table.pack_id: table})
+    assert index.number_of(table.pack_id) == 0
+    index.add([table])
+    assert index.number_of(table.pack_id) not in (0, before)
+    index.close()
+
+
+@pytest.mark.parametrize("bits", [64, 20])
+def test_index_grows_while_packs_come_and_go_finds_all(bits: int) -> None:
+    """The table is replaced several times, in slices between changes; readers map the new one."""
+    draw = random.Random(bits)
+    index = Index(bits=bits)
+    reader, version = reader_of(index, bits), index.version
+    tables = [table_of(number, fresh(500)) for number in range(120)]
+    held: dict[bytes, PackTable] = {}
+    for table in tables:
+        index.add([table])
+        held[table.pack_id] = table
+        if draw.random() < 0.3:
+            gone = held.pop(draw.choice(list(held)))
+            index.remove({gone.pack_id: gone if draw.random() < 0.5 else None})
+        for _ in range(draw.randrange(3)):
+            index.replace_some()
+        if index.version != version:
+            map_table(reader, index)
+            index.release_retired()
+            version = index.version
+        reader.release_some()
+        keys = [key for table in held.values() for key in table.keys.unpack()]
+        assert all(reader.held(keys))
+        assert len(reader) == len(index) == len(keys)
+        some = draw.choice(list(held))
+        assert all(some in index.candidates(key) for key in held[some].keys.unpack()[:3])
+    assert index.version > 0
+    while index.replacing:
+        index.replace_some()
+    if bits == 64:
+        removed = [key for table in tables if table.pack_id not in held for key in table.keys.unpack()]
+        assert not any(reader.held([*removed, *fresh(1000)]))
+    while reader.release_some():
+        pass
+    index.close()
+
+
+def test_index_that_always_has_as_many_keys_keeps_its_size() -> None:
+    index = Index(30_000)
+    tables = [table_of(number, fresh(500)) for number in range(400)]
+    index.add(tables[:60])
+    slots = index.share()
+    for number in range(60, 400):
+        index.remove({tables[number - 60].pack_id: tables[number - 60]})
+        index.add([tables[number]])
+        index.replace_some()
+    while index.replacing:
+        index.replace_some()
+    again = index.share()
+    assert slots[1] == again[1]
+    assert 0 < index.version < 8, "removed entries take slots until the table is replaced"
+    os.close(slots[0])
+    os.close(again[0])
+    index.close()
+
+
+def test_index_reloaded_forgets_the_rest() -> None:
+    index = Index()
+    old, new = table_of(1, fresh(5)), table_of(2, fresh(7))
+    index.add([old])
+    index.reload([new])
+    assert index.absent(old.keys.unpack()) == old.keys.unpack()
+    assert index.absent(new.keys.unpack()) == []
+    assert index.pack_ids() == [new.pack_id]
+    index.close()
+
+
+def test_lookup_table_prefix_ends_at_the_first_absent_key() -> None:
+    index = Index()
+    reader = LookupTable()
+    keys = fresh(100)
+    assert reader.prefix(keys) == 0
+    assert reader.prefix([]) == 0
+    map_table(reader, index)
+    index.add([table_of(1, keys[:70]), table_of(2, keys[71:])])
+    assert reader.prefix(keys) == 70
+    assert reader.prefix(keys[71:75]) == 4
+    reader.clear()
+    assert reader.prefix(keys) == 0
+    assert len(reader) == 0
+    index.close()
+
+
+def test_lookup_table_collided_keys_are_not_held_until_they_are_stored() -> None:
+    index = Index(bits=1)
+    reader = reader_of(index, bits=1)
+    keys = fresh(20)
+    index.add([table_of(1, keys)])
+    others = fresh(20)
+    assert all(reader.held(others)), "fingerprints of one bit"
+    reader.set_collided(others[:10], collided=True)
+    assert reader.held(others) == [False] * 10 + [True] * 10
+    assert not reader.contains(others[0])
+    reader.set_collided(others[:5], collided=False)
+    assert reader.held(others) == [True] * 5 + [False] * 5 + [True] * 10
+    reader.set_collided(fresh(10_000), collided=True)
+    assert all(reader.held(others)), "the oldest are forgotten"
+    index.close()
+
+
+def test_lookup_table_refuses_memory_that_may_shrink() -> None:
+    reader = LookupTable()
+    fd = os.memfd_create("unsealed")
+    os.ftruncate(fd, 4096)
+    with pytest.raises(StoreError, match="sealed"):
+        reader.map(fd, 100)
+    index = Index()
+    fd, slots = index.share()
+    with pytest.raises(StoreError, match="small"):
+        reader.map(fd, slots + 1)
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)
+    index.close()
+
+
+def test_lookup_table_memory_is_read_only_and_sealed() -> None:
+    index = Index()
+    fd, _ = index.share()
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 0)
+    os.close(fd)
+    index.close()

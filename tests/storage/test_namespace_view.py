@@ -32,9 +32,8 @@ def test_a_bad_pack_shortens_its_request_and_costs_no_other(
     backend.commit(store.namespace, CommitBatch(pins=[("m", True)]))
     (before,) = backend.manifests(store.namespace)
     lost = names[4 * bad : 4 * bad + 4]
-    where = store.index.pack_of(lost[0])
-    assert where is not None
-    flip_reads(backend, where.pack_id)
+    (where,) = store.index.candidates(lost[0])
+    flip_reads(backend, where)
     assert store.read(names, rows) == lost
     backend.heal()
     good = [key for key in names if key not in lost]

@@ -218,3 +218,21 @@ def test_touched_blocks_outlive_others(
     assert not all(held)
     assert held[-4:] == [True] * 4
     assert tier.store_stats().host.counters.dropped_blocks == 0
+
+
+def test_lookup_prefix_answers_as_single_lookups_do(make_stack: MakeStack, keys: Keys, tmp_path: Path) -> None:
+    stack = make_stack(32, lmdb(tmp_path))
+    names, request = keys(24), ReqContext("a")
+    stack.manager.on_new_request(request)
+    stack.store(names[:20], request)
+    stack.manager.on_request_finished(request)
+    assert stack.tiers[0].wait_persisted("a", 90)
+    stack.forget_primary()
+    other = ReqContext("b")
+    stack.manager.on_new_request(other)
+    stack.promote(names[:4], other)
+    assert stack.tiers[0].lookup_prefix(names, other) == 20
+    assert stack.manager.lookup_prefix(names, other) == [True] * 4 + [None] * 16
+    assert all(stack.promote(names[:20], other))
+    assert stack.manager.lookup_prefix(names, other) == [True] * 20
+    assert stack.manager.lookup_prefix(names[20:], other) == []

@@ -90,7 +90,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         self._labels = {"model": str(offloading_spec.config.model.name), **self.options.labels}
         self._requests: dict[str, LiveRequest] = {}
         self._not_loading: set[str] = set()
-        self._loads: dict[int, Sequence[OffloadKey]] = {}
+        self._loads: dict[int, tuple[str, Sequence[OffloadKey]]] = {}
+        self._failed: dict[str, set[OffloadKey]] = {}  # keys by request, so that it does not retry forever
         self._passed_over: list[int] = []
         self._observed = Observed()
         self._metrics = MetricsReader(scheme)
@@ -112,14 +113,15 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         # A tier does not know the offsets of workers' cells and groups' tensors, so each group uses the whole row.
         stride = rows.nbytes // len(rows)
         layout = RowLayout(stride, (GroupLayout(((0, stride),)),) * len(self._group_tokens))
-        return OffloadingConfig(identity, tokens, layout, len(rows), self._region_fd)
+        events = bool(offloading.enable_kv_cache_events)
+        return OffloadingConfig(identity, tokens, layout, len(rows), self._region_fd, events)
 
     # Lookups and jobs
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         if self._not_loading and req_context.req_id in self._not_loading:
             return LookupResult.MISS
-        if self._tier.lookup(key, req_context):
+        if self._tier.lookup(key, req_context) and key not in self._failed.get(req_context.req_id, ()):
             self._observed.lookup_hits += 1
             return LookupResult.HIT
         self._observed.lookup_misses += 1
@@ -135,7 +137,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         keys = list(job_metadata.keys)
-        self._loads[job_metadata.job_id] = keys
+        self._loads[job_metadata.job_id] = job_metadata.req_context.req_id, keys
         self._tier.submit_load(_job(job_metadata, keys, self._request(job_metadata.req_context).context))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -144,7 +146,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         return finished + [self._result(result) for result in self._tier.get_finished_jobs()]
 
     def _result(self, result: TierResult) -> JobResult:
-        keys = self._loads.pop(result.job_id, None)
+        req_id, keys = self._loads.pop(result.job_id, ("", None))
         success = result.success and not result.failed_keys
         good: list[OffloadKey] | None = None
         if keys is None:
@@ -156,6 +158,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
             self._observed.load_bytes += result.num_bytes
             self._observed.load_seconds += result.seconds
             self._observed.load_failed_chunks += len(failed)
+            if failed and req_id in self._requests:
+                self._failed.setdefault(req_id, set()).update(failed)
         return JobResult(result.job_id, success, good, result.seconds, result.num_bytes)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -188,6 +192,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._not_loading.discard(req_context.req_id)
+        self._failed.pop(req_context.req_id, None)
         request = self._requests.pop(req_context.req_id, None)
         if request is not None and request.has_stored:
             self._tier.on_request_finished(request.end())
@@ -198,6 +203,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         return [
             OffloadingEvent(event.keys, Medium.STORAGE, event.removed, self.locality, self.tier_type)
             for event in self._tier.take_events()
+            if event.keys  # vLLM has no event for lost ones
         ]
 
     @classmethod

@@ -16,7 +16,8 @@ import logging
 import os
 import time
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -29,8 +30,9 @@ from persistkv.errors import (
 )
 from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.host import protocol
-from persistkv.storage.host.replica import Replica
 from persistkv.storage.host.supervisor import KILL_S, Host, State, Supervisor
+from persistkv.storage.index import LookupTable
+from persistkv.storage.records import News
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,8 @@ _OPEN_ATTEMPTS = 4
 _END_BYTES = 512  # of the end of a request, without its keys
 _MOST_ENDING_BYTES = 16 << 20  # 16 MiB of keys in ends of requests: the host keeps their manifests in memory
 _GLANCE_S = 5.0  # seconds between the requests for totals of ``glance``
+_TOUCHED_A_STEP = 2_048  # keys in the message of one step: about 75 KB
+_MOST_TOUCHED = 65_536  # bound on keys with a use that is not sent yet
 _GLANCE_TOKEN = 0  # tokens of requests with a waiting caller start at 1
 _NAP_S = 0.0005  # between polls of the calls that wait
 
@@ -217,11 +221,14 @@ class StoreClient:
         """Messages for the user from opening, such as the differences from the nearest namespace."""
         self.supervisor = Supervisor(host, hello, watchdog_s=watchdog_s, least_start_s=least_start_s)
         self._pid = os.getpid()
-        self._replica = Replica()
-        self.held = self._replica.held
-        """Keys that are durable and can be loaded. Callers may only probe it."""
-        self.contains: Callable[[bytes], bool] = self.held.__contains__
-        """Whether a key is durable and can be loaded."""
+        self.table = LookupTable(hello.options.fingerprint_bits)
+        """Fingerprints of the keys that are durable and can be loaded; empty while the host is down. Callers may only
+        probe it.
+        """
+        self.contains = self.table.contains
+        """Whether a key may be loaded; see ``LookupTable``."""
+        self._touched: set[bytes] = set()
+        self._events = News()
         self._in_flight = InFlight(self.counters, max_queue_bytes)
         self._answer: Any = None
         self._recent: list[list[bytes]] | None = None
@@ -300,7 +307,7 @@ class StoreClient:
     # Jobs
 
     def __len__(self) -> int:
-        return len(self._replica.held)
+        return len(self.table)
 
     def submit_store(
         self,
@@ -352,8 +359,9 @@ class StoreClient:
         :raises HostError: after a fork.
         """
         self._check_process()
-        if self.state is State.OPEN:
-            self._replica.touch(keys)
+        if self.state is State.OPEN and len(self._touched) + len(keys) <= _MOST_TOUCHED:
+            keys = list(keys)
+            self._touched.update(compress(keys, self.table.held(keys)))
 
     def end_request(self, end: protocol.EndRequest) -> None:
         """End a request: its staged blocks and its manifest are written.
@@ -386,6 +394,7 @@ class StoreClient:
         if self.state in (State.OPENING, State.OPEN) and self._receive():
             self._next_look = 0.0  # more messages may be waiting
         self._tell_touched()
+        self.table.release_some()
         if self.supervisor.has_exited():
             self._in_flight.lose_all()
         elif self.supervisor.maybe_restart():
@@ -397,7 +406,7 @@ class StoreClient:
         A decoding engine takes dozens of steps with nothing in flight.
         """
         now = time.monotonic()
-        if now < self._next_look and not self._in_flight.pending and not self._replica.has_touched:
+        if now < self._next_look and not self._in_flight.pending and not self._touched:
             return True
         self._next_look = now + self.supervisor.host.idle_look_s if self.state is State.OPEN else now
         return False
@@ -405,7 +414,7 @@ class StoreClient:
     def _tell_touched(self) -> None:
         """Send recorded uses, unless the outbox is congested: it would grow without bound."""
         if self.state is State.OPEN and not self.supervisor.connection.congested:
-            touched = self._replica.take_touched()
+            touched = [self._touched.pop() for _ in range(min(len(self._touched), _TOUCHED_A_STEP))]
             if touched:
                 self.supervisor.connection.send(protocol.Touch(PackedKeys.of(touched)))
 
@@ -419,15 +428,12 @@ class StoreClient:
         """Whether work is in flight or ``poll`` has outcomes to return."""
         return self._in_flight.pending
 
-    def take_stored(self) -> list[bytes]:
-        """Return keys that became durable since the last call. Keys found at opening are not included."""
-        return self._replica.take_stored()
-
-    def take_removed(self) -> list[bytes]:
-        """Return keys that were removed since the last call. Their number is bounded by the most keys held since then
-        plus 65,536; the oldest removals are dropped first.
+    def take_events(self) -> News:
+        """Return the keys that were stored and removed since the last call; none without ``StoreOptions.events``. Keys
+        found at opening are not included.
         """
-        return self._replica.take_removed()
+        events, self._events = self._events, News()
+        return events
 
     def take_persisted(self) -> dict[str, bool]:
         """Return requests whose end was processed since the last call, and whether their whole context is durable."""
@@ -472,10 +478,13 @@ class StoreClient:
             case protocol.JobDone():
                 self.supervisor.backoff.reset()
                 self._in_flight.end(message.job_id, message.failed.unpack(), message.num_bytes)
-            case protocol.Stored():
-                self._replica.add(message.keys.unpack())
-            case protocol.Removed():
-                self._replica.remove(message.keys.unpack())
+            case protocol.Table():
+                self._map(message)
+            case protocol.Collided():
+                self.table.set_collided(message.keys.unpack(), collided=message.collided)
+            case protocol.Events():
+                self._events.lost |= message.lost
+                self._events.add(stored=message.stored.unpack(), removed=message.removed.unpack())
             case protocol.Persisted():
                 self._in_flight.request_persisted(message.request, message.whole)
             case protocol.Flushed() | protocol.HostStats():
@@ -485,10 +494,6 @@ class StoreClient:
                     self._answer = message
             case protocol.Recent():
                 self._recent = [keys.unpack() for keys in message.contexts]
-            case protocol.Listing():
-                self._replica.begin_listing()
-            case protocol.Listed():
-                self._replica.end_listing(news=True)
             case protocol.Opened():
                 self._opened(message)
             case protocol.OpenFailed():
@@ -501,16 +506,23 @@ class StoreClient:
             case protocol.Notice():
                 logger.log(message.level, "%s", message.text)
 
+    def _map(self, table: protocol.Table) -> None:
+        fd, table.fd = table.fd, -1
+        self.table.map(fd, table.slots)
+        self.supervisor.connection.send(protocol.Mapped())
+
     def _opened(self, opened: protocol.Opened) -> None:
+        self._map(opened.table)
         self.supervisor.opened()
-        self._replica.end_listing(news=self.counters.restarts > 0)  # ``_lose`` reported all keys as removed
         if opened.notice and opened.notice not in self.notices:
             self.notices.append(opened.notice)
             logger.warning("%s", opened.notice)
 
     def _lose(self) -> None:
         self.supervisor.mark_lost()
-        self._replica.clear()
+        self.table.clear()
+        self._touched.clear()
+        self._events.lost |= self.supervisor.hello.options.events
 
     # Blocking calls, for shutdown, tests and tools
 
@@ -570,7 +582,7 @@ class StoreClient:
         deadline = time.monotonic() + timeout_s
         if self.state is State.OPEN:
             self.flush(timeout_s)
-        self._replica.held.clear()
+        self.table.clear()
         exited = self.supervisor.close(max(1.0, deadline - time.monotonic()))
         if not self.supervisor.uses_rows:
             self._in_flight.lose_all()

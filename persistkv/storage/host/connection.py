@@ -11,7 +11,9 @@ import select
 import socket
 import struct
 from abc import ABC, abstractmethod
+from array import array
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -19,15 +21,22 @@ from typing import Any
 import msgspec
 
 from persistkv.errors import HostError
-from persistkv.storage.host.protocol import ToEngine, ToStore
+from persistkv.storage.host.protocol import Table, ToEngine, ToStore, table_of
 
 _LENGTH = struct.Struct("<I")
-_RECEIVE_BYTES = 256 << 10  # 256 KiB: the answers to many jobs, or some thousand keys of a listing
+_FD_SPACE = socket.CMSG_SPACE(16)  # four descriptors; more than one waits only if the host is fast
+_RECEIVE_BYTES = 256 << 10  # 256 KiB: the answers to many jobs, or some thousand keys of events
 _MESSAGES_A_STEP = 64
 _MOST_POSTED = 1_000  # bound on messages of other threads that the owner has not sent; older ones are dropped
 MAX_MESSAGE_BYTES = 1 << 30  # 1 GiB; a larger length is certainly malformed
 CONGESTED_BYTES = 1 << 20  # 1 MiB in an outbox, not counting the socket's own buffer
 _CONGESTED_MESSAGES = 256
+
+
+def discard(messages: Iterable[Any]) -> None:
+    """Close the descriptors of messages that are not delivered."""
+    for table in filter(None, map(table_of, messages)):
+        table.discard()
 
 
 class Connection(ABC):
@@ -154,6 +163,8 @@ class QueueConnection(ServedConnection):
         if not self.ended:
             self._outbox.put(None)
         self.ended = True
+        while not self._inbox.empty():
+            discard([self._inbox.get_nowait()])
 
 
 class SocketConnection(ServedConnection):
@@ -167,7 +178,8 @@ class SocketConnection(ServedConnection):
         self._encoder = msgspec.msgpack.Encoder()
         self._arriving = bytearray(_RECEIVE_BYTES)
         self._inbox = bytearray()
-        self._outbox: deque[memoryview] = deque()
+        self._outbox: deque[tuple[memoryview, Table | None]] = deque()
+        self._fds: deque[int] = deque()
         self._outbox_bytes = 0
         self._posted: deque[ToEngine] = deque(maxlen=_MOST_POSTED)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -178,9 +190,10 @@ class SocketConnection(ServedConnection):
 
     def send(self, message: ToStore | ToEngine) -> None:
         if self.ended:
+            discard([message])
             return
         body = self._encoder.encode(message)
-        self._outbox.append(memoryview(_LENGTH.pack(len(body)) + body))
+        self._outbox.append((memoryview(_LENGTH.pack(len(body)) + body), table_of(message)))
         self._outbox_bytes += _LENGTH.size + len(body)
         self.push()
 
@@ -200,20 +213,28 @@ class SocketConnection(ServedConnection):
         """Send as many bytes of the outbox as the socket accepts."""
         try:
             while self._outbox:
-                sent = self._socket.send(self._outbox[0])
-                self._outbox_bytes -= sent
-                if sent == len(self._outbox[0]):
-                    self._outbox.popleft()
+                data, table = self._outbox[0]
+                if table is None:
+                    sent = self._socket.send(data)
                 else:
-                    self._outbox[0] = self._outbox[0][sent:]
+                    sent = socket.send_fds(self._socket, [data], [table.fd])
+                    table.discard()
+                self._outbox_bytes -= sent
+                self._outbox[0] = data[sent:], None
+                if sent == len(data):
+                    self._outbox.popleft()
         except BlockingIOError:
             return
         except OSError:
-            self._outbox.clear()  # the other side has closed; ``receive`` first returns its last messages
-            self._outbox_bytes = 0
+            self._drop_outbox()  # the other side has closed; ``receive`` first returns its last messages
+
+    def _drop_outbox(self) -> None:
+        discard(table for _, table in self._outbox)
+        self._outbox.clear()
+        self._outbox_bytes = 0
 
     def receive(self) -> list[Any]:
-        """Read at most 256 KiB per call, so that a step stays short during a listing."""
+        """Read at most 256 KiB per call, so that a step stays short."""
         if self._outbox:
             self.push()
         return self._decoded() if self._pull() else []
@@ -243,7 +264,10 @@ class SocketConnection(ServedConnection):
         if self.ended:
             return False
         try:
-            size = self._socket.recv_into(self._arriving)
+            size, ancillary, _, _ = self._socket.recvmsg_into([self._arriving], _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
+            for level, kind, data in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    self._fds.extend(array("i", data[: len(data) // 4 * 4]))
         except BlockingIOError:
             return False
         except OSError:
@@ -267,6 +291,11 @@ class SocketConnection(ServedConnection):
                     break
                 try:
                     messages.append(self._decoder.decode(view[start + _LENGTH.size : end]))
+                    if (table := table_of(messages[-1])) is not None:
+                        table.fd = self._fds.popleft()
+                except IndexError:
+                    self.ended = True
+                    raise HostError("a lookup table came without its descriptor") from None
                 except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     self.ended = True
                     raise HostError(f"a message does not read: {error}") from None
@@ -278,6 +307,9 @@ class SocketConnection(ServedConnection):
         if self._socket.fileno() < 0:
             return
         self.ended = True
+        self._drop_outbox()
+        while self._fds:
+            os.close(self._fds.popleft())
         bell, self._bell = self._bell, -1
         os.close(bell)
         with suppress(OSError):

@@ -23,6 +23,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
+from heapq import nlargest
 from itertools import islice
 from typing import TypeVar
 
@@ -199,7 +200,7 @@ def recent_contexts(
     asked = pending_warm(backend, namespace, engine)
     found: list[list[bytes]] = []
     named: set[bytes] = set()
-    used = [] if only_asked else _by_last_use(backend, namespace)
+    used = [] if only_asked else _by_last_use(backend, namespace, max_blocks)
     names = iter(dict.fromkeys([*(row.request for row in asked), *used]))
     while len(named) < max_blocks and (some := list(islice(names, _AT_ONCE))):
         for groups in backend.manifest_keys(namespace, some):
@@ -222,11 +223,13 @@ def _answer(backend: InspectableBackend, asked: WarmRequest, named: set[bytes], 
         logger.info("could not answer the warm request for %s: %s", asked.request, error)
 
 
-def _by_last_use(backend: InspectableBackend, namespace: bytes) -> list[str]:
-    heads = list(backend.manifests(namespace))
-    uses = backend.uses(namespace, [head.id for head in heads])
-    used = {
-        head.id: max(head.created, use.last_used) if use else head.created
-        for head, use in zip(heads, uses, strict=True)
-    }
-    return sorted(used, key=used.__getitem__, reverse=True)
+def _by_last_use(backend: InspectableBackend, namespace: bytes, most: int) -> list[str]:
+    """Return the ids of the requests that were used last. Reads them in pages: a store has millions."""
+
+    def moments() -> Iterator[tuple[float, str]]:
+        heads = iter(backend.manifests(namespace))
+        while some := list(islice(heads, _AT_ONCE)):
+            for head, use in zip(some, backend.uses(namespace, [head.id for head in some]), strict=True):
+                yield max(head.created, use.last_used) if use else head.created, head.id
+
+    return [name for _, name in nlargest(most, moments())]

@@ -5,6 +5,7 @@ A job is one message, regardless of its number of blocks: keys and numbers are s
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import msgspec
@@ -85,6 +86,10 @@ class Touch(_Message):
     keys: PackedKeys
 
 
+class Mapped(_Message):
+    """The answer to ``Table``: the previous table is no longer used."""
+
+
 class Flush(_Message):
     """Commit all accepted work, then answer."""
 
@@ -116,19 +121,33 @@ class End(_Message):
 # Store to engine
 
 
-class Listing(_Message):
-    """Start of a listing: ``Stored`` messages name all keys of the namespace, until ``Listed`` or ``Opened``."""
+class Table(_Message):
+    """The lookup table to use from now on, in place of the last one."""
 
+    slots: int
+    fd: int = -1
+    """Descriptor of its memfd, sent with the message; the receiver closes it."""
 
-class Listed(_Message):
-    """End of a listing. Keys that were held before and are not in the listing are removed."""
+    def discard(self) -> None:
+        """Close the descriptor of a message that is not delivered."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 class Opened(_Message):
-    """The namespace is open; end of the listing of its keys."""
+    """The namespace is open."""
 
+    table: Table
     namespace: bytes
     notice: str
+
+
+def table_of(message: Any) -> Table | None:
+    """Return the lookup table that a message brings, if it does."""
+    if isinstance(message, Opened):
+        return message.table
+    return message if isinstance(message, Table) else None
 
 
 class OpenFailed(_Message):
@@ -172,16 +191,20 @@ class JobDone(_Message):
     """Time from its start in the host to its end; time in the queue is not included."""
 
 
-class Stored(_Message):
-    """Keys that are durable and can be loaded."""
+class Events(_Message):
+    """Keys that were stored and removed, for engines that subscribe with ``StoreOptions.events``."""
+
+    stored: PackedKeys
+    removed: PackedKeys
+    lost: bool
+    """As in ``News``."""
+
+
+class Collided(_Message):
+    """Keys that are not held although the lookup table has their fingerprint, or that were stored since."""
 
     keys: PackedKeys
-
-
-class Removed(_Message):
-    """Keys that are no longer held."""
-
-    keys: PackedKeys
+    collided: bool
 
 
 class Persisted(_Message):
@@ -242,15 +265,14 @@ class Notice(_Message):
     text: str
 
 
-ToStore = Hello | StoreJob | LoadJob | EndRequest | Touch | Flush | AskStats | AskRecent | Ping | End
+ToStore = Hello | StoreJob | LoadJob | EndRequest | Touch | Mapped | Flush | AskStats | AskRecent | Ping | End
 ToEngine = (
-    Listing
-    | Listed
+    Table
     | Opened
     | OpenFailed
     | JobDone
-    | Stored
-    | Removed
+    | Events
+    | Collided
     | Persisted
     | Flushed
     | HostStats

@@ -22,10 +22,9 @@ import time
 import traceback
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from persistkv.errors import HostError, PersistKVError, StoreError
@@ -46,8 +45,6 @@ from persistkv.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
-_KEYS_A_MESSAGE = 4_096  # the engine processes them in about a millisecond
-_MOST_WAITING = 65_536  # keys with pending changes; a listing of a store with as many keys costs the same
 _CONGESTED_S = 0.1  # seconds between checks whether the engine receives messages again
 
 
@@ -103,7 +100,8 @@ class StoreServer:
         self.ending = False
         """Whether the engine asked for the end: the owner must call ``close``."""
         self._store: Store | None = None
-        self._news: NewsTeller | None = None
+        self._table_version = -1
+        self._taking = 0
         self._status: StatusPublisher | None = None
         self._loads: deque[protocol.LoadJob] = deque()
         self._loading = 0
@@ -125,6 +123,9 @@ class StoreServer:
             case protocol.Touch():
                 if self._store is not None:
                     self._store.touch(message.keys.unpack())
+            case protocol.Mapped():
+                if self._store is not None:
+                    self._store.index.release_retired()
             case protocol.AskStats():
                 if self._store is not None:
                     self._executor.begin(self._answer_stats(self._store, message))
@@ -156,8 +157,8 @@ class StoreServer:
         else:
             self._store, self._executor = store, store.catalogue.executor
             opener.close()
-            self._news = NewsTeller(store, self._send, self._congested)
             self._status = StatusPublisher(store, self._executor)
+            self._send(protocol.Opened(self._share_table(store), store.namespace, store.notice))
             self._lifecycle.opened()
         finally:
             self._opening = False
@@ -219,16 +220,17 @@ class StoreServer:
     @property
     def busy(self) -> bool:
         """Whether received jobs, ends of requests or flushes are queued or running."""
-        return bool(self._loads or self._loading or self._queue or self._writing or self._flushing or self._flushed)
+        jobs = self._loads or self._loading or self._queue or self._taking or self._writing
+        return bool(jobs or self._flushing or self._flushed)
 
     def seconds_to_work(self) -> float | None:
         """Return the seconds to wait at most before ``step``; None: until a message arrives or a call ends."""
-        if self._store is None or self._news is None:
+        if self._store is None:
             return None
         if self._may_take(self._store):
             return 0.0
         seconds = self._store.seconds_to_work()
-        return seconds if self._news.up_to_date else min(_CONGESTED_S, seconds or _CONGESTED_S)
+        return seconds if self._is_told(self._store) else min(_CONGESTED_S, seconds or _CONGESTED_S)
 
     def step(self) -> None:
         """Advance all work that can proceed without waiting."""
@@ -244,17 +246,46 @@ class StoreServer:
             self._take(store, self._queue.popleft())
         store.tick()
         self._settle_jobs(store)
-        if self._news is not None:
-            self._news.tell()
-            while self._flushed and self._news.up_to_date:
-                self._send(protocol.Flushed(self._flushed.pop(0).token))
+        self._tell(store)
+        while self._flushed and self._is_told(store):
+            self._send(protocol.Flushed(self._flushed.pop(0).token))
         if self._status is not None:
             loading = self._loading + len(self._loads)
             self._status.tick(waiting_jobs=len(self._queue), writing_jobs=len(self._writing), loading_jobs=loading)
 
     def _may_take(self, store: Store) -> bool:
-        """Whether the next queued message may be processed: no flush is running and the store has memory."""
-        return bool(self._queue) and self._flushing is None and store.has_room
+        """Whether the next queued message may be processed: the last one was accepted, no flush is running, and the
+        store has memory.
+        """
+        return bool(self._queue) and not self._taking and self._flushing is None and store.has_room
+
+    def _tell(self, store: Store) -> None:
+        """Send changes that the engine needs, unless the connection is congested: the engine may idle for hours."""
+        if self._congested():
+            return
+        if store.index.version != self._table_version:
+            self._send(self._share_table(store))
+        if self._is_told(store):
+            return
+        news = store.take_news()
+        for collided in (True, False):
+            if keys := [key for key, value in news.collided.items() if value is collided]:
+                self._send(protocol.Collided(PackedKeys.of(keys), collided))
+        if news.stored or news.removed or news.lost:
+            self._send(protocol.Events(PackedKeys.of(news.stored), PackedKeys.of(news.removed), news.lost))
+        for request, whole in news.persisted:
+            self._send(protocol.Persisted(request, whole))
+
+    def _share_table(self, store: Store) -> protocol.Table:
+        self._table_version = store.index.version
+        fd, slots = store.index.share()
+        return protocol.Table(slots, fd)
+
+    def _is_told(self, store: Store) -> bool:
+        """Whether the engine was sent all changes."""
+        news = store.news
+        told = not (news.stored or news.removed or news.lost or news.persisted or news.collided)
+        return told and store.index.version == self._table_version
 
     def _load(self, store: Store, message: protocol.LoadJob) -> None:
         begin = time.perf_counter()
@@ -262,8 +293,8 @@ class StoreServer:
 
         def done(outcome: ReadOutcome) -> None:
             self._loading -= 1
-            if outcome.failed and self._news is not None:
-                self._news.tell()  # report removed keys first: the engine skips stores of keys that it counts as held
+            if outcome.failed:
+                self._tell(store)  # collisions first: the engine skips stores of keys that it counts as held
             seconds = time.perf_counter() - begin
             failed = PackedKeys.of(outcome.failed)
             self._send(protocol.JobDone(message.job_id, failed, outcome.raw_bytes, seconds))
@@ -289,17 +320,25 @@ class StoreServer:
     def _put(
         self, store: Store, job: _Job, keys: list[bytes], block_ids: Sequence[int], depths: Sequence[int] | None
     ) -> None:
-        """Pass blocks to the store; answer the job at once if its rows are free already."""
-        job.borrowed = store.in_flight(keys)
+        """Pass blocks to the store; answer the job once they are accepted if its rows are free then."""
+
+        def done(free: bool, borrowed: set[bytes]) -> None:
+            self._taking -= 1
+            job.borrowed = borrowed
+            if free:
+                self._done(job)
+            else:
+                self._writing.append(job)
+            if self._flushing is not None:
+                self._flush(store)
+
+        self._taking += 1
         try:
-            free = store.put(job.message.request, keys, block_ids, depths)
+            store.begin_put(job.message.request, keys, block_ids, depths, done)
         except ValueError as error:
             logger.error("store job %d is refused: %s", job.message.job_id, error)
-            free, job.failed = True, job.keys
-        if free:
-            self._done(job)
-        else:
-            self._writing.append(job)
+            job.failed = job.keys
+            done(True, set())
 
     def _end_request(self, store: Store, message: protocol.EndRequest) -> None:
         try:
@@ -313,7 +352,7 @@ class StoreServer:
         self._settle_jobs(store)
         if store.unwritten:
             store.begin_commit(everything=True, then=partial(self._flush, store))
-        elif self._flushing is not None:
+        elif self._flushing is not None and not self._taking:
             self._flushed.append(self._flushing)
             self._flushing = None
 
@@ -380,9 +419,10 @@ class StoreServer:
         finally:
             self._executor.close()
             self._release()
-            self._store = self._news = self._status = None
+            self._store = self._status = None
             if store is not None and not finish:
                 store.catalogue.backend.close()
+                store.index.close()
 
     def _drop(self, store: Store) -> None:
         """Drop the work that no read or transaction has begun, and start to commit accepted work."""
@@ -397,7 +437,7 @@ class StoreServer:
     def _finished(self) -> bool:
         self._flushed.clear()  # the engine no longer receives answers
         self.step()
-        if not (self._loading or self._writing):
+        if not (self._loading or self._taking or self._writing):
             self._release()
         return not (self.busy or self._executor.writing)
 
@@ -425,76 +465,6 @@ def _request_end(message: protocol.EndRequest) -> RequestEnd:
         message.ordered,
         message.labels,
     )
-
-
-class NewsTeller:
-    """Sends the engine the keys that the store holds, in bounded memory.
-
-    Changes are sent as they happen. They wait while the engine receives nothing (it may idle for hours while other
-    processes write to the store). If too many wait, they are dropped, and once the engine receives again it is sent a
-    listing of all keys, which replaces its copy.
-    """
-
-    def __init__(self, store: Store, send: Callable[[protocol.ToEngine], None], congested: Callable[[], bool]) -> None:
-        """Start with a listing that ends with ``Opened``.
-
-        :param congested: whether many sent messages were not received by the engine yet.
-        """
-        self._store = store
-        self._send = send
-        self._congested = congested
-        self._listing: Iterator[bytes] | None = None
-        self._behind = False
-        self._most_waiting = _MOST_WAITING
-        self._begin_listing(protocol.Opened(store.namespace, store.notice))
-
-    def _begin_listing(self, last: protocol.ToEngine) -> None:
-        self._behind = False
-        self._listing = iter(list(self._store.index))
-        self._last = last
-        self._send(protocol.Listing())
-
-    @property
-    def up_to_date(self) -> bool:
-        """Whether all changes were sent."""
-        news = self._store.news
-        return not (self._listing or self._behind or news.stored or news.removed or news.persisted)
-
-    def tell(self) -> None:
-        """Send pending changes or the next part of a listing, until the connection is congested."""
-        if self._listing is None and self._behind and not self._congested():
-            self._begin_listing(protocol.Listed())
-        while self._listing is not None and not self._congested():
-            keys = list(islice(self._listing, _KEYS_A_MESSAGE))
-            if keys:
-                self._send(protocol.Stored(PackedKeys.of(keys)))
-            else:
-                self._listing = None
-                self._send(self._last)
-        if self._listing is not None or self._congested():
-            self._let_wait()
-        else:
-            self._tell_new()
-
-    def _let_wait(self) -> None:
-        news = self._store.news
-        if len(news.stored) + len(news.removed) > self._most_waiting:
-            self._behind = True
-        if self._behind:
-            news.stored, news.removed = [], []
-
-    def _tell_new(self) -> None:
-        news = self._store.take_news()
-        for chunk in _chunks(news.removed):
-            self._send(protocol.Removed(PackedKeys.of(chunk)))
-        for chunk in _chunks(news.stored):
-            self._send(protocol.Stored(PackedKeys.of(chunk)))
-        for request, whole in news.persisted:
-            self._send(protocol.Persisted(request, whole))
-
-
-def _chunks(keys: Sequence[bytes]) -> list[Sequence[bytes]]:
-    return [keys[start : start + _KEYS_A_MESSAGE] for start in range(0, len(keys), _KEYS_A_MESSAGE)]
 
 
 class NoticeHandler(logging.Handler):

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 from persistkv.errors import HostError
 from persistkv.storage.executor import InPlaceExecutor
 from persistkv.storage.host import protocol
-from persistkv.storage.host.connection import Connection, QueueConnection, SocketConnection
+from persistkv.storage.host.connection import Connection, QueueConnection, SocketConnection, discard
 from persistkv.storage.host.protocol import ToEngine, ToStore
 from persistkv.storage.host.server import StoreServer, serve
 
@@ -269,6 +269,7 @@ class _InlineConnection(Connection):
         if not self.ended:
             self.ended = True
             self._server.close()
+            discard(self._answers)
 
     @contextmanager
     def _ends_on_error(self) -> Iterator[None]:
@@ -368,7 +369,7 @@ class State(enum.Enum):
     """State of the host."""
 
     OPENING = "opening"
-    """Started and reading its catalogue: no key is held yet, jobs are refused."""
+    """Started and reading its catalogue: lookups miss, jobs are refused."""
     OPEN = "open"
     DYING = "dying"
     """The connection has ended, the process may still run: jobs in flight are not answered yet."""

@@ -46,7 +46,7 @@ def make_rows(count: int) -> Rows:
 
 
 def open_on(backend: S3Backend, rows: Rows, **options: Any) -> Store:
-    return Store(backend, sample_identity(), rows, StoreOptions(**options), url="s3://test")
+    return Store(backend, sample_identity(), rows, StoreOptions(**{"events": True, **options}), url="s3://test")
 
 
 def end(request: str, keys: list[bytes]) -> RequestEnd:
@@ -252,7 +252,7 @@ def test_what_others_store_arrives_without_being_asked_for(
     store.put("r", keys, range(8), range(8))
     store.flush()
     wait_for(client, partial(client.contains, keys[7]))
-    assert sorted(client.take_stored()) == sorted(keys)
+    assert sorted(client.take_events().stored) == sorted(keys)
     store.catalogue.backend.commit(store.namespace, _deletion(store))
     wait_for(client, lambda: not client.contains(keys[7]))
     assert client.counters.load_jobs == client.counters.store_jobs == 0

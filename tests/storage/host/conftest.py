@@ -52,7 +52,7 @@ class Hosted:
         host = hosts[kind]()
         layout = RowLayout(STRIDE, (GroupLayout(((0, STRIDE),)),))
         encoded = Identity.of(identity or {"weights": "w"}).encode()
-        hello = Hello(url, encoded, layout, StoreOptions(**options))  # type: ignore[arg-type]
+        hello = Hello(url, encoded, layout, StoreOptions(**{"events": True, **options}))  # type: ignore[arg-type]
         client = StoreClient(host, hello, max_queue_bytes=max_queue_bytes, watchdog_s=watchdog_s)
         self.clients.append(client)
         self.hosts.append(host)

@@ -14,6 +14,7 @@ from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import EndRequest, Touch
 from persistkv.storage.host.supervisor import State
+from persistkv.storage.records import News
 from tests.storage.host.jobs import BLOCK, names, pid_of
 
 
@@ -82,40 +83,41 @@ def test_uses_are_said_in_bounded_messages(hosted: Any, tmp_path: Path) -> None:
     assert sent == [100], "what is held, once"
 
 
-def test_what_the_engine_does_not_take_is_let_go_of_and_told_anew(hosted: Any, tmp_path: Path) -> None:
-    """An engine idles while another process fills the store: its host keeps a bounded amount of news."""
+def test_events_of_an_idle_engine_overflow_reports_loss(hosted: Any, tmp_path: Path) -> None:
+    """An engine idles while another process fills the store: the keys of its events are bounded on both sides."""
     url = f"lmdb://{tmp_path}/store?capacity=256MiB"
     idle, busy = hosted.connect(url, "inline", refresh_s=0.0), hosted.connect(url, "inline", max_age_s=0.0)
     idle.open()
     busy.open()
-    server, sent = idle.supervisor.connection._server, idle.supervisor.connection._answers
     busy.submit_store(1, "a", names(128), range(128), None, 128 * BLOCK)
     assert busy.flush(90)
     idle.poll()
-    assert sorted(idle.take_stored()) == sorted(names(128))
-    server._news._congested = lambda: True
-    server._news._most_waiting = 64
-    busy.submit_store(2, "b", names(100, 128), range(100), None, 100 * BLOCK)
-    assert busy.flush(90)
+    assert sorted(idle.take_events().stored) == sorted(names(128))
     delete_all_of(busy, names(1)[0])
-    for _ in range(3):
-        server.step()
-        assert not sent
-        assert len(server._store.news.stored) + len(server._store.news.removed) <= 64
-    server._news._congested = lambda: False
     idle.poll()
-    assert sorted(idle.take_stored()) == sorted(names(100, 128))
-    assert sorted(idle.take_removed()) == sorted(names(128))
-    assert len(idle) == 100
-    assert idle.contains(names(1, 128)[0])
+    assert len(idle) == 0
     assert not idle.contains(names(1)[0])
+    assert idle.take_events().lost, "the removal names no keys"
+    news = News()
+    for start in range(0, 200_000, 4_000):
+        news.add(stored=names(4_000, start))
+        assert len(news.stored) + len(news.removed) <= 70_000
+    assert news.lost
+
+
+def test_events_without_a_subscription_are_empty(hosted: Any, tmp_path: Path) -> None:
+    client = hosted.connect(f"lmdb://{tmp_path}/store", "inline", events=False, max_age_s=0.0)
+    client.open()
+    client.submit_store(1, "a", names(3), range(3), None, 3 * BLOCK)
+    assert client.flush(90)
+    assert all(map(client.contains, names(3)))
+    assert client.take_events() == News()
 
 
 def delete_all_of(client: StoreClient, key: bytes) -> None:
-    """The pack that holds a key."""
+    """Delete the packs that may hold a key."""
     store = client.supervisor.connection._server._store  # type: ignore[attr-defined]
-    pack = store.index.pack_of(key)
-    store.catalogue.backend.commit(store.namespace, CommitBatch(deletions=[pack.pack_id]))
+    store.catalogue.backend.commit(store.namespace, CommitBatch(deletions=store.index.candidates(key)))
 
 
 def test_an_end_that_finds_no_room_is_refused(hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,10 @@ from persistkv.errors import HostError
 from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.connection import SocketConnection
-from persistkv.storage.host.protocol import Hello, JobDone, Opened, Ping, Pong, Stored, ToEngine, ToStore
+from persistkv.storage.host.protocol import Collided, Hello, JobDone, Opened, Ping, Pong, Table, ToEngine, ToStore
 from persistkv.storage.host.supervisor import InlineHost, State
-from persistkv.storage.records import StoreOptions
+from persistkv.storage.index import Index
+from persistkv.storage.records import News, StoreOptions
 from tests.storage.host.jobs import BLOCK, KINDS, end, names, pid_of, wait_for
 
 
@@ -54,7 +55,7 @@ def test_store_load_and_reopen(hosted: Any, tmp_path: Path, kind: str) -> None:
     client.end_request(end("a", large + small))
     assert client.flush(90)
     assert client.take_persisted() == {"a": True}
-    assert sorted(client.take_stored()) == sorted(large + small)
+    assert sorted(client.take_events().stored) == sorted(large + small)
     assert client.close()
 
     before = hosted.array.copy()
@@ -62,7 +63,7 @@ def test_store_load_and_reopen(hosted: Any, tmp_path: Path, kind: str) -> None:
     again = hosted.connect(url, kind)
     again.open()
     assert all(map(again.contains, large + small))
-    assert again.take_stored() == [], "what opening found is no news"
+    assert again.take_events() == News(), "what opening found is no event"
     again.submit_load(7, [*large, b"x" * 32 + bytes(4), *small], range(74))
     outcome = hosted.finish(again, 7)
     assert (outcome.failed, outcome.num_bytes) == ([b"x" * 32 + bytes(4)], 73 * BLOCK)
@@ -125,7 +126,8 @@ def test_a_host_that_answers_slowly_is_not_killed() -> None:
     layout = RowLayout(4096, (GroupLayout(((0, 4096),)),))
     hello = Hello("lmdb:///absent", b"{}", layout, StoreOptions())
     client = StoreClient(Slow(memoryview(b"")), hello, max_queue_bytes=1 << 30, watchdog_s=0.3)
-    host.send(Opened(b"n" * 16, ""))
+    fd, slots = Index().share()
+    host.send(Opened(Table(slots, fd), b"n" * 16, ""))
     client.open()
     for job in range(8):
         client.submit_store(job, "a", names(1, job), [0], None, 4096)
@@ -158,38 +160,26 @@ def test_a_stopped_host_is_found_out_by_an_end_alone(hosted: Any, tmp_path: Path
     assert client.take_persisted() == {"a": False}
 
 
-def test_events_after_a_restart_tell_what_is_there(hosted: Any, tmp_path: Path) -> None:
+def test_events_after_a_restart_are_lost(hosted: Any, tmp_path: Path) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
     client.submit_store(1, "a", names(70), range(70), None, 70 * BLOCK)
     hosted.finish(client, 1)
     assert client.flush(90)
-    assert sorted(client.take_stored()) == sorted(names(70))
+    assert sorted(client.take_events().stored) == sorted(names(70))
     os.kill(pid_of(hosted), signal.SIGKILL)
     wait_for(client, State.DOWN)
-    assert sorted(client.take_removed()) == sorted(names(70))
+    assert client.take_events().lost
     while client.state is not State.OPEN:
         assert not client.contains(names(1)[0]), "found while no job would be taken"
         client.poll()
-    assert sorted(client.take_stored()) == sorted(names(70))
-
-
-def test_what_nobody_heard_of_before_it_went_only_went(hosted: Any, tmp_path: Path) -> None:
-    """Stored and removed keys are taken one after the other: a key in both would be taken for one that is there."""
-    client = hosted.connect(f"lmdb://{tmp_path}/store")
-    client.open()
-    client.submit_store(1, "a", names(70), range(70), None, 70 * BLOCK)
-    assert client.flush(90)
-    os.kill(pid_of(hosted), signal.SIGKILL)
-    wait_for(client, State.DOWN)
-    assert client.take_stored() == []
-    assert sorted(client.take_removed()) == sorted(names(70))
+    assert all(map(client.contains, names(70)))
 
 
 def test_what_makes_no_sense_ends_the_host_not_the_engine(hosted: Any, tmp_path: Path) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", "inline")
     client.open()
-    client.supervisor.connection._answers.append(Stored(PackedKeys(b"abc", 2)))
+    client.supervisor.connection._answers.append(Collided(PackedKeys(b"abc", 2), True))
     client.poll()
     assert client.state is not State.OPEN
 
@@ -212,7 +202,7 @@ def test_a_killed_host_fails_its_jobs_and_comes_back(hosted: Any, tmp_path: Path
     assert set(outcomes[2].failed) == set(durable)
     assert not client.contains(durable[0]), "lookups miss while nothing is open"
     assert client.take_persisted() == {"b": False}
-    assert sorted(client.take_removed()) == sorted(durable)
+    assert client.take_events().lost
     client.submit_load(4, durable, range(70))
     assert hosted.finish(client, 4).refused
     wait_for(client, State.OPEN)

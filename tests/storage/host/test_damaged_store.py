@@ -13,7 +13,7 @@ import pytest
 from persistkv.storage.executor import InPlaceExecutor
 from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.host.client import StoreClient
-from persistkv.storage.host.protocol import JobDone, LoadJob, Opened, Removed
+from persistkv.storage.host.protocol import Events, JobDone, LoadJob, Opened
 from persistkv.storage.host.server import StoreServer
 from persistkv.storage.host.supervisor import State
 
@@ -89,7 +89,7 @@ def test_that_a_pack_is_bad_is_told_before_the_load_that_found_it_ends(hosted: A
     side.handle(LoadJob(1, PackedKeys.of(KEYS), rows))
     while not any(isinstance(message, JobDone) for message in sent):
         side.step()
-    assert [type(message) for message in sent[:2]] == [Removed, JobDone]
-    assert sorted(sent[0].keys.unpack()) == sorted(KEYS)
+    assert [type(message) for message in sent[:2]] == [Events, JobDone]
+    assert sorted(sent[0].removed.unpack()) == sorted(KEYS)
     assert KEYS[5] in sent[1].failed.unpack()
     side.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import threading
@@ -12,7 +13,7 @@ import pytest
 from persistkv.errors import HostError
 from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.host.connection import SocketConnection
-from persistkv.storage.host.protocol import Flush, JobDone, Stored, ToEngine, ToStore
+from persistkv.storage.host.protocol import Collided, Flush, JobDone, Table, ToEngine, ToStore
 from persistkv.storage.host.server import serve
 
 
@@ -26,8 +27,8 @@ def test_large_and_small_messages_arrive_in_order() -> None:
     keys = PackedKeys.of([number.to_bytes(36, "little") for number in range(100_000)])
     sent: list[Any] = [
         JobDone(1, PackedKeys(), 5, 0.5),
-        Stored(keys),
-        Stored(PackedKeys.of([b"a", b"bcd"])),
+        Collided(keys, True),
+        Collided(PackedKeys.of([b"a", b"bcd"]), False),
         JobDone(2, keys, 0, 0),
     ]
     for message in sent:
@@ -42,6 +43,45 @@ def test_large_and_small_messages_arrive_in_order() -> None:
     assert engine.ended
     engine.send(Flush(1))  # to nobody: passed over
     engine.close()
+
+
+def test_a_descriptor_arrives_with_its_message() -> None:
+    engine, store = pair()
+    keys = PackedKeys.of([number.to_bytes(36, "little") for number in range(100_000)])
+    reader, writer = os.pipe()
+    sent: list[Collided | Table] = [
+        Collided(keys, True),
+        Table(3, os.dup(writer)),
+        Collided(keys, False),
+        Table(4, writer),
+    ]
+    for message in sent:
+        store.send(message)
+    received: list[object] = []
+    while len(received) < len(sent):
+        store.push()
+        received += engine.receive()
+    tables = [message for message in received if isinstance(message, Table)]
+    assert [table.slots for table in tables] == [3, 4]
+    for table in tables:
+        assert os.write(table.fd, b"x") == 1
+        table.discard()
+    assert os.read(reader, 10) == b"xx"
+    assert os.read(reader, 10) == b"", "all other copies are closed"
+    os.close(reader)
+    store.close()
+    engine.close()
+
+
+def test_a_descriptor_that_is_not_received_is_closed() -> None:
+    engine, store = pair()
+    reader, writer = os.pipe()
+    store.send(Table(3, os.dup(writer)))
+    store.close()
+    engine.close()
+    store.send(Table(4, writer))
+    assert os.read(reader, 10) == b""
+    os.close(reader)
 
 
 @pytest.mark.parametrize(

@@ -391,8 +391,6 @@ class _Job:
         finish(client, self._last_id, all_of_it=True)
         while not all(map(client.contains, keys)):
             client.poll()
-            client.take_stored()  # as an engine does in each step
-            client.take_removed()
             if time.perf_counter() - begin > _TIMEOUT_S:
                 raise StoreError(f"stored blocks were not visible in {_TIMEOUT_S:g} s")
             time.sleep(_NAP_S)

@@ -28,7 +28,6 @@ from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.host.status import read_statuses
-from persistkv.storage.index import Index
 from persistkv.storage.namespace_view import (
     SHORTENED_AT_ONCE,
     ManifestMaker,
@@ -391,10 +390,10 @@ def _shortenings(
 def _maker(requests: Iterable[NamedRequest], tables: Iterable[PackTable]) -> ManifestMaker:
     """Of the tables with blocks of the requests: an index of all would take as much memory as an engine's."""
     wanted = {key for request in requests for group in request.keys for key in group.unpack()}
-    index, sizes = Index(), dict[int, int]()
+    pack_of, sizes = dict[bytes, bytes](), dict[int, int]()
     for table in tables:
         if not wanted.isdisjoint(table.keys.unpack()):
-            index.add(table)
+            pack_of.update(dict.fromkeys(table.keys.unpack(), table.pack_id))
             sizes.update((frame.group, frame.block_bytes) for frame in table.frames)
     groups = max((len(request.keys) for request in requests), default=0)
-    return ManifestMaker(index, [sizes.get(group, 0) for group in range(groups)], ())
+    return ManifestMaker(pack_of, [sizes.get(group, 0) for group in range(groups)])

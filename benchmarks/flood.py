@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.rig import anonymous_bytes, show
 from benchmarks.store_rig import Rig, fresh_keys
 from persistkv.config import parse_size
-from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import EndRequest
 from persistkv.storage.host.supervisor import ProcessHost

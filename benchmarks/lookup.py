@@ -27,8 +27,7 @@ from benchmarks.store_rig import Rig, fresh_keys
 from persistkv.base import OffloadKey, ReqContext
 from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
 from persistkv.storage import open_backend
-from persistkv.storage.format.keys import PackedKeys
-from persistkv.storage.format.pack import PackTable
+from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.host.supervisor import ProcessHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.index import Index, LookupTable

@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from benchmarks.rig import median_interval, show, touch_memory
 from benchmarks.store_rig import Job, fresh_keys
 from persistkv.config import parse_size
-from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import EndRequest
 

@@ -29,8 +29,8 @@ from persistkv.config import parse_size
 from persistkv.storage import open_inspectable
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.format.codec import RawCodec
-from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.format.manifest import RequestManifest
+from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.identity import Identity
 from persistkv.testing.samples import ArraySource

@@ -117,14 +117,19 @@ class CPUOffloadingSpec(OffloadingSpec):
     def get_region(self) -> SharedOffloadRegion:
         """Return the primary tier's memory, the same object at each call. Raises as ``SharedOffloadRegion`` does."""
         if self._region is None:
-            self._region = SharedOffloadRegion(
-                self.geometry.instance_id,
-                self.num_blocks * self.row_stride,
-                self.num_blocks,
-                self.geometry.rank,
-                self.geometry.num_workers,
-                self.cpu_page_size,
-            )
+            try:
+                self._region = SharedOffloadRegion(
+                    self.geometry.instance_id,
+                    self.num_blocks * self.row_stride,
+                    self.num_blocks,
+                    self.geometry.rank,
+                    self.geometry.num_workers,
+                    self.cpu_page_size,
+                )
+            except ConfigurationError as error:
+                if error.field != "total_size_bytes":
+                    raise
+                raise ConfigurationError("cpu_bytes_to_use", error.value, error.expected) from error
         return self._region
 
     def get_manager(self) -> OffloadingManager:

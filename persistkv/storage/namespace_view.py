@@ -23,9 +23,8 @@ from persistkv.memory.budget import give_back, no_collections
 from persistkv.storage.backend import Backend, Changes, CommitBatch, CommitResult, ManifestWrite
 from persistkv.storage.executor import Executor
 from persistkv.storage.extensions import InspectableBackend, SupportsPolicy
-from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
-from persistkv.storage.format.pack import PackTable
+from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.format.pack_writer import NewPack, PackWriter
 from persistkv.storage.index import HeldPack, Index, set_bounded
 from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions

@@ -10,8 +10,8 @@ from persistkv.base import make_offload_key
 from persistkv.memory.rows import ByteArray
 from persistkv.storage.backend import ManifestWrite
 from persistkv.storage.format.codec import Codec, RawCodec
-from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.format.manifest import RequestManifest
+from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.format.pack_writer import NewPack, PackWriter, Segment
 
 

@@ -27,7 +27,7 @@ from persistkv.config import OffloadingConfig, RowLayout, convert_options, parse
 from persistkv.errors import ConfigurationError
 from persistkv.memory.budget import BLOCKS_STAGED, MAX_IO_THREADS, MIN_STAGING_BYTES
 from persistkv.storage.format.codec import parse_codec
-from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import JobOutcome, StoreClient, StoreStats
 from persistkv.storage.host.protocol import EndRequest, Hello
 from persistkv.storage.host.supervisor import Host, InlineHost, ProcessHost, ThreadHost

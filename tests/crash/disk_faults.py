@@ -44,7 +44,7 @@ from persistkv.errors import StoreError
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import JobOutcome, StoreClient
 from persistkv.storage.host.protocol import EndRequest, Hello
 from persistkv.storage.host.supervisor import InlineHost, ProcessHost, State

@@ -19,8 +19,8 @@ from persistkv.config import StoreUrl
 from persistkv.errors import StoreError
 from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
 from persistkv.storage.format.codec import RawCodec
-from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.format.manifest import RequestManifest
+from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.identity import Identity
 from persistkv.testing.samples import sample_segment

@@ -21,7 +21,6 @@ from persistkv.errors import ConfigurationError, CorruptPackError
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.format.codec import Codec, PlanesCodec, RawCodec, ZstdCodec, parse_codec
-from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.format.manifest import (
     RequestManifest,
     decode_manifest,
@@ -29,7 +28,7 @@ from persistkv.storage.format.manifest import (
     encode_manifest,
     encode_manifest_keys,
 )
-from persistkv.storage.format.pack import FRAME_BYTES, PackTable, align, frame_seed, pack_frames
+from persistkv.storage.format.pack import FRAME_BYTES, PackedKeys, PackTable, align, frame_seed, pack_frames
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions

@@ -26,7 +26,7 @@ def test_a_few_thousand_cases_find_nothing():
 SABOTAGE = {
     "checksum of frames": ("payload", "import persistkv.storage.load as m; m.verify_frame = lambda *_: None"),
     "checks of frame rows": ("table", "import persistkv.storage.format.pack as m; m._check_frames = lambda *_: None"),
-    "checks of keys": ("table", "import persistkv.storage.format.keys as m; m.PackedKeys.distinct = True"),
+    "checks of keys": ("table", "import persistkv.storage.format.pack as m; m.PackedKeys.distinct = True"),
     "claimed content": (
         "codec",
         "import zstandard, persistkv.storage.format.codec as m\n"

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persistkv.errors import StoreError
-from persistkv.storage.format.keys import PackedKeys
-from persistkv.storage.format.pack import PackTable
+from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.index import Index, LookupTable
 
 NAMESPACE = b"n" * 16

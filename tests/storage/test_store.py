@@ -12,8 +12,7 @@ import pytest
 from persistkv.errors import ConfigurationError, CorruptPackError, IdentityMismatchError
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch, ReadSpan
-from persistkv.storage.format.keys import PackedKeys
-from persistkv.storage.format.pack import PackTable
+from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.identity import Identity
 from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import tables

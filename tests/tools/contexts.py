@@ -12,8 +12,8 @@ from persistkv.base import make_offload_key
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.codec import Codec, RawCodec
-from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.format.manifest import RequestManifest
+from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.identity import Identity
 from persistkv.testing.samples import ArraySource

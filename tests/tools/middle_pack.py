@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.store_rig import Job, finish, fresh_keys
 from persistkv.storage import open_backend
-from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import EndRequest
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from persistkv.connector.common import LoadProgress
@@ -13,6 +14,7 @@ from persistkv.connector.worker import OffloadingConnectorWorker
 from persistkv.cpu.layout import cell_bytes, group_layouts
 from persistkv.cpu.shared_offload_region import remove_leftover_regions
 from persistkv.cpu.spec import WorkerGeometry
+from persistkv.errors import ConfigurationError
 from persistkv.integrations.transformers.kv_cache import PagedKVCache
 from persistkv.tiering.manager import TieringOffloadingManager
 from persistkv.tiering.persistent import PersistentTier
@@ -59,20 +61,26 @@ class Tiers:
         """
         caches = device.canonical()
         remove_leftover_regions()  # file names are unique per engine, so no engine replaces a killed engine's file
-        spec = TieringOffloadingSpec(
-            extra_config={
-                "cpu_bytes_to_use": cpu_bytes,
-                "secondary_tiers": [{"type": PersistentTier.get_tier_type(), "url": url, **options} for url in urls],
-            },
-            geometry=WorkerGeometry(
-                instance_id=uuid.uuid4().hex, gpu_block_size=device.block_size, gpu_block_bytes=cell_bytes(caches, 1)
-            ),
-            identity=identity,
-            group_layouts=group_layouts(caches, 1),
-        )
+        with _named_as_here():
+            spec = TieringOffloadingSpec(
+                extra_config={
+                    "cpu_bytes_to_use": cpu_bytes,
+                    "secondary_tiers": [
+                        {"type": PersistentTier.get_tier_type(), "url": url, **options} for url in urls
+                    ],
+                },
+                geometry=WorkerGeometry(
+                    instance_id=uuid.uuid4().hex,
+                    gpu_block_size=device.block_size,
+                    gpu_block_bytes=cell_bytes(caches, 1),
+                ),
+                identity=identity,
+                group_layouts=group_layouts(caches, 1),
+            )
         self.num_blocks = spec.num_blocks
         try:
-            manager = spec.get_manager()
+            with _named_as_here():
+                manager = spec.get_manager()
             self._worker = OffloadingConnectorWorker(list(spec.get_handlers(caches)))
             self.scheduler = OffloadingConnectorScheduler(manager, device.specs(), max_load_blocks=spec.num_blocks)
         except BaseException:
@@ -155,3 +163,14 @@ class Tiers:
             self._worker.shutdown()
         finally:
             self.scheduler.shutdown()
+
+
+@contextmanager
+def _named_as_here() -> Iterator[None]:
+    """Errors of the spec's option name the engine's."""
+    try:
+        yield
+    except ConfigurationError as error:
+        if error.field != "cpu_bytes_to_use":
+            raise
+        raise ConfigurationError("cpu_bytes", error.value, error.expected) from error

@@ -13,7 +13,7 @@ import xxhash
 
 from persistkv.errors import CorruptPackError
 from persistkv.storage.format.codec import Buffer
-from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.pack import PackedKeys
 
 MANIFEST_VERSION = 1
 _PREFIX_BYTES = 9

@@ -11,11 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from persistkv.storage.format.codec import Buffer, Codec
-from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.format.pack import (
     FRAME_BYTES,
     UNKNOWN_DEPTH,
     Frame,
+    PackedKeys,
     PackTable,
     align,
     frame_checksum,

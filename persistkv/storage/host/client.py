@@ -28,7 +28,7 @@ from persistkv.errors import (
     PersistKVError,
     ProcessIdInUseError,
 )
-from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host import protocol
 from persistkv.storage.host.supervisor import KILL_S, Host, State, Supervisor
 from persistkv.storage.index import LookupTable

@@ -22,7 +22,7 @@ from persistkv.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
-from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.records import StoreCounters, StoreOptions
 
 _ERRORS: dict[str, type[PersistKVError]] = {

@@ -33,7 +33,7 @@ from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
 from persistkv.storage.executor import Executor, InPlaceExecutor, ThreadExecutor
 from persistkv.storage.extensions import SupportsCounters
-from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host import protocol
 from persistkv.storage.host.connection import ServedConnection
 from persistkv.storage.host.protocol import Notice

@@ -12,8 +12,8 @@ import pytest
 from persistkv.storage.backend import CommitBatch, ManifestWrite, ReadSpan
 from persistkv.storage.extensions import InspectableBackend, read_frames, scan, scan_order
 from persistkv.storage.format.codec import ZstdCodec
-from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.format.manifest import RequestManifest
+from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.testing.conformance.suite import BackendSuite, RawKind, RawStore, check_totals, read_pack
 from persistkv.testing.samples import payload_of, sample_keys, sample_manifest, sample_pack

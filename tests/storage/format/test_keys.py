@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from persistkv.base import OffloadKey, get_offload_group_idx, get_offload_group_indices
 from persistkv.errors import CorruptPackError
-from persistkv.storage.format.keys import MAX_KEY_BYTES, PackedKeys
+from persistkv.storage.format.pack import MAX_KEY_BYTES, PackedKeys
 
 
 @given(st.lists(st.binary(min_size=1, max_size=80), max_size=60))

@@ -8,7 +8,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from persistkv.errors import CorruptPackError
-from persistkv.storage.format.keys import PackedKeys
 from persistkv.storage.format.manifest import (
     RequestManifest,
     decode_manifest,
@@ -16,6 +15,7 @@ from persistkv.storage.format.manifest import (
     encode_manifest,
     encode_manifest_keys,
 )
+from persistkv.storage.format.pack import PackedKeys
 
 MANIFEST = RequestManifest(
     id="engine/7", created=1.5, tokens=40, group_blocks=(2, 1), raw_bytes=99, labels={"user": "größe"}

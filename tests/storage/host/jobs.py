@@ -7,7 +7,7 @@ import signal
 import time
 from typing import Any
 
-from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.connection import Connection
 from persistkv.storage.host.protocol import EndRequest

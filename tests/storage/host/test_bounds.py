@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import EndRequest, Touch
 from persistkv.storage.host.supervisor import State

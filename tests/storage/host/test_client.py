@@ -13,7 +13,7 @@ import pytest
 
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import HostError
-from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.connection import SocketConnection
 from persistkv.storage.host.protocol import Collided, Hello, JobDone, Opened, Ping, Pong, Table, ToEngine, ToStore

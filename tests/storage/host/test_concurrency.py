@@ -11,7 +11,7 @@ import pytest
 
 from persistkv.errors import StoreError
 from persistkv.storage.backend import ReadSpan
-from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import EndRequest
 from persistkv.testing import FaultyBackend, MemoryBackend

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from persistkv.storage.executor import InPlaceExecutor
-from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import Events, JobDone, LoadJob, Opened
 from persistkv.storage.host.server import StoreServer

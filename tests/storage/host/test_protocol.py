@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from persistkv.errors import HostError
-from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.connection import SocketConnection
 from persistkv.storage.host.protocol import Collided, Flush, JobDone, Table, ToEngine, ToStore
 from persistkv.storage.host.server import serve

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.store_rig import Job, fresh_keys
 from persistkv.storage import open_backend
-from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.protocol import EndRequest
 from persistkv.storage.host.status import read_statuses
 from persistkv.storage.records import StoreCounters

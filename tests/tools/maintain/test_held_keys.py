@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.pack import PackedKeys
 from persistkv_tools.maintain.integrity import HeldKeys
 
 

@@ -32,7 +32,7 @@ from rich.progress import Progress
 from persistkv.config import PAGE_BYTES, StoreUrl, parse_size
 from persistkv.errors import ConfigurationError, StoreError
 from persistkv.storage import open_inspectable
-from persistkv.storage.format.keys import PackedKeys
+from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.protocol import EndRequest, HostStats
 from persistkv.storage.host.supervisor import InlineHost
 from persistkv_tools import render

@@ -34,9 +34,8 @@ from persistkv.memory.pages import huge_memory
 from persistkv.storage.backend import ReadSpan
 from persistkv.storage.executor import ThreadPool
 from persistkv.storage.extensions import InspectableBackend, scan, scan_order
-from persistkv.storage.format.keys import MAX_KEY_BYTES, PackedKeys
 from persistkv.storage.format.manifest import ManifestKeys
-from persistkv.storage.format.pack import PackTable
+from persistkv.storage.format.pack import MAX_KEY_BYTES, PackedKeys, PackTable
 from persistkv_tools.packs import (
     BATCH_BYTES,
     Finding,

@@ -1,4 +1,4 @@
-"""A store on real drivers, and rows to store from."""
+"""Stores on real drivers, and rows to store from."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IDENTITY = Identity.of({"weights": "w", "dtype": "float32"})
 
 @pytest.fixture
 def make_rows() -> Callable[..., Rows]:
-    """Rows of random bytes; each group's valid ranges are given."""
+    """Return a function that makes rows of random bytes; ``ranges`` are the valid ranges of each group."""
 
     def make(num_rows: int = 64, stride: int = 64 << 10, ranges: tuple[tuple[tuple[int, int], ...], ...] = ()) -> Rows:
         layout = RowLayout(stride, tuple(map(GroupLayout, ranges or (((0, stride),),))))
@@ -35,7 +35,7 @@ def make_rows() -> Callable[..., Rows]:
 
 @pytest.fixture
 def keys() -> Callable[..., list[bytes]]:
-    """Fresh keys, never the same twice."""
+    """Return a function that makes keys, never the same twice."""
     numbers = itertools.count()
 
     def make(count: int, group: int = 0) -> list[bytes]:
@@ -46,13 +46,13 @@ def keys() -> Callable[..., list[bytes]]:
 
 @pytest.fixture(params=["memory", "lmdb"])
 def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A store that is not there yet, of each driver."""
+    """URL of a store that does not exist yet, for each driver."""
     return "memory://test" if request.param == "memory" else f"lmdb://{tmp_path}/store?capacity=256MiB"
 
 
 @pytest.fixture
 def open_store(make_rows: Callable[..., Rows]) -> Iterator[Callable[..., Store]]:
-    """Opens stores, and closes them at the end."""
+    """Return a function that opens stores; close them after the test."""
     opened: list[Store] = []
 
     def open_one(url: str, rows: Rows | None = None, identity: Identity = IDENTITY, **options: object) -> Store:

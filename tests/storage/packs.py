@@ -1,4 +1,4 @@
-"""What the tests of packs share."""
+"""Helpers for the tests of packs: write, seal and decode."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ TRAILER = struct.Struct("<QQ8s")
 
 
 def write(*segments: Segment, codec: Codec | None = None) -> tuple[bytes, PackTable]:
-    """The payload and the table of a pack."""
+    """Write a pack; return its payload and its table."""
     pack = PackWriter(NAMESPACE, codec or RawCodec(), segments)
     return b"".join(map(bytes, pack.stream())), pack.table
 
 
 def sealed(table: bytes) -> bytes:
-    """A table with a trailer that fits."""
+    """Return a table with its valid trailer."""
     return table + TRAILER.pack(len(table), xxhash.xxh3_64_intdigest(table), b"PKVPACK1")
 
 
 def raw_blocks(part: Segment) -> dict[bytes, bytes]:
-    """The blocks of a sample segment, by key."""
+    """Return the blocks of a sample segment by key."""
     raw, size = bytes(part.raw(0, len(part.keys))), part.block_bytes
     return {key: raw[number * size : (number + 1) * size] for number, key in enumerate(part.keys)}
 
 
 def blocks_of(payload: bytes, table: PackTable) -> dict[bytes, bytes]:
-    """All blocks by key, each frame verified."""
+    """Verify each frame; return all blocks by key."""
     keys = table.keys.unpack()
     blocks: dict[bytes, bytes] = {}
     first = 0

@@ -1,4 +1,4 @@
-"""Rows of engines that there are not."""
+"""Status rows of engines that do not exist."""
 
 from __future__ import annotations
 

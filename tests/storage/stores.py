@@ -1,4 +1,4 @@
-"""What the tests of stores share: ends of requests, manifests, rows, faults."""
+"""Helpers for the tests of stores: ends of requests, manifests, rows, faults."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ def manifests(store: Store) -> list[RequestManifest]:
 
 
 def refill(store: Store) -> np.ndarray[Any, Any]:
-    """Wipe the rows, hand over what they held."""
+    """Zero the rows; return a copy of their previous content."""
     before = store.rows.array.copy()
     store.rows.array[:] = 0
     return before
 
 
 def inspectable(store: Store) -> InspectableBackend:
-    """The store's backend, which lists its content."""
+    """Return the store's backend, which can list its content."""
     backend = store.catalogue.backend
     assert isinstance(backend, InspectableBackend)
     return backend
 
 
 def inject_faults(store: Store) -> FaultyBackend[InspectableBackend]:
-    """Wrap the store's backend."""
+    """Wrap the store's backend so that its calls can fail."""
     backend = FaultyBackend.of(inspectable(store))
     store.catalogue.backend = backend
     return backend
 
 
 def flip_reads(backend: FaultyBackend[InspectableBackend], pack_id: bytes | None = None) -> None:
-    """Have each read flip a bit, of this pack if one is named."""
+    """Flip a bit in the result of each read; with ``pack_id``, only in reads of this pack."""
 
     def flip(filled: list[bool], namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
         for span in [span for span in spans if pack_id in (None, span.pack_id)][:1]:

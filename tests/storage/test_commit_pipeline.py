@@ -1,4 +1,4 @@
-"""How packs that wait are split into transactions."""
+"""Splitting of waiting packs into transactions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flows on one thread, calls on others: order, errors, ends."""
+"""Flows on one thread, blocking calls on other threads: order, errors, shutdown."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_writes_never_run_beside_one_another(threads: ThreadExecutor) -> None:
 
 
 def test_an_error_comes_out_when_all_calls_have_ended(threads: ThreadExecutor) -> None:
-    """Whoever frees the buffers on the error must find nobody writing to them."""
+    """The flow may free the buffers on the error, so no call may still write to them."""
     release, ended = threading.Event(), threading.Event()
     caught: list[str] = []
 
@@ -208,7 +208,7 @@ def test_read_several_calls_wakes_owner_once() -> None:
 
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_call_that_failed_keeps_nothing_it_was_given(threads: ThreadExecutor, kind: str) -> None:
-    """It may be rows, which could not be unmapped then."""
+    """The arguments may include rows, and a remaining reference would prevent their unmapping."""
     memory = bytearray(8)
     caught: list[str] = []
 

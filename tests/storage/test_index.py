@@ -1,4 +1,4 @@
-"""The index and the lookup table against a plain dictionary of sets."""
+"""The index and the lookup table, compared with a plain dictionary of sets."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_index_pack_added_again_has_another_number() -> None:
 
 @pytest.mark.parametrize("bits", [64, 20])
 def test_index_grows_while_packs_come_and_go_finds_all(bits: int) -> None:
-    """The table is replaced several times, in slices between changes; readers map the new one."""
+    """The index replaces its table several times, in slices between changes; readers map each new table."""
     draw = random.Random(bits)
     index = Index(bits=bits)
     reader, version = reader_of(index, bits), index.version

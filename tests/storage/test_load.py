@@ -1,4 +1,4 @@
-"""How a job is cut into packs: at fixed depths, whatever part of a context the job has, and in whatever order."""
+"""Cutting a job into packs: always at the same depths, for any part of a context and any order of its blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rows() -> Rows:
 
 
 def chain(first: int, count: int, group: int = 0) -> Blocks:
-    """Blocks of one group that follow one another, in rows that do not."""
+    """Return consecutive blocks of one group, in rows that are not adjacent."""
     depths = range(first, first + count)
     keys = [b"%d of %d" % (depth, group) for depth in depths]
     return Blocks(keys, [group] * count, [(7 * depth) % 64 for depth in depths], list(depths))
@@ -35,7 +35,7 @@ def joined(one: Blocks, other: Blocks) -> Blocks:
 
 
 def shape(packs: Iterable[Any]) -> list[list[tuple[Any, ...]]]:
-    """What is in each pack, by its segments."""
+    """Describe the content of each pack by its segments."""
     return [
         [(s.group, s.block_bytes, list(s.keys), list(s.source.block_ids), s.depth) for s in pack.segments]
         for pack in packs

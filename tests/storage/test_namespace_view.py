@@ -1,4 +1,4 @@
-"""What a handle knows of a store that others change meanwhile, and what it deletes of it."""
+"""A handle's view of a store that other handles change, and the packs that the handle deletes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_bad_pack_shortens_its_request_and_costs_no_other(
 
 
 def replace(store: Store, names: list[bytes]) -> None:
-    """Delete the pack of these keys, and store other bytes under them: the pack's name is the same."""
+    """Delete the pack of these keys and store other bytes under the same keys, and so under the same pack name."""
     tables = store.catalogue.backend.changes(store.namespace, None).added
     store.catalogue.backend.commit(store.namespace, CommitBatch(deletions=[table.pack_id for table in tables]))
     store.refresh()
@@ -62,7 +62,7 @@ def replace(store: Store, names: list[bytes]) -> None:
 def test_nothing_is_deleted_where_the_catalogue_cannot_be_looked_at(
     open_store: OpenStore, store_url: str, keys: Keys
 ) -> None:
-    """Nobody can tell whether what does not verify was merely replaced."""
+    """Without the catalogue, a damaged pack cannot be distinguished from a replaced one."""
     store = open_store(store_url)
     names = keys(64)
     store.put("r", names, range(64), None)
@@ -121,7 +121,7 @@ def test_what_went_meanwhile_is_no_damage(
 
 
 def test_a_handle_that_lost_its_place_learns_what_it_missed(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
-    """Its next commit takes whatever happened meanwhile, and is no reason to believe that nothing has."""
+    """A commit without a cursor succeeds regardless of other commits; the handle must still learn of them."""
     url = f"lmdb://{tmp_path}/store"
     ours, theirs = open_store(url), open_store(url)
     foreign, mine = keys(1), keys(64)

@@ -1,4 +1,4 @@
-"""Gathering and placing blocks of several groups in one row."""
+"""Blocks of several groups in one row: gathering and placement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One open namespace, on each driver: what goes in comes out, or is a miss."""
+"""One open namespace, on each driver: a read returns the stored bytes or reports a miss."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ OpenStore = Callable[..., Store]
 @pytest.mark.parametrize("count", [1, 3, 16, 64])
 def test_round_trip(store_url: str, open_store: OpenStore, keys: Keys, codec: str, count: int) -> None:
     store = open_store(store_url, codec=codec)
-    store.rows.array[:, ::3] = 0  # so that zstd has something to find
+    store.rows.array[:, ::3] = 0  # so that zstd can compress the blocks
     names, places = keys(count), list(range(count))[::-1]
-    assert store.put("r", names, places, range(count)) is (count < 64)  # 64 x 64 KiB are written from the rows
+    assert store.put("r", names, places, range(count)) is (count < 64)  # 64 blocks are written from the rows, uncopied
     store.end_request(end("r", names))
     store.commit()
     before = refill(store)
@@ -220,7 +220,7 @@ def test_a_commit_looks_again_at_what_others_stored(open_store: OpenStore, keys:
 
 
 def test_what_others_commit_before_ours_is_not_passed_over(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
-    """Our last retry commits whatever happened meanwhile: its cursor lies behind commits that we have not seen."""
+    """The last retry commits regardless of other commits; its cursor may be newer than commits not seen here."""
     url = f"lmdb://{tmp_path}/store"
     ours, theirs = open_store(url), open_store(url)
     foreign = keys(3)
@@ -298,7 +298,7 @@ def test_a_pack_alone_is_enough(open_store: OpenStore, keys: Keys) -> None:
 
 
 def test_an_interval_gathers_what_was_taken(store_url: str, open_store: OpenStore, keys: Keys) -> None:
-    """Large jobs are copied, too; their rows are free, and nothing is durable nor found before its time."""
+    """Large jobs are copied, too: their rows are free at once, but their blocks are not durable before the flush."""
     store = open_store(store_url, durability="interval:1h", max_age_s=0.0, refresh_s=1e6)
     large, small = keys(64), keys(3)
     assert store.put("a", large, range(64), range(64))
@@ -353,10 +353,10 @@ def test_an_interval_ends_where_memory_does(open_store: OpenStore, keys: Keys, m
 def test_a_block_is_wanted_beside_a_whole_frame(
     store_url: str, open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows], codec: str
 ) -> None:
-    """The frame goes straight to rows that lie side by side, one of its blocks to another row, too."""
+    """The frame is read into adjacent rows, and one of its blocks also into another row."""
     store = open_store(store_url, make_rows(192, 16 << 10), codec=codec)
     store.rows.array[:, ::2] = 0
-    names = keys(64)  # 1 MiB: a frame
+    names = keys(64)  # 1 MiB: one frame
     store.put("r", names, range(64), range(64))
     store.flush()
     before = store.rows.array.copy()
@@ -384,7 +384,7 @@ def test_as_many_rows_as_keys(
 def test_blocks_are_wanted_in_any_places(
     store_url: str, open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows]
 ) -> None:
-    """Whole frames and parts of them, rows that lie side by side or not, some wanted twice; raw and encoded."""
+    """Whole and partial frames, adjacent and scattered rows, repeated blocks; raw and encoded."""
     draw = np.random.default_rng(11)
     for codec, ranges in (("raw", ()), ("zstd", ()), ("raw", (((0, 4096), (8192, 100)),)), ("zstd", (((0, 100),),))):
         store = open_store(

@@ -18,7 +18,7 @@ OpenStore = Callable[..., Store]
 
 
 def small_store(tmp_path: Any, open_store: OpenStore, make_rows: Callable[..., Rows], **options: Any) -> Store:
-    """8 MiB on LMDB, rows of 64 KiB."""
+    """Open a store of 8 MiB on LMDB, with rows of 64 KiB."""
     return open_store(f"lmdb://{tmp_path}/store?capacity=8MiB", make_rows(64), **options)
 
 
@@ -74,7 +74,7 @@ def test_what_is_used_stays(
 def test_a_request_that_goes_on_keeps_its_prefix(
     open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows], tmp_path: Any
 ) -> None:
-    """Its manifest touches the whole chain: the end of a context never outlives what it depends on."""
+    """Each manifest touches the whole chain, so a prefix is never evicted before the blocks that depend on it."""
     store = small_store(tmp_path, open_store, make_rows)
     context: list[bytes] = []
     for turn in range(8):
@@ -100,7 +100,7 @@ def test_uses_are_committed_though_nothing_is_stored(
     store_request(store, "r", names)
     commits = store.counters.commits
     now = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: now() - 1000)  # no use is due, however long this takes
+    monkeypatch.setattr(time, "monotonic", lambda: now() - 1000)  # no use becomes due during the test
     store.touch(names)
     due = store.seconds_to_work()
     assert due is not None

@@ -1,4 +1,4 @@
-"""One open namespace whose medium fails, or whose bytes are damaged: misses, and never wrong bytes."""
+"""One open namespace whose medium fails or whose bytes are damaged: reads miss, and never return wrong bytes."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_flipped_byte_is_a_miss_and_the_pack_is_deleted(
 
 
 def test_a_pack_that_was_replaced_is_not_deleted(open_store: OpenStore, keys: Keys, tmp_path: Any) -> None:
-    """The same keys make the same name: only the table tells that these are other bytes."""
+    """Equal keys give equal pack names; only the table shows that the bytes differ."""
     url = f"lmdb://{tmp_path}/store"
     ours, theirs = open_store(url), open_store(url)
     names = keys(64)
@@ -171,7 +171,7 @@ def test_a_full_store_says_so_once(failing: Failing, keys: Keys, caplog: pytest.
 
 
 def test_a_block_in_the_place_of_another_does_not_verify(open_store: OpenStore, keys: Keys) -> None:
-    """Swap the payloads of two packs of one size: each frame is intact, and in the wrong place."""
+    """Swap the payloads of two packs of equal size: each frame is intact, and in the wrong pack."""
     store = open_store("memory://x")
     one, two = keys(64), keys(64)
     store.put("a", one, range(64), None)

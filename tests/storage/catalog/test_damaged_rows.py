@@ -1,4 +1,4 @@
-"""Damaged rows of the catalogue: what they stand for is lost, and nothing else stays for ever or goes too early."""
+"""Damaged catalogue rows affect only their own packs and manifests; all others expire, neither late nor early."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Later = Callable[[float], None]
 
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> Later:
-    """Let seconds pass since the start of the test."""
+    """Return a function that advances the clocks to some seconds after the start of the test."""
     wall, elapsed = time.time, time.clock_gettime
 
     def later(seconds: float) -> None:
@@ -104,7 +104,7 @@ def test_pack_without_its_use_is_listed_once_it_is_stored_again(
 def test_use_in_a_transaction_that_was_no_moment_counts_again(
     backend: MemoryBackend, namespace: bytes, later: Later
 ) -> None:
-    """A commit that failed may have touched a pack durably; its moment is given again."""
+    """A failed commit may durably record a use, and the next transaction then has the same moment."""
     (pack,) = small_packs(namespace, [1])
     backend.commit(namespace, CommitBatch([pack]))
     with backend.rows(write=True) as rows:

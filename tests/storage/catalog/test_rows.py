@@ -1,4 +1,4 @@
-"""Payloads in pieces of 256 KiB, however the stream is cut."""
+"""Payloads stored as rows of 256 KiB, from streams that are cut at any position."""
 
 from __future__ import annotations
 

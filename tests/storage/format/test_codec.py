@@ -97,7 +97,7 @@ def test_bytes_that_follow_are_corrupt(codec: Codec) -> None:
 @pytest.mark.parametrize("codec", CODECS[1:], ids=str)
 @given(data=st.data())
 def test_damage_is_corrupt_or_fills_exactly(codec: Codec, data: st.DataObject) -> None:
-    """Checksums come first (see pack.py); the codec only has to stay within its buffer."""
+    """Readers verify checksums first (see pack.py); the codec itself only has to stay within its buffer."""
     stored = bytearray(codec.encode(bytes(range(256)) * 8))
     for _ in range(data.draw(st.integers(1, 4))):
         stored[data.draw(st.integers(0, len(stored) - 1))] ^= data.draw(st.integers(1, 255))
@@ -113,7 +113,7 @@ def test_damage_is_corrupt_or_fills_exactly(codec: Codec, data: st.DataObject) -
 
 
 def bombs() -> dict[str, bytes]:
-    """Zstandard frames that are small and claim much: in their content, in their window, in both."""
+    """Return small Zstandard frames with a huge content, no content size, a huge window, or a second frame."""
     content = zstandard.ZstdCompressor(level=1).compress(bytes(512 << 20))
     unsized = zstandard.ZstdCompressor(level=1, write_content_size=False).compress(bytes(4096))
     window = bytearray(zstandard.ZstdCompressor(level=1, write_content_size=False).compress(bytes(4096)))

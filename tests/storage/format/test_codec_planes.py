@@ -15,7 +15,7 @@ WIDTHS = [2, 4]
 
 
 def floats(count: int, width: int) -> bytes:
-    """Normally distributed values as KV is kept: bfloat16 or float32."""
+    """Return normally distributed values in the formats of KV caches: bfloat16 (``width`` 2) or float32 (4)."""
     values = np.random.default_rng(5).standard_normal(count).astype(np.float32)
     return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes() if width == 2 else values.tobytes()
 
@@ -34,7 +34,7 @@ def test_any_length_and_any_alignment(width: int, length: int, first: int, seed:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("tail", [0, 1, 3])
 def test_decoded_by_hand_as_documented(width: int, tail: int) -> None:
-    """docs/format.md, with nothing but zstandard."""
+    """Decode by docs/format.md, with zstandard alone."""
     raw = bytes(np.random.default_rng(1).integers(0, 256, 4 * 1000, dtype=np.uint8)) + b"xyz"[:tail]
     stored = bytes(PlanesCodec(width).encode(raw))
     count, rest = divmod(len(raw), width)
@@ -73,6 +73,6 @@ def test_lengths_of_the_highest_plane_are_checked() -> None:
         with pytest.raises(CorruptPackError, match="10 bytes where"):
             PlanesCodec().decode_into(bytes(count) + high, memoryview(bytearray(2 * count)))
     claims = bytearray(zstandard.ZstdCompressor(write_content_size=True).compress(bytes(70_000)))
-    struct.pack_into("<I", claims, 5, 0xFFFFFFF0)  # the content size of this header stands here
+    struct.pack_into("<I", claims, 5, 0xFFFFFFF0)  # offset of the content size in the frame header
     with pytest.raises(CorruptPackError, match="frame"):
         PlanesCodec().decode_into(bytes(70_000) + bytes(claims), memoryview(bytearray(140_000)))

@@ -29,7 +29,7 @@ def test_keys_of_one_length_need_no_lengths(keys: list[bytes]) -> None:
 @pytest.mark.parametrize("count", [255, 256, 257, 512, 700])
 @pytest.mark.parametrize("length", [1, 36, 37])
 def test_many_keys_of_one_length(count: int, length: int) -> None:
-    """They are cut 256 at once."""
+    """Keys of one length are parsed 256 at a time."""
     rng = random.Random(count)
     keys = [rng.randbytes(length) for _ in range(count)]
     assert PackedKeys.of(keys).unpack() == keys

@@ -73,8 +73,8 @@ def test_keys_are_no_manifest() -> None:
 
 
 @given(st.binary(max_size=200))
-@example(b"\x95\xa3\x00\x00\x80")  # a string that is no UTF-8
-@example(b"\x98\xa1a\xcb" + bytes(8) + b"\0\x90\0\xc3\x80" + b"\x91" * 100_000)  # nested beyond all measure
+@example(b"\x95\xa3\x00\x00\x80")  # a string that is not UTF-8
+@example(b"\x98\xa1a\xcb" + bytes(8) + b"\0\x90\0\xc3\x80" + b"\x91" * 100_000)  # lists nested 100,000 levels deep
 def test_sealed_garbage_is_corrupt(body: bytes) -> None:
     with pytest.raises(CorruptPackError):
         decode_manifest(b"\1" + xxhash.xxh3_64_digest(body) + body)

@@ -173,7 +173,7 @@ def test_any_flipped_byte_of_payload_is_noticed() -> None:
 
 
 def test_decoded_by_hand_as_documented() -> None:
-    """docs/format.md, with nothing but struct and the two hashes."""
+    """Decode by docs/format.md, with struct and the two hashes alone."""
 
     parts = [
         sample_segment(1, blocks=3, block_bytes=5000),
@@ -219,7 +219,7 @@ def test_decoded_by_hand_as_documented() -> None:
 
 @pytest.mark.parametrize("codec", [RawCodec(), ZstdCodec(), PlanesCodec()])
 def test_frames_encoded_ahead_make_the_same_pack(codec: Codec) -> None:
-    """In order, and what is referenced meanwhile stays as it was."""
+    """Frames keep their order, and pieces that are still referenced keep their content."""
     blocks = np.random.default_rng(5).integers(0, 8, (40, 256 << 10), dtype=np.uint8)
     names = [number.to_bytes(8, "little") + bytes(4) for number in range(40)]
     segments = [Segment(0, 256 << 10, names, StagedBlocks([blocks[:17], blocks[17:]]), 0)]
@@ -233,7 +233,7 @@ def test_frames_encoded_ahead_make_the_same_pack(codec: Codec) -> None:
 
 
 def test_a_stream_that_is_left_is_waited_for() -> None:
-    """After that nobody reads the blocks, though frames were being encoded."""
+    """After ``settle`` returns, no thread reads the blocks, even if frames were being encoded."""
     inside, release = threading.Semaphore(0), threading.Event()
     reading: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Packs that are damaged, cut or forged: corrupt, or sound."""
+"""Packs that are damaged, cut or forged: parsing reports corruption or returns a sound table."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_cuts_and_appended_bytes(encoded: bytes, cut: int, extra: bytes) -> None
 @settings(max_examples=600, deadline=None)
 @given(st.sampled_from(REAL), st.data())
 def test_forged_tables_are_corrupt_or_sound(encoded: bytes, data: st.DataObject) -> None:
-    """Damage under a checksum that fits: what is accepted keeps every promise that readers rely on."""
+    """Damaged tables with valid checksums: an accepted table keeps every guarantee that readers rely on."""
     body = bytearray(encoded[: -TRAILER.size])
     for _ in range(data.draw(st.integers(1, 4))):
         kind = data.draw(st.sampled_from(["flip", "number", "cut", "insert"]))
@@ -103,7 +103,7 @@ def test_garbage(data: bytes) -> None:
 
 
 def forged(**changes: Any) -> bytes:
-    """A sound table of one frame of 4 blocks, some numbers of its header and frame replaced."""
+    """Return a table of one frame of 4 blocks; ``changes`` replace fields of its header and frame."""
     header = {
         "version": 1, "key_length": 36, "frames": 1, "blocks": 4, "codec_length": 3, "payload": 16384, "raw": 16384,
         "namespace": NAMESPACE, "name": bytes(16),
@@ -156,14 +156,14 @@ def test_field_that_is_wrong_is_named(changes: dict[str, Any], field: str) -> No
     try:
         with pytest.raises(CorruptPackError) as caught:
             PackTable.parse(forged(**changes))
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20  # nothing is allocated by a claimed number
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20  # no allocation depends on a claimed size
     finally:
         tracemalloc.stop()
     assert caught.value.field == field
 
 
 def table_with(keys: list[bytes], key_length: int) -> bytes:
-    """A forged table of one frame of these keys.
+    """Return a forged table of one frame that holds these keys.
 
     :param key_length: 0 to write the length of each key.
     """

@@ -1,4 +1,4 @@
-"""A hosted store over shared rows, in each of the three hosts."""
+"""Hosted stores over shared rows, on each of the three hosts: process, thread, inline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_ROWS = 128
 
 @dataclass
 class Hosted:
-    """Clients, the rows they share, and what they answered."""
+    """Clients, their hosts, and the rows they share."""
 
     memory: mmap.mmap
     fd: int
@@ -43,7 +43,7 @@ class Hosted:
         watchdog_s: float = 60.0,
         **options: object,
     ) -> StoreClient:
-        """A client that is not open yet."""
+        """Return a client that is not open yet."""
         hosts: dict[str, Callable[[], Host]] = {
             "process": lambda: ProcessHost(self.fd, len(self.memory)),
             "thread": lambda: ThreadHost(memoryview(self.memory)),
@@ -59,7 +59,7 @@ class Hosted:
         return client
 
     def finish(self, client: StoreClient, job_id: int, timeout_s: float = 90.0) -> JobOutcome:
-        """Poll until the job ends."""
+        """Poll until the job ends; return its outcome."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             for outcome in client.poll():
@@ -81,5 +81,5 @@ def hosted() -> Iterator[Hosted]:
     for client in everything.clients:
         client.close()
     everything.array = array = np.empty((0, 0), np.uint8)
-    memory.close()  # raises BufferError where a host still holds the rows
+    memory.close()  # raises BufferError if a host still holds the rows
     os.close(fd)

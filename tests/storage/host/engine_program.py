@@ -1,4 +1,4 @@
-"""An engine to be killed: it stores jobs, has a forked child, says which keys were accepted, and waits.
+"""Engine that tests kill: it stores jobs, forks a child, and waits after all jobs have been accepted.
 
 ``python -m tests.storage.host.engine_program URL FIRST_KEY SIZES``: one job for each number of blocks in SIZES, such as
 ``100,3``. It writes the PID of its host process to standard output.
@@ -22,7 +22,7 @@ from tests.storage.host.jobs import BLOCK, names
 
 def main(url: str, first: str, sizes: str) -> None:
     """Run until killed."""
-    for signum in (signal.SIGCHLD, signal.SIGALRM):  # the host process must not inherit this, nor what follows
+    for signum in (signal.SIGCHLD, signal.SIGALRM):  # the host process must not inherit any of these four settings
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -35,7 +35,7 @@ def main(url: str, first: str, sizes: str) -> None:
     hello = Hello(url, Identity.of({"weights": "w"}).encode(), layout, StoreOptions(max_age_s=1e6))
     client = StoreClient(host, hello, max_queue_bytes=1 << 30)
     client.open()
-    if os.fork() == 0:  # it holds the engine's end of the socket
+    if os.fork() == 0:  # the child keeps the engine's end of the socket open
         time.sleep(600)
         os._exit(0)
     row = 0
@@ -53,7 +53,7 @@ def main(url: str, first: str, sizes: str) -> None:
 
 
 def content(number: int) -> bytes:
-    """Content of the block with this key."""
+    """Return the content of the block whose key has this number."""
     return number.to_bytes(8, "little") * (BLOCK // 8)
 
 

@@ -1,4 +1,4 @@
-"""What the tests of clients share: keys, messages, waiting."""
+"""Keys, messages and waits for the tests of clients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pid_of(hosted: Any) -> int:
 
 
 class SignalledHost(ProcessHost):
-    """Its first processes receive a signal as soon as they are ready."""
+    """Host whose first processes receive a signal as soon as they are ready."""
 
     started = 0
 

@@ -1,4 +1,4 @@
-"""What waits for a store's side that takes little or nothing: bounded, and never waited for."""
+"""Queues to a store that accepts little or nothing are bounded, and the engine never blocks on them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_job_larger_than_the_queue_goes_alone(hosted: Any, tmp_path: Path) -> 
 
 
 def test_nothing_waits_for_a_stopped_host(hosted: Any, tmp_path: Path) -> None:
-    """Thousands of messages to a process that reads none: the engine's side keeps them, and never blocks on them."""
+    """The engine queues thousands of messages to a process that reads none, and never blocks on them."""
     client = hosted.connect(f"lmdb://{tmp_path}/store", max_queue_bytes=1 << 40)
     client.open()
     os.kill(pid_of(hosted), signal.SIGSTOP)
@@ -60,7 +60,7 @@ def test_nothing_waits_for_a_stopped_host(hosted: Any, tmp_path: Path) -> None:
 
 def test_uses_are_said_in_bounded_messages(hosted: Any, tmp_path: Path) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store?capacity=64MiB", "inline", max_age_s=0.0)
-    client.touch(names(3))  # nothing is open yet
+    client.touch(names(3))  # the store is not open yet
     client.open()
     held = names(100)
     client.submit_store(1, "a", held, range(100), range(100), 100 * BLOCK)
@@ -77,14 +77,14 @@ def test_uses_are_said_in_bounded_messages(hosted: Any, tmp_path: Path) -> None:
     client.supervisor.connection.send = count
     client.touch([*held, *names(50, 1000)])
     client.touch(held[:10])
-    client.touch(names(70_000, 2000))  # too many at once: passed over
+    client.touch(names(70_000, 2000))  # exceeds the limit of pending uses: dropped
     client.poll()
     client.poll()
     assert sent == [100], "what is held, once"
 
 
 def test_events_of_an_idle_engine_overflow_reports_loss(hosted: Any, tmp_path: Path) -> None:
-    """An engine idles while another process fills the store: the keys of its events are bounded on both sides."""
+    """The keys in the events of an idle engine are bounded on both sides while another process fills the store."""
     url = f"lmdb://{tmp_path}/store?capacity=256MiB"
     idle, busy = hosted.connect(url, "inline", refresh_s=0.0), hosted.connect(url, "inline", max_age_s=0.0)
     idle.open()
@@ -115,13 +115,13 @@ def test_events_without_a_subscription_are_empty(hosted: Any, tmp_path: Path) ->
 
 
 def delete_all_of(client: StoreClient, key: bytes) -> None:
-    """Delete the packs that may hold a key."""
+    """Delete all packs that may hold this key."""
     store = client.supervisor.connection._server._store  # type: ignore[attr-defined]
     store.catalogue.backend.commit(store.namespace, CommitBatch(deletions=store.index.candidates(key)))
 
 
 def test_an_end_that_finds_no_room_is_refused(hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of long contexts end while the store's side takes nothing: the queue of their manifests is bounded."""
+    """The queue of manifests is bounded while the store accepts nothing and long contexts end."""
     client = hosted.connect(f"lmdb://{tmp_path}/store", "inline")
     client.open()
     long = PackedKeys.of(names(200_000))
@@ -134,7 +134,7 @@ def test_an_end_that_finds_no_room_is_refused(hosted: Any, tmp_path: Path, monke
 
 
 def test_short_ends_are_bounded_too(hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests without a key, and with labels, take memory as well."""
+    """Requests without keys use memory, too, and so do labels."""
     client = hosted.connect(f"lmdb://{tmp_path}/store", "inline")
     client.open()
     with monkeypatch.context() as patch:
@@ -147,7 +147,7 @@ def test_short_ends_are_bounded_too(hosted: Any, tmp_path: Path, monkeypatch: py
 
 
 def test_uses_wait_while_the_host_takes_nothing(hosted: Any, tmp_path: Path) -> None:
-    """No answer is owed, so no watchdog looks: what is kept for a stopped host has a bound all the same."""
+    """No reply is pending, so the watchdog does not check the stopped host; the queue to it is bounded all the same."""
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
     held = names(128)

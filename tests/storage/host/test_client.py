@@ -1,4 +1,4 @@
-"""The engine's side, with each host: jobs, ends, deaths."""
+"""The engine's side of a store, with each host: jobs, ends of requests, deaths of the host."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_bad_job_leaves_nothing_behind(hosted: Any, tmp_path: Path) -> None:
 
 
 def test_signals_to_the_host_are_the_engines_affair(hosted: Any, tmp_path: Path) -> None:
-    """A supervisor ends all processes of a unit at once; what was taken is committed all the same."""
+    """A supervisor signals all processes of a unit at once; the host still commits all accepted blocks."""
     url = f"lmdb://{tmp_path}/store"
     client = hosted.connect(url, max_age_s=1e6)
     client.open()
@@ -113,7 +113,7 @@ def test_a_forked_child_does_not_keep_the_host(hosted: Any, tmp_path: Path) -> N
 
 
 def test_a_host_that_answers_slowly_is_not_killed() -> None:
-    """Its oldest job is older than the watchdog's time, but it is at work: it answers others."""
+    """The oldest job exceeds the watchdog's limit, but the host is alive: it answers other jobs."""
     ours, theirs = socket.socketpair()
     host = SocketConnection(theirs, ToStore)
 
@@ -215,7 +215,7 @@ def test_a_killed_host_fails_its_jobs_and_comes_back(hosted: Any, tmp_path: Path
 
 @pytest.mark.parametrize("seed", range(6))
 def test_kill_in_the_middle_of_work(hosted: Any, tmp_path: Path, seed: int) -> None:
-    """Whatever the moment: each job is answered once, and what a store has is what was put."""
+    """At any time of the kill, each job is answered once, and every stored block has its content."""
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
     content = hosted.array.copy()

@@ -1,4 +1,4 @@
-"""Loads, transactions and closing beside one another: a store on threads, over a medium that stops where it is told."""
+"""Concurrent loads, transactions and shutdown: a store on threads, over a medium that blocks on request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Gate:
-    """Calls of a method stop here while it is shut."""
+    """Gate that blocks the calls of a method while it is shut."""
 
     def __init__(self, backend: FaultyBackend[MemoryBackend], method: str) -> None:
         self._open = threading.Event()
@@ -34,7 +34,7 @@ class Gate:
         self.running = 0
         self.most_running = 0
         self.errors: list[str] = []
-        """Of the next calls that pass, one each."""
+        """Errors of the next calls that pass the gate, one per call."""
         backend.before(method, self._enter)
         backend.after(method, self._leave)
 
@@ -66,7 +66,7 @@ class Gate:
 
 
 class Medium:
-    """A store in memory, with gates before its commits and reads."""
+    """Store in memory, with gates before its commits and reads."""
 
     def __init__(self) -> None:
         self.backend = FaultyBackend.of(MemoryBackend())
@@ -146,7 +146,7 @@ def test_a_job_that_found_keys_in_flight_writes_what_was_lost(hosted: Any, clien
     medium.commits.await_waiting()
     store(client, 2, names(70))  # 64 of them are in flight
     store(client, 3, names(64, 32), 32)  # 32 are in flight with the first job, 6 with the second
-    client.flush(0.0)  # it waits for those that take over, too
+    client.flush(0.0)  # includes the blocks that jobs 2 and 3 write after job 1 failed
     medium.commits.errors = ["the disk went away"]
     medium.commits.open()
     outcomes = finish_all(client, {1, 2, 3})
@@ -170,7 +170,7 @@ def finish_all(client: StoreClient, jobs: set[int]) -> dict[int, Any]:
 
 
 def test_whoever_offers_a_staged_block_again_gets_it_stored(hosted: Any, client: StoreClient, medium: Medium) -> None:
-    """Both jobs were told that their blocks were taken, and their rows may hold something else by now."""
+    """Both jobs were acknowledged, so their rows may already hold other content."""
     content = hosted.array[:4].copy()
     store(client, 1, names(4))
     assert hosted.finish(client, 1).failed == []
@@ -199,7 +199,7 @@ def end(request: str, keys: list[bytes]) -> EndRequest:
 
 
 def test_rows_are_free_only_when_the_slowest_part_has_ended(hosted: Any, client: StoreClient, medium: Medium) -> None:
-    """One part of a load fails at once, another is still at work: the rows of both are in use."""
+    """One part of a load fails at once while another part still runs: the rows of both are in use."""
     store(client, 1, names(128))
     assert hosted.finish(client, 1).failed == []
     assert client.flush(PATIENCE_S)
@@ -283,7 +283,7 @@ def test_a_bad_pack_is_deleted_once_the_transaction_has_ended(hosted: Any, clien
 
 
 def test_no_memory_costs_blocks_and_nothing_else(hosted: Any, client: StoreClient, medium: Medium) -> None:
-    """Whatever a call of the medium raises: the job is answered, and the store goes on."""
+    """Any error of the medium fails the job, and the store continues."""
     backend, no_memory = medium.backend, MemoryError("no memory for a frame")
     backend.fail("commit", no_memory)
     store(client, 1, names(64))
@@ -305,7 +305,7 @@ def test_no_memory_costs_blocks_and_nothing_else(hosted: Any, client: StoreClien
 def test_a_store_side_that_breaks_ends_and_answers_for_its_jobs(
     hosted: Any, client: StoreClient, medium: Medium, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error of its own must not leave rows pinned for ever, which a thread that cannot be killed would."""
+    """An internal error must not pin rows for ever: a thread, unlike a process, cannot be killed to release them."""
     medium.commits.shut()
     store(client, 1, names(64))
     medium.commits.await_waiting()
@@ -314,7 +314,7 @@ def test_a_store_side_that_breaks_ends_and_answers_for_its_jobs(
         raise RuntimeError("a fault")
 
     monkeypatch.setattr("persistkv.storage.store.Store.tick", broken)
-    monkeypatch.setattr(threading, "excepthook", lambda raised: None)  # pytest's would keep the rows
+    monkeypatch.setattr(threading, "excepthook", lambda raised: None)  # pytest's hook would keep references to the rows
     client.submit_load(2, names(3, 500), [70, 71, 72])
     client.poll()
     medium.commits.open()

@@ -1,4 +1,4 @@
-"""An engine whose store is damaged: the store's process may die of it, the engine goes on, and stores anew."""
+"""Engines on a damaged store: the host process may die of it, the engine survives and stores its blocks again."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_engine_outlives_a_damaged_store(
     deadline = time.monotonic() + PATIENCE_S
     while client.state is not State.OPEN or client.contains(KEYS[0]):
         assert time.monotonic() < deadline, "the store does not come back"
-        client.submit_load(2, KEYS, list(range(COUNT, 2 * COUNT)))  # it may die of this one
+        client.submit_load(2, KEYS, list(range(COUNT, 2 * COUNT)))  # this load may kill the host process
         hosted.finish(client, 2, PATIENCE_S)
     store_all(hosted, client)
     assert all(map(client.contains, KEYS))
@@ -68,7 +68,7 @@ def test_engine_outlives_a_damaged_store(
 
 
 def test_that_a_pack_is_bad_is_told_before_the_load_that_found_it_ends(hosted: Any, tmp_path: Path) -> None:
-    """Else the engine takes blocks for held that it computes again, and they are lost with the pack."""
+    """Otherwise the engine does not store recomputed blocks that it believes held, and loses them with the pack."""
     url = f"lmdb://{tmp_path}/kv?capacity=64MiB"
     client = hosted.connect(url)
     client.open()

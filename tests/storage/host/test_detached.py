@@ -1,4 +1,4 @@
-"""The host process outlives its engine, and ends in a bounded time."""
+"""The host process outlives its engine and exits within a bounded time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SLOW_REPEATS = int(os.environ.get("PERSISTKV_REPEATS", "100"))
 
 @contextmanager
 def engine(url: str, first: int, sizes: str) -> Iterator[tuple[int, int]]:
-    """Run an engine until its jobs are answered; yield its PID and that of its host process."""
+    """Run an engine until its jobs are answered; yield its PID and the PID of its host process."""
     command = [sys.executable, "-m", PROGRAM, url, str(first), sizes]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=environment) as process:
@@ -69,7 +69,7 @@ def test_host_process_inherits_nothing_that_would_end_it(tmp_path: Path) -> None
 
 
 def kill_and_look(hosted: Any, tmp_path: Path, repeats: int) -> None:
-    """Kill engines with their trees; each time, the next engine must find all accepted blocks."""
+    """Kill engines with their process trees; each time, the next engine must find all accepted blocks."""
     chance = random.Random(repeats)
     url = f"lmdb://{tmp_path}/store?capacity=1GiB"
     first = 0
@@ -103,7 +103,7 @@ def test_accepted_blocks_survive_many_deaths_of_process_trees(hosted: Any, tmp_p
 
 
 def end_and_reuse(hosted: Any, tmp_path: Path, side: str, repeats: int, kind: str = "process") -> None:
-    """End one side during transfers; rows that are free then are used for something else, and must keep it."""
+    """End one side during transfers, then reuse the free rows; no transfer may read or write them any more."""
     chance = random.Random(repeats)
     url = f"lmdb://{tmp_path}/store?capacity=256MiB"
     client = hosted.connect(url, kind)
@@ -178,7 +178,7 @@ def test_close_without_time_to_flush_keeps_accepted_blocks(hosted: Any, tmp_path
 
 
 def test_open_with_a_region_that_is_too_short_fails(hosted: Any, tmp_path: Path) -> None:
-    """The host process ends before it replies; this one and those after it are dead when the call returns."""
+    """The host process dies before it replies; it and its replacements are dead when the call returns."""
     template = hosted.connect(f"lmdb://{tmp_path}/store")
     os.ftruncate(hosted.fd, BLOCK)
     host = ProcessHost(hosted.fd, len(hosted.memory))
@@ -214,7 +214,7 @@ def test_a_region_truncated_in_use_costs_misses(hosted: Any, tmp_path: Path) -> 
 
 @pytest.fixture
 def full_region(tmp_path: Path) -> Iterator[int]:
-    """Sparse file of 128 blocks on a tmpfs that has room for 64; its first 64 blocks exist."""
+    """Sparse file of 128 blocks on a tmpfs with room for 64; its first 64 blocks are allocated."""
     directory = tmp_path / "shm"
     directory.mkdir()
     size = f"size={64 * BLOCK}"
@@ -282,7 +282,7 @@ HANGING_DRIVER = """
 
 @pytest.fixture
 def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """An installed driver: LMDB whose calls hang once a file exists, which the returned function creates."""
+    """Install a driver for LMDB whose calls hang once a file exists; return a function that creates this file."""
     installed = tmp_path / "site" / "hanging-1.dist-info"
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: hanging\nVersion: 1\n")
@@ -333,7 +333,7 @@ def test_accepted_blocks_are_committed_beside_a_hung_read(
     client.submit_load(4, names(64), range(64))
     time.sleep(0.2)
     pid = pid_of(hosted)
-    client.supervisor.connection.close()  # as the death of the engine does
+    client.supervisor.connection.close()  # has the same effect as the death of the engine
     begin = time.monotonic()
     again = hosted.connect(f"lmdb://{tmp_path}/store", "inline")
     again.open()
@@ -346,7 +346,7 @@ def test_accepted_blocks_are_committed_beside_a_hung_read(
 def test_an_engine_opens_within_the_alarm_of_an_orphan_that_hangs(
     hosted: Any, tmp_path: Path, hanging: Callable[[str], Any]
 ) -> None:
-    """The orphan holds the store's lock for writing."""
+    """The orphan holds the store's write lock."""
     client = hosted.connect(f"hanging://{tmp_path}/store", max_age_s=1e6)
     client.open()
     client.submit_store(1, "a", names(64), range(64), None, 64 * BLOCK)

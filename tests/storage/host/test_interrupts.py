@@ -1,4 +1,4 @@
-"""Ctrl-C while a store is at work, and the waits that follow it."""
+"""Ctrl-C while a store is at work, and the flush and close that follow it."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_close_after_interrupt_respects_its_limit(tmp_path: Path, kind: str) -> None:
-    """A job that was cut off in the caller's stack never ends."""
+    """A job that Ctrl-C interrupted in the caller's stack never ends."""
     seconds = float(run_interrupted(STORE_UNTIL_INTERRUPTED, f"lmdb://{tmp_path}/store?capacity=1GiB", kind))
     assert seconds < 10

@@ -1,4 +1,4 @@
-"""The host's memory under a flood of jobs stays below its bound (benchmarks.flood is the large form)."""
+"""The host's memory stays below its bound under a flood of jobs (``benchmarks.flood`` is the large form)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening: what goes wrong arrives as what it is, and what can be mended is."""
+"""Opening a store: errors reach the engine unchanged, and recoverable failures are recovered from."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_host_that_dies_while_it_opens_is_started_again(hosted: Any, tmp_path:
 
 
 def test_a_store_that_does_not_read_is_mended_by_the_next_start(hosted: Any, tmp_path: Path) -> None:
-    """What was found as it was opened is looked at by the next to open it: an engine starts, if with an empty store."""
+    """An unreadable row ends the first open; the restarted host checks the store, and the engine gets an empty one."""
     url = f"lmdb://{tmp_path}/store"
     client = hosted.connect(url)
     client.open()
@@ -132,7 +132,7 @@ def test_a_host_that_hangs_while_it_opens_is_started_again(
     assert client.state is State.OPENING
     wait_for(client, State.DOWN)
     assert "has not answered for 0.2 s; killing it" in caplog.text
-    client.supervisor.opening_watchdog_s = 60.0  # the second one may take as long as it takes
+    client.supervisor.opening_watchdog_s = 60.0  # the second process may take any time
     wait_for(client, State.OPEN)
     assert (host.started, client.counters.restarts) == (2, 1)
     assert client.flush(90)
@@ -165,7 +165,7 @@ def test_a_host_that_answers_while_it_opens_has_ten_times_as_long() -> None:
 
 
 def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Stores do not open before this event."""
+    """Prevent stores from opening before the returned event is set."""
     gate = threading.Event()
 
     def late(url: str) -> Any:
@@ -229,7 +229,7 @@ client.close()
     reason="PID namespaces need privileges",
 )
 def test_open_host_with_a_pid_in_use_gets_another(tmp_path: Path) -> None:
-    """Engines of two containers share a store, and their host processes begin with the same PID."""
+    """Containers share a store, and their host processes start with the same PID."""
     command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", IN_CONTAINER]
     with ExitStack() as containers:
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""What an engine is told to promote at its start."""
+"""Contexts that an engine promotes at its start."""
 
 from __future__ import annotations
 

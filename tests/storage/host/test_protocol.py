@@ -1,4 +1,4 @@
-"""Messages in pieces, garbage, and ends that come early."""
+"""Messages in pieces, malformed messages, and connections that end early."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_large_and_small_messages_arrive_in_order() -> None:
     store.close()
     assert engine.receive_rest() == []
     assert engine.ended
-    engine.send(Flush(1))  # to nobody: passed over
+    engine.send(Flush(1))  # the connection has ended: dropped
     engine.close()
 
 

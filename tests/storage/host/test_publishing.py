@@ -1,4 +1,4 @@
-"""The row by which an engine shows what it does."""
+"""The status row of an engine."""
 
 from __future__ import annotations
 

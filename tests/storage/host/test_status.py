@@ -10,7 +10,7 @@ from tests.storage.statuses import make_status
 
 
 def showing(**rows: bytes) -> FaultyBackend[MemoryBackend]:
-    """A store that shows these rows."""
+    """Return a store that reports these status rows."""
     backend = FaultyBackend.of(MemoryBackend())
     backend.after("statuses", lambda _: rows)
     return backend

@@ -1,4 +1,4 @@
-"""By a clock that the test sets."""
+"""Watchdog and restarts of the supervisor, with a clock that the test sets."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_order_of_fields_does_not_matter() -> None:
 
 
 def test_canonical_form_is_pinned() -> None:
-    """Another form would orphan every store."""
+    """A change of the canonical form would orphan every store."""
     identity = Identity.of({"b": [1, None, True], "a": {"ü": 1.5}})
     assert identity.encode() == '{"a":{"ü":1.5},"b":[1,null,true]}'.encode()
     assert identity.digest.hex() == "2f5190b70f35407319aeb2e0c3b19e1e"

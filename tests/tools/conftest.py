@@ -20,7 +20,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """The command line in this process, which costs no start of an interpreter."""
+    """Return a function that runs the command line in this process, which saves the start of an interpreter."""
     monkeypatch.chdir(tmp_path)
 
     def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -33,7 +33,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 @pytest.fixture
 def sqlite_plug_in(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Installs the example backend, a driver without optional protocols, under the scheme ``sqlite``."""
+    """Install the example backend, a driver without optional protocols, under the scheme ``sqlite``."""
     directory = tmp_path_factory.mktemp("plug-in")
     info = directory / "persistkv_sqlite-1.0.dist-info"
     info.mkdir()
@@ -44,7 +44,7 @@ def sqlite_plug_in(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest
 
 @pytest.fixture
 def start(tmp_path: Path) -> Run:
-    """The command line in a process of its own."""
+    """Return a function that runs the command line in a new process."""
 
     def run_cli(*arguments: str, python: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *python, "-m", "persistkv_tools", *arguments]
@@ -58,13 +58,13 @@ def start(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    """Payloads lie inline, where ``damage`` finds them."""
+    """URL of a store with inline payloads, which ``damage`` can reach."""
     return f"lmdb://{tmp_path}/store?capacity=1GiB&placement=inline"
 
 
 @pytest.fixture
 def filled(url: str) -> Iterator[str]:
-    """A store of two namespaces, three requests; still open for writing while the test looks into it."""
+    """URL of a store of two namespaces and three requests; a writer keeps it open during the test."""
     with closing(open_backend(url)) as backend:
         for number, requests in enumerate((2, 1)):
             namespace = backend.open_namespace(Identity.of({"architecture": "Llama", "number": number})).id
@@ -78,6 +78,6 @@ def filled(url: str) -> Iterator[str]:
 
 @pytest.fixture
 def contexts(url: str) -> Iterator[tuple[str, Contexts]]:
-    """An empty store, open for writing while the test looks into it, and what writes requests to it."""
+    """URL of an empty store that stays open for writing, and a writer of requests to it."""
     with closing(open_backend(url)) as backend:
         yield url, Contexts(backend)

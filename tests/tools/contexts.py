@@ -1,4 +1,4 @@
-"""Contexts that share prefixes, as engines store them: what the commands are tried on."""
+"""Contexts that share prefixes, stored as engines store them; the commands are tested on them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LLAMA = Identity.of({"weights": "checkpoint:1", "config": {"rope_theta": 10000.0
 
 
 def chain(words: Sequence[str], group: int = 0) -> list[bytes]:
-    """The keys of a context: each hash covers all words up to it, so equal prefixes have equal keys."""
+    """Return the keys of a context: each hash covers all words up to its own, so equal prefixes have equal keys."""
     digest = hashlib.sha256(b"seed")
     keys = []
     for word in words:
@@ -33,7 +33,7 @@ def chain(words: Sequence[str], group: int = 0) -> list[bytes]:
 
 
 class Contexts:
-    """Writes requests, each pack as an engine would: only the blocks that nobody stored before."""
+    """Writer of requests; as an engine does, it stores only blocks that are not stored yet."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Contexts:
         self.backend = backend
         self.namespace = backend.open_namespace(identity).id
         self.packs: dict[str, bytes] = {}
-        """For each request, the pack that was written for it."""
+        """The pack that was written for each request."""
         self._groups = groups
         self._codec = codec or RawCodec()
         self._block_bytes = block_bytes
@@ -56,7 +56,7 @@ class Contexts:
     def add(
         self, name: str, text: str, *, labels: dict[str, str] | None = None, age_s: float = 60.0, manifest: bool = True
     ) -> None:
-        """Store a request whose context is ``text``, a word a block."""
+        """Store a request whose context is ``text``, one block per word."""
         chains = [chain(text.split(), group) for group in range(self._groups)]
         packs = list(self._packs(name, chains))
         writes = [self._manifest(name, chains, labels or {}, time.time() - age_s)] if manifest else []
@@ -76,7 +76,7 @@ class Contexts:
         return [pack]
 
     def _blocks(self, keys: Sequence[bytes]) -> ArraySource:
-        """Bytes that follow from the key; the second half of a block repeats, so that codecs have work."""
+        """Derive bytes from the keys; the second half of each block repeats, so that codecs can compress it."""
         blocks = np.empty((len(keys), self._block_bytes), dtype=np.uint8)
         for block, key in zip(blocks, keys, strict=True):
             rng = np.random.default_rng(int.from_bytes(key[:8], "big"))

@@ -1,4 +1,4 @@
-"""Damage within an LMDB store, done to its rows past the driver, which must not have it open."""
+"""Damage to the rows and segments of an LMDB store. It bypasses the driver, which must not have the store open."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Extent(NamedTuple):
     length: int
 
     def flip(self, position: int) -> None:
-        """Change a byte."""
+        """Change one byte."""
         with self.file.open("r+b") as file:
             file.seek(self.offset + position)
             byte = file.read(1)[0]
@@ -46,7 +46,7 @@ class Extent(NamedTuple):
 
 
 class Damage:
-    """Each method damages one thing."""
+    """Damage to an LMDB store; each method damages one thing."""
 
     def __init__(self, url: str, namespace: bytes) -> None:
         self._location = Path(StoreUrl.parse(url).location)
@@ -65,7 +65,7 @@ class Damage:
         self._flip("pieces", self._namespace + pack + index.to_bytes(4, "big"), offset)
 
     def swap_payloads(self, one: bytes, other: bytes) -> None:
-        """Their first pieces."""
+        """Swap the first pieces of two payloads."""
         names = [self._namespace + pack + bytes(4) for pack in (one, other)]
         rows = [self._get("pieces", name) for name in names]
         for name, row in zip(names, reversed(rows), strict=True):
@@ -76,7 +76,7 @@ class Damage:
         self._put("pieces", name, self._get("pieces", name)[:length])
 
     def extent(self, pack: bytes) -> Extent:
-        """Where a payload lies that has one extent."""
+        """Return the location of a payload that has a single extent."""
         row = self._get("extents", self._namespace + pack)
         assert len(row) == 12
         first = int.from_bytes(row[4:8], "little") * PAGE_BYTES
@@ -85,7 +85,7 @@ class Damage:
         return Extent(self._location / "segments" / f"{number:08d}.seg", first, length)
 
     def stale_extent(self, pack: bytes, other: bytes) -> None:
-        """The catalogue says that a payload lies where another one does."""
+        """Make the catalogue point to the extent of another payload."""
         self._put("extents", self._namespace + pack, self._get("extents", self._namespace + other))
 
     def drop_payload(self, pack: bytes) -> None:
@@ -93,7 +93,7 @@ class Damage:
             txn.delete(self._namespace + pack + bytes(4), db=self._db["pieces"])
 
     def change_key(self, pack: bytes) -> None:
-        """Another key in the table, whose checksum is right."""
+        """Change a key in the table, and update the table's checksum."""
         name = self._namespace + pack
         row = self._get("packs", name)
         table = PackTable.parse(row[_TABLE_PREFIX:])
@@ -113,7 +113,7 @@ class Damage:
         self._flip("packs", self._namespace + pack, _TABLE_PREFIX + position)
 
     def misplace_table(self, pack: bytes, other: bytes) -> None:
-        """The row of one lies in another's place."""
+        """Overwrite the table of ``pack`` with the table of ``other``."""
         self._put("packs", self._namespace + pack, self._get("packs", self._namespace + other))
 
     def flip_head(self, request: str, position: int) -> None:
@@ -139,7 +139,7 @@ class Damage:
 
 
 def store_with_a_bad_pack(url: str) -> bytes:
-    """Make a store of two requests, ``one`` with a flipped byte in its payload; the id of its pack."""
+    """Make a store of requests ``one`` and ``two``, the pack of ``one`` with a flipped byte; return this pack's id."""
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend)
         writer.add("one", "a b")

@@ -1,4 +1,4 @@
-"""A context of three packs of which the middle one goes bad, through a real store each time."""
+"""Context of three packs, of which the middle one is damaged, in a store opened by its URL."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import EndRequest
 
 BLOCKS = 2
-"""Of each pack."""
+"""Number of blocks in each pack."""
 BLOCK_BYTES = 8192
 
 
 class MiddlePack:
-    """Stores the context, and three requests: ``whole`` of all of it, ``begin`` of its first pack, ``lost`` of its
-    middle one alone.
+    """Store with the context and three requests.
+
+    ``whole`` has all packs, ``begin`` the first pack, ``lost`` only the middle one.
     """
 
     def __init__(self, url: str) -> None:
@@ -49,7 +50,7 @@ class MiddlePack:
         self._job.rig.rows[:BLOCKS] = np.random.default_rng(number).integers(0, 256, (BLOCKS, BLOCK_BYTES))
 
     def check_repair(self, run) -> None:
-        """Repair the store, whose middle pack is bad, and look at what is left through a store."""
+        """Repair the store, whose middle pack is bad; check the remaining requests and blocks."""
         assert json.loads(run("verify", self._url, "--json").stdout)["by_problem"] == {"payload": 1}
         done = run("verify", self._url, "--repair", "--yes", "--json")
         summary = json.loads(done.stdout)

@@ -13,14 +13,14 @@ from tests.host_processes import descendants, host_processes
 
 
 def obey_ctrl_c() -> None:
-    """For ``preexec_fn``: a shell's background jobs, and so what a test run started there starts, ignore it."""
+    """``preexec_fn`` that enables SIGINT: background jobs of a shell, and so the children of a test run, ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for_store(process: subprocess.Popen[str], limit_s: float = 60.0) -> None:
-    """Wait until a command, a child process or a host process of it has an LMDB store open.
+    """Wait until a command, one of its children, or one of its host processes has an LMDB store open.
 
-    :raises TimeoutError: it has not after ``limit_s``.
+    :raises TimeoutError: no store is open after ``limit_s``.
     """
     deadline = time.monotonic() + limit_s
     while not any("data.mdb" in _mappings(pid) for pid in [process.pid, *descendants(process.pid), *host_processes()]):
@@ -36,9 +36,9 @@ def _mappings(pid: int) -> str:
 
 
 def interrupt(process: subprocess.Popen[str], limit_s: float = 30.0) -> tuple[str, float]:
-    """Press Ctrl-C; the rest of standard error, and the seconds until the process had ended.
+    """Send SIGINT; return the rest of standard error, and the seconds until the process ended.
 
-    :raises subprocess.TimeoutExpired: it had not in ``limit_s``; it is killed.
+    :raises subprocess.TimeoutExpired: the process did not end within ``limit_s``, and was killed.
     """
     with process:
         begin = time.monotonic()
@@ -69,10 +69,11 @@ os._exit(0)
 
 
 def run_interrupted(script: str, *arguments: str, limit_s: float = 30.0) -> str:
-    """Run a script that calls ``interrupt_in(seconds)``, and return its output. It ends as commands do: without waiting
-    for threads.
+    """Run a script that calls ``interrupt_in(seconds)``; return its output.
 
-    :raises subprocess.TimeoutExpired: it did not end in ``limit_s``; it is killed.
+    The script exits as the commands do, without waiting for threads.
+
+    :raises subprocess.TimeoutExpired: the script did not end within ``limit_s``, and was killed.
     """
     command = [sys.executable, "-c", _WAITS + script + _END, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=True).stdout

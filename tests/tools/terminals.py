@@ -1,4 +1,4 @@
-"""A command on a terminal, as a person sees it."""
+"""Commands on a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
 def on_terminal(
     width: int, *arguments: str, cwd: Path, answer: str = "", environment: dict[str, str] | None = None
 ) -> tuple[str, int]:
-    """Run ``persistkv`` on a terminal so many columns wide; all that it wrote, escapes included, and its exit code.
+    """Run ``persistkv`` on a terminal of ``width`` columns; return its output, escapes included, and its exit code.
 
-    :param answer: is typed at once.
+    :param answer: input that is typed before the command asks.
     """
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
@@ -40,7 +40,7 @@ def on_terminal(
             continue
         try:
             data = os.read(master, 65_536)
-        except OSError:  # Linux's way to say that nobody holds the other end
+        except OSError:  # EIO: on Linux, the other end is closed
             break
         if not data:
             break

@@ -51,7 +51,7 @@ class TestBadInput:
         one_line_error(start("ls", f"lmdb://{tmp_path}/other"), "other", code=3)
 
     def test_a_path_without_permission(self):
-        """Run by an ordinary user: nothing is closed to root."""
+        """The command runs as an ordinary user, because root can open every path."""
         with tempfile.TemporaryDirectory() as home:
             Path(home).chmod(0o755)
             closed = Path(home, "closed")
@@ -87,7 +87,7 @@ def run_script(script, *arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-# Root is left only where the store is opened: the interpreter's own files may lie where an ordinary user cannot read.
+# Drop root only when the store is opened: an ordinary user may not be able to read the interpreter's files.
 AS_ORDINARY_USER = f"""
 import os
 from persistkv.storage import BACKENDS

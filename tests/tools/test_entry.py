@@ -1,4 +1,4 @@
-"""What ends the command, and what becomes of it."""
+"""Ends of a command: damaged stores, signals, closed output; and the end of its child process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def store(url):
 
 @pytest.mark.parametrize("command", [("stat",), ("ls",), ("verify",), ("show", "r3")])
 def test_a_catalogue_that_was_cut_is_an_error_of_the_store(start, store, command):
-    """Without a process of its own the command would be ended by SIGBUS."""
+    """The command opens the store in a child process, because reads of a truncated catalogue end with SIGBUS."""
     file = Path(StoreUrl.parse(store).location) / "data.mdb"
     os.truncate(file, 3 * 4096)
     done = start(command[0], store, *command[1:])
@@ -41,7 +41,7 @@ def test_a_catalogue_that_was_cut_is_an_error_of_the_store(start, store, command
 
 @pytest.fixture
 def slow(store, tmp_path):
-    """A command that takes long, and the process that does the work."""
+    """A command that runs for long, and its child process that does the work."""
     command = [sys.executable, "-m", "persistkv_tools", "verify", store, "--rate", "4KiB", "--resume", "state"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: (tmp_path / "state").exists() and children(process.pid))
@@ -96,7 +96,7 @@ def test_output_that_nobody_reads_is_no_finding(store, options):
     [
         (["ls", "lmdb:///kv"], True),
         (["verify", "lmdb:///kv", "--rate", "1MiB"], True),
-        (["verify", "lmdb:///kv", "--repair"], False),  # it holds locks that engines wait for
+        (["verify", "lmdb:///kv", "--repair"], False),  # repair holds locks that engines wait for
         (["prune", "lmdb:///kv", "--orphans"], False),
         (["prune", "lmdb:///kv", "--orphans", "--dry-run"], True),
         (["--help"], False),

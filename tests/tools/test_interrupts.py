@@ -1,4 +1,4 @@
-"""Commands that wait end at once with Ctrl-C, however long they would have waited."""
+"""Ctrl-C ends waiting commands at once, regardless of the rest of the wait."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_command_that_waits_interrupted_ends_at_once(contexts, tmp_path, command
         preexec_fn=obey_ctrl_c,
     )
     wait_for_store(process)
-    time.sleep(0.5)  # until it waits
+    time.sleep(0.5)  # by then the command waits
     said, took_s = interrupt(process)
     assert (process.returncode, said) == (code, "persistkv: interrupted\n")
     assert took_s < 10

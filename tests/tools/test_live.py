@@ -1,4 +1,4 @@
-"""Every command on a store that somebody writes to all the time, and that evicts."""
+"""Every command on a store that is written to continuously and evicts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.tools.contexts import Contexts
 
 @pytest.fixture
 def busy(tmp_path):
-    """A store of 8 MiB that a thread fills over and over; ends when the test does, and must not have failed."""
+    """URL of a store of 8 MiB that a thread fills until the test ends; errors of the thread fail the test."""
     url = f"lmdb://{tmp_path}/busy?capacity=8MiB"
     failures: list[BaseException] = []
     stop, full = threading.Event(), threading.Event()
@@ -55,7 +55,7 @@ def test_all_of_them_work(start, busy, tmp_path):
     for command in commands:
         done = start(*command)
         assert "Traceback" not in done.stderr, (command, done.stderr)
-        # 1: what an engine evicts meanwhile is left out, or went already; never what verify looks for
+        # 1: the commands report requests and packs that were evicted meanwhile; ``verify`` must not report them
         expected = (0,) if command[0] in ("ls", "stat", "verify") else (0, 1)
         assert done.returncode in expected, (command, done.stdout, done.stderr)
     assert start("import", "all.pkv", f"lmdb://{tmp_path}/imported?capacity=64MiB").returncode == 0

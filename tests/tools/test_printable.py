@@ -1,4 +1,4 @@
-"""Text of stores and other processes cannot command the terminal or imitate other lines."""
+"""Text from stores and other processes cannot control the terminal or imitate other lines."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ COMMANDS = {
 
 @pytest.fixture
 def store(url, tmp_path, run):
-    """A store full of hostile names; its second request is damaged."""
+    """URLs of a store full of hostile names, whose second request is damaged, and of a store with another identity."""
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend, Identity.of({"weights": "w", "config": {EVIL: EVIL}}))
         writer.add(f"anna{EVIL}", "s a", labels={"user": EVIL, EVIL: "value"})
@@ -115,7 +115,7 @@ def test_report_text_of_others_is_escaped(run, store, tmp_path):
 
 
 def test_log_text_of_others_is_escaped():
-    """Drivers quote paths and rows in log lines."""
+    """Log lines of drivers quote paths and rows."""
     script = f"""
 import logging
 from persistkv_tools import cli

@@ -1,4 +1,4 @@
-"""The commands on a bucket: what they show there is what they show on a disk."""
+"""The commands show the same content in a bucket as on a disk."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def endpoint():
 
 @pytest.fixture
 def store(endpoint):
-    """A store of three requests in a bucket of its own."""
+    """URL of a store of three requests in a new bucket."""
     with mock.patch.dict("os.environ", ACCESS):
         bucket = f"test-{uuid.uuid4().hex}"
         client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")

@@ -1,4 +1,4 @@
-"""The commands in a terminal, as a person sees them, and what programs are promised."""
+"""The commands on a terminal as users see them, and the output that programs rely on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.tools.contexts import Contexts
 from tests.tools.damage import store_with_a_bad_pack
 from tests.tools.terminals import ESCAPES, on_terminal
 
-TOOLS = [name for name in COMMANDS if name != "demo"]  # which answers prompts, and looks at no store
+TOOLS = [name for name in COMMANDS if name != "demo"]  # ``demo`` answers prompts and opens no store
 DOCS = Path(__file__).parents[2] / "docs"
 LONG_ID = "0c4de6a0b1f24c7e8d9a0b1c2d3e4f50-000017"
 LONG_LABEL = "a value that is longer than most, so that it has to be broken somewhere on a narrow terminal"
@@ -23,7 +23,7 @@ LONG_LABEL = "a value that is longer than most, so that it has to be broken some
 
 @pytest.fixture
 def terminal(tmp_path):
-    """Run the command on a terminal so many columns wide; what it shows, and its exit code."""
+    """Return a function that runs the command on a terminal of ``width`` columns, for its text and its exit code."""
 
     def run(width: int, *arguments: str, answer: str = "") -> tuple[str, int]:
         shown, code = on_terminal(width, *arguments, cwd=tmp_path, answer=answer)
@@ -48,7 +48,7 @@ SHOWN = [
     ("verify", "{url}"),
     ("report", "{url}", "-o", "report.html"),
     ("prune", "{url}", "--older-than", "1s", "--dry-run"),
-    ("prune", "{url}", "--older-than", "1s"),  # asks; the answer is no
+    ("prune", "{url}", "--older-than", "1s"),  # the command asks; the answer is no
     ("label", "{url}", "short", "a=b"),
     ("pin", "{url}", "short"),
     ("unpin", "{url}", "short"),
@@ -65,11 +65,11 @@ SHOWN = [
     ("replay", "lmdb://{tmp}/replay", "trace.jsonl"),
     ("serve-metrics", "{url}", "--once"),
 ]
-"""Every command, in an order in which each finds what it needs."""
+"""Every command, in an order that satisfies the prerequisites of each."""
 
 
 def first_words(text: str) -> str:
-    """What stands at the begins of the lines: a cell of a first column that was broken is whole there."""
+    """Join the first words of all lines, which restores an id in the first column that was broken over lines."""
     return "".join(line.split()[0] for line in text.split("\n") if line.split())
 
 
@@ -83,7 +83,7 @@ def test_what_is_shown_fits_the_terminal_and_ids_are_whole(terminal, store, widt
         text, code = terminal(width, *arguments, answer="n\n" if command[0] == "prune" else "")
         assert code in (0, 1), (command, text)
         assert "Traceback" not in text
-        if command[0] != "serve-metrics":  # Prometheus' format has lines as long as they come
+        if command[0] != "serve-metrics":  # lines in Prometheus' format may have any length
             for line in text.split("\n"):
                 assert len(line.rpartition("\r")[2].rstrip()) <= width, (command, line)
         if command[0] in ("ls", "show"):
@@ -125,11 +125,11 @@ def test_completion_is_to_be_had(start):
     assert asked.stdout.split() == ["verify"]
 
 
-# What docs/json.md promises
+# Fields that docs/json.md documents
 
 
 def documented() -> dict[str, set[str]]:
-    """For each command that has a heading there, the names in its table."""
+    """Return, for each command that has a heading in docs/json.md, the names in its table."""
     found: dict[str, set[str]] = {}
     commands: list[str] = []
     for line in (DOCS / "json.md").read_text().splitlines():
@@ -142,7 +142,7 @@ def documented() -> dict[str, set[str]]:
 
 
 def paths(value, prefix="") -> set[str]:
-    """The names of a JSON value: ``a.b`` for objects, ``a[].b`` for what stands in lists."""
+    """Return the names in a JSON value: ``a.b`` for objects, ``a[].b`` for the elements of lists."""
     if isinstance(value, dict):
         found = set()
         for name, inner in value.items():
@@ -154,7 +154,7 @@ def paths(value, prefix="") -> set[str]:
 
 
 FREE = ("labels", "identity", "by_problem", "requests_sent", "children")
-"""Objects whose names are data, and the tree within the tree."""
+"""Objects whose names are data, and the nested nodes of the tree."""
 
 
 def plain(found: set[str]) -> set[str]:

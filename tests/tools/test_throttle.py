@@ -1,4 +1,4 @@
-"""Bounds on what a command takes, by a clock that only sleeping and working move."""
+"""Limits on the read rate and on the share of time of a command, with a clock that only sleep and work advance."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from persistkv_tools.progress import Throttle
 
 
 class Clock:
-    """Stands for ``time``."""
+    """Replacement of the module ``time``."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -49,7 +49,7 @@ def test_bytes_a_second(clock):
 
 
 def test_a_share_of_the_time(clock):
-    """However long a piece takes, the pause behind it is so long that the work is that share of both."""
+    """After a piece of any duration, the pause is so long that the work takes the given share of the total time."""
     shared = Throttle(share=0.05)
     for seconds in (0.001, 0.02, 0.04):
         clock.now += seconds

@@ -1,4 +1,4 @@
-"""The commands beside a real engine: what they carry is restored, and they work while it writes."""
+"""The commands with a real engine: transferred contexts are restored, and commands work while the engine writes."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def test_it_measures_beside_the_store_and_leaves_nothing(run, filled, tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     names = ["store", "load, warm", "load, cold"]
-    if any("page cache" in note for note in found["notes"]):  # where files lie in memory, say
+    if any("page cache" in note for note in found["notes"]):  # for example, because the files are on a tmpfs
         names.pop()
     assert [figure["name"] for figure in found["figures"]] == names
     for figure in found["figures"]:

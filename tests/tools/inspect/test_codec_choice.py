@@ -25,7 +25,7 @@ Fill = Callable[..., str]
 
 
 def bfloat16(blocks: int) -> ByteArray:
-    """Blocks of normally distributed values."""
+    """Return blocks of normally distributed values in bfloat16."""
     values = np.random.default_rng(4).standard_normal((blocks, BLOCK_BYTES // 2)).astype(np.float32)
     return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
 
@@ -36,7 +36,7 @@ def noise(blocks: int) -> ByteArray:
 
 @pytest.fixture
 def fill(url: str) -> Fill:
-    """Write a pack of blocks to the store."""
+    """Return a function that writes a pack of blocks to the store and returns the store's URL."""
 
     def write(blocks: ByteArray, codec: Codec | None = None) -> str:
         with closing(open_backend(url)) as backend:

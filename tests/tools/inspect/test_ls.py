@@ -99,7 +99,7 @@ class TestUse:
         for number, name in enumerate(("a", "b", "c")):
             monkeypatch.setattr(time, "time", lambda number=number: clock + 100 * number)
             writer.add(name, f"{name} {name}{name}")
-        writer.add("d", "a aa dd")  # uses what was first once more
+        writer.add("d", "a aa dd")  # uses the blocks of "a" again
         found = json.loads(run("ls", url, "--sort", "used", "--json").stdout)["requests"]
         used = [request["last_used"] for request in found]
         assert used == sorted(used, reverse=True)
@@ -148,7 +148,7 @@ def three(contexts):
     return url, writer
 
 
-ORDERS = {  # by use: TestUse
+ORDERS = {  # TestUse covers the order by last use
     Sort.CREATED: ["b", "a", "c"],
     Sort.TOKENS: ["b", "c", "a"],
     Sort.BLOCKS: ["b", "c", "a"],
@@ -217,7 +217,7 @@ def test_wrong_options_are_named(run, filled, options, part):
 
 
 def test_nothing_is_open_in_the_store_while_a_page_is_printed(three):
-    """A page is values: the store may be closed, and written to, before the first line comes out."""
+    """A page is a list of values: the store may be closed and changed before the page is printed."""
     url, _ = three
     with closing(open_backend(url, read_only=True)) as backend:
         page = list_requests(url, backend, Selection(), limit=2)

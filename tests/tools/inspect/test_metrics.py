@@ -35,7 +35,7 @@ def parsed(text):
 
 @pytest.fixture
 def shown(filled):
-    """A store in which two engines show themselves, one of them long ago."""
+    """URL of a store with the status rows of two engines, one of them outdated."""
     counters = StoreCounters(stored_blocks=7, loaded_bytes=4096)
     with closing(open_backend(filled)) as backend:
         backend.publish_status("e1", make_status("e1", time=time.time(), counters=counters, breaker="open").encode())

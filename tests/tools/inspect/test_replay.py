@@ -18,7 +18,7 @@ BLOCK = 4096
 
 
 def make_trace(seed: int = 0, count: int = 60) -> list[list[int]]:
-    """Conversations that grow, and come back in any order."""
+    """Return the block hashes of conversations that grow and continue in random order."""
     draw, chains, turns = random.Random(seed), [], {}
     for _ in range(count):
         talk = draw.randrange(12)
@@ -95,7 +95,7 @@ def test_a_person_reads_rates(run, trace, tmp_path):
 
 @pytest.mark.parametrize("seconds", [1.0, 1.5])
 def test_replay_interrupted_ends_at_once(tmp_path, seconds):
-    """Ctrl-C while its store, which runs in its own thread, writes."""
+    """Send Ctrl-C while the store, which runs in a thread of its own, writes."""
     lines = [json.dumps({"hash_ids": [100 * talk + block for block in range(50)]}) + "\n" for talk in range(5000)]
     (tmp_path / "trace.jsonl").write_text("".join(lines))
     command = [sys.executable, "-m", "persistkv_tools", "replay", f"lmdb://{tmp_path}/store", "trace.jsonl"]

@@ -38,7 +38,7 @@ def page(run, store, tmp_path):
 
 
 class Balanced(HTMLParser):
-    """Knows whether all that was opened is closed in turn."""
+    """Parser that checks that elements are closed in the reverse order of their opening."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class Balanced(HTMLParser):
 
 
 def figures(run, store):
-    """What the page must show."""
+    """Return the figures that the page must show."""
     totals = json.loads(run("stat", store, "--json").stdout)
     return [
         f"{totals['blocks']:,}",
@@ -66,7 +66,7 @@ def figures(run, store):
         totals["namespaces"][0]["id"][:8],
         "zstd:1",
         "second",
-        "38.5%",  # 10 of 26 blocks were named before: 0 of 8, 6 of 12, 4 of 6
+        "38.5%",  # 10 of 26 blocks also belong to earlier requests: 0 of 8, 6 of 12, 4 of 6
     ]
 
 
@@ -152,7 +152,7 @@ class TestInChromium:
         assert not re.findall(r".*CONSOLE.*", done.stderr)
 
     def test_a_console_error_would_be_seen(self, tmp_path, chromium):
-        """What the other test rests on."""
+        """The other test relies on this: console errors appear in the standard error of Chromium."""
         (tmp_path / "bad.html").write_text("<script>console.error('seen it')</script>")
         assert "CONSOLE" in chromium("--dump-dom", (tmp_path / "bad.html").as_uri()).stderr
 

@@ -43,7 +43,7 @@ def test_namespaces_and_groups_are_exact(run, known):
     ]
     for group in first["groups"]:
         assert group["raw_bytes"] == 5 * 65_536
-        assert 1.5 < group["codec_ratio"] < 2.1  # half of each block repeats
+        assert 1.5 < group["codec_ratio"] < 2.1  # half of each block is compressible
     assert [group["codecs"] for group in second["groups"]] == [["raw"]]
     assert second["groups"][0]["codec_ratio"] == 1.0
 

@@ -24,12 +24,12 @@ from tests.storage.statuses import make_status
 from tests.tools.signals import obey_ctrl_c
 
 BLOCKS = 8
-JOB_BYTES = 4 << 20  # what is smaller waits for company
+JOB_BYTES = 4 << 20  # large enough to be written at once; smaller jobs are staged
 
 
 @pytest.fixture
 def engine(url):
-    """A store's side in a process of its own, which has stored one request and loaded it again."""
+    """Client whose host process has stored one request and loaded it again."""
     job = Job(BLOCKS, JOB_BYTES)
     with closing(job.rig.client(url)) as client:
         client.open()
@@ -93,7 +93,7 @@ def test_it_ends_by_ctrl_c_on_a_terminal(url, engine):
 
 
 def showing(statuses):
-    """A store that shows these statuses, as they are when it is asked."""
+    """Return a store that reports the current content of ``statuses``."""
     backend = FaultyBackend.of(MemoryBackend())
     backend.after("statuses", lambda _: {name: status.encode() for name, status in statuses.items()})
     return backend
@@ -109,7 +109,7 @@ class TestValues:
         rows["e1"] = make_status(time=1004.0, counters=StoreCounters(stored_raw_bytes=500, evicted_blocks=3))
         (view,) = watch.look().engines
         assert (view.rates.stored_raw_bytes, view.rates.evicted_blocks, view.rates.loaded_bytes) == (100.0, 0.5, 0.0)
-        (view,) = watch.look().engines  # the same row once more
+        (view,) = watch.look().engines  # the row is unchanged
         assert view.rates.stored_raw_bytes == 100.0
 
     def test_those_that_are_gone_stand_last(self):

@@ -13,7 +13,7 @@ CONFIG = {"rope_theta": 10000.0, "hidden_size": 64, "rope_scaling": {"factor": 2
 
 
 def write_weights(directory, byte=0):
-    """A checkpoint of one tensor, by hand: this runs where safetensors is not installed."""
+    """Write a checkpoint of one tensor without safetensors, which may not be installed."""
     header = json.dumps({"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}).encode()
     directory.mkdir()
     data = struct.pack("<Q", len(header)) + header + bytes([byte] * 4)

@@ -7,7 +7,7 @@ from persistkv_tools.maintain.integrity import HeldKeys
 
 
 def test_it_counts_what_a_set_would_count():
-    """Keys of all lengths, packed alike or not, some of which differ in one bit, or in their group only."""
+    """Keys of all lengths, in equal and different packings; some differ only in one bit or in their group."""
     draw = random.Random(3)
     for _ in range(50):
         pool = [draw.randbytes(draw.choice((1, 4, 20, 35, 36))) for _ in range(200)]

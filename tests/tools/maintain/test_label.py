@@ -40,7 +40,7 @@ def test_nothing_else_changes(run, store):
     before = json.loads(run("show", store, "one", "--json").stdout)
     assert run("label", store, "one", "user=bert").returncode == 0
     after = json.loads(run("show", store, "one", "--json").stdout)
-    for name in ("labels", "last_used", "hits"):  # it is written anew, so hits are counted from now on
+    for name in ("labels", "last_used", "hits"):  # the manifest is written again, so hits are counted from now on
         before["context"]["request"].pop(name)
         after["context"]["request"].pop(name)
     assert before["context"]["request"]["reused"]
@@ -49,7 +49,7 @@ def test_nothing_else_changes(run, store):
 
 
 def test_a_pin_stays():
-    """What is pinned keeps its place although the store is full of others."""
+    """A pinned request remains although other requests fill the store."""
     backend = MemoryBackend(capacity=100_000)
     writer = Contexts(backend)
     writer.add("kept", "a b c")
@@ -83,7 +83,7 @@ def test_an_unknown_request(run, store):
 
 
 def beaten(backend, seeds):
-    """The store, with another writer: it commits a pack before each commit with a cursor, while there are seeds."""
+    """Return the store with a second writer: it commits before each commit with a cursor, until ``seeds`` is empty."""
 
     def write(namespace, batch):
         if batch.seen is not None and seeds:

@@ -20,7 +20,7 @@ from tests.tools.contexts import Contexts
 
 @pytest.fixture
 def family(contexts):
-    """Four requests: two share a prefix pack, which lies with the first one's own blocks."""
+    """Four requests and an orphan pack; the pack of anna-1 holds its own block and the prefix of anna-2 and bert-1."""
     url, writer = contexts
     writer.add("anna-1", "s1 s2 a1", labels={"user": "anna"}, age_s=40 * 86_400.0)
     writer.add("anna-2", "s1 s2 a1 a2 a3", labels={"user": "anna"}, age_s=3_600.0)
@@ -98,7 +98,7 @@ def test_what_others_use_stays_and_is_said(run, family):
 
 
 def test_blocks_of_one_request_in_packs_of_others(run, family):
-    """The annas' a1 lies in the pack that bert's prefix lies in, too."""
+    """The pack with the prefix of bert-1 also holds a1, a block that only anna-1 and anna-2 use."""
     url, writer = family
     shown = run("prune", url, "--request", "anna-1", "--request", "anna-2", "--dry-run")
     assert shown.returncode == 1
@@ -113,7 +113,7 @@ def test_blocks_of_one_request_in_packs_of_others(run, family):
 
 
 def test_prune_by_age_of_requests_that_others_share_exits_0(run, family):
-    """Nightly on a healthy store: all packs of anna-1 are used by younger requests."""
+    """Scheduled run on a healthy store: younger requests use all packs of anna-1."""
     url, _ = family
     for dry in (("--dry-run",), ("--yes",)):
         done = run("prune", url, "--older-than", "30d", *dry)
@@ -139,7 +139,7 @@ def test_prune_by_age_of_requests_that_others_share_exits_0(run, family):
     ],
 )
 def test_prune_exits_1_for_a_named_request_that_stays(run, family, options, code):
-    """Named by its id, or by labels and nothing else. Other conditions are housekeeping."""
+    """Exit code 1 is for requests selected by id, or by labels alone; other selections are housekeeping."""
     url, _ = family
     assert run("label", url, "anna-1", "who=first").returncode == 0
     done = run("prune", url, *options, "--yes")
@@ -263,7 +263,7 @@ class TestWhileOthersWrite:
 
 @pytest.fixture
 def failing(monkeypatch):
-    """Fail each commit of a command after so many."""
+    """Return a function that makes the commits of a command fail after a number of them."""
 
     def fail_after(commits: int) -> None:
         def opened(url, *, read_only=False):
@@ -284,7 +284,7 @@ def failing(monkeypatch):
 def test_prune_failed_commit_lists_what_was_deleted_before(run, url, failing):
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend)
-        for number in range(100):  # packs; one commit deletes 64
+        for number in range(100):  # one pack each; one commit deletes 64
             writer.add(f"r{number}", f"a{number}")
     failing(1)
     done = run("prune", url, "--older-than", "1s", "--yes")

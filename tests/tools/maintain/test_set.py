@@ -1,4 +1,4 @@
-"""``persistkv set``: a store's policy is shown, and changed only here."""
+"""``persistkv set`` shows a store's policy; no other command changes the policy."""
 
 import json
 import time
@@ -14,7 +14,7 @@ DAY_S = 86_400
 
 @pytest.fixture
 def store(contexts):
-    """Two requests in a store of 1 GiB, and its URL without options."""
+    """URL, without options, of a store of 1 GiB with two requests."""
     url, writer = contexts
     writer.add("one", "a b c")
     writer.add("two", "a b d")

@@ -87,7 +87,7 @@ class TestWhatIsFound:
         assert findings(memory[0]) == []
 
     def test_every_byte_of_a_payload_counts(self, memory):
-        """Frames, of which some are compressed, and the padding between them."""
+        """Payloads consist of frames, some of them compressed, and of the padding between them."""
         backend, writer = memory
         pack = writer.packs["r0"]
         for position in range(0, len(payload(backend, writer.namespace, pack)), 97):
@@ -262,7 +262,7 @@ class TestResume:
         assert not (tmp_path / "state").exists()
 
     def test_interrupted_reads_of_a_remote_store_do_not_keep_the_process(self):
-        """They write into memory of their own, and end by the driver's deadline at the latest."""
+        """The reads use memory of their own and end by the driver's deadline at the latest."""
         seconds = run_interrupted(INTERRUPTED_SCAN)
         assert float(seconds) < 10
 

@@ -1,4 +1,4 @@
-"""100 pieces of damage of ten kinds, planted in an LMDB store of 150 packs: each is found, and nothing else."""
+"""100 errors of ten kinds in an LMDB store of 150 packs: ``verify`` finds each of them and reports nothing else."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tests.tools.contexts import Contexts
 from tests.tools.damage import Damage
 
 EACH = 10
-BLOCK_BYTES = 5000  # so that frames end within a page: there is padding to damage
+BLOCK_BYTES = 5000  # frames end within a page, so that there is padding to damage
 
 
 def test_every_damage_is_found_and_nothing_else(run, url):
     rng = random.Random(7)
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend, block_bytes=BLOCK_BYTES)
-        for number in range(100):  # without requests, so that a table that is gone is one problem and not two
+        for number in range(100):  # without requests, so that a missing table is one problem instead of two
             writer.add(f"p{number}", f"p{number} x y", manifest=False)
         for number in range(50):
             writer.add(f"r{number}", f"r{number} x y")
@@ -57,7 +57,7 @@ def test_every_damage_is_found_and_nothing_else(run, url):
     found: dict[str, set[str]] = {}
     for finding in summary["findings"]:
         found.setdefault(finding["problem"], set()).add(finding["pack"] or finding["request"])
-    for pack in bad["name"]:  # the seed of a frame's checksum covers its keys
+    for pack in bad["name"]:  # the seed of a frame's checksum depends on its keys
         assert pack in found["payload"]
     assert found.pop("payload") == bad.pop("payload") | bad["name"]
     assert found.pop("manifest keys") == {f"r{EACH + number}" for number in range(EACH)}
@@ -74,7 +74,7 @@ def test_every_damage_is_found_and_nothing_else(run, url):
 
 
 def test_every_damage_of_segments_is_found_and_nothing_else(run, tmp_path):
-    """The same for payloads that lie in extents: 100 pieces of damage of five kinds in 160 packs."""
+    """Payloads in extents, 100 errors of five kinds in 160 packs: ``verify`` finds each and reports nothing else."""
     rng = random.Random(11)
     url = f"lmdb://{tmp_path}/segments?capacity=64MiB&placement=extents"
     with closing(open_backend(url)) as backend:
@@ -124,7 +124,7 @@ def test_repair_leaves_a_store_whose_packs_are_good(run, url):
     assert run("verify", url, "--repair", "--yes").returncode == 1
     assert run("verify", url).returncode == 0
     left = json.loads(run("ls", url, "--json").stdout)["requests"]
-    shortened = {"r3", "r4", "r5"}  # to what they share with the first
+    shortened = {"r3", "r4", "r5"}  # to the prefix that they share with the first request
     assert {request["id"]: request["blocks"] for request in left} == {
         name: 1 if name in shortened else 3 for name in (f"r{number}" for number in range(20))
     }

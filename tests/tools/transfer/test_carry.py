@@ -36,7 +36,7 @@ def import_archive(target, path, took, **options):
 
 
 def verified(path):
-    """Number of namespaces, packs and requests of a file."""
+    """Return the numbers of namespaces, packs and requests in a file."""
     with closing(ArchiveReader(path)) as archive:
         found = verify_archive(archive, ignore)
     return len(found), sum(len(one.packs.tables) for one in found), sum(len(one.requests) for one in found)
@@ -59,7 +59,7 @@ def payload(backend, table):
 
 
 def contents(backend):
-    """All that a store holds: packs byte by byte, heads and keys of requests."""
+    """Return the whole content of a store: packs byte by byte, manifests and keys of requests."""
     found = {}
     for namespace in backend.namespaces():
         packs = {name: (table, payload(backend, table)) for name, table in catalogue(backend, namespace.id).items()}
@@ -166,7 +166,7 @@ class TestArchive:
             verified(path)
 
     def test_what_is_well_formed_and_wrong_is_refused(self, source, tmp_path):
-        """A writer that is not ours may seal anything."""
+        """Other writers may put wrong content under valid checksums."""
         backend, writer = source
         other = next(space for space in backend.namespaces() if space.id != writer.namespace)
         table = catalogue(backend, writer.namespace)[writer.packs["anna-1"]]
@@ -201,7 +201,7 @@ def sample_table(namespace):
 
 
 def split(data):
-    """The records of a file by docs/format.md, without persistkv's reader."""
+    """Split a file into its records by docs/format.md, without persistkv's reader."""
     records, at = [], 8
     while at < len(data):
         end = at + 24 + int.from_bytes(data[at + 8 : at + 16], "little")
@@ -259,7 +259,7 @@ class TestPush:
         assert verified(tmp_path / "a.pkv")[2] == 3
 
     def test_push_evicted_meanwhile_is_reported_and_not_written_again(self, source):
-        """Another writer takes the room that was free when the copy began."""
+        """The space that was free at the start of the copy shrinks during the copy."""
         backend, writer = source
         for number in range(20):
             writer.add(f"r{number:02d}", f"shared r{number} a b c", age_s=90.0 - number)
@@ -283,11 +283,11 @@ class TestPush:
 
 
 BLOCK = 64 << 10
-WORDS = 16  # blocks of a request: 1 MiB
+WORDS = 16  # blocks per request: 1 MiB
 
 
 class TestSmallTargets:
-    """A store of 24 requests, each of 1 MiB; the newest is r00."""
+    """Source of 24 requests of 1 MiB each, of which r00 is the newest, and smaller targets."""
 
     @pytest.fixture
     def source(self, tmp_path):
@@ -300,7 +300,7 @@ class TestSmallTargets:
         return url
 
     def target(self, tmp_path, capacity, count=0):
-        """Another store of another identity, with a number of requests that were there before."""
+        """Return the URL of a target; ``count`` requests of another identity are in it already."""
         url = f"lmdb://{tmp_path}/target?capacity={capacity}"
         if count:
             with closing(open_backend(url)) as backend:
@@ -311,7 +311,7 @@ class TestSmallTargets:
         return url
 
     def commands(self, run, source, target):
-        """Each way to bring all of the source there."""
+        """Return each command that copies everything from the source to the target."""
         assert run("export", source, "--all", "-o", "all.pkv", "--force").returncode == 0
         return [("push", source, target), ("pull", target, source), ("import", "all.pkv", target)]
 
@@ -324,7 +324,7 @@ class TestSmallTargets:
             done = run(*command)
             assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), command
             assert "24 requests" in done.stderr
-            assert "24.6 MiB" in done.stderr  # with catalogue rows
+            assert "24.6 MiB" in done.stderr  # including catalogue rows
             assert "8.0 MiB" in done.stderr
             assert "larger capacity" in done.stderr
             assert "--newest" in done.stderr
@@ -397,7 +397,7 @@ class TestSmallTargets:
     @pytest.mark.parametrize("share", [1.02, 1.1, 1.3])
     @pytest.mark.parametrize("placement", ["extents", "inline"])
     def test_push_cut_off_goes_on_where_it_was_just_accepted(self, run, source, tmp_path, share, placement):
-        """In the smallest capacity that is accepted, and in larger ones, the rest of a copy is accepted too."""
+        """A target of the smallest accepted capacity, or a larger one, also accepts the rest of an interrupted copy."""
         smallest = next(
             size
             for size in range(24, 64)
@@ -424,7 +424,7 @@ class TestSmallTargets:
         assert len(self.held(run, target)) == 24
 
     def test_capacity_for_content_holds_it(self):
-        """Capacity of a store that ``import`` creates, for content of any size."""
+        """The capacity of a store that ``import`` creates is enough for content of any size."""
         for size in (0, 1 << 20, 100 << 20, 3 << 30, 700 << 30, 9 << 40):
             assert Room(capacity_for(size)).free_bytes >= size
 
@@ -472,7 +472,7 @@ class TestCommands:
         assert run("export", store[0], "--all", "-o", "out.pkv", "--force").returncode == 0
 
     def test_a_full_disk_leaves_no_half_file(self, store, tmp_path):
-        """A limit on the size of files ends a write as a full disk does."""
+        """A limit on file sizes interrupts a write as a full disk does."""
         _, writer = store
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         handled = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -539,7 +539,7 @@ class TestCommands:
 
 
 def test_the_file_is_what_the_page_says(source, tmp_path):
-    """docs/format.md, read without persistkv's reader."""
+    """Read the file by docs/format.md, without persistkv's reader."""
     backend, _ = source
     exported(backend, tmp_path / "a.pkv")
     data = (tmp_path / "a.pkv").read_bytes()

@@ -19,9 +19,9 @@ BLOCK_BYTES = 8192
 
 
 class MiddlePack:
-    """Store with the context and three requests.
+    """Store with a context and three requests.
 
-    ``whole`` has all packs, ``begin`` the first pack, ``lost`` only the middle one.
+    ``whole`` uses all packs, ``begin`` the first pack, ``lost`` only the middle one.
     """
 
     def __init__(self, url: str) -> None:

@@ -68,7 +68,7 @@ def test_engine_outlives_a_damaged_store(
 
 
 def test_that_a_pack_is_bad_is_told_before_the_load_that_found_it_ends(hosted: Any, tmp_path: Path) -> None:
-    """Otherwise the engine does not store recomputed blocks that it believes held, and loses them with the pack."""
+    """Otherwise the engine assumes that recomputed blocks are still stored, and loses them with the pack."""
     url = f"lmdb://{tmp_path}/kv?capacity=64MiB"
     client = hosted.connect(url)
     client.open()

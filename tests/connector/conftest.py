@@ -20,7 +20,7 @@ from persistkv.cpu.manager import CPUOffloadingManager
 
 
 class WatchedManager(CPUOffloadingManager):
-    """The primary tier, with a policy to choose, blocks that can be made late, and a record of its calls."""
+    """Primary tier with a chosen policy, blocks that can be delayed, and a record of its calls."""
 
     def __init__(self, num_blocks: int, policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL) -> None:
         super().__init__(num_blocks)
@@ -70,7 +70,7 @@ def make_keys() -> Callable[..., list[OffloadKey]]:
 
 @pytest.fixture
 def finish() -> Callable[..., list[TransferResult]]:
-    """End all transfers of a step."""
+    """Return a function that reports the end of all transfers of a step."""
 
     def results(metadata: ConnectorMetadata, success: bool = True) -> list[TransferResult]:
         return [TransferResult(job.job_id, success, 64, 0.1) for job in (*metadata.loads, *metadata.stores)]
@@ -80,7 +80,7 @@ def finish() -> Callable[..., list[TransferResult]]:
 
 @pytest.fixture
 def fill(finish: Callable[..., list[TransferResult]]) -> Callable[..., None]:
-    """Put a request's blocks into the primary tier: compute them, store them, finish."""
+    """Return a function that computes and stores a request's blocks in the primary tier, and ends the request."""
 
     def run(
         scheduler: OffloadingConnectorScheduler, req_id: str, keys: list[OffloadKey], block_size: int, factor: int = 1

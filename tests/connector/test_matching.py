@@ -1,4 +1,4 @@
-"""The search for the longest match, against a model that tries every length."""
+"""The search for the longest match, compared with a model that tries every length."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from persistkv.connector.matching import GroupBlocks, GroupGeometry, longest_mat
 
 
 def blocks_needed(geometry, length, start):
-    """The offloaded blocks that hold a token which the one at ``length`` attends to, and which the caller lacks."""
+    """Return the offloaded blocks with tokens that the token at ``length`` attends to and the caller lacks."""
     window = geometry.spec.sliding_window or length + 1
     tokens = range(max(start, length - window + 1), length)
     return {token // geometry.offloaded_tokens for token in tokens}
@@ -92,7 +92,7 @@ def test_bounds_a_length_by_its_blocks(context, max_blocks):
 @pytest.mark.parametrize(
     ("missing", "length", "asked"),
     [
-        (set(), 40, [9, 8]),  # the window alone
+        (set(), 40, [9, 8]),  # only the window
         ({9}, 36, [9, 8, 7]),
         ({8}, 32, [9, 8, 7, 6]),
         ({5, 7, 9}, 20, [9, 8, 7, 6, 5, 4, 3]),

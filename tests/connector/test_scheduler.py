@@ -316,7 +316,7 @@ def test_refuses_numbers_that_are_none(make_manager, make, field):
 
 
 def test_store_threshold_second_request_stores_the_whole_prompt(make_keys):
-    """Lookups end at the first miss; the filter counts the blocks behind it all the same."""
+    """Lookups end at the first miss, and the filter also counts the later blocks."""
     manager = FilterReusedOffloadingManager(CPUOffloadingManager(8), 2, 100)
     scheduler = OffloadingConnectorScheduler(manager, groups(4))
     keys = make_keys(4)

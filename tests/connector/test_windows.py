@@ -9,7 +9,7 @@ from persistkv.connector.common import KVCacheGroupSpec
 from persistkv.connector.scheduler import OffloadingConnectorScheduler
 
 BLOCK = 4
-FULL, SLIDING = KVCacheGroupSpec(BLOCK), KVCacheGroupSpec(BLOCK, sliding_window=9)  # two blocks behind the next token
+FULL, SLIDING = KVCacheGroupSpec(BLOCK), KVCacheGroupSpec(BLOCK, sliding_window=9)  # two blocks before the next token
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def make_scheduler(make_manager):
 
 @pytest.fixture
 def begin(make_keys):
-    """Make a request known; all its groups have blocks of one size."""
+    """Announce a request; the blocks of all its groups have one size."""
 
     def run(scheduler, req_id, num_tokens, num_groups=2, chain="a"):
         scheduler.on_new_request(req_id)
@@ -36,7 +36,7 @@ def begin(make_keys):
 
 @pytest.fixture
 def store(begin, finish):
-    """Compute and store a context of so many blocks."""
+    """Compute and store a context of ``num_blocks`` blocks."""
 
     def run(scheduler, req_id, num_blocks, num_groups=2, chain="a"):
         chains = begin(scheduler, req_id, num_blocks * BLOCK, num_groups, chain)
@@ -50,7 +50,7 @@ def store(begin, finish):
 
 
 def load_all(scheduler, req_id, local=0):
-    """Allocate device blocks numbered by position, 100 more for each group, where the load needs them."""
+    """Allocate device blocks where the load needs them: number = position, plus 100 for each group."""
     matched = scheduler.get_num_new_matched_tokens(req_id, local)
     tables = [
         [group * 100 + position if position in needed else None for position in range(needed.stop)]
@@ -67,7 +67,7 @@ def forget(scheduler, key):
 
 
 def gone(scheduler):
-    """A load that finds its last block evicted."""
+    """Return a ``prepare_load`` that finds its last block evicted."""
 
     def prepare_load(keys, context):
         forget(scheduler, keys[-1])

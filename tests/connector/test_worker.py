@@ -9,7 +9,7 @@ from persistkv.cpu.manager import CPULoadStoreSpec
 
 
 class Handler(OffloadingHandler):
-    """Moves nothing; ends the transfers that were waited for; raises in the calls named by ``failing``."""
+    """Handler that moves no data, ends the transfers that were waited for, and raises in the calls in ``failing``."""
 
     def __init__(self) -> None:
         self.failing: set[str] = set()

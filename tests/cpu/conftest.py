@@ -1,4 +1,4 @@
-"""Keys, shared memory, and KV caches to move."""
+"""Keys, shared memory and requests."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def context() -> ReqContext:
 
 @pytest.fixture
 def keys() -> Callable[[int], list[OffloadKey]]:
-    """Fresh keys, never the same twice."""
+    """Return a function that makes keys, never the same twice."""
     numbers = itertools.count()
     return lambda count: [make_offload_key(next(numbers).to_bytes(32, "big"), 0) for _ in range(count)]
 
 
 @pytest.fixture
 def shared_memory() -> Iterator[str]:
-    """A directory of its own on the tmpfs that regions are made for."""
+    """New directory on the tmpfs where regions are placed."""
     directory = tempfile.mkdtemp(prefix="persistkv-test-", dir="/dev/shm")
     yield directory
     shutil.rmtree(directory)

@@ -1,4 +1,4 @@
-"""Transfers through the handlers: every byte against a plain model, on each device there is."""
+"""Transfers through the handlers, on each available device: every byte is compared with a plain model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ needs_cuda = [
 
 @pytest.fixture(params=["cpu", "cuda strategy", pytest.param("cuda", marks=needs_cuda)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Device of the KV tensors. "cuda strategy": the CPU, and the CUDA strategy over a driver without GPU."""
+    """Device of the KV tensors; "cuda strategy" is the CPU with the CUDA strategy over a driver without a GPU."""
     if request.param != "cuda strategy":
         return str(request.param)
     driver = request.getfixturevalue("driver")
@@ -50,7 +50,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 @dataclass
 class Geometry:
-    """KV tensors, and the (tensor, bytes used) that each group names."""
+    """KV tensors, and for each group the (tensor, used bytes) pairs that it refers to."""
 
     pages: list[int]
     groups: list[list[tuple[int, int]]]
@@ -105,7 +105,7 @@ def finish(handler: OffloadingHandler, job_id: int, spec: TransferSpec) -> Trans
 
 @dataclass
 class Job:
-    """Blocks of all groups, and rows enough for them."""
+    """Transfer of blocks of all groups, with enough rows for them."""
 
     gpu: GPULoadStoreSpec
     cpu: CPULoadStoreSpec
@@ -124,7 +124,7 @@ class Job:
         return cls(GPULoadStoreSpec(blocks, sizes, indices), CPULoadStoreSpec(rows))
 
     def used(self, geometry: Geometry) -> Iterator[tuple[int, int, int]]:
-        """(tensor, block, bytes) of everything that is to move."""
+        """Yield (tensor, block, used bytes) of each page to be moved."""
         first = 0
         for size, refs in zip(self.gpu.group_sizes, geometry.groups, strict=True):
             for block in self.gpu.block_ids[first : first + size]:
@@ -220,7 +220,7 @@ def test_tensors_of_inference_mode_can_be_loaded(device: str) -> None:
 
 
 def test_any_bits_survive(device: str) -> None:
-    """Pages are moved as wide numbers; not-a-numbers with a payload and subnormals must not change."""
+    """Pages are moved as wide numbers: NaNs with a payload and subnormal numbers must not change."""
     page = torch.arange(256, dtype=torch.uint8).repeat(4).sort().values.view(torch.int8)
     signalling = torch.tensor([0x7FF0000000000001, 0x000000000000000F], dtype=torch.int64).view(torch.int8)
     data = torch.cat([page, signalling]).repeat(NUM_BLOCKS, 1).to(device)
@@ -266,7 +266,7 @@ def test_after_shutdown_nothing_starts_and_the_region_can_go(
 
 
 class RaisingEngine(CopyEngine):
-    """Fails to wait for its copies."""
+    """Engine whose waits for copies fail."""
 
     def submit(self, job_id: int, copies: Sequence[PageCopies]) -> bool:
         return True

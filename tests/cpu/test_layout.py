@@ -120,7 +120,7 @@ def test_the_factor_is_positive() -> None:
 
 
 def setting(factor: int) -> tuple[CanonicalKVCaches, KVMemory]:
-    """Two tensors of 8 blocks, 6 rows; group 0 uses both tensors, group 1 half of the second's pages."""
+    """Return two tensors of 8 blocks, and 6 rows; group 0 uses both tensors, group 1 half of the second's pages."""
     tensors = [CanonicalKVCacheTensor(torch.zeros((8, page), dtype=torch.int8), page) for page in (16, 32)]
     refs = [[CanonicalKVCacheRef(0, 16), CanonicalKVCacheRef(1, 32)], [CanonicalKVCacheRef(1, 16)]]
     rows = tuple(torch.zeros((6, factor * page), dtype=torch.int8) for page in (16, 32))

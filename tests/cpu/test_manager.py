@@ -1,4 +1,4 @@
-"""The rules of the rows, one by one and against a plain model."""
+"""The rules of the rows, one by one and compared with a plain model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def manager(request: pytest.FixtureRequest) -> CPUOffloadingManager:
 
 
 def store(manager: CPUOffloadingManager, keys: list[OffloadKey], context: ReqContext) -> list[OffloadKey]:
-    """Store blocks that must fit; returns the evicted keys."""
+    """Store blocks that must fit; return the evicted keys."""
     output = manager.prepare_store(keys, context)
     assert output is not None
     manager.complete_store(output.keys_to_store, context)
@@ -172,7 +172,7 @@ def test_a_touch_reaches_blocks_that_are_being_written(keys: MakeKeys, context: 
 
 
 def test_reading_is_not_what_keeps_a_block(keys: MakeKeys, context: ReqContext) -> None:
-    """A slow cascade of a suffix must not make it outlive its prefix."""
+    """A slow cascade that reads a suffix must not make the suffix outlive its prefix."""
     manager = CPUOffloadingManager(2)
     old, new = keys(1), keys(1)
     store(manager, old, context)
@@ -265,7 +265,7 @@ some_keys = st.lists(st.sampled_from(KEYS), max_size=5)
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    """The manager against sets and counters: who holds which row, and what may be given away."""
+    """Comparison of the manager with sets and counters: owners of rows, and rows that may be evicted."""
 
     policy = "lru"
     num_blocks = 6
@@ -393,7 +393,7 @@ for _case in (TestLRUManager, TestARCManager):
     _case.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 
 
-# The primary tier's methods for other tiers
+# Methods of the primary tier for other tiers
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The region's file with real processes: races, deaths, leftovers, heirs, and too little memory."""
+"""The region's file with real processes: races, crashes, leftovers, inherited descriptors, too little memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start Python code in a process of its own, with ``path`` and ``size`` set; it is killed at the end."""
+    """Return a function that starts Python code in a new process with ``path`` and ``size``; kill it afterwards."""
     processes: list[subprocess.Popen[str]] = []
 
     def run(code: str, path: str, size: int = SIZE) -> subprocess.Popen[str]:
@@ -153,7 +153,7 @@ def test_an_heir_of_the_descriptor_does_not_keep_it_alive(start: Start, path: st
     owner.kill()
     owner.wait()
     assert remove_leftover_regions(shared_memory) == [path]
-    owner.communicate("\n")  # the heir reads the same pipe, and ends
+    owner.communicate("\n")  # the child that inherited the descriptor reads the same pipe, and exits
 
 
 def test_a_forked_child_leaves_the_file_alone(start: Start, path: str) -> None:
@@ -185,7 +185,7 @@ def test_the_last_to_close_removes_it(path: str) -> None:
 
 
 def test_being_taken_for_a_leftover_before_it_is_locked(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file removed between its creation and its lock is created again."""
+    """A file that is removed between its creation and its lock is created again."""
     real_open = os.open
     removed: list[str] = []
 
@@ -222,7 +222,7 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_open_waits_for_the_memory_of_a_killed_engine(small_tmpfs: Path, start: Start) -> None:
-    """Its host process maps a file without a name until it has ended."""
+    """The host process of a killed engine keeps an unlinked file mapped until it exits."""
     host = start(
         """
         file = open(path, "w+b")

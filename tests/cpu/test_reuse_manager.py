@@ -1,4 +1,4 @@
-"""The filter that stores only blocks which requests look up repeatedly."""
+"""The filter that stores only blocks that requests look up repeatedly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def look_up(manager: FilterReusedOffloadingManager, keys: Sequence[OffloadKey], 
 
 
 def stored(manager: FilterReusedOffloadingManager, keys: Sequence[OffloadKey], context: ReqContext) -> list[OffloadKey]:
-    """Store all blocks that the filter accepts; returns them."""
+    """Store all blocks that the filter accepts; return them."""
     output = manager.prepare_store(keys, context)
     assert output is not None
     manager.complete_store(output.keys_to_store, context)
@@ -117,7 +117,7 @@ def test_described_request_counts_once_for_each_of_its_blocks(keys: MakeKeys) ->
     groups = [keys(3), keys(2)]
     everything = groups[0] + groups[1]
     first = described("a", *groups)
-    for _ in range(5):  # as an engine that waits for a promotion: the lookups end at the first miss
+    for _ in range(5):  # an engine that waits for a promotion repeats its lookup, which ends at the first miss
         manager.lookup(groups[0][0], first)
     assert stored(manager, everything, first) == []
     manager.on_request_finished(first)
@@ -165,7 +165,7 @@ def test_reset_cache_forgets_counts(keys: MakeKeys, context: ReqContext) -> None
 
 
 class RecordingManager(CPUOffloadingManager):
-    """Records the calls that reach it."""
+    """Manager that records the calls that reach it."""
 
     def __init__(self) -> None:
         super().__init__(4, enable_events=True)

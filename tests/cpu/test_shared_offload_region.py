@@ -1,4 +1,4 @@
-"""The region: geometry, views that share its bytes, and giving it back in every order."""
+"""The region: geometry, views that share its bytes, and cleanup in every order."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_it_is_unpinned_at_cleanup(make_region: MakeRegion) -> None:
 
 
 class Runtime:
-    """A CUDA runtime that counts, and refuses from a given call on."""
+    """CUDA runtime that counts its calls and fails them from a given call on."""
 
     def __init__(self, refuse_from: int = 1000, code: int = 2) -> None:
         self.registered: dict[int, int] = {}

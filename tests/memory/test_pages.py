@@ -1,4 +1,4 @@
-"""Huge and resident pages: no byte changes, whether or not the kernel provides them."""
+"""Huge and resident pages: no byte changes, whether the kernel provides them or not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MakeFile = Callable[[int], tuple[int, mmap.mmap]]
 
 @pytest.fixture
 def make_file() -> Iterator[MakeFile]:
-    """Makes shared memory of some size, filled with bytes that differ."""
+    """Return a function that makes shared memory filled with random bytes."""
     fds: list[int] = []
 
     def make_file(num_bytes: int) -> tuple[int, mmap.mmap]:
@@ -65,7 +65,7 @@ def test_pages_are_huge_where_it_says_so(make_file: MakeFile) -> None:
 
 
 def held_in_huge_pages(memory: mmap.mmap) -> int:
-    """KiB of shared memory in huge pages, of the whole machine: a mapping tells only of those that it maps whole."""
+    """Return KiB of shared memory in huge pages, machine-wide; a mapping reports only pages that it maps whole."""
     with open("/proc/meminfo") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("ShmemHugePages"))
 
@@ -115,7 +115,7 @@ def test_huge_pages_are_mapped_as_such(make_file: MakeFile) -> None:
 
 
 def mapped_in_huge_pages(address: int) -> int:
-    """KiB of the mapping that begins at ``address``."""
+    """Return the KiB in huge pages of the mapping that begins at ``address``."""
     with open("/proc/self/smaps") as file:
         lines = iter(file)
         next(line for line in lines if line.startswith(f"{address:x}-"))

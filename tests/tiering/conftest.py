@@ -1,4 +1,4 @@
-"""A primary tier on a real region, with tiers behind it that keep bytes."""
+"""A primary tier on a real region, with secondary tiers that keep bytes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ GROUPS = (GroupLayout(((0, 4096),)), GroupLayout(((4096, 100), (8192, 4096))), G
 
 
 def content(key: OffloadKey) -> npt.NDArray[np.uint8]:
-    """Content of a key's block, a whole row."""
+    """Return the content of a key's block, one whole row."""
     seed = int.from_bytes(key[:8], "little") * 8 + key[-1]
     return np.random.default_rng(seed).integers(0, 256, STRIDE, dtype=np.uint8)
 
 
 def context(req_id: str, *chains: Sequence[OffloadKey]) -> ReqContext:
-    """A request that is described by its chains, or not at all."""
+    """Return a request with a description of its chains, or without a description if there are none."""
     if not chains:
         return ReqContext(req_id)
     description = RequestDescription(len(GROUPS))
@@ -44,7 +44,7 @@ def context(req_id: str, *chains: Sequence[OffloadKey]) -> ReqContext:
 
 @dataclass
 class Stack:
-    """A manager and the bytes below it."""
+    """A manager with its tiers and the bytes of its rows."""
 
     manager: TieringOffloadingManager
     primary: CPUPrimaryTierOffloadingManager
@@ -63,7 +63,7 @@ class Stack:
             self.rows[row] = content(key)
 
     def check(self, keys: Sequence[OffloadKey], spec: Any) -> None:
-        """The rows hold what belongs to their keys' groups."""
+        """Check that each row holds the content that belongs to the group of its key."""
         assert isinstance(spec, CPULoadStoreSpec)
         for key, row in zip(keys, spec.block_ids, strict=True):
             for offset, size in GROUPS[key[-1]].ranges:
@@ -73,12 +73,12 @@ class Stack:
         return [event for _ in range(times) for event in self.manager.take_events()]
 
     def forget_primary(self) -> None:
-        """Make the primary tier cold, as after a restart; the tiers keep their blocks."""
+        """Make the primary tier cold, as after a restart; the secondary tiers keep their blocks."""
         self.primary.reset_cache()
         self.rows[:] = 0
 
     def promote(self, keys: Sequence[OffloadKey], req: ReqContext) -> list[bool]:
-        """Look all keys up until none is on its way."""
+        """Look all keys up until no lookup is pending; return the results."""
         deadline = time.monotonic() + 90
         while time.monotonic() < deadline:
             answers = [self.manager.lookup(key, req) for key in keys]
@@ -93,7 +93,7 @@ MakeStack = Callable[..., Stack]
 
 @pytest.fixture
 def make_stack() -> Iterator[MakeStack]:
-    """Builds stacks of ``num_blocks`` rows; a tier is given as a function of (config, view)."""
+    """Return a function that builds stacks of ``num_blocks`` rows; each tier is a function of (config, view)."""
     stacks: list[Stack] = []
 
     def make(
@@ -121,7 +121,7 @@ def make_stack() -> Iterator[MakeStack]:
 
 @pytest.fixture
 def keys() -> Callable[..., list[OffloadKey]]:
-    """Fresh keys, never the same twice."""
+    """Return a function that makes keys, never the same twice."""
     numbers = itertools.count(1)
 
     def make(count: int, group: int = 0) -> list[OffloadKey]:

@@ -24,7 +24,7 @@ LAYOUT = RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)), GroupLayout(((0, BLOCK //
 
 
 def planted(classes: int, members: int, seed: int) -> list[OffloadKey]:
-    """Keys of few fingerprints: ``members`` of each."""
+    """Return keys of ``classes`` fingerprints, ``members`` of each."""
     fingerprint = fingerprint_function(BITS)
     draw = random.Random(seed)
     found: dict[int, list[OffloadKey]] = {}
@@ -45,7 +45,7 @@ def content(key: OffloadKey) -> npt.NDArray[np.uint8]:
 
 
 class History:
-    """One store, and what it must hold."""
+    """One store, and a model of the blocks that it must hold."""
 
     def __init__(self, url: str, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -82,7 +82,7 @@ class History:
         return JobMetadata(self.jobs, keys, rows, load, ReqContext(f"r{self.jobs}"))
 
     def store(self, keys: list[OffloadKey]) -> None:
-        """Store blocks. The tier skips a job if all of its keys seem to be held: then a collided key is not stored."""
+        """Store blocks. The tier skips a job if all of its keys seem held, and then a collided key is not stored."""
         skips = all(self.finds(key) for key in keys)
         job = self.job(keys, load=False)
         for key, row in zip(keys, job.block_ids, strict=True):
@@ -116,7 +116,7 @@ class History:
                 self.store(keys)
             case 3 | 4 | 5:
                 self.load(keys)
-            case 6:  # as an engine: load what is found, compute the others, store all
+            case 6:  # as an engine: load the blocks that are found, compute the others, store all
                 failed = self.load([key for key in keys if self.finds(key)] or keys[:1])
                 self.store(keys)
                 self.store(keys)
@@ -126,7 +126,7 @@ class History:
                 self.tier.shutdown()
                 self.open()
                 if self.url.startswith("memory"):
-                    self.durable.clear()  # such a store is new with each open
+                    self.durable.clear()  # a store in memory is empty after each open
         lost = [key.hex()[:8] for key in self.durable if not self.finds(key)]
         assert not lost, f"{len(lost)} of {len(self.durable)} stored blocks are not found in {self.url}"
 

@@ -213,7 +213,7 @@ def test_reset_cache_tier_raises_old_weights_are_not_served(
 
 
 class RaisingContexts(RaisingTier):
-    """Lists recently used contexts, and raises when asked for them."""
+    """Tier that lists recently used contexts, and raises when it is asked for them."""
 
     def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
         raise OSError("ask_recent")

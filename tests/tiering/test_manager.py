@@ -1,4 +1,4 @@
-"""Cascade, promotion, policies, references: the rules of the tiering manager, one by one."""
+"""Cascade, promotion, policies and references: the rules of the tiering manager, one by one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def begin(stack: Any, req: ReqContext) -> ReqContext:
 
 
 def leave_in_tiers(stack: Any, names: Sequence[OffloadKey], req: ReqContext) -> None:
-    """Store blocks, let the tiers take them, and make the primary tier forget them."""
+    """Store blocks, wait until the tiers have them, and empty the primary tier."""
     stack.store(names, begin(stack, req))
     stack.step()
     stack.forget_primary()
@@ -190,7 +190,7 @@ def test_a_promotion_does_not_evict_its_own_prefix(make_stack: MakeStack, keys: 
 def test_a_promotion_behind_held_rows_finds_the_room_there_is(
     make_stack: MakeStack, keys: Keys, described: Described
 ) -> None:
-    """The request's own promoted blocks are referenced: they take no room from the rest of its context twice."""
+    """The request already references its promoted blocks, so they are not subtracted twice from the available rows."""
     stack = make_stack(6, recording)
     names = keys(5)
     leave_in_tiers(stack, names, described("a", names))
@@ -306,7 +306,7 @@ def test_tiers_hear_of_the_end_after_the_last_store(make_stack: MakeStack, keys:
 def test_an_end_waits_for_blocks_that_another_request_writes(
     make_stack: MakeStack, keys: Keys, described: Described
 ) -> None:
-    """Else its manifest would be written before its blocks were handed on, and be cut short."""
+    """Otherwise the manifest is written before all blocks are submitted, and is cut short."""
     stack = make_stack(8, recording)
     names = keys(2)
     writer, other = begin(stack, described("a", names)), begin(stack, described("b", names))
@@ -325,7 +325,7 @@ def test_prepare_store_uses_rows_of_cascades_that_have_ended(
     stack = make_stack(4, recording)
     req = begin(stack, described("r"))
     for _ in range(3):
-        stack.store(keys(4), req)  # in one step: each needs all rows, which the cascade of the one before references
+        stack.store(keys(4), req)  # in one step: each store needs all rows, referenced by the previous cascade
     assert [len(job.keys) for job in stack.tiers[0].stores] == [4, 4, 4]
 
 

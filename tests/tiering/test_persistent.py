@@ -1,4 +1,4 @@
-"""The persistent tier: the contract in each host, and additionally durability, manifests, restarts."""
+"""The persistent tier: the contract with each host; in addition durability, manifests, restarts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state machine of ``test_stateful`` notices bugs that once seemed plausible."""
+"""The state machine of ``test_stateful`` detects bugs that once seemed plausible."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def frees_rows_before_the_job_ends(manager: TieringOffloadingManager) -> None:
 
 
 def ignores_the_epoch(manager: TieringOffloadingManager) -> None:
-    """Cascades all stored blocks, including those orphaned by a reset."""
+    """Cascade all stored blocks, including those that a reset orphaned."""
     wrap_primary(manager, is_ready=lambda key: True)
 
 
@@ -76,7 +76,7 @@ def wrap_primary(manager: TieringOffloadingManager, **changed: Any) -> None:
 
 
 class Wrapped:
-    """A primary tier with some methods exchanged."""
+    """Primary tier with some methods replaced."""
 
     def __init__(self, primary: Any, **changed: Any) -> None:
         self.__dict__.update(changed)

@@ -26,7 +26,7 @@ Described = Callable[..., ReqContext]
 
 
 class Answering:
-    """A tier that answers on demand."""
+    """Tier that answers on demand."""
 
     def __init__(self) -> None:
         self.open = False
@@ -105,7 +105,7 @@ def fill(stack: Any, described: Described, name: str, chain: list[OffloadKey]) -
 def two_contexts(
     make_stack: MakeStack, tier: Callable[..., PersistentTier], keys: Keys, described: Described
 ) -> tuple[list[OffloadKey], list[OffloadKey]]:
-    """Six blocks each, in a closed store; the second was used last."""
+    """Store two contexts of six blocks each and close the store; the second one was used last."""
     first, (old, new) = make_stack(16, tier), (keys(6), keys(6))
     fill(first, described, "old", old)
     fill(first, described, "new", new)
@@ -114,7 +114,7 @@ def two_contexts(
 
 
 def ask_for(backend: InspectableBackend, chain: list[OffloadKey]) -> WarmRequest:
-    """As ``persistkv warm`` does, for the context that begins with this chain."""
+    """Request prewarming, as ``persistkv warm`` does, of the context that begins with this chain."""
     (space,) = backend.namespaces()
     for head in backend.manifests(space.id):
         groups = backend.manifest_keys(space.id, [head.id])[0]

@@ -1,4 +1,4 @@
-"""Requests at the tiering manager: announced, announced twice, or not at all; and their end."""
+"""Requests in the tiering manager: announced, announced twice or not at all; and their end."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_on_new_request_twice_ends_with_the_newest_description(
 def test_on_new_request_during_the_stores_of_a_finished_request(
     make_stack: MakeStack, keys: Keys, described: Described
 ) -> None:
-    """The id is used again before the stores of the first request have ended."""
+    """The same id is used again before the stores of the first request have ended."""
     stack = make_stack(8, recording)
     first, second = keys(2), keys(2)
     req = described("r", first)
@@ -195,7 +195,7 @@ def test_promoted_block_reaches_request_level_tiers_once_readable(
 def test_promoted_block_offered_meanwhile_reaches_request_level_tiers(
     make_stack: MakeStack, keys: Keys, described: Described
 ) -> None:
-    """The request computed the block while another request's promotion was in flight, and ends before that does."""
+    """A request computes a block during another request's promotion of it, and ends before that promotion."""
     stack = make_stack(8, recording, recording)
     near, far = stack.tiers
     names = keys(3)

@@ -1,4 +1,4 @@
-"""Tiers by name, and the whole stack from one dictionary."""
+"""Tiers by name, and the whole stack from a dictionary."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A state machine drives manager, tiers and a byte-accurate model of every row.
+"""A state machine drives manager and tiers, and compares them with a byte-accurate model of every row.
 
-After every step it checks DESIGN §7, invariants 1 to 3: what is readable holds the bytes of its key, a tier shows only
-what it has, and no row is written or reused while a job uses it. ``test_planted_bugs_are_caught`` breaks the manager in
-ways that once seemed plausible, and expects the machine to notice each.
+After every step it checks DESIGN §7, invariants 1 to 3: readable rows hold the bytes of their keys, a tier reports only
+blocks that it has, and no row is written or reused while a job uses it. ``test_planted_bugs_are_caught`` breaks the
+manager in ways that once seemed plausible, and expects the machine to detect each.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FAULTS = ["lookup", "submit_store", "submit_load", "get_finished_jobs", "take_ev
 
 
 def chains_of(branch: int) -> list[list[OffloadKey]]:
-    """Contexts that share their first two blocks, whatever the branch."""
+    """Return the chains of a context; all branches share the first two blocks of each group."""
     return [
         [make_offload_key(bytes((depth, branch if depth >= 2 else 0)) * 4, group) for depth in range(CHAIN)]
         for group in range(NUM_GROUPS)
@@ -59,12 +59,12 @@ def chains_of(branch: int) -> list[list[OffloadKey]]:
 
 
 def content(key: OffloadKey, weights: int) -> npt.NDArray[np.uint8]:
-    """Content of a key's block under these weights."""
+    """Return the content of a key's block under these weights."""
     return np.resize(np.frombuffer(key + bytes((weights,)), dtype=np.uint8), STRIDE)
 
 
 class ChaosTier(SecondaryTierManager):
-    """Runs its jobs in any order, when the machine says so; fails blocks and raises as the machine says."""
+    """Tier that runs its jobs in any order, and fails blocks and raises errors as the machine decides."""
 
     def __init__(self, config: OffloadingConfig, view: memoryview, policy: OffloadPolicy) -> None:
         super().__init__(config, view)
@@ -79,7 +79,7 @@ class ChaosTier(SecondaryTierManager):
         self.faults: list[str] = []
 
     def check(self, call: str) -> None:
-        """Raise, once, where the machine said so."""
+        """Raise once if the machine planned a fault for this call."""
         if call in self.faults:
             self.faults.remove(call)
             raise OSError(call)
@@ -112,7 +112,7 @@ class ChaosTier(SecondaryTierManager):
         self.waiting.append(job)
 
     def work(self, number: int, failing: Sequence[bool], lose_all: bool) -> None:
-        """Do one waiting job; rows of failed loads are scribbled on."""
+        """Run one pending job; overwrite the rows of failed loads with garbage."""
         job = self.waiting.pop(number % len(self.waiting))
         failed = [key for index, key in enumerate(job.keys) if failing[index % len(failing)]]
         for key, row in zip(job.keys, job.block_ids, strict=True):
@@ -155,7 +155,7 @@ class ChaosTier(SecondaryTierManager):
 
 @dataclass
 class Transfer:
-    """A worker's transfer between device and rows."""
+    """Transfer of a worker between device and rows."""
 
     req: ReqContext
     keys: list[OffloadKey]
@@ -165,10 +165,10 @@ class Transfer:
 
 
 class TieringMachine(RuleBasedStateMachine):
-    """The rules. ``sabotage`` may break the manager under test."""
+    """Actions and invariants of the stack. ``sabotage`` may break the manager under test."""
 
     totals: ClassVar[Counter[str]] = Counter()
-    """Totals of all runs: a machine without actions would prove nothing."""
+    """Numbers of actions of all runs: runs without actions would prove nothing."""
     sabotage: Callable[[TieringOffloadingManager], None] | None = None
 
     @initialize(tiers=st.lists(st.sampled_from(OffloadPolicy), min_size=1, max_size=2))
@@ -223,8 +223,8 @@ class TieringMachine(RuleBasedStateMachine):
     def job_ends(self, job: JobMetadata) -> None:
         self.release(job.block_ids.tolist(), writing=job.is_promotion)
 
-    # Actions of an engine. One rule draws the action: Hypothesis disables rules at random, and as rules of their own
-    # most runs would leave out one that the others need, and never get deep.
+    # Actions of an engine. One rule draws the action: Hypothesis disables rules at random, and with one rule per action
+    # most runs would lack a necessary action and stay shallow.
 
     @rule(
         action=st.sampled_from([*3 * FREQUENT, *3 * ["quiet", "reset", "begin_load"], *RARE]),
@@ -331,7 +331,7 @@ class TieringMachine(RuleBasedStateMachine):
         self.manager.on_request_finished(req)
 
     def all_transfers_end(self) -> None:
-        """Let everything in flight succeed, so that runs get deep."""
+        """Let all transfers and jobs succeed, so that runs reach deep states."""
         while self.transfers:
             self.end_transfer(0, True)
         for tier in self.tiers:
@@ -339,7 +339,7 @@ class TieringMachine(RuleBasedStateMachine):
         self.manager.take_events()
 
     def reset(self, weights_changed: bool) -> None:
-        """Before weights change, an engine lets its tiers end their jobs: they would take old bytes under new ones."""
+        """Before a change of weights, an engine waits for its tiers' jobs, which would store old bytes as new ones."""
         if weights_changed:
             for tier in self.tiers:
                 tier.drain_jobs(1)
@@ -363,7 +363,7 @@ class TieringMachine(RuleBasedStateMachine):
                 assert held == content(key, self.weights).tobytes(), "a tier was handed other bytes"
 
     def teardown(self) -> None:
-        """When everything has ended, every row is free and no request is remembered."""
+        """Check that, after the end of all work, every row is free and no request is remembered."""
         if not hasattr(self, "manager"):
             return
         try:

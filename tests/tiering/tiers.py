@@ -11,7 +11,7 @@ from persistkv.tiering.example import ExampleSecondaryTier
 
 
 class RecordingTier(ExampleSecondaryTier):
-    """Records its calls; asks for every block of a request; fails the loads of ``rotten`` keys."""
+    """Tier that records its calls, asks for every block of a request, and fails loads of ``rotten`` keys."""
 
     policy = OffloadPolicy.REQUEST_LEVEL
 
@@ -68,7 +68,7 @@ class BlockLevelTier(RecordingTier):
 
 
 class RaisingTier(RecordingTier):
-    """Raises ``error`` in the calls named by ``failing``; shutdown releases the rows first."""
+    """Tier that raises ``error`` in the calls named by ``failing``; shutdown releases the rows first."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

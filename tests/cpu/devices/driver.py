@@ -20,12 +20,12 @@ _SOURCE = Path(__file__).with_name("driver.c")
 
 
 def find_compiler() -> str | None:
-    """A C compiler, or None."""
+    """Return the path of a C compiler, or None."""
     return next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
 
 
 def find_header() -> Path | None:
-    """NVIDIA's ``cuda.h``, from a toolkit or from a wheel of the CUDA runtime, or None."""
+    """Return the path of NVIDIA's ``cuda.h``, from a toolkit or a wheel of the CUDA runtime, or None."""
     homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
     homes += [Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*"), reverse=True)]
     wheels = [path for directory in site.getsitepackages() for path in sorted(Path(directory, "nvidia").glob("*"))]
@@ -33,9 +33,9 @@ def find_header() -> Path | None:
 
 
 def build_driver(directory: Path) -> Path:
-    """Compile the driver, against NVIDIA's header where there is one.
+    """Compile the driver; use NVIDIA's header if one is installed.
 
-    :raises subprocess.CalledProcessError: it does not compile; the compiler gave the reason on standard error.
+    :raises subprocess.CalledProcessError: the compilation failed; the compiler wrote the reason to standard error.
     """
     library, header = directory / "libcuda.so", find_header()
     checked = [] if header is None else ["-DHAVE_CUDA_H", f"-I{header.parent}"]
@@ -66,7 +66,7 @@ class Driver:
         return int(self._functions.unregister_range(address))
 
     def take_num_copies(self) -> int:
-        """Copies that ran since the last call."""
+        """Return the number of copies since the last call."""
         return int(self._functions.take_num_copies())
 
 

@@ -1,4 +1,4 @@
-"""The thread that copies: few calls, whatever the order, and failures that are reported."""
+"""The copying thread: few calls regardless of the order of pages, and reported failures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(memory: KVMemory, direction: Direction, blocks: list[int], sub_blocks: l
 
 
 def arrangements() -> dict[str, tuple[list[int], list[int]]]:
-    """(blocks, sub-blocks), one for each way of copying."""
+    """Return (blocks, sub-blocks) for each way of copying."""
     chance = random.Random(5)
     shuffled = chance.sample(range(NUM_BLOCKS), 150)
     places = chance.sample(range(NUM_ROWS * FACTOR), 150)
@@ -71,7 +71,7 @@ def test_every_arrangement_moves_the_same_bytes(name: str, buffer_bytes: int, mo
 
 
 def test_calls_do_not_grow_with_pages() -> None:
-    """Each call gives the GIL away and may wait long for it."""
+    """Each call releases the GIL and may wait long to acquire it again."""
     calls: list[str] = []
 
     def count(frame: object, event: str, function: object) -> None:

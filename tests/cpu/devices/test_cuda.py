@@ -61,7 +61,7 @@ def random_bytes(rows: int, columns: int, device: torch.device | str = DEVICE) -
 
 
 def pinned_memory(num_blocks: int, num_rows: int, page: int, factor: int = 1, slack: int = 0) -> KVMemory:
-    """One KV tensor whose pages begin ``slack`` bytes into its blocks, and rows with gaps of as many bytes."""
+    """Return one KV tensor whose pages begin ``slack`` bytes into its blocks, and rows with gaps of the same size."""
     pages = random_bytes(num_blocks, page + slack)[:, slack:]
     rows = torch.zeros((num_rows, factor * page + slack), dtype=torch.int8, pin_memory=True)[:, slack:]
     return KVMemory((pages,), (rows,), factor)
@@ -75,7 +75,7 @@ def run(engine: CUDACopyEngine, copies: list[PageCopies]) -> None:
 
 @pytest.fixture
 def region(shared_memory: str) -> Iterator[SharedOffloadRegion]:
-    """16 rows of 64 KiB."""
+    """Region of 16 rows of 64 KiB."""
     region = SharedOffloadRegion("engine", 16 << 16, 16, 0, 1, 1 << 16, directory=shared_memory)
     yield region
     region.cleanup()
@@ -177,7 +177,7 @@ def test_compute_does_not_wait_for_copies(copier: PageCopier) -> None:
     assert [(result.job_id, result.success) for result in results] == [(1, True), (2, True)]
     assert all(
         0 < result.seconds < 0.2 for result in results
-    )  # the time of the copies, without the wait for the caller
+    )  # the duration of the copies, without the wait for the caller
 
 
 def test_jobs_end_in_the_order_of_their_submission(copier: PageCopier) -> None:
@@ -224,7 +224,7 @@ def test_null_address_fails_the_job_and_the_next_one_runs(caplog: pytest.LogCapt
 
 
 def in_new_process(body: str) -> subprocess.CompletedProcess[str]:
-    """Run a test's own program, whose errors may end the process or break the device for it."""
+    """Run a program in a new process, because its errors may end the process or break the device."""
     program = "from tests.cpu.devices.test_cuda import *\n" + body
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=45, check=False)
 
@@ -252,7 +252,7 @@ assert torch.equal(good.rows[0][[1, 3]], good.pages[0][[1, 3]].cpu())
 
 
 def test_unmapped_memory_is_refused_and_the_next_job_runs() -> None:
-    """Bounds of blocks and rows are checked before; this shows how the driver answers if a region were gone."""
+    """Blocks and rows are checked earlier; this test shows the driver's response to a region that is unmapped."""
     ended = in_new_process(
         """
 import mmap

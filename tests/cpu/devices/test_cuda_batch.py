@@ -1,4 +1,4 @@
-"""Batches of copies: merged where they continue each other, and run in either way."""
+"""Batches of copies: adjacent copies are merged; all copiers move the same bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def make_batch(target: torch.Tensor, source: torch.Tensor, pairs: list[tuple[int, int]], page: int) -> Batch:
-    """Copies of ``page`` bytes from row to row: (target row, source row)."""
+    """Return a batch of copies of ``page`` bytes; each pair is (target row, source row)."""
     targets = np.array([target.data_ptr() + to * target.stride(0) for to, _ in pairs])
     sources = np.array([source.data_ptr() + start * source.stride(0) for _, start in pairs])
     return Batch.of_pages(targets, sources, page, target, source)
@@ -83,7 +83,7 @@ def test_what_the_driver_refuses_is_an_error() -> None:
     pages = torch.zeros((1, 64), dtype=torch.int8, device="cuda")
     rows = torch.zeros((1, 64), dtype=torch.int8).pin_memory()
     with pytest.raises(RuntimeError, match="cuMemcpyBatchAsync failed with error"):
-        copier.copy(make_batch(pages, rows, [(0, 0)], 64), torch.cuda.default_stream())  # it takes no null stream
+        copier.copy(make_batch(pages, rows, [(0, 0)], 64), torch.cuda.default_stream())  # no default stream is accepted
 
 
 @cuda

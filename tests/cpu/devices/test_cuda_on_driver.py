@@ -129,7 +129,7 @@ def test_refused_job_leaves_no_copy_behind_and_the_next_job_runs(
     driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
     pages, rows = make_pages(), torch.zeros((NUM_ROWS, PAGE), dtype=torch.int8)
-    assert driver.cudaHostRegister(rows.data_ptr(), 2 * PAGE + 100, 0) == 0  # row 2 is registered in part
+    assert driver.cudaHostRegister(rows.data_ptr(), 2 * PAGE + 100, 0) == 0  # row 2 is registered only in part
     try:
         engine = CUDACopyEngine(KVMemory((pages,), (rows,), 1), Direction.STORE, DriverBatchCopier(driver.library))
         assert not engine.submit(1, copies([1], [2]))

@@ -68,7 +68,7 @@ def test_blocks_that_come_back_make_room_for_new_ones(keys: MakeKeys) -> None:
     lost = keys(2)
     policy.insert(lost, [2, 3])
     assert {key for key, _ in policy.evict(2)} == set(lost)
-    policy.insert(lost, [2, 3])  # both were given up too early: the target grows to 2
+    policy.insert(lost, [2, 3])  # both were evicted too early: the target grows to 2
     assert [row for _, row in policy.evict(4)] == [1, 0, 3, 2]
     fresh = keys(2)
     policy.insert(fresh, [0, 1])

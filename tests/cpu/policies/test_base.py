@@ -1,4 +1,4 @@
-"""The recency order keeps every place, protected or not."""
+"""Eviction order by recency: each key keeps its place, protected or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks for a GPU, run in tiny sizes on the CPU; their records; the kit of wheels; the script."""
+"""The GPU benchmarks, in tiny sizes on the CPU; their records; the kit of wheels; the script."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read(directory: Path) -> list[dict[str, Any]]:
 
 
 def run_smoke(module: str, directory: Path) -> dict[str, dict[str, Any]]:
-    """The figures by name."""
+    """Run a benchmark in its smallest size; return its records by figure."""
     arguments = ["--device", "cpu", "--smoke", "--out", str(directory / "out"), "--directory", str(directory)]
     import_module(f"benchmarks.gpu.{module}").main(arguments)
     records = read(directory / "out")

@@ -1,4 +1,4 @@
-"""Counting requests in what a connection carries, however it is cut into pieces."""
+"""Counts of the requests on a connection, for data cut at any position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The caches that the replay is compared with, against definitions that need no cleverness."""
+"""The reference caches of the replay, compared with simple definitions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from persistkv_tools.inspect.replay import Request, distinct_blocks, read_trace
 
 
 def chains(seed: int, count: int) -> list[Request]:
-    """Paths from the root of a small tree: child = 3 × parent + 1, 2 or 3."""
+    """Return paths from the root of a small tree, where a node has the children 3 × node + 1 and 3 × node + 2."""
     draw = random.Random(seed)
     found = []
     for _ in range(count):
@@ -32,7 +32,7 @@ def prefix_hits(chain: Request, held: frozenset[int]) -> int:
 
 
 def best_by_trying_all(requests: list[Request], capacity: int) -> int:
-    """The most prefix hits over all sets that a cache may keep after each request."""
+    """Return the most prefix hits over all sets of blocks that a cache may keep after each request."""
 
     @cache
     def best(number: int, held: frozenset[int]) -> int:
@@ -54,7 +54,7 @@ def test_the_clairvoyant_cache_is_the_best_of_all(seed: int, capacity: int) -> N
 
 
 def test_the_lru_drops_what_was_used_longest_ago_and_ends_before_beginnings() -> None:
-    assert lru_hits([[1, 2], [3], [1, 2]], 2) == 1  # 2 had to go for 3
+    assert lru_hits([[1, 2], [3], [1, 2]], 2) == 1  # 2 was evicted for 3
     assert lru_hits([[1, 2], [3], [1, 2]], 3) == 2
 
 

@@ -1,4 +1,4 @@
-"""The counts of ``benchmarks.trips`` are of the product's code, complete and plausible."""
+"""The counts of ``benchmarks.trips`` refer to the product's code, and are complete and plausible."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The pictures in docs/screens.md: commands on terminals, and the page of ``persistkv report`` in a browser.
 
-``make screenshots`` makes them anew. The store is made here, of synthetic blocks: conversations of an assistant that
-share a system prompt. What is drawn is what the commands wrote; only the directory is written as /var/cache/kv.
+``make screenshots`` draws them. The store holds synthetic blocks: conversations with an assistant that share a system
+prompt. The pictures show the real output of the commands, except that the directory is replaced by /var/cache/kv.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def fill(url: str) -> None:
-    """Conversations of some users, turn by turn."""
+    """Store the conversations of some users, turn by turn."""
     draw_ = random.Random(1)
     prompt = " ".join(f"s{word}" for word in range(12))
     talks: dict[int, str] = {}
@@ -84,12 +84,12 @@ def fill(url: str) -> None:
 
 
 def plain(text: str, place: Path) -> str:
-    """Without the directory that it was made in."""
+    """Replace the directory of the store by a fixed one."""
     return re.sub(rf"{re.escape(str(place))}/(store|busy)", SHOWN_AS, text)
 
 
 def draw(name: str, shown: str, title: str, width: int) -> None:
-    """A picture of what a terminal shows, with no fonts from elsewhere."""
+    """Draw the output of a terminal as a picture that refers to no remote fonts."""
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(Text.from_ansi(last_frame(shown)))
     svg = console.export_svg(title=title, theme=SVG_EXPORT_THEME)
@@ -98,14 +98,14 @@ def draw(name: str, shown: str, title: str, width: int) -> None:
 
 
 def last_frame(shown: str) -> str:
-    """Without bars that went away again."""
+    """Remove progress bars that the command erased."""
     return "\n".join(re.split(r"\r(?:\x1b\[2K)?", line)[-1].rstrip() for line in shown.split("\n")).strip("\n")
 
 
 def photograph(page: Path, target: Path) -> None:
-    """The page as Chromium draws it.
+    """Take a screenshot of the page in Chromium.
 
-    :raises FileNotFoundError: there is no Chromium.
+    :raises FileNotFoundError: Chromium is not installed.
     """
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:

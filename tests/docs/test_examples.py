@@ -1,4 +1,4 @@
-"""The examples of the pages, run as they stand there, but for paths and sizes."""
+"""The examples in the docs run unchanged, except for paths and sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from persistkv_tools.cli import main
 
 ROOT = Path(__file__).parents[2]
 PROMPT = [(7 * index * index + 3 * index) % 256 for index in range(100)]
-FOUND_SOMETHING = ("doctor", "why")  # exit code 1 of these says what they found, here and on the machine
+FOUND_SOMETHING = ("doctor", "why")  # exit code 1 is a finding, which depends on the machine
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Rewrites an example for this machine: its model, its store, little memory, and all the time that it takes."""
+    """Return a function that adapts an example to this machine: its model, its store, less memory, longer deadlines."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompt.txt").write_text(" ".join(map(str, PROMPT)))
     defaults = Engine.open.__func__.__kwdefaults__  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What pages name is there: files, targets of make, modules, commands."""
+"""The files, links, make targets, modules and commands that the pages name exist."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGES = sorted(
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 PLACE = re.compile(r"`((?:tests|benchmarks|backends|tools|docs|examples|\.ci)/[\w./-]*|persistkv/[\w./-]*(?:/|\.py))`")
-NO_COMMAND = {"identity"}  # the begin of what a namespace is the digest of
+NO_COMMAND = {"identity"}  # first word of the input to a namespace's digest
 
 
 @pytest.fixture(params=PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])

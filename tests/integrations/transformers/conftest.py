@@ -37,7 +37,7 @@ def tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from more, and lose much where others use the cores too."""
+    """Limit torch to one thread: such small models do not profit from more, and suffer where the cores are shared."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -101,12 +101,12 @@ def tiny_gpt_oss() -> GptOssForCausalLM:
 
 @pytest.fixture(scope="session")
 def gemma() -> Gemma3ForCausalLM:
-    """Layers 0, 1 and 3 see 32 tokens, layer 2 sees all."""
+    """Model whose layers 0, 1 and 3 attend to 32 tokens, and layer 2 to all."""
     return tiny_gemma3()
 
 
 @pytest.fixture(scope="session", params=[tiny_gemma3, tiny_mistral, tiny_gpt_oss])
 def windowed(request: pytest.FixtureRequest) -> PreTrainedModel:
-    """Mixed layers, sliding layers only, and mixed ones whose window is no multiple of a block."""
+    """Models with mixed layers, with sliding layers only, and with a window that is no multiple of a block."""
     made: PreTrainedModel = request.param()
     return made

@@ -25,7 +25,7 @@ def open_engine(model):
 
 
 def reference(model, prompt, count):
-    """What transformers itself generates."""
+    """Return the tokens that transformers itself generates."""
     inputs = torch.tensor([prompt])
     output = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=count, do_sample=False)
     return output[0, len(prompt) :].tolist()

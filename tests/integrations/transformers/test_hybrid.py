@@ -37,13 +37,13 @@ def long_prompt():
 
 
 def plain_logits(model, tokens):
-    """What one forward pass over everything, without a cache, says behind the last token."""
+    """Return the logits after the last token, from one forward pass over all tokens without a cache."""
     with torch.no_grad():
         return model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1]
 
 
 def assert_greedy(model, prompt, tokens):
-    """Each token is what one forward pass over all of them, without a cache, says behind those before it."""
+    """Check that one forward pass over all tokens, without a cache, predicts each of ``tokens``."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0]
     assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
@@ -54,7 +54,7 @@ def assert_close(logits, expected):
 
 
 def pages_of(engine, block_hashes):
-    """The resident ones of these pages by group and hash."""
+    """Copy the resident pages of these hashes, by group and hash."""
     return {
         (group, block_hash): page.clone()
         for group in range(len(engine.geometry))
@@ -80,7 +80,7 @@ class TestAnswers:
 
     @pytest.mark.parametrize("length", [1, 5, 28, 31, 32, 33, 36, 63, 64, 65, 100])
     def test_do_not_depend_on_how_much_was_restored(self, open_engine, gemma, long_prompt, length):
-        """Of the window under the first computed token all, some and none was restored."""
+        """All, part or none of the window that the first computed token attends to was restored."""
         engine = open_engine()
         engine.generate(long_prompt[:length], 1)
         engine.forget_device()

@@ -131,7 +131,7 @@ def fill(pool, *numbers):
 
 
 def acquire(pool, hashes):
-    """Refer to the longest resident prefix."""
+    """Acquire the longest resident prefix."""
     return [pool.acquire(block_hash) for block_hash in takewhile(pool.holds, hashes)]
 
 

@@ -29,7 +29,7 @@ def open_engine(model, url, **options):
 
 
 def answer_without_store(model, prompt, restored_tokens=0):
-    """The answer on a resident cache, with the prompt split where the restored run splits it."""
+    """Return the answer of an engine without a store that splits the prompt where the restored run splits it."""
     with open_engine(model, None) as engine:
         if restored_tokens:
             engine.generate(prompt[:restored_tokens], 1)

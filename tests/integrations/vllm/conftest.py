@@ -1,4 +1,4 @@
-"""Engines for tests. They run where vLLM is installed (``make test-vllm``) and are skipped elsewhere."""
+"""Engines for tests that need vLLM (``make test-vllm``); these are skipped where vLLM is not installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.integrations.vllm.tiny_model import VOCABULARY, make_model
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that are marked so need vLLM, and the time that its engines take to start."""
+    """Skip tests marked ``vllm`` where vLLM is not installed; allow them more time, because engines start slowly."""
     installed = importlib.util.find_spec("vllm") is not None
     for item in items:
         if item.get_closest_marker("vllm") is not None:
@@ -29,32 +29,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def prompt(number: int, length: int = 400) -> list[int]:
-    """Tokens that no other number's prompt begins with."""
+    """Return the tokens of a prompt that shares no prefix with the prompt of another number."""
     return [3 + (7 * number + 5 * index * index + index) % (VOCABULARY - 3) for index in range(length)]
 
 
 SHORT = prompt(99, 10)
-"""Fills no block. An engine in this mode takes steps only while it has requests; the store hears of them in steps."""
+"""Prompt that fills no block. Engines in this mode step only while they have requests; steps apply store events."""
 
 
 PREWARM: dict[str, Any] = {"type": "persistkv-prewarm", "share": 0.9}
-"""An entry of ``secondary_tiers``, after those of ``tier``."""
+"""Entry of ``secondary_tiers``, after the entries of ``tier``."""
 
 
 def tier(url: str, **options: Any) -> dict[str, Any]:
-    """An entry of ``secondary_tiers``."""
+    """Return an entry of ``secondary_tiers``."""
     return {"type": "persistkv", "url": url, **options}
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint."""
+    """Path of a checkpoint."""
     return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
-    """What engines are forked from."""
+    """Process that forks the engines."""
     zygote = Zygote(ENVIRONMENT)
     yield zygote
     zygote.close()
@@ -65,7 +65,7 @@ StartEngine = Callable[..., Engine]
 
 @pytest.fixture
 def start_engine(tmp_path: Path, model: Path, zygote: Zygote) -> Iterator[StartEngine]:
-    """Starts engines, and ends those that are left."""
+    """Return a function that starts engines; end the remaining engines after the test."""
     engines: list[Engine] = []
 
     def start(
@@ -76,9 +76,11 @@ def start_engine(tmp_path: Path, model: Path, zygote: Zygote) -> Iterator[StartE
         command: list[str] | None = None,
         **options: Any,
     ) -> Engine:
-        """:param tiers: entries of ``secondary_tiers``; without any there is no connector.
-        :param extra: more of the connector's configuration.
-        :param command: a Python to start; None: the engine is forked.
+        """Start an engine.
+
+        :param tiers: entries of ``secondary_tiers``; without any there is no connector.
+        :param extra: further options of the connector.
+        :param command: command line that starts a Python interpreter; None to fork the engine.
         :param options: of the engine.
         """
         connector = {"spec_name": "PersistKVSpec", "cpu_bytes_to_use": 64 << 20, "secondary_tiers": list(tiers)}
@@ -96,15 +98,15 @@ def start_engine(tmp_path: Path, model: Path, zygote: Zygote) -> Iterator[StartE
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    """A store of the test's own."""
+    """URL of a store for one test."""
     return f"lmdb://{tmp_path}/store?capacity=1GiB"
 
 
 def stored_contexts(url: str) -> int:
-    """Contexts that are durable in a store, of all models."""
+    """Return the number of durable contexts in a store, of all models."""
     try:
         backend = open_backend(url, read_only=True)
-    except StoreError:  # it is not there yet
+    except StoreError:  # the store does not exist yet
         return 0
     try:
         return sum(len(list(backend.manifests(namespace.id))) for namespace in backend.namespaces())
@@ -113,7 +115,7 @@ def stored_contexts(url: str) -> int:
 
 
 def wait_stored(url: str, count: int, timeout_s: float = 120.0) -> None:
-    """Until so many contexts are durable."""
+    """Wait until ``count`` contexts are durable."""
     deadline = time.monotonic() + timeout_s
     while (found := stored_contexts(url)) < count:
         assert time.monotonic() < deadline, f"{found} contexts are stored, not {count}"
@@ -121,7 +123,7 @@ def wait_stored(url: str, count: int, timeout_s: float = 120.0) -> None:
 
 
 def wait_loaded(url: str, count: int, timeout_s: float = 120.0) -> None:
-    """Until an engine that runs has loaded so many blocks."""
+    """Wait until a running engine has loaded ``count`` blocks."""
     backend = open_backend(url, read_only=True)
     try:
         deadline = time.monotonic() + timeout_s
@@ -134,7 +136,7 @@ def wait_loaded(url: str, count: int, timeout_s: float = 120.0) -> None:
 
 @pytest.fixture(scope="session")
 def plain_engine(tmp_path_factory: pytest.TempPathFactory, model: Path, zygote: Zygote) -> Iterator[Engine]:
-    """An engine without a connector."""
+    """Engine without a connector."""
     place = tmp_path_factory.mktemp("plain")
     settings = {"model": str(model), "connector": None, "engine": {}}
     engine = Engine(spawn_engine(zygote, settings, {"XDG_CACHE_HOME": str(place)}), place / "engine.log")

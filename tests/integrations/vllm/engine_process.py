@@ -1,6 +1,6 @@
-"""A vLLM engine in a process of its own: ``engine_process.py '{"model": …, "connector": …, "engine": …}'``.
+"""vLLM engine in a process: ``engine_process.py '{"model": …, "connector": …, "engine": …}'``.
 
-Reads one JSON command a line, answers with one JSON line, and ends with its input.
+Reads one JSON command per line, answers each with one line of JSON, and exits at the end of its input.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Server:
-    """The engine and its commands."""
+    """vLLM engine and its commands."""
 
     def __init__(
         self,
@@ -37,11 +37,11 @@ class Server:
         )
 
     def generate(self, prompts: list[list[int]], max_tokens: int = 12, params: Any = None) -> dict[str, Any]:
-        """Greedy answers, and how many tokens of each prompt came from a cache."""
+        """Return greedy answers, and the number of cached tokens of each prompt."""
         return _answers(self._run(prompts, max_tokens, params)[0])
 
     def measure(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        """The same, with the seconds that it took until the end, and until each prompt's first token."""
+        """Generate as above; also return the total seconds and the seconds until each prompt's first token."""
         outputs, seconds = self._run(prompts, max_tokens, None)
         latencies = [output.metrics.first_token_latency for output in outputs]
         return _answers(outputs) | {"seconds": seconds, "ttft": latencies}
@@ -58,7 +58,7 @@ class Server:
         return outputs, time.perf_counter() - begin
 
     def metrics(self) -> dict[str, float]:
-        """Counters and gauges whose name speaks of offloading, added up over their labels."""
+        """Return the counters and gauges with "offload" in their name, summed over their labels."""
         found: dict[str, float] = {}
         for metric in self._llm.get_metrics():
             if "offload" in metric.name and hasattr(metric, "value"):
@@ -66,7 +66,7 @@ class Server:
         return found
 
     def close(self) -> None:
-        """End the engine as a program does that ends by itself."""
+        """Shut the engine down as a program does that exits normally."""
         self._llm.llm_engine.engine_core.shutdown()
 
 
@@ -78,9 +78,9 @@ def _answers(outputs: list[Any]) -> dict[str, Any]:
 
 
 def main(kind: type[Server] = Server) -> None:
-    """Be one of a kind of them."""
+    """Run a server of this class until the end of the input."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what vLLM prints
+    os.dup2(2, 1)  # redirects vLLM's own output to standard error
     server = kind(**json.loads(sys.argv[1]))
     print(json.dumps({"ready": os.getpid()}), file=answers)
     for line in sys.stdin:

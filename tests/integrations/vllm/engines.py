@@ -18,13 +18,13 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
     "OMP_NUM_THREADS": "1",
-    "VLLM_CACHE_ROOT": f"{sys.prefix}/cache",  # what it found out of classes of models, by starting a process for each
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # two processes less to start; the scheduler is the same
+    "VLLM_CACHE_ROOT": f"{sys.prefix}/cache",  # cache of vLLM's inspection of model classes, each in a process
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # starts two processes less; the scheduler is the same
 }
 
 
 class Engine(Program):
-    """An engine in a process; see ``engine_process``."""
+    """Engine in a process; see ``engine_process``."""
 
     def __init__(self, spawn: Spawn, log: Path) -> None:
         super().__init__(spawn, log)
@@ -35,7 +35,7 @@ class Engine(Program):
             raise
 
     def generate(self, *prompts: list[int], **arguments: Any) -> Any:
-        """Answers and cached tokens, a list each."""
+        """Return the answers and the numbers of cached tokens, one list each."""
         return self.ask(do="generate", prompts=list(prompts), **arguments)
 
     def metrics(self) -> dict[str, float]:
@@ -44,7 +44,7 @@ class Engine(Program):
         return found
 
     def close(self) -> None:
-        """Let it end by itself."""
+        """End the input and wait until the engine exits."""
         self.end_input()
         assert self.wait(180), f"the engine does not end:\n{self.log[-6000:]}"
 
@@ -56,7 +56,7 @@ def spawn_engine(
     command: list[str] | None = None,
     program: str = PROGRAM,
 ) -> Spawn:
-    """``engine_process``, or a program like it, as a fork, or by a command that ends in a Python."""
+    """Spawn ``engine_process`` or a similar program, as a fork of ``zygote`` or by the interpreter in ``command``."""
     arguments = [json.dumps(settings)]
     if command is None:
         return zygote.fork(program, arguments, environment)

@@ -1,4 +1,4 @@
-"""What vLLM tells a secondary tier of its engine, without an engine; for tests and benchmarks."""
+"""Configuration that vLLM passes to a secondary tier, without an engine; for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def offloading_config(chunk_bytes: int, chunk_tokens: int = 16) -> Any:
-    """vLLM's ``OffloadingConfig`` of one worker and one KV cache group, a block a chunk."""
+    """Return vLLM's ``OffloadingConfig`` of one worker and one KV cache group, with one block per chunk."""
     from vllm.v1.kv_offload import config as offload
 
     return offload.OffloadingConfig(

@@ -1,4 +1,4 @@
-"""Processes that tests talk to, one JSON line for another: new ones, and forks of one that has imported vLLM."""
+"""Processes that answer lines of JSON: new processes, and forks of a process that has imported vLLM."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Spawn = Callable[[int, int, int], int]
 
 
 class Program:
-    """A process, child or not.
+    """Process, which need not be a child.
 
-    :param log: what it logs is appended to this file.
+    :param log: file to which the process appends its log.
     """
 
     def __init__(self, spawn: Spawn, log: Path) -> None:
@@ -39,50 +39,50 @@ class Program:
 
     @property
     def log(self) -> str:
-        """All that is in its log, also of programs before it."""
+        """The whole log file, including the output of earlier programs."""
         return self._log.read_text(errors="replace")
 
     def answer(self) -> Any:
-        """The next line that it writes.
+        """Return the next line that the process writes, decoded.
 
-        :raises RuntimeError: it ended; the end of its log.
+        :raises RuntimeError: the process ended; the message has the end of its log.
         """
         line = self._stdout.readline()
         if not line:
-            self.wait(60)  # it may still have to say why
+            self.wait(60)  # it may still write the reason to its log
             raise RuntimeError(f"the process ended:\n{self.log[-6000:]}")
         return json.loads(line)
 
     def ask(self, **command: Any) -> Any:
-        """Write a line; the line that it answers with."""
+        """Write a command as a line; return the answer."""
         print(json.dumps(command), file=self._stdin)
         return self.answer()
 
     def end_input(self) -> None:
-        """It reads no more lines."""
+        """Close the input of the process."""
         self._stdin.close()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it ended in time."""
+        """Return whether the process ended within the time."""
         return bool(select.select([self._fd], [], [], timeout_s)[0])
 
     def kill(self) -> None:
-        """SIGKILL for all of its processes but those in sessions of their own, as the store's is."""
+        """Send SIGKILL to the process group; processes in sessions of their own survive, such as the store's."""
         os.killpg(self.pid, signal.SIGKILL)
         assert self.wait(60)
 
     def terminate(self) -> None:
-        """SIGTERM."""
+        """Send SIGTERM."""
         os.kill(self.pid, signal.SIGTERM)
 
     def release(self) -> None:
-        """Kill what is left of it; idempotent."""
+        """Kill the remaining processes and close the pipes; idempotent."""
         if self._stdin.closed and self._stdout.closed:
             return
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.wait(60)
-        with suppress(ChildProcessError):  # a fork of another process
+        with suppress(ChildProcessError):  # the program is a fork of another process
             os.waitpid(self.pid, 0)
         for file in (self._stdin, self._stdout):
             file.close()
@@ -90,7 +90,7 @@ class Program:
 
 
 def new_process(command: Sequence[str], environment: dict[str, str]) -> Spawn:
-    """Of a command line."""
+    """Return a function that starts a command line as a new process."""
 
     def spawn(stdin: int, stdout: int, stderr: int) -> int:
         places = [(os.POSIX_SPAWN_DUP2, source, number) for number, source in enumerate((stdin, stdout, stderr))]
@@ -102,7 +102,7 @@ def new_process(command: Sequence[str], environment: dict[str, str]) -> Spawn:
 
 
 class Zygote:
-    """A process that has imported vLLM; see ``zygote``."""
+    """Process that has imported vLLM and forks programs; see ``zygote``."""
 
     def __init__(self, environment: dict[str, str], python: str = sys.executable) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -120,7 +120,7 @@ class Zygote:
         return message
 
     def fork(self, module: str, arguments: Sequence[str], environment: dict[str, str]) -> Spawn:
-        """``python -m module arguments``, without its imports."""
+        """Return a function that runs ``python -m module arguments`` as a fork, which saves the imports."""
         message = json.dumps({"module": module, "arguments": arguments, "environment": environment})
 
         def spawn(stdin: int, stdout: int, stderr: int) -> int:
@@ -130,6 +130,6 @@ class Zygote:
         return spawn
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._control.close()
         self._process.wait(60)

@@ -16,7 +16,7 @@ ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
 def server_arguments(model: Path, sock: Path, connector: dict[str, Any]) -> list[str]:
-    """Options of the command line, as ``engine_process`` sets them for its engine."""
+    """Return the options of the command line, equal to those that ``engine_process`` sets for its engine."""
     transfer = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -30,7 +30,7 @@ def server_arguments(model: Path, sock: Path, connector: dict[str, Any]) -> list
         "seed": 0,
         "block-size": 32,
         "max-num-seqs": 4,
-        "shutdown-timeout": 120,  # by default it kills its processes, the store's among them, at once
+        "shutdown-timeout": 120,  # by default it kills its processes at once, and with them the store's
         "kv-transfer-config": json.dumps(transfer),
     }
     flags = ["--skip-tokenizer-init", "--enforce-eager", "--enable-prompt-tokens-details"]
@@ -38,7 +38,7 @@ def server_arguments(model: Path, sock: Path, connector: dict[str, Any]) -> list
 
 
 class Server(Program):
-    """A server that answers."""
+    """Server that is ready for requests."""
 
     def __init__(self, spawn: Spawn, log: Path, sock: Path) -> None:
         super().__init__(lambda stdin, _, stderr: spawn(stdin, stderr, stderr), log)
@@ -60,9 +60,9 @@ class Server(Program):
                     raise RuntimeError(f"no server:\n{self.log[-6000:]}") from None
 
     def request(self, method: str, path: str, body: Any = None) -> str:
-        """The body of the answer.
+        """Send a request; return the body of the response.
 
-        :raises http.client.HTTPException: its status is not 200.
+        :raises http.client.HTTPException: the status is not 200.
         """
         connection = _UnixConnection(self._socket)
         try:
@@ -77,7 +77,7 @@ class Server(Program):
         return answer
 
     def generate(self, *prompts: list[int], params: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Answers and cached tokens, as those of ``conftest.Engine``; one prompt after the other."""
+        """Complete one prompt after the other; return answers and cached tokens as ``engines.Engine`` does."""
         answers = [self._complete(prompt, params) for prompt in prompts]
         return {
             "tokens": [answer["choices"][0]["token_ids"] for answer in answers],
@@ -96,7 +96,7 @@ class Server(Program):
         return json.loads(self.request("POST", "/v1/completions", body))
 
     def metrics(self) -> str:
-        """What Prometheus reads."""
+        """Return the metrics in Prometheus' format."""
         return self.request("GET", "/metrics")
 
 

@@ -14,7 +14,7 @@ FACTS = {"name": "vllm", "release": "0.32", "device": "cpu"}
 
 
 class HfConfig(dict):
-    """As transformers' configurations are asked."""
+    """Configuration with the interface of transformers' configurations."""
 
     def to_dict(self):
         return dict(self)

@@ -22,7 +22,7 @@ def file(tmp_path):
 
 
 def rows_of(memory):
-    """As vLLM hands them over: signed bytes in two dimensions."""
+    """Return the rows as vLLM passes them: signed bytes in two dimensions."""
     return memoryview(np.frombuffer(memory, np.int8).reshape(ROWS, STRIDE))
 
 

@@ -1,4 +1,4 @@
-"""Real vLLM engines that end, and others that go on from what they left."""
+"""Real vLLM engines that end, and later engines that reuse their contexts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPTS = [prompt(1), prompt(2), prompt(3, 250)]
 
 @pytest.fixture(scope="module")
 def expected(plain_engine):
-    """What an engine without any connector answers."""
+    """Answers of an engine without a connector."""
     return plain_engine.generate(*PROMPTS)["tokens"]
 
 
@@ -32,7 +32,7 @@ def test_engines_start_warm_after_a_kill_and_after_an_end(start_engine, url, exp
     ended.close()
     last = start_engine(tier(url))
     assert last.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384, 224]}
-    assert "in a thread" not in last.log  # the store has a process of its own
+    assert "in a thread" not in last.log  # the store runs in a process of its own
 
 
 def test_another_model_misses_and_answers_right(start_engine, url, tmp_path, expected):
@@ -75,7 +75,7 @@ def test_what_was_used_last_is_promoted_before_it_is_asked_for(start_engine, url
     deadline = time.monotonic() + 120
     while warm.metrics().get(loaded, 0) < (384 + 384 + 224) * TOKEN_BYTES:
         assert time.monotonic() < deadline, warm.metrics()
-        warm.generate(SHORT)  # each of its steps promotes something
+        warm.generate(SHORT)  # each step promotes some blocks
     before = warm.metrics()[loaded]
     assert warm.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384, 224]}
     assert warm.metrics()[loaded] == before

@@ -1,4 +1,4 @@
-"""Real vLLM engines over a bucket, and over a disk with a bucket behind it."""
+"""Real vLLM engines on a bucket, and on a disk in front of a bucket."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def s3_server(tmp_path):
-    """moto, in a process of its own."""
+    """Process that runs moto, a simulator of S3."""
     server = Program(new_process([sys.executable, "-c", SERVER], {}), tmp_path / "moto.log")
     yield server
     server.release()
@@ -36,7 +36,7 @@ def s3_server(tmp_path):
 
 @pytest.fixture
 def bucket_url(s3_server, monkeypatch):
-    """A bucket of the test's own."""
+    """URL of a store in a bucket for one test."""
     boto3 = pytest.importorskip("boto3")
     for name, value in AWS_ACCESS.items():
         monkeypatch.setenv(name, value)
@@ -50,7 +50,7 @@ def bucket_url(s3_server, monkeypatch):
 
 @pytest.fixture(scope="module")
 def expected(plain_engine):
-    """What an engine without any connector answers."""
+    """Answers of an engine without a connector."""
     return plain_engine.generate(*PROMPTS)["tokens"]
 
 

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI-compatible server, with the processes that it starts by default."""
+"""vLLM's OpenAI-compatible server, with all processes that it starts by default."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PROMPTS = [prompt(1), prompt(2)]
 
 @pytest.fixture(scope="module")
 def expected(plain_engine):
-    """What an engine without any connector answers."""
+    """Answers of an engine without a connector."""
     return plain_engine.generate(*PROMPTS)["tokens"]
 
 
 @pytest.fixture
 def start_server(zygote, model, tmp_path):
-    """Starts servers, and kills those that are left."""
+    """Return a function that starts servers; kill the remaining servers after the test."""
     servers = []
 
     def start(*tiers, new=False):

@@ -1,4 +1,4 @@
-"""The tier between vLLM's abstract classes and a store, without an engine around it."""
+"""The tier between vLLM's abstract classes and a store, without an engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rows():
 
 @pytest.fixture
 def make_tier(rows, url, monkeypatch):
-    """Builds tiers over the rows; which identity they have is another test's affair."""
+    """Return a function that makes tiers over the rows; other tests cover the identity."""
     from persistkv.integrations.vllm import tier as module
 
     engine = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"))
@@ -194,7 +194,7 @@ def test_statistics_are_of_metrics_that_were_defined(make_tier):
     reading = tier.get_stats()
     deadline = time.monotonic() + 60
     while reading is None or not any(name.endswith("disk_bytes") for name in reading.data["data"]):
-        assert time.monotonic() < deadline  # the store's side answers a later step
+        assert time.monotonic() < deadline  # the store's answer arrives in a later step
         list(tier.get_finished_jobs())
         reading = tier.get_stats()
     assert set(reading.data["data"]) <= set(defined)
@@ -219,7 +219,7 @@ def test_is_found_by_its_short_name_and_by_its_module():
     from persistkv.integrations.vllm.plugin import register
 
     register()
-    register()  # vLLM calls it more than once
+    register()  # vLLM calls it several times
     module = "persistkv.integrations.vllm"
     assert SecondaryTierFactory.get_tier_class({"type": "persistkv"}) is PersistKVTier
     assert SecondaryTierFactory.get_tier_class({"type": "PersistKVTier", "module_path": module}) is PersistKVTier

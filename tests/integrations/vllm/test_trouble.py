@@ -1,4 +1,4 @@
-"""Real vLLM engines, and what can go wrong behind them or beside them."""
+"""Real vLLM engines with damaged or full stores, wrong options, and other engines on the same store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPTS = [prompt(1), prompt(2)]
 
 @pytest.fixture(scope="module")
 def expected(plain_engine):
-    """What an engine without any connector answers."""
+    """Answers of an engine without a connector."""
     return plain_engine.generate(*PROMPTS)["tokens"]
 
 
@@ -78,7 +78,7 @@ def test_the_processes_that_vllm_starts_by_default(start_engine, url, expected):
     wait_stored(url, 2)
     killed.kill()
     warm = start_engine(tier(url), PREWARM, **options)
-    wait_loaded(url, 24)  # by an engine that nobody has asked for anything
+    wait_loaded(url, 24)  # the engine has not received a request yet
     assert warm.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384]}
 
 
@@ -95,7 +95,7 @@ def test_two_engines_share_one_store(start_engine, url, expected):
     deadline = time.monotonic() + 120
     while not second.metrics().get(f"{PREFIX}held_chunks"):
         assert time.monotonic() < deadline
-        second.generate(SHORT)  # each of its steps takes news
+        second.generate(SHORT)  # each step applies news of the store
     assert second.generate(PROMPTS[0]) == {"tokens": expected[:1], "cached": [384]}
 
 

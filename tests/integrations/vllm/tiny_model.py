@@ -1,4 +1,4 @@
-"""A Llama of two layers, the same each time. Its weights are large, so that greedy answers are never close."""
+"""Llama of two layers, deterministic. Its weights are large, so that greedy choices are never close."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {
 
 
 TOKEN_BYTES = 2 * 2 * 2 * 32 * 4
-"""Of KV: keys and values, of two layers, of two heads, 32 numbers of four bytes."""
+"""Bytes of KV per token: keys and values, two layers, two heads, 32 numbers of four bytes."""
 HYBRID: dict[str, Any] = {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
@@ -44,13 +44,13 @@ HYBRID: dict[str, Any] = {
     "rope_local_base_freq": 10000.0,
     "tie_word_embeddings": True,
 }
-"""What a Gemma 3 has that a Llama has not."""
+"""Fields that a Gemma 3 adds to those of a Llama."""
 
 
 def make_model(directory: Path, *, seed: int = 0, **changes: Any) -> Path:
     """Write a checkpoint.
 
-    :param changes: to the configuration.
+    :param changes: fields of the configuration to replace.
     """
     config = CONFIG | changes
     generator = torch.Generator().manual_seed(seed)
@@ -60,7 +60,7 @@ def make_model(directory: Path, *, seed: int = 0, **changes: Any) -> Path:
 
 
 def make_hybrid_model(directory: Path) -> Path:
-    """A checkpoint of a model half of whose layers look at the last 64 tokens only."""
+    """Write a checkpoint of a model half of whose layers attend to the last 64 tokens only."""
     config = CONFIG | HYBRID
     tensors = _tensors(config, torch.Generator().manual_seed(0))
     for layer in range(config["num_hidden_layers"]):

@@ -1,8 +1,8 @@
-"""A process that has imported vLLM and forks for each program that is asked for: ``zygote.py SOCKET``.
+"""Process that imports vLLM once and forks for each program: ``zygote.py SOCKET``.
 
-An import takes half a minute of a slow core, a fork takes none. Each message on the socket is JSON, ``{"module": …,
-"arguments": […], "environment": {…}}``, with three descriptors beside it: what the program reads, writes, and logs to.
-The answer is the program's process id. Ends with its socket; the programs do not.
+An import takes half a minute on a slow core, a fork takes no time. Each message on the socket is JSON, ``{"module": …,
+"arguments": […], "environment": {…}}``, with three descriptors: the program's input, output and log. The answer is the
+program's process id. The process exits when its socket closes; its programs continue.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IMPORTED_LATE = (
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
     "vllm.v1.kv_offload.tiering.spec",
 )
-"""What an engine imports when it starts, as far as it takes long."""
+"""Slow imports that an engine performs when it starts."""
 MAX_MESSAGE = 1 << 16
 
 
@@ -37,7 +37,7 @@ def main() -> None:
         importlib.import_module(name)
     if len(os.listdir("/proc/self/task")) != 1:
         sys.exit("an import started threads: a fork of this process would lack them, and may hold their locks")
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the programs here
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # this process waits for no program
     control.send(b"ready")
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE, 3)
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _become(descriptors: list[int], module: str, arguments: list[str], environment: dict[str, str]) -> None:
-    """Run a module as ``python -m`` does in a new session, as far as it can tell."""
+    """Run a module in a new session, with the effect of ``python -m``."""
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, descriptor in enumerate(descriptors):

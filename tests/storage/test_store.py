@@ -29,7 +29,7 @@ def test_round_trip(store_url: str, open_store: OpenStore, keys: Keys, codec: st
     store = open_store(store_url, codec=codec)
     store.rows.array[:, ::3] = 0  # so that zstd can compress the blocks
     names, places = keys(count), list(range(count))[::-1]
-    assert store.put("r", names, places, range(count)) is (count < 64)  # 64 blocks are written from the rows, uncopied
+    assert store.put("r", names, places, range(count)) is (count < 64)  # 64 blocks are written directly from the rows
     store.end_request(end("r", names))
     store.commit()
     before = refill(store)

@@ -1,4 +1,4 @@
-"""Context of three packs, of which the middle one is damaged, in a store opened by its URL."""
+"""Context of three packs, of which the middle one is damaged; all access uses a real client of the store."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tests.host_processes import descendants, host_processes
 
 
 def obey_ctrl_c() -> None:
-    """``preexec_fn`` that enables SIGINT: background jobs of a shell, and so the children of a test run, ignore it."""
+    """``preexec_fn`` that restores SIGINT: background jobs of a shell, and so the children of a test run, ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

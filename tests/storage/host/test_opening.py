@@ -1,4 +1,4 @@
-"""Opening a store: errors reach the engine unchanged, and recoverable failures are recovered from."""
+"""Opening a store: errors reach the engine unchanged, and restarts of the host process resolve the recoverable ones."""
 
 from __future__ import annotations
 

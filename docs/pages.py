@@ -1,10 +1,10 @@
 """How files of the repository become pages of the site: what mkdocs does not do by itself.
 
-1. What is written once stays where it is: the front page is README.md, a driver's page is the README in its folder.
+1. Pages are not duplicated: the front page is README.md, a driver's page is the README in its folder.
 2. A link between files, which works where the repository is browsed, becomes one between pages. One to a file that is
    no page becomes its text. One to nothing is a warning, which ``mkdocs build --strict`` makes an error.
 3. A link to a source file on a line of its own becomes the file's text.
-4. A page that would fetch something from elsewhere is a warning as well: the site is read without a network.
+4. A page that would fetch anything over the network causes a warning, too.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _FETCH = re.compile(
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that lie outside docs/."""
+    """Add the pages outside docs/."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
-    """Turn links between files into links between pages; what stands in a fence stays."""
+    """Turn links between files into links between pages, except in code fences."""
     where = page.file.src_uri
     source = next((source for source, name in PAGES.items() if name == where), f"docs/{where}")
     markdown = _SOURCE.sub(_included(source), markdown)
@@ -58,7 +58,7 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """Look for what a browser would fetch from elsewhere."""
+    """Warn about content that a browser would fetch over the network."""
     for url in _FETCH.findall(output):
         logger.warning("%s fetches %s: the site is to be read without a network", page.file.src_uri, url)
     return output

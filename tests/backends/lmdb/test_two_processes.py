@@ -336,7 +336,7 @@ def test_lock_file_that_is_deleted(path, backend, namespace, other):
 
 
 def test_fork_keeps_neither_lock_nor_guard_alive(open_store, path, backend, namespace, other):
-    """A process that forks during a write and is killed leaves a live fork, which does not delay other processes."""
+    """A process forks during a write and is killed. Its live fork holds neither lock, so others can use the store."""
     code = """
 import os, sys, time
 from persistkv.config import StoreUrl

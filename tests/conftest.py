@@ -1,4 +1,4 @@
-"""Check that no test leaves a host process running: it outlives its engine, and would outlive the test run."""
+"""Check after each test that no host process is left: it outlives its engine, and would outlive the tests."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class EvictionMachine(RuleBasedStateMachine):
         assert set(self.commit(CommitBatch(deletions=[self.ids[number]]))) == self.delete(number)
 
     def drop_aged_manifests(self) -> None:
-        """Remove manifests that the driver dropped alone. Each must be older than every pack that may be evicted."""
+        """Remove manifests that the driver dropped without their packs. Each must be older than all evictable packs."""
         gone = set(self.manifests) - self.present()
         for name in gone:
             held = self.manifests.pop(name)

@@ -154,7 +154,7 @@ def damage_copy(original: Path, store: Path, draw: random.Random, case: int) -> 
 
 
 def run_case(url: str, store: Path, right: dict[bytes, bytes]) -> Counter[str]:
-    """Use a damaged copy until it can be used.
+    """Use a damaged copy until a use succeeds. Return how often each outcome occurred.
 
     :raises AssertionError: an invariant is violated; the message describes the violation.
     """

@@ -1,4 +1,4 @@
-"""Run a function in a forked process, whose crash or hang does not harm the parent.
+"""Execution of a function in a forked process, whose crash or hang does not harm the parent.
 
 The parent must have no LMDB environment open and no threads.
 """

@@ -24,8 +24,10 @@ from hypothesis import strategies as st
 from tests.fuzz.edits import KINDS, MAX_EDITS, MAX_INDEX, Edit, apply_edits
 from tests.fuzz.targets import TARGETS, Target
 
-HEADROOM_BYTES = 256 << 20  # 256 MiB above the process's address space at the start: a claimed length does not fit
-HANG_S = 150.0  # seconds for a round, which takes about one
+HEADROOM_BYTES = (
+    256 << 20
+)  # 256 MiB above the process's address space at the start: a large claimed length does not fit
+HANG_S = 150.0  # seconds; a round normally takes about one
 ROUND = 500  # cases per run of Hypothesis: beyond that, tracking of tried cases costs more than the cases
 
 

@@ -84,18 +84,18 @@ class Target(ABC):
 
 @functools.cache
 def blocks(group: int) -> np.ndarray:
-    """Four blocks with values that ``planes`` and ``zstd`` compress."""
+    """Return four blocks with values that ``planes`` and ``zstd`` compress."""
     values = np.random.default_rng(group).standard_normal((4, SIZES[group] // 2)).astype(np.float32)
     return (values.view(np.uint32) >> 20 << 4).astype(np.uint16).view(np.uint8)
 
 
 def keys(group: int, hash_bytes: int = 32) -> list[bytes]:
-    """Keys of these blocks."""
+    """Return the keys of these blocks."""
     return [make_offload_key(bytes([index + 1]) * hash_bytes, group) for index in range(4)]
 
 
 def packs() -> list[PackWriter]:
-    """One pack for each codec and kind of table."""
+    """Return one pack for each codec and kind of table."""
     both = [Segment(group, SIZES[group], keys(group), ArraySource(blocks(group)), depth=0) for group in (0, 1)]
     uneven = Segment(0, BLOCK, keys(0)[:2] + keys(0, 16)[2:], ArraySource(blocks(0)))
     made = [
@@ -308,7 +308,7 @@ class CodecTexts(Target):
 
 
 class S3Index(Target):
-    """Index objects of the S3 driver, merged into a catalogue, whose content must be valid and written before."""
+    """Index objects of the S3 driver: entries merged into a catalogue must be valid, and must have been written."""
 
     name = "s3 index"
     heads = tuple(

@@ -335,7 +335,7 @@ def segment_bytes(path):
 
 
 def test_what_an_undone_transaction_grew_is_cut_by_the_next(open_store, path, identity):
-    """Otherwise the catalogue could be granted space that the segment files still occupy."""
+    """Without the truncation, the catalogue could be granted space that the segment files still occupy."""
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))

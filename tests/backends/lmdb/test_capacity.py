@@ -53,7 +53,7 @@ def test_full_store_is_mostly_payload(open_store, identity, second_attempts):
 
 
 def test_large_batches_of_small_packs_push_nothing_out_while_there_is_room(open_store, identity, second_attempts):
-    """Such a batch rewrites more catalogue pages than are left before the driver detects that the catalogue is full."""
+    """Each batch rewrites more catalogue pages than are left before the driver detects that the catalogue is full."""
     backend = open_store("?capacity=1GiB")
     namespace = backend.open_namespace(identity).id
     together, batches = 800, 6

@@ -132,7 +132,7 @@ def test_damage_after_a_clean_end_is_moved_aside_where_opening_finds_it(open_sto
 
 
 def test_a_look_ends_with_the_process_that_asked():
-    """Otherwise each host process that is killed while it opens a large store would leave a running integrity check."""
+    """Without this, each host process that is killed while it opens a large store would leave a check running."""
     looking = """
 import os, time
 from persistkv_lmdb.fsck import end_with

@@ -59,7 +59,7 @@ def test_writing_joins_reading(open_store, identity):
 
 
 def test_nobody_reads_while_files_are_opened_for_writing(open_store, backend, namespace, monkeypatch):
-    """Opening for writing closes the descriptors. A number that a reader holds could then mean another file."""
+    """Opening for writing closes the descriptors. A number held by a reader could then refer to another file."""
     backend.close()
     reader = open_store(read_only=True)
     shared = reader.environment

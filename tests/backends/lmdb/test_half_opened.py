@@ -65,7 +65,7 @@ FAILURES_OF_WHAT_IS_THERE = FAILURES | {"first word": (first_word_that_fails, St
 
 
 def opened_files(path):
-    """Names and access modes of this process's descriptors of files in the store, with repetitions."""
+    """Return names and access modes of this process's descriptors of files in the store, with repetitions."""
     found = []
     for entry in Path("/proc/self/fd").iterdir():
         try:

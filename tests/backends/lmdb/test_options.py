@@ -38,7 +38,7 @@ def test_new_policy_is_that_of_the_store_that_is_created(open_store, path, query
 
 
 def notices(caplog):
-    """Texts of the warnings so far."""
+    """Return the texts of the warnings so far."""
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 

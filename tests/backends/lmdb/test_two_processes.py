@@ -321,7 +321,7 @@ def test_a_store_that_opens_slowly_holds_up_no_other(open_store, tmp_path, backe
 
 
 def test_lock_file_that_is_deleted(path, backend, namespace, other):
-    """LMDB's own lock still serializes the writes. The new lock file does so again from the next transactions on."""
+    """LMDB's own lock still serializes the writes. The next transactions use the new lock file."""
     with in_a_transaction(backend, namespace, 1):
         (path / "writer.lock").unlink()
         other.say("commit 2")
@@ -390,7 +390,7 @@ def test_listing_holds_no_snapshot_while_its_reader_blocks(path, backend, namesp
         ready, _, _ = select.select([listing.stdout], [], [], PATIENCE_S)
         assert ready
         deadline = time.monotonic() + PATIENCE_S
-        while active_readers(path):  # until the pipe is full; a snapshot held after that would be held for ever
+        while active_readers(path):  # a snapshot held when the pipe is full would be held for ever
             assert time.monotonic() < deadline
             time.sleep(0.01)
         commit(backend, namespace, 1)

@@ -79,7 +79,7 @@ class RawS3(RawStore):
         return [key, *self._index_objects(namespace, writer)]
 
     def _index_objects(self, namespace: bytes, writer: bytes) -> list[str]:
-        """Names of the index objects of a writer that committed once."""
+        """Return the names of the index objects of a writer that committed once."""
         return [self._names(namespace).log(LogName(writer, 1))]
 
 

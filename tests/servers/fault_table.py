@@ -1,9 +1,9 @@
 """Effects of object store faults on an engine and its store: python -m tests.servers.fault_table
 
-An engine ticks each millisecond and submits small stores and loads to a store in a host process, over a connection that
-a proxy breaks. Each fault lasts ``--seconds``. Its ticks are compared with those of the time before the fault, with the
-same load on the same server. After the fault the engine submits lost blocks again. Then a new handle that bypasses the
-proxy checks all content, and retention runs.
+An engine ticks each millisecond and submits small stores and loads. Its host process reaches the server over a proxy
+that breaks connections. Each fault lasts ``--seconds``. The ticks during the fault are compared with those before it,
+with the same load on the same server. After the fault the engine submits lost blocks again. Then a new handle that
+bypasses the proxy checks all content, and retention runs.
 
 The run fails for wrong, missing or duplicate blocks, for objects that retention leaves behind, and for a breaker that
 does not open or close. Times are reported only. Without ``--endpoint`` the server is moto, which cannot be killed,

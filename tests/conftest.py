@@ -1,4 +1,4 @@
-"""No test may leave a host process behind: it outlives its engine, and would outlive the tests."""
+"""Check after each test that no host process is left: it outlives its engine, and would outlive the tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.host_processes import host_processes, mark_run
 
-_GRACE_S = 10.0  # an orphan commits what it accepted
+_GRACE_S = 10.0  # an orphaned host process commits the blocks that it accepted
 
 mark_run()
 

@@ -10,21 +10,21 @@ from contextlib import suppress
 from pathlib import Path
 
 _RUN = "PERSISTKV_TEST_RUN"
-"""Environment variable of all processes of a test run; other runs on this machine have host processes, too."""
+"""Environment variable of all processes of a test run. Other runs on the machine have host processes too."""
 
 
 def mark_run() -> None:
-    """Mark this process and those that it starts."""
+    """Mark this process and its future children as part of this test run."""
     os.environ[_RUN] = uuid.uuid4().hex
 
 
 def host_processes() -> set[int]:
-    """Return the PIDs of the live host processes of this run, also of those whose engine is dead."""
+    """Return the PIDs of the live host processes of this run, including those whose engine is dead."""
     mark = f"{_RUN}={os.environ[_RUN]}".encode()
     found = set()
     for directory in Path("/proc").iterdir():
         if directory.name.isdecimal():
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the process has ended
                 if (directory / "cmdline").read_bytes().endswith(b"\0persistkv-host\0") and mark in (
                     directory / "environ"
                 ).read_bytes().split(b"\0"):
@@ -33,7 +33,7 @@ def host_processes() -> set[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the live descendants of a process, by their parents."""
+    """Return the PIDs of the live descendants of a process."""
     children = defaultdict(list)
     for directory in Path("/proc").iterdir():
         if directory.name.isdecimal():
@@ -41,7 +41,7 @@ def descendants(pid: int) -> list[int]:
                 parent = (directory / "stat").read_text().rpartition(")")[2].split()[1]
                 children[int(parent)].append(int(directory.name))
     found = [pid]
-    for one in found:  # grows meanwhile
+    for one in found:  # grows during the loop
         found += children[one]
     return found[1:]
 

@@ -1,4 +1,4 @@
-"""What a store in memory holds, and damage to it."""
+"""Access to the content of a memory store, and damage to it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from persistkv.testing.memory import MemoryBackend
 
 
 def memory_of(backend: Any) -> MemoryBackend:
-    """The store in memory behind a backend that may inject faults."""
+    """Return the memory backend below backends that inject faults."""
     while type(backend) is not MemoryBackend:
         backend = backend.inner
     assert isinstance(backend, MemoryBackend)
@@ -17,13 +17,13 @@ def memory_of(backend: Any) -> MemoryBackend:
 
 
 def payload(backend: Any, namespace: bytes, pack_id: bytes) -> bytes:
-    """A pack's payload."""
+    """Return the payload of a pack."""
     with memory_of(backend).rows() as rows:
         return b"".join(bytes(value) for _, value in rows.starting_with("pieces", namespace + pack_id))
 
 
 def set_payload(backend: Any, namespace: bytes, pack_id: bytes, data: bytes) -> None:
-    """Put other bytes in its place, of any length."""
+    """Replace the payload of a pack by bytes of any length."""
     with memory_of(backend).rows(write=True) as rows:
         payloads = RowPayloads(rows)
         payloads.delete(namespace + pack_id, 0)
@@ -31,26 +31,26 @@ def set_payload(backend: Any, namespace: bytes, pack_id: bytes, data: bytes) -> 
 
 
 def flip(backend: Any, namespace: bytes, pack_id: bytes, offset: int, mask: int = 1) -> None:
-    """Change bits of one byte of a payload."""
+    """Flip bits in one byte of a payload."""
     data = bytearray(payload(backend, namespace, pack_id))
     data[offset] ^= mask
     set_payload(backend, namespace, pack_id, bytes(data))
 
 
 def swap_payloads(backend: Any, namespace: bytes, one: bytes, other: bytes) -> None:
-    """Give two packs the payloads of each other."""
+    """Exchange the payloads of two packs."""
     first, second = (payload(backend, namespace, pack_id) for pack_id in (one, other))
     set_payload(backend, namespace, one, second)
     set_payload(backend, namespace, other, first)
 
 
 def set_table_row(backend: Any, namespace: bytes, pack_id: bytes, data: bytes) -> None:
-    """Put other bytes in the place of a pack's table."""
+    """Replace a pack's table."""
     with memory_of(backend).rows(write=True) as rows:
         rows.put("packs", namespace + pack_id, bytes(8) + data)
 
 
 def set_manifest_row(backend: Any, namespace: bytes, manifest_id: str, table: str, data: bytes) -> None:
-    """Put other bytes in the place of a manifest's head (``manifests``) or keys (``manifest_keys``)."""
+    """Replace a manifest's head (table ``manifests``) or keys (table ``manifest_keys``)."""
     with memory_of(backend).rows(write=True) as rows:
         rows.put(table, manifest_row(namespace, manifest_id), data)

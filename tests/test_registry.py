@@ -1,4 +1,4 @@
-"""Classes by name: built-in ones, and plug-ins of installed distributions."""
+"""Classes by name: built-in classes, and plug-ins of installed distributions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Install = Callable[..., None]
 
 
 class Animal:
-    """Base class of what the registry holds."""
+    """Base class of the registered classes."""
 
 
 class Cat(Animal):
-    """The built-in one."""
+    """The built-in class."""
 
 
 ANIMALS = Registry[Animal]("test.animals", "animal", Animal, {"cat": Cat})

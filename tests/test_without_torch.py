@@ -1,4 +1,4 @@
-"""The library and the command work where torch and transformers are not installed."""
+"""The library and the commands work without torch and transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both drivers against a model that keeps its store in a list: the order of eviction, what goes with what, totals."""
+"""Both drivers compared with a model that keeps its store in a list: eviction order, dependent deletions, totals."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class Held:
     """A pack (number, depth) or a manifest (name, depth 0)."""
 
     used: int
-    """The moment of its last use; of a manifest, that at which it was written."""
+    """Moment of the pack's last use, or of the manifest's creation. A moment is a commit that stores or touches."""
     depth: int
     packs: list[int] = field(default_factory=list)
     pinned: bool = False
 
 
 class EvictionMachine(RuleBasedStateMachine):
-    """Packs are numbers. The model tells which would go next; the driver decides only how many go."""
+    """Driver and model. Packs are numbers. The model determines the eviction order, the driver how many packs leave."""
 
     open_store: Callable[[str], InspectableBackend]
-    """Opens a store of 4 MiB in a directory."""
+    """Open a store of 4 MiB in a directory."""
     evictions = 0
     kept: set[int]
 
@@ -75,7 +75,7 @@ class EvictionMachine(RuleBasedStateMachine):
         return gone
 
     def evict(self, expected: list[int]) -> None:
-        """Take what is oldest until all that the driver evicted is gone, and nothing else."""
+        """Remove the oldest entries of the model, until exactly the packs that the driver evicted are gone."""
         missing = set(expected)
         while missing:
             pinned = {number for held in self.manifests.values() if held.pinned for number in held.packs}
@@ -110,7 +110,7 @@ class EvictionMachine(RuleBasedStateMachine):
         by_id = {pack_id: number for number, pack_id in self.ids.items()}
         return [by_id[table.pack_id] for table in self.backend.commit(self.namespace, batch).evicted]
 
-    # What happens
+    # Rules
 
     @rule(numbers=st.lists(NUMBERS, min_size=1, max_size=3, unique=True), touched=st.lists(NUMBERS, max_size=3))
     def store(self, numbers: list[int], touched: list[int]) -> None:
@@ -143,7 +143,7 @@ class EvictionMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from("ab"), pinned=st.booleans())
     def pin(self, name: str, pinned: bool) -> None:
         held_by_pins = sum(1 + number % 5 for held in self.manifests.values() if held.pinned for number in held.packs)
-        if pinned and held_by_pins > 5:  # there is always room for what comes
+        if pinned and held_by_pins > 5:  # leave enough space for the next packs
             return
         assert not self.commit(CommitBatch(pins=[(name, pinned)]))
         if name in self.manifests:
@@ -162,7 +162,7 @@ class EvictionMachine(RuleBasedStateMachine):
         assert set(self.commit(CommitBatch(deletions=[self.ids[number]]))) == self.delete(number)
 
     def drop_aged_manifests(self) -> None:
-        """Manifests that went although no pack of theirs did were older than every pack that may go."""
+        """Remove manifests that the driver dropped without their packs. Each must be older than all evictable packs."""
         gone = set(self.manifests) - self.present()
         for name in gone:
             held = self.manifests.pop(name)

@@ -8,7 +8,7 @@ from tests.crash.recorder import build_recorder, find_compiler
 
 @pytest.fixture
 def recorder(tmp_path: Path) -> Path:
-    """The library that records; the test is skipped where it cannot be built."""
+    """The recorder library. Skip the test if it cannot be built."""
     if find_compiler() is None:
         pytest.skip("there is no C compiler here, to build the recorder with")
     try:

@@ -1,12 +1,15 @@
-"""Cut a store's file short, or flip a bit of it, and use it: ``python -m tests.crash.damage --cases 400 --seed 1``.
+"""Truncate a file of a store or flip one of its bits, then use the store.
 
-Each case is a copy of a real store, of either placement in turns, damaged once in its ``data.mdb`` (one of 16: in a
-segment). A process that stands for the store's host opens all namespaces, reads every block, writes a request, and
-closes; it is started again where it dies, does not end, or cannot use the store, as an engine does. Then:
+    python -m tests.crash.damage --cases 400 --seed 1
 
-1. The process that starts it lives, and waits no longer than its bound.
-2. No block that was served differs from what was stored under its key.
-3. After a few starts at most, the store holds what is written to it: opened with what is right, or moved aside.
+Each case is a copy of a real store, with alternating placement. One file is damaged once: ``data.mdb``, or in one of 16
+cases a segment. A process in the role of the host process opens all namespaces, reads every block, writes a request,
+and closes. If it dies, hangs, or cannot use the store, it is restarted, as an engine would do. Invariants:
+
+1. The parent process survives, and waits for each child no longer than ``PATIENCE_S``.
+2. Every block that is served equals the block that was stored under its key.
+3. After at most ``STARTS`` starts the store accepts new content and returns it: it was opened with its valid content,
+   or it was quarantined and replaced by an empty store.
 """
 
 from __future__ import annotations
@@ -43,22 +46,22 @@ PATIENCE_S = 90.0
 _OPTIONS = "capacity=16MiB"
 _PAGE_FLAGS = slice(10, 12)
 _OVERFLOW = 0x04
-_STRUCTURE_BYTES = 64  # of a page: its header, and where its first rows lie
+_STRUCTURE_BYTES = 64  # of a page: its header and the offsets of its first rows
 _WRONG_BYTES = "wrong bytes"
 
 
 def blocks_of(seed: int) -> int:
-    """Blocks in a pack of the store."""
+    """Return the number of blocks in a pack."""
     return 1 + random.Random(seed).randrange(12)
 
 
 def seeds_of(number: int) -> range:
-    """The seeds of a namespace's packs; the first third of them is deleted again."""
+    """Return the seeds of a namespace's packs. The packs of the first third are deleted again."""
     return range(1000 * number, 1000 * number + PACKS)
 
 
 def expected() -> dict[bytes, bytes]:
-    """Every block that was ever stored."""
+    """Return every block that was ever stored, by key."""
     found: dict[bytes, bytes] = {}
     for number in range(len(IDENTITIES)):
         for seed in seeds_of(number):
@@ -68,7 +71,7 @@ def expected() -> dict[bytes, bytes]:
 
 
 def make_store(url: str) -> Outcome:
-    """Packs, manifests, pins, touches, and room that was used and freed."""
+    """Create a store with packs, manifests, pins, touches, and space that was used and freed."""
     backend = open_backend(url)
     for number, identity in enumerate(IDENTITIES):
         namespace = backend.open_namespace(identity).id
@@ -86,8 +89,11 @@ def make_store(url: str) -> Outcome:
 
 
 def damage(data: bytearray, draw: random.Random, case: int) -> str:
-    """Damage the file's bytes; says how. Half of the cases cut it. Of the others, half flip a bit anywhere, a quarter
-    one of the catalogue, and a quarter one of what holds the catalogue together."""
+    """Damage the bytes of a file. Return a description of the damage.
+
+    Half of the cases truncate the file. Of the others, half flip any bit, a quarter flip a bit of a catalogue page, and
+    a quarter flip a bit in the structure of such a page.
+    """
     if case % 2 == 0:
         length = draw.randrange(len(data))
         del data[length:]
@@ -102,14 +108,14 @@ def damage(data: bytearray, draw: random.Random, case: int) -> str:
 
 
 def _lies_in_payload(data: bytearray, offset: int) -> bool:
-    """Whether the page is none of a tree's, by its flags; pages that continue an overflow are told by the payload's."""
+    """Return whether the page holds payload: an overflow page, or a page that continues one and has no header."""
     page = data[offset // PAGE_BYTES * PAGE_BYTES :][:PAGE_BYTES]
     number = int.from_bytes(page[:8], "little")
     return number != offset // PAGE_BYTES or bool(int.from_bytes(page[_PAGE_FLAGS], "little") & _OVERFLOW)
 
 
 def use(url: str, right: dict[bytes, bytes]) -> Outcome:
-    """What a host does in its life, all at once."""
+    """Open, read, write and close the store, as a host process does."""
     rows = Rows(
         memoryview(bytearray(len(right) * PAGE_BYTES)), RowLayout(PAGE_BYTES, (GroupLayout(((0, BLOCK_BYTES),)),))
     )
@@ -136,7 +142,7 @@ def use(url: str, right: dict[bytes, bytes]) -> Outcome:
 
 
 def damage_copy(original: Path, store: Path, draw: random.Random, case: int) -> str:
-    """Make a copy and damage it; says how."""
+    """Copy the store and damage the copy. Return a description of the damage."""
     shutil.rmtree(store, ignore_errors=True)
     shutil.copytree(original, store)
     in_segment = case % 16 == 15
@@ -148,9 +154,9 @@ def damage_copy(original: Path, store: Path, draw: random.Random, case: int) -> 
 
 
 def run_case(url: str, store: Path, right: dict[bytes, bytes]) -> Counter[str]:
-    """Use a damaged copy until it can be used.
+    """Use a damaged copy until a use succeeds. Return how often each outcome occurred.
 
-    :raises AssertionError: saying what is wrong.
+    :raises AssertionError: an invariant is violated; the message describes the violation.
     """
     seen: Counter[str] = Counter()
     for _ in range(STARTS):
@@ -166,9 +172,9 @@ def run_case(url: str, store: Path, right: dict[bytes, bytes]) -> Counter[str]:
 
 
 def run(cases: int, seed: int, directory: Path, seconds: float) -> Counter[str]:
-    """Run cases, or as many as the time allows; their outcomes, counted.
+    """Run up to ``cases`` cases within the time limit. Return how often each outcome occurred.
 
-    :raises AssertionError: saying what is wrong, with the seed and the number of the case.
+    :raises AssertionError: an invariant is violated; the message has the seed and the number of the case.
     """
     for placement in PLACEMENTS:
         url = f"lmdb://{directory / placement}?{_OPTIONS}&placement={placement}"

@@ -1,14 +1,14 @@
-"""A disk that forgets: replays what ``record.c`` recorded, and rebuilds files as a power loss may leave them.
+"""Simulated disk: replays the calls that ``record.c`` recorded, and rebuilds files as a power loss may leave them.
 
-What POSIX promises, and no more:
+The simulation assumes only the guarantees of POSIX:
 
-1. A write is durable once its file was synced after it, or where it was synchronous itself. Until then each 4 KiB of it
-   may be on the disk or not, in any order; where it is, each 512 bytes may be new or not.
-2. The same for a file's length, and for space that was allocated.
-3. A file or directory that is new may be missing until its directory was synced.
-4. What was not durable when a sync failed is not made durable by a later one: the kernel takes it for written. It may
-   be on the disk or not, until the page is written once more and synced. The same for a length. (A directory's sync can
-   be asked for again: a file system whose journal fails takes nothing more.)
+1. A write is durable after the next sync of its file, or at once if the write is synchronous. Until then each page of
+   4 KiB may be on the disk or not, in any order, and each sector of 512 bytes in it may be new or old.
+2. The same holds for the length of a file, and for allocated space.
+3. A new file or directory may be missing until its parent directory has been synced.
+4. After a failed sync, later syncs do not make the affected pages durable, because the kernel marks them as clean. Such
+   a page may be on the disk or not, until it is rewritten and synced. The same holds for a length. The sync of a
+   directory can be retried: a file system whose journal fails accepts no further changes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Record(NamedTuple):
 
 
 def read_log(log: Path) -> Iterator[Record]:
-    """What was recorded, in order; what a kill cut short is left out."""
+    """Yield the records in order, without a last record that a kill truncated."""
     rest = memoryview(log.read_bytes())
     while len(rest) >= _HEAD.size:
         op, path_length, offset, length = _HEAD.unpack_from(rest)
@@ -50,17 +50,17 @@ def read_log(log: Path) -> Iterator[Record]:
 
 
 class _File:
-    """What is durable of one file, and what may be."""
+    """One file: its durable content, and changes that are not durable yet."""
 
     def __init__(self) -> None:
         self.now = bytearray()
         self.durable = bytearray()
         self.versions: dict[int, list[bytes]] = {}
-        """Page number to what it held after each write that is not durable."""
+        """Contents of each page after each write that is not durable yet, by page number."""
         self.lengths: list[int] = []
-        """Each length it had that is not durable."""
+        """Lengths that the file had and that are not durable yet."""
         self.adrift: dict[int, list[bytes]] = {}
-        """The same as ``versions``, of pages that no sync will write."""
+        """Like ``versions``, for pages that a failed sync left: no later sync writes them."""
         self.adrift_lengths: list[int] = []
 
     def resize(self, length: int) -> None:
@@ -108,7 +108,7 @@ class _File:
         self.lengths.clear()
 
     def fail_to_sync(self) -> None:
-        """What is not durable may never be."""
+        """Exclude all changes that are not durable yet from later syncs."""
         for page, versions in self.versions.items():
             self.adrift.setdefault(page, []).extend(versions)
         self.versions.clear()
@@ -116,9 +116,9 @@ class _File:
         self.lengths.clear()
 
     def after_a_loss(self, draw: random.Random, kept: float) -> bytes:
-        """One of the many contents that it may have.
+        """Return one of the contents that the file may have after a power loss.
 
-        :param kept: how likely a page's newest version is on the disk.
+        :param kept: probability that the newest version of a page is on the disk.
         """
         length = len(self.durable)
         if (lengths := self.adrift_lengths + self.lengths) and draw.random() < kept:
@@ -155,20 +155,20 @@ def _torn(old: bytes, new: bytes, draw: random.Random) -> bytes:
 
 
 class Disk:
-    """What all files of the recorded directory hold, durable and not, after the records so far."""
+    """All files of the recorded directory after the replayed records, with durable and pending changes."""
 
     def __init__(self) -> None:
         self._files: dict[Path, _File] = {}
         self._directories: set[Path] = set()
         self._failed: Path | None = None
-        """Where the call before this one failed to write: what comes next is what it did all the same."""
+        """File of the previous record, if that is a failed write. The next record is then the part that was written."""
         self._unnamed: set[Path] = set()
-        """New files and directories whose own directory was not synced since."""
+        """New files and directories whose parent directory has not been synced since."""
 
     def replay(self, record: Record) -> None:
-        """One call more.
+        """Apply one record.
 
-        :raises NotImplementedError: it is not modelled.
+        :raises NotImplementedError: the operation is not simulated.
         """
         op, path, offset, length, data = record
         failed, self._failed = self._failed, None
@@ -198,7 +198,7 @@ class Disk:
             raise NotImplementedError(f"operation {op} on {path}")
 
     def rebuild(self, target: Path, draw: random.Random) -> None:
-        """Make ``target`` what a power loss now may leave."""
+        """Create ``target`` with files as a power loss at this point may leave them."""
         kept = draw.choice((0.0, 0.5, 0.9, 1.0))
         missing = {path for path in sorted(self._unnamed) if draw.random() >= kept}
         target.mkdir()

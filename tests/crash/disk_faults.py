@@ -1,16 +1,16 @@
-"""Let the disk fail at one call after the other: ``python -m tests.crash.disk_faults --seed 1``.
+"""Let the disk fail at one call after another: ``python -m tests.crash.disk_faults --seed 1``.
 
-An engine opens a new store, stores requests until some are evicted, promotes what it has, and closes. Its k-th call
-that changes something on the disk fails (``record.c``), for each k and each of ``FAULTS``; or that one and those behind
-it, so that what is to undo it, or to make up for it, fails as well. Where the fault lasts, all that come after it do,
-until the engine has tried to promote. The store runs in the engine's stack, or with ``--host process`` in a process of
-its own, which is killed where the disk is mended. Then:
+An engine opens a new store, stores requests until some blocks are evicted, promotes the blocks that it has, and closes.
+Its k-th call that changes the disk fails (``record.c``), for each k and each of ``FAULTS``. Some faults also hit the
+following calls, so that undo and recovery fail too. A lasting fault hits all following calls, until the engine has
+tried to promote. The store runs in the engine's process, or with ``--host process`` in a host process, which is killed
+when the disk works again. Invariants:
 
-1. Nothing that the engine called raised; but opening may, and works when it is tried again. Each block that was handed
-   over is held, was evicted, or is counted as dropped; what was promoted is right; what comes next is stored.
-2. In the store that the next process opens, each block that the engine knew to be held is there. Whatever is there
-   reads, and is right; each manifest names blocks that are there; the request that was persisted last is one of them.
-3. Totals equal a recount, free and used extents the files; nothing was moved aside. It can be written.
+1. No call of the engine raises, except opening, which succeeds on a retry. Each submitted block is held, was evicted,
+   or is counted as dropped. Promoted blocks are correct. Later requests are stored.
+2. In the store that the next process opens, every block that the engine knew to be held is present. All blocks are
+   readable and correct. Each manifest names present blocks. The request that was persisted last has a manifest.
+3. Totals equal a recount, and free and used extents match the files. Nothing was quarantined. The store is writable.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ from tests.crash.recorder import build_recorder
 IDENTITY = Identity.of({"test": "disk faults"})
 BLOCK_BYTES = 16 << 10  # 16 KiB
 REQUESTS = (6, 24, 40, 12, 30, 9)
-"""Blocks of each; together more than the store holds."""
+"""Blocks of each request; together more than the store can hold."""
 LAST = len(REQUESTS)
-"""One more request, as long as the first."""
+"""One more request, with the length of the first."""
 PREFIX = 4
-"""Blocks that all requests begin with."""
+"""Number of blocks at the start of every request."""
 CAPACITY = 2 << 20  # 2 MiB
 OPTIONS = StoreOptions(staging_bytes=16 << 20, events=True)
-"""16 MiB: what a request hands over is copied, and written with its manifest in one transaction."""
+"""16 MiB: large enough to copy a request's blocks, which are committed with its manifest in one transaction."""
 PATIENCE_S = 120.0
 INLINE, PROCESS = InlineHost.name, ProcessHost.name
 STORED, DROPPED = "stored all", "dropped some"
@@ -89,17 +89,17 @@ _CALLS = {
 
 
 class Fault(NamedTuple):
-    """How calls fail."""
+    """One way for calls to fail."""
 
     name: str
     errno: int
     how: int
     count: int = 1
-    """From the k-th on."""
+    """Number of consecutive calls that fail, from the k-th on."""
 
     @property
     def lasts(self) -> bool:
-        """Whether the disk is mended only once the engine has met the fault in all that it does."""
+        """Whether the disk works again only after the engine has met the fault in each of its operations."""
         return self.count == _MANY
 
 
@@ -119,17 +119,17 @@ _NEVER = "0 0 0 0"
 
 
 class Known(NamedTuple):
-    """What an engine knew at its end."""
+    """Knowledge of an engine at its end."""
 
     held: Sequence[str]
-    """Keys, hexadecimal."""
+    """Keys of the held blocks, in hexadecimal."""
     persisted: int | None
-    """The last request whose whole context was durable."""
+    """Last request whose full context was durable."""
 
 
 @lru_cache(maxsize=32)
 def content(request: int) -> dict[bytes, bytes]:
-    """The blocks of a request, by their keys, in order."""
+    """Return the blocks of a request by key, in order."""
     return _sample(99, PREFIX) | _sample(request, REQUESTS[request % len(REQUESTS)])
 
 
@@ -138,19 +138,19 @@ def _sample(seed: int, count: int) -> dict[bytes, bytes]:
 
 
 def everything() -> dict[bytes, bytes]:
-    """Every block that is ever stored."""
+    """Return every block that is ever stored, by key."""
     return {key: block for request in range(LAST + 1) for key, block in content(request).items()}
 
 
 class Engine:
-    """An engine's side of the store."""
+    """An engine's client of the store."""
 
     def __init__(self, url: str, host: str) -> None:
-        """:raises StoreError: the store does not open."""
+        """:raises StoreError: the store cannot be opened."""
         self.offered: list[bytes] = []
         self.removed: set[bytes] = set()
         self.persisted: int | None = None
-        """The last request whose whole context is durable."""
+        """Last request whose full context is durable."""
         size = len(everything()) * BLOCK_BYTES
         region = os.memfd_create("rows")
         os.ftruncate(region, size)
@@ -163,11 +163,11 @@ class Engine:
         self._ended: list[JobOutcome] = []
 
     def held(self) -> list[bytes]:
-        """What it knows to be there."""
+        """Return the keys of the blocks that the engine knows to be held."""
         return list(filter(self._client.contains, everything()))
 
     def store(self, request: int) -> None:
-        """Hand a request over, and wait until it is durable or dropped."""
+        """Submit a request, and wait until it is durable or dropped."""
         blocks = content(request)
         keys, rows = list(blocks), range(len(blocks))
         self._rows[: len(blocks) * BLOCK_BYTES] = b"".join(blocks.values())
@@ -182,7 +182,7 @@ class Engine:
         self.removed.update(self._client.take_events().removed)
 
     def promote(self) -> int:
-        """Load all that is held, and compare it; how much of it is missed."""
+        """Load all held blocks and compare them. Return the number of misses."""
         held, right = self.held(), everything()
         self._client.submit_load(self._next_job(), held, range(len(held)))
         failed = self._end_job()
@@ -193,7 +193,7 @@ class Engine:
         return len(failed)
 
     def account(self) -> int:
-        """Blocks that were dropped, once each block is known to have gone one of its ways."""
+        """Check that each block was stored, was held already, or was dropped. Return the number of dropped blocks."""
         stats = self._client.stats().host
         assert stats is not None
         counters = stats.counters
@@ -204,7 +204,7 @@ class Engine:
         return counters.dropped_blocks
 
     def kill(self) -> None:
-        """End the store's process, and wait for the one that comes after it."""
+        """Kill the host process, and wait for its successor."""
         assert isinstance(self._host, ProcessHost)
         assert self._host.pid is not None
         os.kill(self._host.pid, signal.SIGKILL)
@@ -213,11 +213,11 @@ class Engine:
 
     @property
     def restarts(self) -> int:
-        """How often the store's process ended, and was started again."""
+        """Number of restarts of the host process."""
         return self._client.counters.restarts
 
     def close(self) -> None:
-        """Have the store's side end."""
+        """Close the client, which also ends the host process."""
         assert self._client.close(PATIENCE_S), "the store's side does not end"
 
     def _next_job(self) -> int:
@@ -225,7 +225,7 @@ class Engine:
         return self._jobs
 
     def _end_job(self) -> list[bytes]:
-        """The keys that the only job in flight was not good for."""
+        """Wait for the only job in flight. Return the keys that failed."""
         self._await(lambda: not self._client.num_jobs, "a job does not end")
         (outcome,) = self._ended
         self._ended.clear()
@@ -233,7 +233,7 @@ class Engine:
         return outcome.failed
 
     def _await(self, reached: Callable[[], bool], complaint: str) -> None:
-        """Take steps until something has come true, and one more."""
+        """Poll until a condition holds, then poll one more time."""
         deadline = time.monotonic() + PATIENCE_S
         while not reached():
             assert time.monotonic() < deadline, complaint
@@ -243,10 +243,11 @@ class Engine:
 
 
 def live(url: str, root: Path, log: Path, fault: Fault, k: int, host: str) -> Outcome:
-    """An engine's life. ``count`` is how many of its calls may fail so, where its stack makes them, ``detail`` what the
-    engine knew at its end.
+    """Run an engine from opening to closing.
 
-    :param k: 0: none fails.
+    :param k: number of the call that fails; 0: none.
+    :returns: ``count``: number of calls in this process that can fail in this way. ``detail``: the engine's knowledge
+        at its end, as JSON.
     """
     disk = _Disk(root, log, host)
     disk.fail(f"{k} {fault.count if k else 0} {fault.errno} {fault.how}")
@@ -273,7 +274,7 @@ def live(url: str, root: Path, log: Path, fault: Fault, k: int, host: str) -> Ou
 
 
 class _Disk:
-    """The disk of an engine, or of its store's process: that one reads how it fails when it starts."""
+    """Disk of an engine or of its host process. A host process reads the fault settings when it starts."""
 
     def __init__(self, root: Path, log: Path, host: str) -> None:
         os.environ["PERSISTKV_RECORD_ROOT"], os.environ["PERSISTKV_RECORD_LOG"] = str(root), str(log)
@@ -281,7 +282,7 @@ class _Disk:
         self._recorder = None if host == PROCESS else ctypes.CDLL(None)
 
     def fail(self, how: str) -> None:
-        """From now on.
+        """Set the fault of the following calls.
 
         :param how: as in ``record.c``.
         """
@@ -291,30 +292,30 @@ class _Disk:
 
     @property
     def calls(self) -> int:
-        """That may fail, of this process."""
+        """Number of calls of this process so far that can fail."""
         return 0 if self._recorder is None else int(self._recorder.persistkv_record_calls())
 
     def failed(self, k: int, count: int) -> bool:
-        """Whether so many calls from the k-th on are behind it."""
+        """Return whether all calls that have to fail, ``count`` from the k-th on, have been made."""
         if self._recorder is None:
             return sum(record.op == FAILED for record in read_log(self._log)) >= count
         return self.calls >= k + count
 
 
 def _open(disk: _Disk, url: str, fault: Fault, host: str) -> Engine:
-    """Again where it does not open, as whoever starts an engine does, and once the disk is mended."""
+    """Open an engine. Retry while opening fails, and remove a lasting fault before the last attempt."""
     for _ in range(2 if fault.lasts else fault.count + 1):
         with suppress(StoreError):
             return Engine(url, host)
         if host == PROCESS:
-            disk.fail(_NEVER)  # else the next process would count anew
+            disk.fail(_NEVER)  # otherwise the next process would count from the start
     assert fault.lasts, "the store does not open"
     disk.fail(_NEVER)
     return Engine(url, host)
 
 
 def look(url: str, store: Path, known: Known) -> Outcome:
-    """What the next process finds."""
+    """Open the store as the next process would, and check it."""
     right = everything()
     rows = Rows(memoryview(bytearray(len(right) * BLOCK_BYTES)), _LAYOUT)
     opened = Store(open_backend(url), IDENTITY, rows, OPTIONS, url=url)
@@ -341,7 +342,7 @@ def look(url: str, store: Path, known: Known) -> Outcome:
 
 
 def _write_more(opened: Store, backend: LmdbBackend) -> None:
-    """It takes what is new; then its files are as long as it says."""
+    """Check that the store accepts new content, and that its files then have the recorded lengths."""
     blocks = content(LAST)
     opened.rows.array[: len(blocks)] = [np.frombuffer(block, np.uint8) for block in blocks.values()]
     opened.put("more", list(blocks), range(len(blocks)), range(len(blocks)))
@@ -357,9 +358,9 @@ def _write_more(opened: Store, backend: LmdbBackend) -> None:
 
 
 def run_case(directory: Path, placement: str, fault: Fault, k: int, host: str = INLINE) -> Outcome:
-    """One life, and a look at what it left.
+    """Run an engine and check the store that it leaves.
 
-    :raises AssertionError: saying what is wrong, and which call failed.
+    :raises AssertionError: an invariant is violated; the message names the call that failed.
     """
     root, log = directory / "root", directory / "log"
     shutil.rmtree(root, ignore_errors=True)
@@ -379,7 +380,7 @@ def run_case(directory: Path, placement: str, fault: Fault, k: int, host: str = 
 def run(
     cases: int, seed: int, directory: Path, seconds: float, placement: str, faults: Sequence[Fault], host: str
 ) -> Counter[str]:
-    """So many of the cases, in an order of the seed, or as many as the time allows; how they ended, counted.
+    """Run up to ``cases`` cases, in an order given by the seed, within the time limit. Count their outcomes.
 
     :raises AssertionError: as ``run_case``.
     """

@@ -1,6 +1,6 @@
-"""Runs a piece of work in a fork: it may die or hang without harm to who started it.
+"""Execution of a function in a forked process, whose crash or hang does not harm the parent.
 
-The one who forks has no LMDB environment open, and no threads.
+The parent must have no LMDB environment open and no threads.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import NamedTuple
 
 
 class Outcome(NamedTuple):
-    """How it ended."""
+    """Result of a forked process."""
 
     kind: str
-    """What the work said, ``raised``, ``hung``, or the name of a signal."""
+    """Given by the function, or ``raised``, ``hung``, or the name of a signal."""
     count: int = 0
     detail: str = ""
 
 
 def run_in_fork(work: Callable[[], Outcome], patience_s: float) -> Outcome:
-    """Run it; where it takes longer, it is killed."""
+    """Run the function in a fork. Kill the fork after ``patience_s`` seconds."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -51,7 +51,7 @@ def _run(work: Callable[[], Outcome], writing: int) -> None:
 
 
 def _wait(child: int, patience_s: float) -> int | None:
-    """Its status; None where it had to be killed."""
+    """Return the exit status, or None if the process had to be killed."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         ended, status = os.waitpid(child, os.WNOHANG)

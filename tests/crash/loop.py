@@ -1,13 +1,13 @@
-"""Kill a writer again and again, and look at what it left: ``python -m tests.crash.loop --kills 200 --seed 1``.
+"""Kill a writer repeatedly, and check the store after each kill: ``python -m tests.crash.loop --kills 200 --seed 1``.
 
-After each kill, in the reopened store:
+Invariants of the reopened store:
 
-1. Every pack that was acknowledged is there, byte for byte, unless a commit evicted it: one that said so, or the one
-   that was running, by the log of changes, which is written in the same transaction.
-2. The commit that was running did all of its batch or nothing.
-3. Every manifest names blocks that are there; the pinned one is.
-4. Totals equal a recount, free and used extents the files, and the files are no larger than the capacity.
-5. The store was not renamed.
+1. Every acknowledged pack is present with the same bytes, unless a commit evicted it. Evictions are known from the
+   result of the commit, or from the log of changes, which is written in the same transaction.
+2. The commit in progress at the kill was applied completely or not at all.
+3. Every manifest names present blocks, and the pinned manifest is present.
+4. Totals equal a recount, free and used extents match the files, and the files are no larger than the capacity.
+5. The store was not quarantined.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from tests.crash.writer import IDENTITY, PINNED, make_pack
 
 CAPACITY = 8 << 20  # 8 MiB: full within the first round, so that most commits evict
 NUMBERS_A_ROUND = 100_000
-FILLING_LINES = 100  # of the first writer, two a commit: the store is full then, however slow the machine
+FILLING_LINES = 100  # from the first writer, two per commit: the store is then full on any machine
 PLACEMENTS = ("inline", "extents")
 
 
 @dataclass
 class Expected:
-    """What must be there, by what the writers said."""
+    """Content that must be present, according to the output of the writers."""
 
     namespace: bytes
     packs: dict[bytes, int] = field(default_factory=dict)
-    """Acknowledged and not evicted: pack id to number."""
+    """Acknowledged packs that were not evicted: pack id to number."""
     running: list[int] = field(default_factory=list)
-    """Numbers of the commit that did not return."""
+    """Pack numbers of the commit that did not return."""
     failed: list[list[int]] = field(default_factory=list)
-    """Those of commits before it that raised, since the last one that did not: each was done, or not."""
+    """Pack numbers of failed commits since the last successful one. Each of them was applied, or was not."""
     manifest: str = ""
     pinned: bool = False
-    """Whether the request that is pinned was acknowledged, or found by the next writer."""
+    """Whether the pinned request was acknowledged, or found by the next writer."""
     cursor: bytes | None = None
-    """After the last acknowledged commit."""
+    """Cursor after the last acknowledged commit."""
     kills: int = 0
     acknowledged: int = 0
     evicted: int = 0
 
     def hear(self, line: dict[str, object]) -> None:
-        """Take one line of the writer."""
+        """Process one line of the writer's output."""
         if "intent" in line:
             if line["failed"]:
                 self.failed.append(self.running)
@@ -73,12 +73,12 @@ class Expected:
         self.running, self.failed = [], []
 
     def _ran(self) -> bool:
-        """Whether the commit that was running is there: a writer that was killed in its first one leaves no request."""
+        """Return whether the running commit was applied. A writer killed in its first commit leaves no request."""
         return bool(self.running) and all(make_pack(self.namespace, one).pack_id in self.packs for one in self.running)
 
 
 def kill_one(url: str, first: int, seed: int, lines: int, delay_s: float, expected: Expected) -> None:
-    """Run a writer, kill it some time after it has said so many lines, and hear all that it said."""
+    """Run a writer, kill it ``delay_s`` seconds after its first ``lines`` lines, and process all of its output."""
     command = [sys.executable, "-m", "tests.crash.writer", url, str(first), str(seed)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -92,12 +92,12 @@ def kill_one(url: str, first: int, seed: int, lines: int, delay_s: float, expect
 
 @lru_cache(maxsize=256)
 def payload(namespace: bytes, number: int) -> bytes:
-    """What lies at rest of the pack of a number."""
+    """Return the stored payload of a pack, by its number."""
     return payload_of(make_pack(namespace, number))
 
 
 def check(backend: LmdbBackend, expected: Expected) -> None:
-    """Compare the store with what must be there; what went with the running commit is forgotten."""
+    """Compare the store with the expected content. Remove the packs that the commit in progress evicted from it."""
     namespace = expected.namespace
     held = tables(backend, namespace)
     changes = backend.changes(namespace, expected.cursor)
@@ -132,9 +132,9 @@ def check(backend: LmdbBackend, expected: Expected) -> None:
 
 
 def run(kills: int, seed: int, directory: Path, seconds: float, placement: str) -> Expected:
-    """Kill so many writers, or as many as the time allows, and check after each.
+    """Run and kill up to ``kills`` writers within the time limit, with a check after each.
 
-    :raises AssertionError: saying what is wrong; the seed and the number of the kill say where.
+    :raises AssertionError: an invariant is violated; the message has the seed and the number of the kill.
     """
     draw = random.Random(seed)
     url = f"lmdb://{directory}/store?capacity={CAPACITY}&placement={placement}"

@@ -1,14 +1,14 @@
-"""Cut the power, in a simulation: ``python -m tests.crash.power --cuts 300 --seed 1``.
+"""Simulate power losses: ``python -m tests.crash.power --cuts 300 --seed 1``.
 
-Writers (``tests.crash.writer``) store requests under a library that records what they ask of the disk (``record.c``).
-One after the other is killed, in a write of LMDB's meta page or in any other call, and the next one goes on: half of
-them had the store open all the time. Most meet a disk that fails for some calls before that: what such a sync was to
-make durable, no later one does. Then, for many moments of that record, a disk that forgets what was not synced
-(``disk``) gives back the files, and in the store that is opened on them:
+Writers (``tests.crash.writer``) store requests, and a preloaded library (``record.c``) records their calls to the disk.
+The writers are killed one after another, in a write of LMDB's meta page or in any other call, and the next writer
+continues. Half of the next writers already had the store open. Most writers also meet a disk whose calls fail for a
+while; data of a failed sync is not made durable by later syncs. Then a simulated disk (``disk``), which loses data that
+was not synced, rebuilds the files at many points of the record. Invariants of the store that is opened on them:
 
-1. Every pack whose commit had returned, or that the next writer found, is there, byte for byte.
-2. The commit that was running did all of its batch or nothing; totals equal a recount; nothing was moved aside.
-3. It can be written.
+1. Every pack whose commit had returned, or that the next writer found, is present with the same bytes.
+2. The commit in progress was applied completely or not at all. Totals equal a recount. Nothing was quarantined.
+3. The store is writable.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _UNDONE, _DONE, _DONE_ONCE = 1, 2, 4  # as in record.c
 
 
 def record(directory: Path, seed: int, placement: str) -> list[Record]:
-    """What all writers asked of the disk; what they said is among it."""
+    """Run all writers. Return the record of their calls to the disk, which includes their output."""
     root, log = directory / "root", directory / "log"
     root.mkdir()
     environment = {
@@ -69,7 +69,7 @@ def record(directory: Path, seed: int, placement: str) -> list[Record]:
             deadly |= _failing(draw) if number else {}
             writer = waiting or _start(arguments, {**environment, **deadly}, said)
             waiting = None
-            if number % 2 and number < WRITERS - 1:  # it has the store open while this one is killed
+            if number % 2 and number < WRITERS - 1:  # this writer has the store open while the one before it is killed
                 arguments = [url, NUMBERS_A_ROUND * (number + 1), seed + number + 1, COMMITS, "wait"]
                 following = _failing(draw) | (_deadly(draw) if number < WRITERS - 2 else {})
                 waiting = _start(arguments, {**environment, **following}, said)
@@ -80,18 +80,18 @@ def record(directory: Path, seed: int, placement: str) -> list[Record]:
 
 
 def _deadly(draw: random.Random) -> dict[str, str]:
-    """When a writer is killed: in a synchronous write, which is most of a commit's danger, or in any call."""
+    """Choose the call in which a writer is killed: a synchronous write (most critical in a commit) or any call."""
     if draw.random() < 0.6:
         return {"PERSISTKV_RECORD_DIE": str(draw.randint(2, COMMITS))}
     return {"PERSISTKV_RECORD_DIE_AT": str(draw.randint(1, 20 * COMMITS))}
 
 
 def _failing(draw: random.Random) -> dict[str, str]:
-    """Calls of a writer that fail with EIO, or none."""
+    """Choose calls of a writer that fail with EIO, or none."""
     kind = draw.random()
     if kind < 0.2:
         return {}
-    if kind < 0.6:  # of a commit's last write, and of what is to undo it
+    if kind < 0.6:  # the last write of a commit, and the calls that undo it
         return {"PERSISTKV_RECORD_FAIL": f"{-draw.randint(1, COMMITS)} {draw.randint(2, 4)} {errno.EIO} {_DONE_ONCE}"}
     how = draw.choice((_UNDONE, _DONE, _DONE_ONCE))
     return {"PERSISTKV_RECORD_FAIL": f"{draw.randint(1, 15 * COMMITS)} {draw.randint(1, 4)} {errno.EIO} {how}"}
@@ -104,13 +104,13 @@ def _start(arguments: Sequence[object], environment: dict[str, str], said: Binar
 
 
 def _await_open(writer: subprocess.Popen[bytes]) -> None:
-    """Until it has the store open, or is dead."""
+    """Wait until the writer has opened the store or is dead."""
     assert writer.stderr is not None
     writer.stderr.readline()
 
 
 def _end(writer: subprocess.Popen[bytes]) -> int:
-    """Have it begin, where it waits for that, and wait for its end."""
+    """Start the writer if it waits for a command, and wait for its end."""
     try:
         _, complaint = writer.communicate(b"go\n", timeout=PATIENCE_S)
     except subprocess.TimeoutExpired:
@@ -122,7 +122,7 @@ def _end(writer: subprocess.Popen[bytes]) -> int:
 
 
 class _Heard(Expected):
-    """Follows the writers: what the next one finds is promised, too."""
+    """Content that must be present. It includes the packs that a new writer found in the store."""
 
     def __init__(self) -> None:
         super().__init__(IDENTITY.digest)
@@ -140,7 +140,7 @@ class _Heard(Expected):
 
 
 def open_and_check(url: str, store: Path, expected: _Heard) -> Outcome:
-    """What the next process does after the power is back."""
+    """Open, check and write the store, as the first process after a power loss would."""
     backend = open_backend(url)
     promised = expected.namespace_promised
     assert not promised or not list(store.glob("damaged-*")), "the store was moved aside"
@@ -160,9 +160,12 @@ def _write_more(backend: Backend) -> None:
 
 
 def _moments(records: Sequence[Record], cuts: int, draw: random.Random) -> list[int]:
-    """Counts of records after which the power goes. Some are right behind what a writer said, where most is promised;
-    some behind what it found, until its first commits have ended: what a killed writer had not synced is promised from
-    then on, and what that one freed is written over. Some behind a call that failed, for the same reason."""
+    """Choose numbers of records after which the power fails.
+
+    Some are directly after a writer's output, when the guarantees cover most. Some are shortly after a writer reported
+    the packs that it found: from then on the packs that the killed writer had not synced are guaranteed, and the first
+    commits overwrite the space that it had freed. Some are shortly after a failed call, for the same reason.
+    """
     said = [number + 1 for number, record in enumerate(records) if record.path == SAID]
     found = [number for number in said if any(line.get("held") for line in _lines(records[number - 1]))]
     assert found, "no writer found anything"
@@ -185,10 +188,10 @@ def _lines(record: Record) -> Iterator[dict[str, object]]:
 
 
 def run(cuts: int, seed: int, directory: Path, seconds: float, placement: str) -> tuple[int, int]:
-    """Cut the power so many times, or as often as the time allows.
+    """Simulate up to ``cuts`` power losses within the time limit.
 
-    :returns: how often, and how many packs were compared.
-    :raises AssertionError: saying what is wrong; the seed and the moment say where.
+    :returns: number of power losses, number of compared packs.
+    :raises AssertionError: an invariant is violated; the message has the seed and the number of the record.
     """
     deadline = time.monotonic() + seconds
     records = record(directory, seed, placement)
@@ -210,7 +213,7 @@ def run(cuts: int, seed: int, directory: Path, seconds: float, placement: str) -
         disk.rebuild(target, draw)
         url = f"lmdb://{target / STORE}?capacity={CAPACITY}&placement={placement}"
         for pack in expected.packs.values():
-            payload(expected.namespace, pack)  # once, here, instead of in each fork
+            payload(expected.namespace, pack)  # computed here once instead of in each fork
         outcome = run_in_fork(lambda url=url: open_and_check(url, target / STORE, expected), PATIENCE_S)
         assert outcome.kind == "right", f"seed {seed}, {moment} of {len(records)}: {outcome.kind}: {outcome.detail}"
         compared += outcome.count

@@ -1,4 +1,4 @@
-"""Builds the library that records what a process asks of the disk, and lets some of it fail (``record.c``)."""
+"""Build of the recorder, a library that records a process's calls to the disk and lets some fail (``record.c``)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _SOURCE = Path(__file__).with_name("record.c")
 
 
 def find_compiler() -> str | None:
-    """A C compiler; None where there is none."""
+    """Return the path of a C compiler, or None if there is none."""
     return next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
 
 
 def build_recorder(directory: Path) -> Path:
-    """Compile the library that records.
+    """Compile the recorder.
 
-    :raises subprocess.CalledProcessError: it does not compile; the compiler said why on standard error.
+    :raises subprocess.CalledProcessError: compilation failed; the compiler reported the reason on standard error.
     """
     library = directory / "record.so"
     command = [str(find_compiler()), "-O1", "-shared", "-fPIC", "-o", str(library), str(_SOURCE), "-ldl", "-lpthread"]

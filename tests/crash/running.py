@@ -1,4 +1,4 @@
-"""Runs one of these programs from a test, in a process without threads and without torch: they fork."""
+"""Run of a program of this package from a test, in a process without threads and torch, because the programs fork."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_module(name: str, *arguments: object) -> list[str]:
-    """The lines that it wrote; it must succeed."""
+    """Run a module to its end. Return the lines of its output. The module must succeed."""
     paths = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, "-m", f"tests.crash.{name}", *map(str, arguments)],

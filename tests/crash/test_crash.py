@@ -1,4 +1,4 @@
-"""A short run of the crash loop; ``make crash N=200`` runs a longer one."""
+"""A short run of the crash loop; ``make crash N=200`` is a longer run."""
 
 import re
 

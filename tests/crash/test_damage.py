@@ -1,4 +1,4 @@
-"""A short run of the damaged stores; ``make damage`` runs a longer one."""
+"""A short run with damaged stores; ``make damage`` is a longer run."""
 
 import re
 

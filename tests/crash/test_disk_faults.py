@@ -1,4 +1,4 @@
-"""Some of the faults of the disk; ``make diskfaults`` tries all of them."""
+"""A sample of the disk faults; ``make diskfaults`` tries all of them."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""A short run of the power losses; ``make powerloss`` runs a longer one. And the disk that forgets, by itself."""
+"""A short run with power losses (``make powerloss`` is a longer run), and tests of the simulated disk."""
 
 import random
 import re
@@ -39,7 +39,7 @@ def disk_of(*records: tuple[int, Path, int, int, bytes]) -> Disk:
 
 
 def outcomes(disk: Disk, tmp_path: Path) -> set[bytes | None]:
-    """What the file may hold after a power loss; None: it is not there."""
+    """Return the contents that the file may have after a power loss; None if the file is missing."""
     found: set[bytes | None] = set()
     for seed in range(200):
         disk.rebuild(tmp_path / str(seed), random.Random(seed))

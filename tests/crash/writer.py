@@ -1,8 +1,9 @@
-"""The process that is killed: commits random requests to a full LMDB store, and says what it is about to do and did.
+"""Writer that other programs kill: commits random requests to a full LMDB store, and reports each step.
 
-One JSON line before each commit (``intent``) and one when it has returned (``done``), on standard output. Where the
-disk is made to fail, the next commit says that this one did, and the first that does not says what is there (``held``).
-With ``wait`` behind the other arguments it opens the store, says so on standard error, and begins once it gets a line.
+It prints one JSON line before each commit (``intent``) and one after the commit has returned (``done``). If a commit
+failed, the next ``intent`` line says so, and the next ``done`` line lists the packs in the store (``held``). With
+``wait`` as the last argument, the writer opens the store, reports this on standard error, and starts after it has read
+a line.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ _Result = TypeVar("_Result")
 
 
 def make_pack(namespace: bytes, number: int) -> PackWriter:
-    """The pack of a number: 1 to 60 blocks (16 KiB to 960 KiB)."""
+    """Return the pack with a number: 1 to 60 blocks (16 KiB to 960 KiB)."""
     blocks = 1 + random.Random(number).randrange(60) ** 2 // 60
     segment = sample_segment(number, blocks=blocks, block_bytes=BLOCK_BYTES, depth=16 * (number % 8))
     return PackWriter(namespace, RawCodec(), [segment])
 
 
 def make_manifest(name: str, packs: list[PackWriter]) -> ManifestWrite:
-    """The request whose context these packs hold."""
+    """Return the manifest of a request whose context is in these packs."""
     keys = PackedKeys.of([key for pack in packs for key in pack.keys.unpack()])
     head = RequestManifest(
         id=name, created=0.0, tokens=len(keys), group_blocks=(len(keys),), raw_bytes=BLOCK_BYTES * len(keys)
@@ -50,14 +51,14 @@ def make_manifest(name: str, packs: list[PackWriter]) -> ManifestWrite:
 
 
 def say(**line: object) -> None:
-    """In one write: a kill leaves whole lines, but perhaps the last."""
+    """Print a JSON line in one write, so that a kill can truncate only the last line."""
     os.write(1, json.dumps(line).encode() + b"\n")
 
 
 def insist(call: Callable[[], _Result]) -> _Result:
-    """Try again where the disk fails, a few times.
+    """Call a function, and retry a few times if the disk fails.
 
-    :raises StoreError: it fails for good.
+    :raises StoreError: all attempts failed.
     """
     for _ in range(_ATTEMPTS - 1):
         with suppress(StoreError):
@@ -66,7 +67,7 @@ def insist(call: Callable[[], _Result]) -> _Result:
 
 
 def work(backend: Backend, first: int, seed: int, commits: int | None = None) -> None:
-    """Commit until killed, or so many times. Pack numbers count from ``first``."""
+    """Commit until the process is killed, or ``commits`` times. Pack numbers start at ``first``."""
     draw = random.Random(seed)
     namespace = insist(lambda: backend.open_namespace(IDENTITY)).id
     changes = insist(lambda: backend.changes(namespace, None))
@@ -97,7 +98,7 @@ def work(backend: Backend, first: int, seed: int, commits: int | None = None) ->
         gone = {table.pack_id for table in result.evicted}
         held = [pack_id for pack_id in [*held, *(pack.pack_id for pack in packs)] if pack_id not in gone]
         found = {}
-        if failures:  # those that failed may have been done, and evicted some
+        if failures:  # failed commits may have been applied, and may have evicted packs
             now = insist(lambda: backend.changes(namespace, None))
             held = [table.pack_id for table in now.added]
             found = {"held": [pack_id.hex() for pack_id in held]}
@@ -106,7 +107,7 @@ def work(backend: Backend, first: int, seed: int, commits: int | None = None) ->
 
 
 def _see(backend: LmdbBackend) -> None:
-    """From here on it sees what a killed writer left."""
+    """Begin a write transaction. All later reads see the commits of a killed writer."""
     with backend.environment.transaction(write=True):
         pass
 

@@ -11,7 +11,7 @@ from tests.backends.s3.conftest import bucket, credentials, endpoint, raw_client
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model of byte-level tokens."""
+    """A small model with one token per byte."""
     directory = tmp_path_factory.mktemp("model") / "llama"
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -32,7 +32,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def hybrid_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five layers that see 64 tokens, and one in their midst that sees all."""
+    """A small model with five sliding-window layers of 64 tokens, and one full-attention layer."""
     directory = tmp_path_factory.mktemp("model") / "gemma3"
     torch.manual_seed(0)
     layer_types = ["sliding_attention"] * 6

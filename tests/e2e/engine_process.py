@@ -1,6 +1,6 @@
-"""One engine in a process of its own: ``engine_process.py CHECKPOINT URLS MODE``; prints one JSON line.
+"""One engine in its own process: ``engine_process.py CHECKPOINT URLS MODE``. It prints one JSON line.
 
-URLs are separated by spaces, the nearest first.
+URLs are separated by spaces, the nearest tier first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main(checkpoint: str, urls: str, mode: str) -> None:
 
 
 def page_digests(engine: Engine, group: int, block_hashes: Sequence[bytes]) -> dict[str, str]:
-    """Of those pages of a group that the device has: a sliding window has those under it."""
+    """Return digests of the group's resident pages. With a sliding window, these are the pages inside the window."""
     pages = engine.resident_pages(group)
     return {name.hex(): hashlib.sha256(pages[name].numpy()).hexdigest() for name in block_hashes if name in pages}
 

@@ -1,4 +1,4 @@
-"""Several engines on one bucket, each with an LMDB store of its own before it."""
+"""Several engines on one bucket, each with its own nearer LMDB store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def other_weights(checkpoint: Path, tmp_path: Path) -> Path:
-    """The same model, trained otherwise."""
+    """The same model with one different weight."""
     model = LlamaForCausalLM.from_pretrained(checkpoint)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, 0] += 1.0
@@ -39,7 +39,7 @@ def near(tmp_path: Path, name: str) -> str:
 
 
 def compute_and_die(checkpoint: Path, urls: list[str]) -> dict[str, Any]:
-    """An engine in a process of its own, killed once its context is durable in all stores."""
+    """Run an engine in its own process until its context is durable in all stores, then kill it."""
     command = [sys.executable, str(SCRIPT), str(checkpoint), " ".join(urls), "cold"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ) as process:
         try:
@@ -56,7 +56,7 @@ def open_engine(checkpoint: Path, urls: list[str]) -> Engine:
 
 
 def restore(engine: Engine, expected: dict[str, Any]) -> int:
-    """The tokens that came from a store; what was answered, and every page, is what the other engine had."""
+    """Check that answers and pages equal those of the other engine. Return the number of tokens loaded from a store."""
     result = engine.generate(PROMPT, 12)
     assert result.tokens == expected["tokens"]
     assert page_digests(engine, 0, result.block_hashes[:BLOCKS]) == expected["pages"][0]

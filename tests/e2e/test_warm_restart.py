@@ -1,4 +1,4 @@
-"""A process computes, is killed by SIGKILL, and the next one starts warm."""
+"""Warm start of an engine after its predecessor was killed with SIGKILL."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def url(tmp_path):
 
 @pytest.fixture
 def run_engine(checkpoint, url, environment):
-    """Run an engine up to its report; all but ``warm`` ones are killed then."""
+    """Run an engine until it has printed its report. Kill it in every mode other than ``warm``."""
 
     def run(mode, checkpoint=checkpoint):
         command = [sys.executable, str(SCRIPT), str(checkpoint), url, mode]

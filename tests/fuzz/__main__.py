@@ -1,9 +1,10 @@
-"""Fuzz what reads bytes at rest: real packs, manifests and stored frames, damaged.
+"""Fuzz the parsers of stored bytes with damaged packs, manifests and frames.
 
     python -m tests.fuzz [--cases 100000] [--seed 0] [--limit-s 300] [--target codec ...]
 
-Hypothesis draws the damage and shrinks what fails. A case that crashes, hangs, serves wrong bytes, or asks for memory
-that its input merely claims, fails. ``python -m tests.fuzz.guided`` is the same, guided by coverage.
+Hypothesis generates the damage and shrinks failing cases. A case fails if it crashes, hangs, serves wrong bytes, or
+allocates memory only because its input claims a size. ``python -m tests.fuzz.guided`` does the same with coverage
+guidance.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from hypothesis import strategies as st
 from tests.fuzz.edits import KINDS, MAX_EDITS, MAX_INDEX, Edit, apply_edits
 from tests.fuzz.targets import TARGETS, Target
 
-HEADROOM_BYTES = 256 << 20  # 256 MiB more address space than the process starts with: a claimed length does not fit
-HANG_S = 150.0  # seconds for a round, which takes about one
-ROUND = 500  # cases drawn by one run of Hypothesis: beyond that, keeping what it has tried costs more than trying
+HEADROOM_BYTES = (
+    256 << 20
+)  # 256 MiB above the process's address space at the start: a large claimed length does not fit
+HANG_S = 150.0  # seconds; a round normally takes about one
+ROUND = 500  # cases per run of Hypothesis: beyond that, tracking of tried cases costs more than the cases
 
 
 def main() -> None:
@@ -55,9 +58,9 @@ def _limit_memory() -> None:
 
 
 def fuzz(targets: list[Target], cases: int, seed: int, seconds: float) -> Counter[tuple[str, bool]]:
-    """Draw and check so many cases, or as many as the time allows.
+    """Generate and check ``cases`` cases, or as many as the time limit allows.
 
-    :returns: how many cases there were for (target, accepted).
+    :returns: number of cases by target name and by whether the input was accepted.
     """
     counts: Counter[tuple[str, bool]] = Counter()
     edits = st.lists(

@@ -1,4 +1,4 @@
-"""Damage, as data: what a fuzzer draws, shrinks and prints."""
+"""Damage as data that a fuzzer generates, shrinks and prints."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ KINDS = ("flip", "number", "cut", "insert", "repeat", "truncate")
 MAX_INDEX = (1 << 16) - 1
 MAX_EDITS = 6
 NUMBERS = (0, 1, 2, 0x7F, 0xFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, (1 << 63) - 1, (1 << 64) - 1)
-"""Values at which counts and lengths go wrong."""
+"""Extreme values of counts and lengths."""
 
 
 class Edit(NamedTuple):
-    """One change to some bytes; any numbers make one."""
+    """One change to some bytes. All combinations of numbers are valid."""
 
     kind: str
     at: int
@@ -22,7 +22,7 @@ class Edit(NamedTuple):
 
 
 def apply_edits(data: bytes, edits: Iterable[Edit]) -> bytes:
-    """The bytes after each edit in turn."""
+    """Return the bytes after all edits, applied in order."""
     body = bytearray(data)
     for edit in edits:
         _apply(body, edit)

@@ -1,11 +1,11 @@
-"""The same targets under libFuzzer, which keeps the inputs that reach new code. Needs ``pip install atheris``.
+"""The same targets under libFuzzer, which keeps inputs that reach new code. Requires ``pip install atheris``.
 
     python -m tests.fuzz.guided CORPUS_DIRECTORY [-runs=100000] [-max_total_time=300] [other options of libFuzzer]
 
-What fails is written to the temporary directory; give its path instead of the corpus's to repeat it.
+Failing inputs are written to the temporary directory. To repeat one, pass its path instead of the corpus directory.
 
-An input is two bytes (which target; which of its samples, and whether to seal it) and the damaged bytes. An empty
-corpus is filled with the real ones first.
+An input is two bytes (the target; its sample, and whether to fix the checksum) and the damaged bytes. An empty corpus
+is first filled with the undamaged samples.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ with atheris.instrument_imports(include=["persistkv", "tests.fuzz.targets"]):
 
 
 def check(data: bytes) -> None:
-    """One input."""
+    """Check one input."""
     if len(data) < 2:
         return
     target = TARGETS[data[0] % len(TARGETS)]

@@ -1,7 +1,7 @@
-"""What is fuzzed: real bytes at rest, and what must hold after any damage to them.
+"""Fuzz targets: real stored bytes, and the properties that must hold after any damage.
 
-Each target is given damaged bytes twice over: as they are (their checksum tells) and sealed again (it does not, and the
-parser alone stands between the bytes and the reader).
+Each target receives damaged bytes in two ways. Unchanged, their checksum shows the damage. Sealed, their checksum is
+valid again, so only the parser can reject them.
 """
 
 from __future__ import annotations
@@ -58,44 +58,44 @@ SIZES = tuple(group.block_bytes for group in LAYOUT.groups)
 
 
 class Violation(Exception):
-    """Something that must hold did not."""
+    """A required property does not hold."""
 
 
 def require(held: bool, what: str) -> None:
-    """Raise where it did not hold."""
+    """Raise ``Violation`` if a property does not hold."""
     if not held:
         raise Violation(what)
 
 
 class Target(ABC):
-    """One parser and its real inputs."""
+    """One parser and its samples."""
 
     name: str
     samples: Sequence[bytes]
 
     @abstractmethod
     def check(self, number: int, data: bytes, sealed: bool) -> bool:
-        """Parse what became of sample ``number``; whether it was accepted.
+        """Parse damaged bytes of sample ``number``. Return whether they were accepted.
 
-        :param sealed: the checksum is to be made to fit first.
-        :raises Violation: what must hold does not. Any other exception is a crash.
+        :param sealed: fix the checksum first.
+        :raises Violation: a required property does not hold. Any other exception is a crash.
         """
 
 
 @functools.cache
 def blocks(group: int) -> np.ndarray:
-    """Four blocks: values that ``planes`` and ``zstd`` shrink."""
+    """Return four blocks with values that ``planes`` and ``zstd`` compress."""
     values = np.random.default_rng(group).standard_normal((4, SIZES[group] // 2)).astype(np.float32)
     return (values.view(np.uint32) >> 20 << 4).astype(np.uint16).view(np.uint8)
 
 
 def keys(group: int, hash_bytes: int = 32) -> list[bytes]:
-    """Their keys."""
+    """Return the keys of these blocks."""
     return [make_offload_key(bytes([index + 1]) * hash_bytes, group) for index in range(4)]
 
 
 def packs() -> list[PackWriter]:
-    """One of each codec and kind of table."""
+    """Return one pack for each codec and kind of table."""
     both = [Segment(group, SIZES[group], keys(group), ArraySource(blocks(group)), depth=0) for group in (0, 1)]
     uneven = Segment(0, BLOCK, keys(0)[:2] + keys(0, 16)[2:], ArraySource(blocks(0)))
     made = [
@@ -112,12 +112,12 @@ PAYLOADS = [b"".join(map(bytes, pack.stream())) for pack in PACKS]
 
 
 def seal_table(body: bytes) -> bytes:
-    """A table with a trailer that fits."""
+    """Return a pack table with a valid trailer."""
     return body + len(body).to_bytes(8, "little") + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little") + b"PKVPACK1"
 
 
 class Tables(Target):
-    """Pack tables: refused, or sound in all that readers rely on; and a store that finds them in its catalogue."""
+    """Pack tables: rejected, or valid in all properties that readers rely on, also in the catalogue of a store."""
 
     name = "table"
     samples = tuple(pack.table.encode() for pack in PACKS)
@@ -151,7 +151,7 @@ def _check_table(table: PackTable) -> None:
 
 
 class Payloads(Target):
-    """Payloads: what a store serves of them is what was stored, or, where the checksums were forged too, no crash."""
+    """Payloads: a store serves only the stored bytes. If the checksums were forged too, it must not crash."""
 
     name = "payload"
     samples = tuple(PAYLOADS)
@@ -174,7 +174,7 @@ def _resealed(table: PackTable, payload: bytes) -> PackTable:
 
 
 def _serve(number: int, table: bytes, payload: bytes, *, exact: bool) -> bool:
-    """Open a store on a damaged pack and read all its blocks; whether any was served."""
+    """Open a store with a damaged pack and read all blocks of the pack. Return whether any block was served."""
     backend = MemoryBackend()
     namespace = backend.open_namespace(IDENTITY).id
     backend.commit(namespace, CommitBatch([PACKS[number]]))
@@ -197,7 +197,7 @@ def _serve(number: int, table: bytes, payload: bytes, *, exact: bool) -> bool:
 
 
 class Frames(Target):
-    """Stored forms, straight into codecs: exactly the buffer is filled, or the frame is corrupt."""
+    """Frames, decoded by codecs: the codec fills exactly the buffer, or rejects the frame."""
 
     name = "codec"
     codecs: Sequence[Codec] = (RawCodec(), ZstdCodec(), ZstdCodec(19), PlanesCodec(), PlanesCodec(4))
@@ -218,7 +218,7 @@ class Frames(Target):
 
 
 class Manifests(Target):
-    """Heads of manifests: refused, or equal to what they encode to."""
+    """Heads of manifests: rejected, or stable when encoded and decoded again."""
 
     name = "manifest"
     samples = tuple(
@@ -244,7 +244,7 @@ class Manifests(Target):
 
 
 class ManifestKeyLists(Target):
-    """Keys of manifests: refused when parsed or when unpacked, or as many as they say."""
+    """Keys of manifests: rejected when decoded or unpacked, or as many as the list claims."""
 
     name = "manifest keys"
     samples = tuple(
@@ -271,12 +271,12 @@ class ManifestKeyLists(Target):
 
 
 def seal_manifest(data: bytes) -> bytes:
-    """A manifest's row with a checksum that fits."""
+    """Return a manifest's row with a valid checksum."""
     return data[:1] + xxhash.xxh3_64_digest(data[9:]) + data[9:]
 
 
 class Identities(Target):
-    """Identities as a catalogue keeps them."""
+    """Identities as stored in a catalogue."""
 
     name = "identity"
     samples = (IDENTITY.encode(), Identity.of({"a": [[[["x" * 50]]]], "b": -1e300}).encode())
@@ -285,14 +285,14 @@ class Identities(Target):
         try:
             identity = Identity.decode(data)
             digest = identity.digest
-        except (ValueError, RecursionError):  # what those who read a catalogue expect
+        except (ValueError, RecursionError):  # the errors that callers of the catalogue handle
             return False
         require(len(digest) == 16 and isinstance(identity.diff(IDENTITY), list), "an identity that cannot be compared")
         return True
 
 
 class CodecTexts(Target):
-    """Text forms of codecs."""
+    """Codecs in text form."""
 
     name = "codec text"
     samples = (b"raw", b"zstd:3", b"planes:2")
@@ -308,7 +308,7 @@ class CodecTexts(Target):
 
 
 class S3Index(Target):
-    """Index objects of the S3 driver, merged into a catalogue: what it holds afterwards is sound, and was written."""
+    """Index objects of the S3 driver: entries merged into a catalogue must be valid, and must have been written."""
 
     name = "s3 index"
     heads = tuple(
@@ -353,7 +353,7 @@ class S3Index(Target):
 
 
 def _seal_heads(data: bytes) -> bytes:
-    """Checksums of heads that fit, as far as the lengths allow."""
+    """Fix the checksums of the heads, up to the first invalid length."""
     body = bytearray(data)
     at = 8
     while at + 12 + 9 <= len(body):
@@ -365,7 +365,7 @@ def _seal_heads(data: bytes) -> bytes:
 
 
 class S3Roots(Target):
-    """Roots of the S3 driver's snapshots: refused, or equal to what they encode to."""
+    """Roots of the S3 driver's snapshots: rejected, or stable when encoded and parsed again."""
 
     name = "s3 root"
     samples = tuple(
@@ -393,7 +393,7 @@ class S3Roots(Target):
 
 
 def seal_root(data: bytes) -> bytes:
-    """A root with a checksum that fits."""
+    """Return a root with a valid checksum."""
     return data[:1] + xxhash.xxh3_64_intdigest(data[9:]).to_bytes(8, "little") + data[9:]
 
 

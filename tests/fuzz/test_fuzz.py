@@ -1,4 +1,4 @@
-"""A small part of `python -m tests.fuzz`, in a process of its own: it bounds its memory and watches for hangs."""
+"""A short run of ``python -m tests.fuzz`` in a separate process, which limits its memory and detects hangs."""
 
 import subprocess
 import sys
@@ -43,4 +43,4 @@ def test_finds_a_check_that_is_missing(name):
     target, prelude = SABOTAGE[name]
     run = fuzz("--cases", "20000", "--target", target, prelude=prelude)
     assert run.returncode != 0
-    assert "changes=[Edit(" in run.stderr  # shrunk, and printed so that it can be repeated
+    assert "changes=[Edit(" in run.stderr  # shrunk, and printed in a form that can be repeated

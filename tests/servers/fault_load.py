@@ -1,4 +1,4 @@
-"""A steady load of small jobs on a store in its own process, whose bytes are looked at, and a ticker beside it."""
+"""Steady load of small jobs on a store in a host process, with a check of every loaded byte and a ticker."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from persistkv.storage.host.client import StoreClient
 
 BLOCK = 64 << 10
 JOB_BLOCKS = 8
-SLOTS = 32  # jobs in flight, at most, of either kind
+SLOTS = 32  # maximum jobs in flight, for stores and loads each
 ROWS = 2 * SLOTS * JOB_BLOCKS
 PATIENCE_S = 90.0
 
 _TICK_S = 0.001
 _JOB_TICKS = 20  # between two jobs
 _CONTENTS = 251
-_NEWS_S = 3.0  # two looks at the bucket
+_NEWS_S = 3.0  # longer than two refreshes of the index
 
 
 class Contents:
-    """The bytes of a block: they follow from its key."""
+    """Bytes of a block, derived from its key."""
 
     def __init__(self) -> None:
         self._blocks = np.random.default_rng(1).integers(0, 256, (_CONTENTS, BLOCK), dtype=np.uint8)
 
     def of(self, key: bytes) -> Any:
-        """One block."""
+        """Return the bytes of one block."""
         return self._blocks[int.from_bytes(key[:8], "little") % _CONTENTS]
 
 
 class Load:
-    """See the top of this file."""
+    """Client that submits stores and loads at a steady rate and checks the loaded blocks."""
 
     def __init__(self, client: StoreClient, rig: Rig) -> None:
         self.client = client
@@ -47,7 +47,7 @@ class Load:
         self.durable: set[bytes] = set()
         self.offered: list[list[bytes]] = []
         self.planned: deque[list[bytes]] = deque()
-        """Keys of the next jobs; fresh ones where there are none."""
+        """Keys of the next jobs; if empty, jobs have fresh keys."""
         self.wrong = self.missed = self.loaded = 0
         self._numbers = itertools.count()
         self._flying: dict[int, tuple[int, list[bytes], bool]] = {}
@@ -55,7 +55,7 @@ class Load:
         self._draw = random.Random(1)
 
     def run(self, seconds: float, *, until: Callable[[], bool] = lambda: False) -> list[float]:
-        """Tick for a while; how late each tick began."""
+        """Tick for a number of seconds. Return the delay of each tick, in seconds."""
         late = []
         due = time.perf_counter() + _TICK_S
         end = due + seconds
@@ -78,7 +78,7 @@ class Load:
             self.planned.popleft()
 
     def poll(self) -> None:
-        """Take what has ended, and look at what was loaded."""
+        """Process finished jobs and check the loaded blocks."""
         for outcome in self.client.poll():
             slot, keys, is_store = self._flying.pop(outcome.job_id)
             self._free[is_store].append(slot)
@@ -98,7 +98,7 @@ class Load:
                 self.wrong += not np.array_equal(self.rig.rows[row], self.contents.of(key))
 
     def store(self, keys: list[bytes], *, again: bool = False) -> bool:
-        """Hand a job over, where there is a slot."""
+        """Submit a store job, if a slot is free. Return whether it was submitted."""
         if not self._free[True]:
             return False
         slot, number = self._free[True].pop(), next(self._numbers)
@@ -112,7 +112,7 @@ class Load:
         return True
 
     def load(self) -> None:
-        """Ask for a job's blocks that are durable."""
+        """Submit a load of one earlier job, if all of its blocks are durable."""
         if not self._free[False] or not self.offered:
             return
         keys = self.offered[self._draw.randrange(len(self.offered))]
@@ -122,7 +122,7 @@ class Load:
             self.client.submit_load(number, keys, range(slot * JOB_BLOCKS, (slot + 1) * JOB_BLOCKS))
 
     def recover(self) -> None:
-        """Go on until something new is durable; then hand over what was lost, until all that was ever offered is."""
+        """Continue the load until a new block is durable. Then submit lost jobs again, until every block is durable."""
         before = set(self.durable)
         self.run(PATIENCE_S, until=lambda: not self.durable <= before)
         self.settle(lambda: False)
@@ -138,7 +138,7 @@ class Load:
         return [keys for keys in self.offered if not self.durable.issuperset(keys)]
 
     def settle(self, done: Callable[[], bool]) -> None:
-        """Wait for what is in flight, and for news, until that is all.
+        """Wait for the jobs in flight, and then for events until ``done`` returns True or ``_NEWS_S`` has passed.
 
         :raises TimeoutError: a job does not end.
         """

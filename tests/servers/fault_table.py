@@ -1,13 +1,14 @@
-"""What an engine and its store go through when the object store fails: python -m tests.servers.fault_table
+"""Effects of object store faults on an engine and its store: python -m tests.servers.fault_table
 
-An engine ticks each millisecond and hands over small stores and loads, over a connection that a proxy breaks; the
-store is in its own process. Each fault lasts ``--seconds``; the time before it, with the same load on the same server,
-is what its ticks are compared with. After it, what was lost is handed over once more; a fresh handle that goes past the
-proxy looks at everything, and retention runs.
+An engine ticks each millisecond and submits small stores and loads. Its host process reaches the server over a proxy
+that breaks connections. Each fault lasts ``--seconds``. The ticks during the fault are compared with those before it,
+with the same load on the same server. After the fault the engine submits lost blocks again. Then a new handle that
+bypasses the proxy checks all content, and retention runs.
 
-Wrong, missing or doubled blocks, objects that retention leaves behind, and a breaker that does not open or close make
-it fail. Times are shown and never do. Without ``--endpoint`` moto serves, which cannot be killed: it keeps nothing.
-``make test-faults`` runs it against Ceph and puts the table into docs/reliability.md.
+The run fails for wrong, missing or duplicate blocks, for objects that retention leaves behind, and for a breaker that
+does not open or close. Times are reported only. Without ``--endpoint`` the server is moto, which cannot be killed,
+because it keeps its content in memory. ``make test-faults`` runs against Ceph and puts the table into
+docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -47,34 +48,34 @@ PATIENT = "deadline=30s&slow=20s"
 COMMON = "refresh=1s&cache=no"
 MOST_LATE_S = 0.002
 MARKS = ("<!-- fault table: begin -->", "<!-- fault table: end -->")
-IDENTITY = Identity.of({"benchmark": BLOCK})  # what a rig's client uses
+IDENTITY = Identity.of({"benchmark": BLOCK})  # identity of a rig's client
 ORPHANS = 24
 
 
 class World(NamedTuple):
-    """What a fault can be done to."""
+    """Server, proxy and bucket that a fault applies to."""
 
     endpoint: str
     proxy: FaultProxy
     bucket: str
     client: Any
     ceph: str | None
-    """Directory of a Ceph that may be killed."""
+    """Directory of a Ceph server that may be killed."""
 
     @property
     def url(self) -> str:
-        """The store, past the proxy."""
+        """URL of the store that bypasses the proxy."""
         return f"s3://{self.bucket}/store?endpoint_url={self.endpoint}&cache=no"
 
 
 class Fault(NamedTuple):
-    """Something that goes wrong, and its end."""
+    """A fault: its start and its end."""
 
     name: str
     begin: Callable[[World], None]
     end: Callable[[World], None]
     trips: bool = True
-    """Whether the breaker has to open."""
+    """Whether the breaker must open."""
     needs_ceph: bool = False
 
 
@@ -83,7 +84,7 @@ def through_proxy(name: str, mode: str, *, trips: bool = True) -> Fault:
 
 
 def ceph(world: World, action: str) -> None:
-    log = subprocess.DEVNULL  # the daemons would keep a pipe open
+    log = subprocess.DEVNULL  # a pipe would never reach its end, because the daemons inherit it
     subprocess.run(["bash", str(SERVERS / "ceph.sh"), action], stdout=log, stderr=log, check=True, timeout=120)
 
 
@@ -108,7 +109,7 @@ def _user(world: World, action: str) -> None:
 
 
 def delete_bucket(world: World) -> None:
-    """The engine is cut off until the bucket is gone: what it writes meanwhile would keep it from being empty."""
+    """Delete the bucket. The proxy cuts off the engine meanwhile, since new objects would prevent the deletion."""
     world.proxy.set("rst")
     patiently(lambda: _empty_and_delete(world))
     world.proxy.set("ok")
@@ -126,7 +127,7 @@ def create_bucket(world: World) -> None:
 
 
 def patiently(what: Callable[[], object]) -> None:
-    """Try until it succeeds, or for so long."""
+    """Call a function until it succeeds, for at most ``PATIENCE_S``."""
     until = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -155,7 +156,7 @@ FAULTS = [
 
 
 class Said(logging.Handler):
-    """What the store's process told."""
+    """Counts of events in the log of the host process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,24 +170,24 @@ class Said(logging.Handler):
 
 
 class Outcome(NamedTuple):
-    """A row of the table."""
+    """Result of one fault: a row of the table."""
 
     fault: str
     misses: int
-    """Blocks that were asked for and did not come, while the fault lasted."""
+    """Requested blocks that were not loaded during the fault."""
     wrong: int
     missing: int
     twice: int
     left: int
-    """Objects with packs that no index names, after retention."""
+    """Pack objects that no index references after retention."""
     opened: int
     closed: int
     rescued: int
-    """Packs that were removed while they were being reused, and were written again."""
+    """Packs that were removed while a commit reused them, and that were written again."""
     p99_s: tuple[float, float]
-    """Without the fault and with it."""
+    """99th percentile of the tick delay, in seconds: without the fault, with it."""
     problem: str
-    """Empty: all is as it should be."""
+    """Empty if the result is as required."""
 
     @property
     def cells(self) -> list[str]:
@@ -212,8 +213,9 @@ COLUMNS = [
 
 
 def check(world: World, load: Load) -> tuple[int, int, int, int]:
-    """By a fresh handle that goes past the proxy: blocks that are missing, wrong, or stored twice, and packs that lie
-    there for nothing after retention.
+    """Read all content with a new handle that bypasses the proxy, then run retention.
+
+    :returns: missing blocks, wrong blocks, blocks stored twice, packs that no index references after retention.
     """
     backend = S3Backend.open(StoreUrl.parse(world.url))
     (namespace,) = [found.id for found in backend.namespaces()]
@@ -246,7 +248,7 @@ def open_client(world: World, rig: Rig, options: str) -> StoreClient:
 
 
 def try_fault(world: World, fault: Fault, seconds: float) -> Outcome:
-    """A row of the table."""
+    """Run one fault. Return its row of the table."""
     said = Said()
     log = logging.getLogger("persistkv")
     log.addHandler(said)
@@ -278,7 +280,7 @@ def try_fault(world: World, fault: Fault, seconds: float) -> Outcome:
 
 
 def problem_of(found: Outcome, fault: Fault) -> str:
-    """What is not as it should be; empty: nothing."""
+    """Return the first problem of a result, or an empty string."""
     if found.wrong or found.missing or found.twice or found.left:
         return "NO: blocks"
     if found.opened != found.closed or (fault.trips and not found.opened):
@@ -287,7 +289,7 @@ def problem_of(found: Outcome, fault: Fault) -> str:
 
 
 def try_all(endpoint: str, seconds: float, only: str, ceph: str | None) -> list[Outcome]:
-    """All rows: a trial that cannot be carried out is one too."""
+    """Run all faults. A run that raises is a row with a problem."""
     outcomes: list[Outcome] = []
     client = plain_client(endpoint)
     for fault in FAULTS:
@@ -307,14 +309,14 @@ def try_all(endpoint: str, seconds: float, only: str, ceph: str | None) -> list[
 
 
 def table_of(outcomes: list[Outcome], seconds: float, where: str) -> str:
-    """As markdown."""
+    """Return the table as Markdown."""
     rows = [COLUMNS, ["---"] * len(COLUMNS), *(outcome.cells for outcome in outcomes)]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([*lines, "", f"{where}, each fault for {seconds:g} s. {machine()}."])
 
 
 def put_into(page: Path, table: str) -> None:
-    """Replace what stands between the marks of a page."""
+    """Replace the text between the marks of a page."""
     text = page.read_text()
     begin, end = text.index(MARKS[0]) + len(MARKS[0]), text.index(MARKS[1])
     page.write_text(f"{text[:begin]}\n{table}\n{text[end:]}")

@@ -11,12 +11,12 @@ Control: send one line to LISTEN_PORT + 1; the reply is the number of connection
     lose_reply       forward the request, reset when the reply starts; lose_reply1: only once
     rst              reset at accept
     rst_after N      reset after N bytes of reply
-    delay S          wait S seconds before each read is passed on
+    delay S          wait S seconds before each chunk is forwarded
     rate B           at most B bytes per second
     s503 N           answer the next N connections with 503 SlowDown
     deny             answer with 403 AccessDenied
-    readonly         answer what would change something with 403 AccessDenied
-    ask PORT         after a 412, hold the PUT of the next index object until who listens there hangs up
+    readonly         answer requests that would change the bucket with 403 AccessDenied
+    ask PORT         after a 412, delay the next PUT of an index object until the listener on PORT has hung up
     conns            change nothing, count only
 """
 
@@ -51,7 +51,7 @@ class FaultProxy:
         self.live: set[asyncio.Task] = set()
 
     async def refuse(self, data: bytes, writer: asyncio.StreamWriter) -> bool:
-        """Whether a request that begins so was answered here, with a refusal."""
+        """Answer a request that would change the bucket with a refusal. Return whether the request was refused."""
         if not data.startswith((b"PUT ", b"POST ", b"DELETE ")):
             return False
         writer.write(
@@ -63,7 +63,7 @@ class FaultProxy:
         return True
 
     async def ask(self, data: bytes, is_request: bool, port: int) -> None:
-        """Have somebody do something between a PUT that found an object and the PUT that names it."""
+        """After a PUT found an object, before the PUT that references it, connect to ``port`` and wait for its end."""
         if not is_request:
             self.exists_already |= b"HTTP/1.1 412" in data[:200]
         elif self.exists_already and data.startswith(b"PUT ") and b"/log/" in data.split(b"\r\n", 1)[0]:
@@ -77,7 +77,7 @@ class FaultProxy:
         while data := await reader.read(65536):
             name, *args = self.mode
             is_continue = not is_request and data.startswith(b"HTTP/1.1 100") and len(data) < 40
-            if is_continue:  # let Expect: 100-continue through, or no body is ever sent
+            if is_continue:  # forward 100 Continue, otherwise no body is ever sent
                 writer.write(data)
                 await writer.drain()
                 continue
@@ -160,7 +160,7 @@ class FaultProxy:
             self.mode, self.slow_downs = ["ok"], int(words[1])
         elif words[0] != "conns":
             self.mode, self.slow_downs = words, 0
-        if words[0] != "conns":  # drop kept-alive connections, so that the new mode meets fresh ones
+        if words[0] != "conns":  # drop kept-alive connections, so that the new mode applies to fresh ones
             for task in list(self.live):
                 task.cancel()
         writer.write(b"%d\n" % self.connections)

@@ -1,8 +1,8 @@
-"""Orphans in a bucket, and retention in a process of its own that removes them while they are being reused.
+"""Orphans in a bucket, and a process whose retention removes them while a commit reuses them.
 
-What an engine leaves behind that is killed between its packs and its index object are packs that nothing names. Here
-they are put there, and are older than ``GRACE_S`` when an engine stores the same blocks: it finds them and takes them.
-Each time that somebody connects to ``port``, and before the connection is closed, retention goes over the bucket.
+An engine that is killed after the upload of its packs and before that of its index object leaves packs without a
+reference. This module creates such packs. They are older than ``GRACE_S`` when an engine stores the same blocks, so the
+engine finds them and reuses them. For each connection to ``port``, retention runs once before the connection is closed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from persistkv.testing.samples import ArraySource
 from persistkv_s3 import S3Backend
 from tests.servers.fault_load import BLOCK, JOB_BLOCKS, PATIENCE_S, Contents
 
-GRACE_S = 15.0  # longer than the engine takes from a pack's PUT to the index object that names it
+GRACE_S = 15.0  # longer than an engine takes from the PUT of a pack to the index object that references it
 
 
 class Orphans:
-    """See the top of this file.
+    """Orphaned packs in a store, and a process that runs retention on request.
 
-    :param url: of the store, past any proxy.
+    :param url: of the store, without the proxy.
     :param identity: of the namespace that the engine uses.
     """
 
@@ -46,22 +46,22 @@ class Orphans:
         if not self._line.poll(PATIENCE_S):
             raise TimeoutError("the orphans are not there")
         self.port: int = self._line.recv()
-        """Where it is told to look."""
+        """Port of the process that runs retention."""
         self._old = time.monotonic() + GRACE_S + 1.0
 
     def wait_until_old(self) -> None:
-        """Until retention would remove them."""
+        """Wait until retention would remove the orphans."""
         time.sleep(max(0.0, self._old - time.monotonic()))
 
     def removed(self) -> int:
-        """How many objects retention removed since the last call."""
+        """Return the number of objects that retention removed since the last call."""
         found = 0
         while self._line.poll(0):
             found += self._line.recv()
         return found
 
     def close(self) -> None:
-        """End it."""
+        """Kill the process."""
         self._process.kill()
         self._process.join()
 

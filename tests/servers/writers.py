@@ -1,11 +1,10 @@
-"""Many writers with overlapping requests on one bucket, readers beside: python -m tests.servers.writers --seconds 120
+"""Writers with overlapping requests on one bucket, with readers: python -m tests.servers.writers --seconds 120
 
-All of them store the same shared prefixes at the same time, and something of their own behind each. Afterwards every
-block that a writer was told to be durable is read by a fresh handle and compared, each shared prefix lies in the bucket
-once, and nothing is left that no index names once retention has run.
+All writers store the same shared prefixes at the same time, each followed by blocks of their own. Afterwards a new
+handle reads and compares every block that was reported as durable. Each shared prefix must be in the bucket once, and
+after retention every object must be referenced by an index.
 
-The server is the one that PERSISTKV_S3_ENDPOINT names (make test-writers starts one), with credentials from the
-environment.
+PERSISTKV_S3_ENDPOINT names the server (make test-writers starts one). Credentials are read from the environment.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ from persistkv_s3.log.layout import Names, parse_pack
 from persistkv_s3.retention import Round
 
 BLOCK = 256 << 10
-PREFIX, OWN = 64, 8  # blocks: a pack that is cut at a fixed depth, and one that is gathered
+PREFIX, OWN = 64, 8  # blocks: a pack cut at a fixed depth, and a pack of staged blocks
 IDENTITY = Identity.of({"trial": "writers"})
-OPTIONS = StoreOptions(staging_bytes=64 << 20)  # a quarter of it is the pack of a prefix
+OPTIONS = StoreOptions(staging_bytes=64 << 20)  # four packs of a prefix
 GRACE_S = 2 * 3600.0
 
 
 class Report(NamedTuple):
-    """What one process did."""
+    """Result of one process."""
 
     keys: set[bytes]
-    """That a writer was told to be durable."""
+    """Blocks that were reported as durable."""
     requests: int
     reads: int
     wrong: int
-    """Blocks whose bytes were not those of their key."""
+    """Blocks with other bytes than those of their key."""
     dropped: int
 
 
@@ -68,7 +67,7 @@ def _key(kind: bytes, first: int, second: int) -> bytes:
 
 
 def content(key: bytes) -> npt.NDArray[np.uint8]:
-    """The bytes of a block: they follow from its key."""
+    """Return the bytes of a block, derived from its key."""
     return np.random.default_rng(list(key)).integers(0, 256, BLOCK, dtype=np.uint8)
 
 
@@ -78,19 +77,19 @@ def open_store(url: str) -> Store:
 
 
 def read_some(store: Store, keys: list[bytes]) -> tuple[int, int]:
-    """Blocks that came, and those among them that were wrong."""
+    """Read blocks. Return the number of blocks that were read, and the number of wrong ones."""
     failed = set(store.read(keys, range(len(keys))))
     came = [(row, key) for row, key in enumerate(keys) if key not in failed]
     return len(came), sum(not np.array_equal(store.rows.array[row], content(key)) for row, key in came)
 
 
 def write(url: str, writer: int, seconds: float, to_parent: Connection) -> None:
-    """Requests one after the other, each a shared prefix and something behind it."""
+    """Store one request after another, each with a shared prefix and blocks of its own."""
     store, begin = open_store(url), time.monotonic()
     durable: set[bytes] = set()
     number = 0
     while time.monotonic() - begin < seconds:
-        family = int((time.monotonic() - begin) / 3)  # all are at the same prefix at about the same time
+        family = int((time.monotonic() - begin) / 3)  # all writers are at the same prefix at about the same time
         keys = [*prefix_keys(family), *own_keys(writer, number)]
         for row, key in enumerate(keys):
             store.rows.array[row] = content(key)
@@ -105,7 +104,7 @@ def write(url: str, writer: int, seconds: float, to_parent: Connection) -> None:
 
 
 def follow(url: str, reader: int, seconds: float, to_parent: Connection) -> None:
-    """Read what has come, at random."""
+    """Read random blocks from the current content."""
     store, begin = open_store(url), time.monotonic()
     draw = random.Random(reader)
     reads = wrong = 0
@@ -123,7 +122,7 @@ def follow(url: str, reader: int, seconds: float, to_parent: Connection) -> None
 
 
 def run(url: str, writers: int, readers: int, seconds: float) -> list[Report]:
-    """All at once, each in a process of its own."""
+    """Run all writers and readers at the same time, each in its own process."""
     context = multiprocessing.get_context("spawn")
     lines, processes = [], []
     for number in range(writers + readers):
@@ -140,7 +139,7 @@ def run(url: str, writers: int, readers: int, seconds: float) -> list[Report]:
 
 
 def prune(backend: S3Backend) -> Round:
-    """A round of retention, as it will be when what is there is old."""
+    """Run a round of retention at a clock at which all present objects are old."""
     done = backend.retain(time.time() + GRACE_S)
     assert done is not None
     return done
@@ -152,7 +151,7 @@ def stored_objects(client: object, bucket: str, prefix: str) -> list[str]:
 
 
 def problems_of(url: str, bucket: str, client: object, reports: list[Report]) -> list[str]:
-    """What is not as it has to be."""
+    """Return descriptions of all violations in the store."""
     store = open_store(url)
     backend = store.catalogue.backend
     assert isinstance(backend, S3Backend)

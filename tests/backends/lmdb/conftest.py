@@ -17,13 +17,13 @@ IDENTITY = Identity.of({"weights": "abc"})
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where no store lies yet."""
+    """Path at which no store exists yet."""
     return tmp_path / "store"
 
 
 @pytest.fixture(params=["inline", "extents"])
 def placement(request: pytest.FixtureRequest) -> str:
-    """Where payloads lie."""
+    """Location of new payloads: LMDB values or segment files."""
     return str(request.param)
 
 
@@ -34,7 +34,7 @@ def identity() -> Identity:
 
 @pytest.fixture
 def open_store(path: Path, placement: str) -> Iterator[Opener]:
-    """Opens the store at ``path``, or at the location given, with the test's placement; closes what is left open."""
+    """Open the store at ``path`` or ``location``, with the test's placement. Close the open backends after the test."""
     opened: list[LmdbBackend] = []
 
     def open_store(options: str = "", *, location: object = None, read_only: bool = False) -> LmdbBackend:
@@ -60,7 +60,7 @@ def namespace(backend: LmdbBackend) -> bytes:
 
 @pytest.fixture
 def closed_pack(open_store: Opener) -> PackWriter:
-    """The only pack of a store that nobody has open."""
+    """The only pack of a closed store."""
     backend = open_store()
     pack = sample_pack(backend.open_namespace(IDENTITY).id, 1)
     backend.commit(pack.namespace, CommitBatch([pack]))

@@ -1,4 +1,4 @@
-"""The allocator against a model that keeps the owner of each page, and what readers keep from being used again."""
+"""The allocator, compared with a model that knows the owner of each page; extents that readers protect from reuse."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FREE = 0
 
 
 class SpaceMachine(RuleBasedStateMachine):
-    """Each rule is one transaction."""
+    """Allocator and model. Each rule is one transaction."""
 
     @initialize()
     def open(self) -> None:
@@ -172,7 +172,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def reader(path):
-    """Starts a process that holds a snapshot until it is killed."""
+    """Start a process that holds a snapshot until it is killed."""
     running = []
 
     def start():
@@ -188,7 +188,7 @@ def reader(path):
 
 
 def fill(backend, namespace, first=0):
-    """Packs of 256 KiB until one is evicted; all ids."""
+    """Commit packs of 256 KiB until one is evicted. Return the ids of all packs."""
     written = []
     while True:
         pack = sample_pack(namespace, first + len(written), blocks=4, block_bytes=1 << 16)
@@ -219,7 +219,7 @@ def test_stopped_reader_does_not_drain_the_store(open_store, identity, reader):
 
 
 def test_reader_in_the_middle_of_a_call_keeps_its_extents(backend, namespace):
-    """Its extents are freed and the store is written full while it reads: they are not used again before it ends."""
+    """The reader's extents are freed and the store is filled during the read. They are reused after the read only."""
     pack = sample_pack(namespace, 1, blocks=8, block_bytes=1 << 16)
     backend.commit(namespace, CommitBatch([pack]))
     shared = backend.environment
@@ -335,7 +335,7 @@ def segment_bytes(path):
 
 
 def test_what_an_undone_transaction_grew_is_cut_by_the_next(open_store, path, identity):
-    """Else the catalogue could be given room that the files still have."""
+    """Without the truncation, the catalogue could be granted space that the segment files still occupy."""
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
@@ -372,7 +372,7 @@ def test_what_a_killed_process_grew_is_cut_by_one_that_lives(open_store, path, i
 
 
 def test_store_takes_little_more_than_it_holds(open_store, path, identity):
-    """However much it may have: files grow by 1/16 of what there is, and a pack has its bytes."""
+    """This holds for any capacity: files grow by 1/16 of their length, and a pack gets exactly its bytes."""
     backend = open_store("?capacity=64GiB")
     namespace = backend.open_namespace(identity).id
     for seed in range(24):
@@ -401,7 +401,7 @@ def test_segments_that_were_cut_grow_again(open_store, path, identity, monkeypat
 @pytest.mark.parametrize("call", ["pwritev", "fdatasync", "posix_fallocate"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_disk_that_fails_once(backend, namespace, monkeypatch, call, code):
-    """A file system may want space for what it had given (ENOSPC where it copies on write): as a full disk does."""
+    """A copy-on-write file system can report ENOSPC for allocated space. The driver treats it like a full disk."""
     held = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([held]))
     real = getattr(os, call)
@@ -431,6 +431,6 @@ def test_disk_that_fails_once(backend, namespace, monkeypatch, call, code):
 def test_commit_that_comes_too_late_leaves_the_totals_right(backend, namespace):
     pack = sample_pack(namespace, 1)
     seen = backend.commit(namespace, CommitBatch([pack])).cursor
-    backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))  # its pages are free for the next one
+    backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))  # the next commit can reuse the freed pages
     assert backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)], seen=seen)).stale
     assert backend.find_faults() == []

@@ -1,4 +1,4 @@
-"""What a full store has for payload: the catalogue takes what it needs, and little is kept free."""
+"""Payload in a full store: the catalogue takes the space that it needs, and little space stays free."""
 
 import gc
 import weakref
@@ -22,7 +22,7 @@ def placement():
 
 @pytest.fixture
 def second_attempts(monkeypatch):
-    """Counts the commits that found no room at once."""
+    """Record each commit that needs a second attempt because space was lacking."""
     found = []
     age = Environment.age
 
@@ -35,7 +35,7 @@ def second_attempts(monkeypatch):
 
 
 def turn_over(backend, namespace, count, together=1, **kind):
-    """Commit so many packs of a kind, some in each commit; the most that the store ever took on disk."""
+    """Commit ``count`` packs of a kind, ``together`` packs per commit. Return the maximum size on disk, in bytes."""
     most = 0
     for first in range(0, count, together):
         packs = [sample_pack(namespace, seed, **kind) for seed in range(first, first + together)]
@@ -53,7 +53,7 @@ def test_full_store_is_mostly_payload(open_store, identity, second_attempts):
 
 
 def test_large_batches_of_small_packs_push_nothing_out_while_there_is_room(open_store, identity, second_attempts):
-    """They write more pages of the catalogue anew than it has left, before it is found to be short."""
+    """Each batch rewrites more catalogue pages than are left before the driver detects that the catalogue is full."""
     backend = open_store("?capacity=1GiB")
     namespace = backend.open_namespace(identity).id
     together, batches = 800, 6
@@ -74,7 +74,7 @@ def no_collector():
 
 @pytest.mark.parametrize(("blocks", "stored"), [(96, True), (512, False)])
 def test_what_found_no_room_at_once_is_not_kept(open_store, identity, second_attempts, no_collector, blocks, stored):
-    """Rows that were written are the engine's again: nothing waits for the collector to let them go."""
+    """The commit drops its references to the rows when it ends, without a run of the garbage collector."""
     backend = open_store("?capacity=16MiB")
     namespace = backend.open_namespace(identity).id
     turn_over(backend, namespace, 80, blocks=4, block_bytes=64 << 10)

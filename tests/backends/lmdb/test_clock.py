@@ -1,4 +1,4 @@
-"""ttl when the machine's clocks are wrong, jump, or are corrected."""
+"""Expiry by ttl while the machine's clocks are wrong, jump, or are corrected."""
 
 import logging
 import time
@@ -15,7 +15,7 @@ MINUTE_S = 60
 
 
 class Machine:
-    """A machine's clocks, which a test moves."""
+    """Simulated clocks of a machine."""
 
     def __init__(self):
         self.wall = 2_000_000_000.0
@@ -26,7 +26,7 @@ class Machine:
         self.since_boot += seconds
 
     def boots(self, *, off_s, error_s=0.0):
-        """The machine was off, and its wall clock is wrong by ``error_s`` afterwards."""
+        """Simulate a machine that boots after ``off_s`` seconds with a wall clock that is wrong by ``error_s``."""
         self.wall += off_s + error_s
         self.since_boot = 10.0
 
@@ -60,7 +60,7 @@ def put(backend, namespace, seed):
 
 
 def tick(backend, namespace, count=3):
-    """Commits that only let the store expire what is old."""
+    """Make empty commits, each of which lets the store expire old content."""
     for _ in range(count):
         backend.commit(namespace, CommitBatch())
 

@@ -1,4 +1,4 @@
-"""What is free goes back to the disk, and nothing else changes."""
+"""Compaction: returns free space to the disk and leaves the content unchanged."""
 
 import random
 import subprocess
@@ -80,7 +80,7 @@ def test_while_a_reader_looks_and_another_writes(backend, namespace, url):
 
 
 def test_compact_many_small_packs_in_a_large_store_needs_no_more_room(tmp_path):
-    """Its catalogue has room for the rows of a few packs at a time."""
+    """The catalogue of the store has space for the rows of a few packs at a time."""
     with closing(LmdbBackend.open(StoreUrl.parse(f"lmdb://{tmp_path}/large?capacity=1GiB"))) as backend:
         namespace = backend.open_namespace(Identity.of({"model": "compacting"})).id
         packs = [sample_pack(namespace, seed, blocks=1, block_bytes=4096) for seed in range(2200)]

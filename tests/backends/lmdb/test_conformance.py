@@ -47,7 +47,7 @@ with env.begin(write=True) as txn:
 
 
 class RawLmdb(RawStore):
-    """py-lmdb in a process of its own: one process opens an environment once."""
+    """py-lmdb in a separate process, because one process can open an environment only once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -81,7 +81,7 @@ class LmdbConformance(BackendConformance):
         return f"lmdb://{tmp_path}/aging?capacity=64MiB&ttl=1h&placement={self.placement}"
 
     def open(self, url: str, *, read_only: bool = False) -> LmdbBackend:
-        """Each store adds up in the end."""
+        """Open a store whose ``close`` also checks that it is consistent."""
         backend = LmdbBackend.open(StoreUrl.parse(url), read_only=read_only)
         close = backend.close
         closed: list[bool] = []

@@ -1,4 +1,4 @@
-"""What the guard does about ends that were not clean; ``tests.crash.damage`` damages files at random."""
+"""The guard after unclean shutdowns, and damaged files. ``tests.crash.damage`` damages files at random."""
 
 import fcntl
 import logging
@@ -45,7 +45,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die(path, namespace, *, commits=0, where="idle"):
-    """A process that opens the store for writing and is killed."""
+    """Run a process that opens the store for writing and is killed."""
     command = [sys.executable, "-c", DIES, f"lmdb://{path}", namespace.hex(), str(commits), where]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
 
@@ -55,7 +55,7 @@ def moved_aside(path):
 
 
 def flip_root(path):
-    """Damage the page that all begins at."""
+    """Damage the root page of the main database."""
     data = bytearray((path / "data.mdb").read_bytes())
     newest = max((0, 4096), key=lambda meta: data[meta + 16 + 24 + 2 * 48 + 8 : meta + 160][::-1])
     (root,) = struct.unpack_from("<Q", data, newest + 16 + 24 + 48 + 40)
@@ -65,7 +65,7 @@ def flip_root(path):
 
 @pytest.fixture
 def walks(monkeypatch):
-    """How often somebody looked."""
+    """Results of the integrity checks so far."""
     found = []
 
     def counted(directory):
@@ -78,7 +78,7 @@ def walks(monkeypatch):
 
 @pytest.fixture
 def filled(open_store, path, identity):
-    """The namespace of a store with a pack and a request, closed."""
+    """Create a store with a pack and a request, and close it. Return its namespace."""
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
     pack = sample_pack(namespace, 1)
@@ -124,7 +124,7 @@ def test_damage_is_moved_aside_with_a_message(open_store, path, filled, identity
 
 def test_damage_after_a_clean_end_is_moved_aside_where_opening_finds_it(open_store, path, filled, walks):
     data = bytearray((path / "data.mdb").read_bytes())
-    data[16] ^= 0xFF  # LMDB's magic
+    data[16] ^= 0xFF  # LMDB's magic number
     (path / "data.mdb").write_bytes(data)
     assert list(open_store().namespaces()) == []
     assert [found.verdict for found in walks] == [Verdict.DAMAGED]
@@ -132,7 +132,7 @@ def test_damage_after_a_clean_end_is_moved_aside_where_opening_finds_it(open_sto
 
 
 def test_a_look_ends_with_the_process_that_asked():
-    """A host that is killed while it opens a large store would leave one walk after the other."""
+    """Without this, each host process that is killed while it opens a large store would leave a check running."""
     looking = """
 import os, time
 from persistkv_lmdb.fsck import end_with
@@ -151,7 +151,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
 def test_file_that_was_cut_after_a_clean_end_ends_nobody(open_store, path, filled, share):
-    """Its pages are missing: who maps them and reads there is ended by SIGBUS."""
+    """Reading a mapped page that is missing from the file would kill the process with SIGBUS."""
     size = (path / "data.mdb").stat().st_size
     os.truncate(path / "data.mdb", int(share * size) // 4096 * 4096)
     code = """
@@ -226,7 +226,7 @@ backend.close()
         assert (path / "guard").read_text().split() == ["open"]
     assert walks == []
     open_store().close()
-    assert walks == []  # the other one ended cleanly
+    assert walks == []  # the other process closed the store cleanly
     assert (path / "guard").read_text().split() == ["clean"]
 
 
@@ -352,7 +352,7 @@ def change_rows(path, database, row):
     ],
 )
 def test_rows_that_do_not_read(open_store, path, filled, identity, database, row, verdict):
-    """Where a row stands for one thing that is a miss without it, the store is kept, and takes what is new."""
+    """If the bad row only describes content whose loss is a cache miss, the store is kept and accepts new content."""
     change_rows(path, database, row)
     assert inspect(path).verdict is verdict
     before = open_store()
@@ -403,7 +403,7 @@ def test_placement_that_does_not_read(open_store, path, filled):
 @pytest.mark.parametrize("ended", ["clean", "killed"])
 @pytest.mark.parametrize("database", [None, b"packs"])
 def test_what_a_store_is_told_by_does_not_read(open_store, path, filled, database, ended):
-    """The guard knows that it was a store; were it left as something else's, it could not be opened ever again."""
+    """The guard shows that this was a store. Treated as another program's directory, it could never be opened again."""
     if ended == "killed":
         die(path, filled)
     with lmdb.open(str(path), max_dbs=32) as env, env.begin(write=True) as txn:

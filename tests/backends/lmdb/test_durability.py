@@ -1,4 +1,4 @@
-"""What is promised is on the disk, also where the process that wrote it was killed before it was, or the disk fails."""
+"""Durability of acknowledged content after a killed writer or a disk error."""
 
 import errno
 import mmap
@@ -42,7 +42,7 @@ def die_in_a_commit(path, namespace):
 
 @pytest.fixture
 def synced(monkeypatch):
-    """What is made durable outside of LMDB's own commits."""
+    """Names of the calls that make content durable outside of LMDB's own commits."""
     kinds = []
 
     def noting(kind, sync):
@@ -58,7 +58,7 @@ def synced(monkeypatch):
 
 
 class Handle:
-    """A handle of LMDB, one of whose transactions may not begin."""
+    """LMDB handle whose transactions fail to begin while ``panics`` is set."""
 
     def __init__(self, env):
         self.env = env
@@ -75,7 +75,7 @@ class Handle:
 
 @pytest.fixture
 def handles(monkeypatch):
-    """The handles of LMDB that are opened after it."""
+    """LMDB handles that are opened after this fixture."""
     found, opens = [], lmdb.open
 
     def opened(*arguments, **options):
@@ -107,7 +107,7 @@ def test_what_a_killed_writer_left_is_synced_by_who_opens_or_closes(open_store, 
     die_in_a_commit(path, namespace)
     code = "import sys; from persistkv.storage import open_backend; open_backend(sys.argv[1])"
     assert (path / "writer.lock").read_bytes() == b"+"
-    subprocess.run([sys.executable, "-c", code, f"lmdb://{path}"], check=True)  # beside us
+    subprocess.run([sys.executable, "-c", code, f"lmdb://{path}"], check=True)  # in a second process
     assert (path / "writer.lock").read_bytes() == b"-"
     die_in_a_commit(path, namespace)
     synced.clear()
@@ -119,8 +119,11 @@ def test_what_a_killed_writer_left_is_synced_by_who_opens_or_closes(open_store, 
 
 @pytest.fixture
 def forgetful(monkeypatch):
-    """A kernel that could not write what a process left in ``data.mdb``: the pages of it that were not written anew
-    since then. It says so as often as is asked for."""
+    """Simulate a kernel that failed to write pages of ``data.mdb`` that a killed process left.
+
+    Return the pending errors, one per failing fsync, and the numbers of the meta pages that are not durable. A lost
+    page becomes durable only if it is rewritten before the next successful fsync.
+    """
     errors, lost, written = [], {0, 1}, []
     fsync, pwrite = os.fsync, os.pwrite
 
@@ -145,7 +148,7 @@ def forgetful(monkeypatch):
 
 
 def test_what_the_disk_lost_is_written_again(open_store, backend, namespace, path, forgetful):
-    """After EIO the kernel takes what it could not write for written: a second sync would succeed, and mean nothing."""
+    """After EIO the kernel marks the lost pages as clean: a second fsync would succeed without writing them."""
     errors, lost = forgetful
     held = sample_pack(namespace, 3)
     backend.commit(namespace, CommitBatch([held]))
@@ -164,12 +167,12 @@ def test_what_the_disk_lost_is_written_again(open_store, backend, namespace, pat
 
 
 def test_store_that_the_disk_does_not_take_is_kept_and_opens_later(open_store, backend, namespace, path, forgetful):
-    """Its last process was killed, or wrote in vain until its end; now a bad disk is no reason to lose the rest."""
+    """The last writer was killed before its commit was durable. A failing disk is no reason to discard the store."""
     errors, lost = forgetful
     backend.close()
     die_in_a_commit(path, namespace)
     errors += [True] * 4
-    for _ in range(4):  # more often than deaths are counted
+    for _ in range(4):  # repeated failures do not quarantine the store
         with pytest.raises(StoreUnavailableError, match="Input/output error"):
             open_store()
     assert lost == {0, 1}
@@ -185,7 +188,10 @@ def test_handle_recovers_from_a_failed_meta_page(handles, backend, namespace):
 
 
 def forge_a_commit(backend, handle, ahead=1):
-    """A meta page in the file of which LMDB's table of who has it open does not tell; its number."""
+    """Write a meta page that LMDB's lock file does not know: the last transaction named there is the one before it.
+
+    Return the transaction number of the page.
+    """
     shared = backend.environment
     with shared.transaction() as transaction:
         number = transaction.txn.id() + ahead
@@ -200,7 +206,7 @@ def forge_a_commit(backend, handle, ahead=1):
 
 
 def test_commit_that_nobody_knows_of_is_taken_back(handles, backend, namespace, path):
-    """Its meta page is in the file, and LMDB's table of who has it open tells of the one before."""
+    """The meta page is in the file, and LMDB's lock file still names the transaction before it."""
     shared = backend.environment
     held = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([held]))
@@ -216,7 +222,7 @@ def test_commit_that_nobody_knows_of_is_taken_back(handles, backend, namespace, 
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_what_is_taken_back_is_durable_before_anything_is_written(handles, backend, namespace, path, forgetful, times):
-    """The disk refuses it some times: the kernel then takes it for written, and LMDB would never ask again."""
+    """The disk fails ``times`` times. The kernel then marks the pages as clean, and LMDB would not write them again."""
     shared = backend.environment
     errors, lost = forgetful
     held = sample_pack(namespace, 1)
@@ -286,7 +292,7 @@ def test_handle_that_cannot_be_opened_again_is_tried_again(handles, backend, nam
 def test_handle_reads_while_what_it_failed_to_commit_cannot_be_made_durable(
     handles, backend, namespace, path, forgetful
 ):
-    """LMDB's handle is of no use after its last write failed, and is opened again."""
+    """LMDB's handle is unusable after its last write failed, and is reopened."""
     errors, _ = forgetful
     held = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([held]))
@@ -317,7 +323,7 @@ def test_payload_whose_sync_failed_is_written_again(backend, namespace, path, pl
 
 
 def test_file_is_published_only_once_its_name_is_durable(open_store, backend, namespace, path, placement, monkeypatch):
-    """Whoever made the file failed before that."""
+    """The fsync of the directory failed after the file was created."""
     if placement == "inline":
         pytest.skip("there are no files")
     failing = [True]
@@ -336,7 +342,7 @@ def test_file_is_published_only_once_its_name_is_durable(open_store, backend, na
     with pytest.raises(StoreError):
         backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert list((path / "segments").iterdir())
-    backend.close()  # what is open then knows as little of it as another process
+    backend.close()  # the reopened store knows as little about the file as another process
     open_store().commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert str(path / "segments") in synced
 
@@ -358,7 +364,7 @@ def test_guard_that_cannot_be_written_costs_no_commit(backend, namespace, monkey
 
 
 def test_creation_whose_names_cannot_be_made_durable_is_undone(open_store, path, identity, monkeypatch):
-    """All of it: LMDB refuses to open what this process has open still, and nobody syncs what is there already."""
+    """Nothing stays open, because LMDB allows one handle per process, and no files remain whose names may be lost."""
     fsync = os.fsync
 
     def fails_behind(fd):
@@ -371,7 +377,7 @@ def test_creation_whose_names_cannot_be_made_durable_is_undone(open_store, path,
         with pytest.raises(StoreUnavailableError, match="Input/output error") as caught:
             open_store()
     assert not (path / "data.mdb").exists()
-    backend = open_store()  # while that error, and all that it refers to, is there
+    backend = open_store()  # while the error and the objects that it references are alive
     assert caught.value.__traceback__ is not None
     namespace = backend.open_namespace(identity).id
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))

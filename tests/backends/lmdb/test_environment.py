@@ -1,4 +1,4 @@
-"""One environment per process and store: sharing, remapping, forks, failures of the medium."""
+"""One environment per process and store: sharing, remapping, forks, disk failures."""
 
 import shutil
 import subprocess
@@ -40,7 +40,7 @@ def test_paths_to_one_store_share_it(open_store, path, tmp_path, identity):
     second.close()
     assert read_all(third, namespace, pack) == payload_of(pack)
     third.close()
-    lmdb.open(str(path)).close()  # nobody in this process has it open any more
+    lmdb.open(str(path)).close()  # succeeds only if this process has closed the store
 
 
 def test_writing_joins_reading(open_store, identity):
@@ -59,7 +59,7 @@ def test_writing_joins_reading(open_store, identity):
 
 
 def test_nobody_reads_while_files_are_opened_for_writing(open_store, backend, namespace, monkeypatch):
-    """Their descriptors are closed: a reader would find another file behind its own."""
+    """Opening for writing closes the descriptors. A number held by a reader could then refer to another file."""
     backend.close()
     reader = open_store(read_only=True)
     shared = reader.environment
@@ -106,7 +106,7 @@ def test_store_made_anew_under_an_open_handle(open_store, path, identity):
     assert read_all(old, namespace, pack) == payload_of(pack)
     new.open_namespace(identity)
     new.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
-    assert new.changes(namespace, cursor).reset  # a cursor of the old one means nothing here
+    assert new.changes(namespace, cursor).reset  # the new store does not accept a cursor of the deleted one
 
 
 GROW = """
@@ -176,7 +176,7 @@ def test_fork_is_refused_and_harms_nobody(path):
 
 
 def test_remapping_waits_for_readers(open_store, identity):
-    """Unmapping under a reader would end the process."""
+    """Unmapping memory during a read would kill the process."""
     backend = open_store("?capacity=8MiB")
     namespace = backend.open_namespace(identity).id
     pack = sample_pack(namespace, 1, blocks=16, block_bytes=1 << 16)
@@ -358,7 +358,7 @@ def test_commit_full_disk_deletes_a_shared_pack(tmp_path, placement, requests, b
 
 
 def test_nothing_keeps_a_snapshot(backend, namespace, open_store):
-    """A reader that stays would pin each round's pages, and the file would grow by them."""
+    """A lasting read transaction would pin the pages of each round, and the file would grow."""
     reader = open_store(read_only=True)
     backend.commit(namespace, CommitBatch(manifests=[sample_manifest(f"r{number}") for number in range(5)]))
     iterators = []
@@ -387,7 +387,7 @@ os.kill(os.getpid(), 9)
     backend = open_store()
     assert backend.stats().packs == 0
     code = "import lmdb, sys; print(lmdb.open(sys.argv[1], readonly=True).reader_check())"
-    assert run(code, path) == ["0"]  # done at open already
+    assert run(code, path) == ["0"]  # opening the store has cleared the slot already
 
 
 def test_numbers_of_another_kind_fill_the_same_bytes(backend, namespace):

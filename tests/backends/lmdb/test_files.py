@@ -1,4 +1,4 @@
-"""A directory that somebody else prepared: links and FIFOs in it are never followed, nor waited for."""
+"""A directory prepared by another user: links and FIFOs in it are never followed, and never block."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ def placement():
 
 @pytest.fixture
 def victim(tmp_path):
-    """A file outside of the store that must stay as it is."""
+    """A file outside of the store that must not change."""
     found = tmp_path / "victim"
     found.write_bytes(b"precious" * 1000)
     yield found

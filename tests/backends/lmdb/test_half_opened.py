@@ -1,4 +1,4 @@
-"""An opening that fails once LMDB has its environment leaves nothing open, whoever still refers to the error."""
+"""A failure to open after LMDB has opened its environment leaves nothing open, even while the error is referenced."""
 
 import errno
 import fcntl
@@ -15,7 +15,7 @@ from persistkv.testing.samples import payload_of, sample_pack
 
 
 def write_that_fails(name, number):
-    """The disk refuses one of the writes to a file."""
+    """Make write number ``number`` to the file ``name`` fail with EIO."""
 
     @contextmanager
     def failing(path, monkeypatch):
@@ -33,14 +33,14 @@ def write_that_fails(name, number):
             patch.setattr(os, "pwrite", counting)
             yield
         assert len(seen) >= number
-        assert all(data == before for data in seen[number:])  # nothing is written then, but what stood there
+        assert all(data == before for data in seen[number:])  # later writes only restore the previous content
 
     return failing
 
 
 @contextmanager
 def first_word_that_fails(path, monkeypatch):
-    """What the guard said was lost: it speaks once the store is open."""
+    """Empty the guard, so that opening writes it after LMDB's environment is open, and make this write fail."""
     (path / "guard").write_bytes(b"")
     with write_that_fails("guard", 1)(path, monkeypatch):
         yield
@@ -48,7 +48,7 @@ def first_word_that_fails(path, monkeypatch):
 
 @contextmanager
 def somebody_who_does_not_end_closing(path, monkeypatch):
-    """Another's lock on the guard, which makes it wait; the file is there before the store is."""
+    """Hold a lock on the guard, as a process that closes the store does, so that opening waits for it."""
     path.mkdir(exist_ok=True)
     with (path / "guard").open("a+") as other, monkeypatch.context() as patch:
         fcntl.flock(other, fcntl.LOCK_EX)
@@ -57,7 +57,7 @@ def somebody_who_does_not_end_closing(path, monkeypatch):
 
 
 FAILURES = {
-    "guard": (write_that_fails("guard", 1), StoreUnavailableError),  # which says that it is being opened
+    "guard": (write_that_fails("guard", 1), StoreUnavailableError),  # the write that records the store as open
     "mark": (write_that_fails("writer.lock", 1), StoreError),
     "busy": (somebody_who_does_not_end_closing, StoreBusyError),
 }
@@ -65,12 +65,12 @@ FAILURES_OF_WHAT_IS_THERE = FAILURES | {"first word": (first_word_that_fails, St
 
 
 def opened_files(path):
-    """Names and modes of what this process has open of a store, as often as it has."""
+    """Return names and access modes of this process's descriptors of files in the store, with repetitions."""
     found = []
     for entry in Path("/proc/self/fd").iterdir():
         try:
             link = Path(os.readlink(entry))
-        except FileNotFoundError:  # the directory's own
+        except FileNotFoundError:  # the descriptor of the directory listing itself
             continue
         if link.is_relative_to(path):
             found.append((link.name, fcntl.fcntl(int(entry.name), fcntl.F_GETFL) & os.O_ACCMODE))
@@ -85,7 +85,7 @@ def fail_to_open(open_store, failure, path, monkeypatch):
 
 
 def opened_once_it_failed(open_store, failure, path, monkeypatch):
-    """The store, opened while somebody still refers to the first try's error."""
+    """Open the store while the error of a failed attempt is still referenced."""
     caught = fail_to_open(open_store, failure, path, monkeypatch)
     assert not opened_files(path)
     backend = open_store()
@@ -110,7 +110,7 @@ def test_opening_can_be_tried_again(open_store, path, closed_pack, monkeypatch, 
 
 @pytest.mark.parametrize("failure", FAILURES_OF_WHAT_IS_THERE.values(), ids=FAILURES_OF_WHAT_IS_THERE)
 def test_opening_beside_a_reader_can_be_tried_again(open_store, path, closed_pack, monkeypatch, failure):
-    """It shares the reader's environment, which stays."""
+    """The writer shares the reader's environment, which stays open."""
     with closing(open_store(read_only=True)) as reader:
         before = opened_files(path)
         caught = fail_to_open(open_store, failure, path, monkeypatch)

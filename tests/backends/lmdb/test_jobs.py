@@ -1,4 +1,4 @@
-"""Whole jobs, read in parts by several threads: what is served is what was stored, whatever else fails."""
+"""Whole jobs, read in parts by several threads: other failures do not affect the blocks that are served."""
 
 import errno
 import mmap
@@ -44,7 +44,7 @@ def names(first, count):
 
 @pytest.fixture
 def open_whole(open_store, identity):
-    """A store on the driver, with rows: the first half is stored from, the second loaded to."""
+    """Open a store with rows: stores read from the first half, loads write to the second half."""
     opened = []
 
     def open_whole(seed=1, **options):
@@ -61,7 +61,7 @@ def open_whole(open_store, identity):
 
 
 def loaded(store, wanted):
-    """What the rows hold of the blocks asked for, by number; None: a miss."""
+    """Load blocks by number. Return their bytes in the order of ``wanted``, with None for a miss."""
     order = random.Random(len(wanted)).sample(range(BLOCKS, 2 * BLOCKS), len(wanted))
     store.rows.array[BLOCKS:] = 0
     failed = set(store.read([names(number, 1)[0] for number in wanted], order))
@@ -74,7 +74,7 @@ def loaded(store, wanted):
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 def test_read_random_jobs_returns_stored_blocks(open_whole, path, codec):
     store = open_whole(codec=codec)
-    store.rows.array[:BLOCKS, BLOCK // 4 :] = 7  # for codecs to have work
+    store.rows.array[:BLOCKS, BLOCK // 4 :] = 7  # compressible content for the codecs
     for first in (0, BLOCKS // 2):
         store.put(f"r{first}", names(first, BLOCKS // 2), range(first, first + BLOCKS // 2), None)
     store.flush()
@@ -91,7 +91,7 @@ def test_read_random_jobs_returns_stored_blocks(open_whole, path, codec):
 
 
 def test_read_bad_frame_misses_its_blocks_only(open_whole, path):
-    """Two packs in one job, one with a flipped byte: the rest of its frames, and all of the other's, are served."""
+    """Two packs in one job, one with a flipped byte: its other frames and all frames of the other pack are served."""
     store = open_whole()
     half = BLOCKS // 2
     for first in (0, half):
@@ -137,11 +137,11 @@ def test_read_failing_disk_misses_that_part_only(open_whole, path, monkeypatch):
 
 
 def test_close_executor_during_read_waits_for_rows(open_whole):
-    """Of a job whose outcome nobody waits for: closing does, and nothing writes its rows later."""
+    """No caller waits for the job's outcome. Closing waits for the reads, so no thread writes to the rows later."""
     store = open_whole()
     store.put("r", names(0, BLOCKS), range(BLOCKS), None)
     store.flush()
-    store.catalogue.executor.close()  # of the writer; its threads are not needed any more
+    store.catalogue.executor.close()  # the writer's executor, which is no longer needed
     ending = store.catalogue.executor = ThreadExecutor(2, lambda: None)
     store.begin_read(names(0, BLOCKS), range(BLOCKS, 2 * BLOCKS), lambda outcome: None)
     ending.close()

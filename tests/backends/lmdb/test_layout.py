@@ -1,4 +1,4 @@
-"""A store decoded by docs/format.md, with plain lmdb, struct, msgspec's MessagePack and the hashes."""
+"""A store decoded by the rules of docs/format.md, with lmdb, struct, msgspec's MessagePack and the hashes only."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from persistkv_lmdb.layout import DATABASES
 
 @pytest.fixture
 def dump(path):
-    """All databases of a closed store, as dictionaries."""
+    """Return all databases of a closed store as dictionaries."""
 
     def dump():
         with lmdb.open(str(path), max_dbs=32, readonly=True) as env:
@@ -40,7 +40,7 @@ def unsealed(row):
 
 
 def check_pieces(rows, name, payload):
-    """The payload of the only pack lies in LMDB."""
+    """Check that LMDB holds the payload of the only pack."""
     count = -(-len(payload) // (256 << 10))
     pieces = [name + struct.pack(">I", index) for index in range(count)]
     assert list(rows["pieces"]) == pieces
@@ -50,7 +50,7 @@ def check_pieces(rows, name, payload):
 
 
 def check_extents(rows, name, payload, file, totals):
-    """The payload of the only pack lies in the only segment."""
+    """Check that the only segment holds the payload of the only pack."""
     total, free, aging = totals
     ((owner, extents),) = rows["extents"].items()
     assert owner == name

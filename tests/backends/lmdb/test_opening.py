@@ -1,4 +1,4 @@
-"""What lies on disk, and what is refused."""
+"""Files of a new store, and stores or directories that are refused."""
 
 import errno
 import os
@@ -83,14 +83,14 @@ def test_read_only_creates_nothing(open_store, path, made):
 
 @pytest.fixture
 def shared_directory():
-    """A directory that every user may enter: pytest's own are private."""
+    """A directory that every user may enter; pytest's own directories are private."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         yield Path(name)
 
 
 def open_as_ordinary_user(path, *flags):
-    """What the attempt prints; root is everybody's friend, so it becomes nobody first."""
+    """Open the store as an ordinary user and return the output. Root drops its privileges, as it passes every check."""
     command = [sys.executable, "-c", AS_ORDINARY_USER, f"lmdb://{path}", *flags]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
@@ -99,7 +99,7 @@ def open_as_ordinary_user(path, *flags):
 def test_store_of_another_user(open_store, shared_directory, flags):
     store = shared_directory / "store"
     open_store(location=store).close()
-    if os.getuid():  # our own store: closed to ourselves
+    if os.getuid():  # not root: remove the access of the current user
         store.chmod(0)
     assert open_as_ordinary_user(store, *flags) == f"{store}: Permission denied\n"
 
@@ -166,7 +166,7 @@ def test_newer_format_is_refused_unchanged(open_store, path, read_only):
 
 
 def test_creation_that_was_cut_short_is_finished(open_store, path, identity):
-    lmdb.open(str(path)).close()  # an environment without a row
+    lmdb.open(str(path)).close()  # an environment without rows
     backend = open_store()
     namespace = backend.open_namespace(identity).id
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
@@ -175,7 +175,7 @@ def test_creation_that_was_cut_short_is_finished(open_store, path, identity):
 
 def test_creation_that_a_full_disk_cut_leaves_nothing_behind(open_store, path, monkeypatch):
     def fill_the_disk(directory, **_):
-        (path / "data.mdb").write_bytes(bytes(4096))  # of two pages
+        (path / "data.mdb").write_bytes(bytes(4096))  # a new environment has two pages
         error = lmdb.DiskError("mdb_env_open")
         error.code, error.reason = errno.ENOSPC, os.strerror(errno.ENOSPC)
         raise error

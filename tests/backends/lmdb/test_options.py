@@ -1,4 +1,4 @@
-"""Options of an lmdb URL, and what the store remembers of them."""
+"""Options of an lmdb URL, and the policy that a store records."""
 
 import logging
 from contextlib import closing
@@ -38,7 +38,7 @@ def test_new_policy_is_that_of_the_store_that_is_created(open_store, path, query
 
 
 def notices(caplog):
-    """Warnings so far, as text."""
+    """Return the texts of the warnings so far."""
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
@@ -134,10 +134,10 @@ def test_set_policy_lower_capacity_keeps_what_was_used_last(open_store, identity
 
     backend.set_policy(replace(backend.policy(), capacity=4 << 20))
     assert {table.pack_id for table in backend.changes(namespace, None).added} == {pack.pack_id for pack in packs}
-    assert not backend.commit(namespace, CommitBatch(packs[11:])).evicted  # held already: nothing to write
+    assert not backend.commit(namespace, CommitBatch(packs[11:])).evicted  # already stored: nothing to write
     fresh = sample_pack(namespace, 40, blocks=16, block_bytes=1 << 16)
     evicted = backend.commit(namespace, CommitBatch([fresh])).evicted
-    gone = {"inline": 10, "extents": 11}[placement]  # extents leave 1/16 more for the commit that follows
+    gone = {"inline": 10, "extents": 11}[placement]  # extents keep another 1/16 free for the next commit
     assert [table.pack_id for table in evicted] == [pack.pack_id for pack in packs[:gone]]
     kept = [*packs[gone:], fresh]
     assert {table.pack_id for table in backend.changes(namespace, None).added} == {pack.pack_id for pack in kept}

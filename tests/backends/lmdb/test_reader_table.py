@@ -1,4 +1,4 @@
-"""Processes with the same PID in different PID namespaces, as containers have them."""
+"""Processes with the same PID in different PID namespaces, as in containers."""
 
 import os
 import subprocess
@@ -55,7 +55,7 @@ except ProcessIdInUseError as error:
 
 @contextmanager
 def namespaced(program, *arguments):
-    """A process with PID 1 in a namespace of its own, killed at the end of the block."""
+    """A process with PID 1 in its own PID namespace, killed at the end of the block."""
     command = [*IN_NAMESPACE, sys.executable, "-c", program, *arguments]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -76,7 +76,7 @@ def test_open_live_process_with_same_pid_names_the_reason(path, closed_pack, rea
 
 @pytest.mark.parametrize("read_only", [False, True])
 def test_open_after_killed_reader_with_same_pid_clears_its_slot(path, open_store, closed_pack, read_only):
-    """The slot would keep the pages of every commit after it from being used again."""
+    """The slot of the killed reader would prevent the reuse of all pages that later commits free."""
     backend = open_store()
     with namespaced(READ, str(path)) as reader:
         assert reader.stdout.readline() == "inside\n"
@@ -92,7 +92,7 @@ def test_open_after_killed_reader_with_same_pid_clears_its_slot(path, open_store
 
 
 def test_error_names_this_process(path, closed_pack):
-    """The store can still be opened by processes with another PID."""
+    """Processes with another PID can still open the store."""
     with namespaced(HOLD, f"lmdb://{path}") as holder:
         assert holder.stdout.readline() == "open\n"
         backend = LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}"))

@@ -1,4 +1,4 @@
-"""Payloads of extents past the page cache and through it: the same bytes, the same misses."""
+"""Payload reads from segments, direct and through the page cache: same bytes, same misses."""
 
 import errno
 import mmap
@@ -28,7 +28,7 @@ def reads(request):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Counts the reads that go past the page cache."""
+    """Record for each read whether it bypasses the page cache."""
     found = []
     real = os.preadv
 
@@ -70,7 +70,7 @@ def test_same_bytes(open_store, identity, reads, block_bytes):
     namespace, pack, payload = stored(backend, identity, block_bytes)
     for offset, length in ((0, len(payload)), (PAGE, 2 * PAGE), (2 * PAGE, 100), (0, 5000)):
         room = memoryview(mmap.mmap(-1, len(payload) + PAGE))
-        for start in (0, 8):  # in pages, and not
+        for start in (0, 8):  # page-aligned and unaligned buffers
             buffers = [room[start : start + length // 2], room[start + length // 2 : start + length]]
             assert read(backend, namespace, pack, buffers, offset)
             assert room[start : start + length] == payload[offset : offset + length]
@@ -91,7 +91,7 @@ def test_which_way(open_store, path, identity, reads, calls):
         held = is_cached(file.fileno(), 0, len(payload))
     assert read(backend, namespace, pack, [room])
     assert room == payload
-    if held:  # and the kernel tells
+    if held:  # only if the kernel reports the pages as cached
         assert calls == [False]
 
 

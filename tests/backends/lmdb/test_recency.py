@@ -1,4 +1,4 @@
-"""What the order of eviction is made of, where it is more than what the conformance tests see."""
+"""Details of the eviction order that the conformance tests do not cover."""
 
 import struct
 
@@ -13,7 +13,7 @@ HOUR_S = 3600
 
 @pytest.fixture
 def edit(path):
-    """Runs a function on named databases of the store, which nobody has open."""
+    """Return a function that edits named databases of the closed store."""
 
     def edit(change, *names):
         with lmdb.open(str(path), max_dbs=32, map_size=64 << 20) as env:
@@ -25,7 +25,7 @@ def edit(path):
 
 
 def test_moment_in_the_future_is_given_up(open_store, closed_pack, edit):
-    """Damage must not keep a pack for ever."""
+    """A damaged row must not protect a pack from eviction for ever."""
     name = closed_pack.namespace + closed_pack.pack_id
 
     def damage(txn, uses, order):
@@ -48,7 +48,7 @@ def test_commit_that_makes_room_first_is_one_moment(open_store, identity, edit):
     namespace = backend.open_namespace(identity).id
     kept = sample_pack(namespace, 1)
     evicted = len(backend.commit(namespace, CommitBatch([kept])).evicted)
-    for seed in range(2, 20):  # each takes most of the store, after one that was small
+    for seed in range(2, 20):  # large and small packs alternate; a large one fills most of the store
         blocks = 28 if seed % 2 else 1
         batch = CommitBatch([sample_pack(namespace, seed, blocks=blocks, block_bytes=80_000)], touches=[kept.pack_id])
         evicted += len(backend.commit(namespace, batch).evicted)

@@ -1,4 +1,4 @@
-"""Segment writes in threads: they have ended when their transaction does, however it does."""
+"""Segment writes in threads: they end before their transaction ends, whether it commits or fails."""
 
 import os
 import subprocess
@@ -13,11 +13,11 @@ from persistkv.storage.catalog import CatalogTransaction
 from persistkv.testing.samples import sample_pack
 from persistkv_lmdb.commit import Amount, Room
 
-SECONDS = 30.0  # of patience
+SECONDS = 30.0  # longest wait for an event
 
 
 def test_commit_without_room_leaves_no_write_on_its_way(backend, namespace, placement, monkeypatch):
-    """It is asked for room while the disk is at work; the transactions that make some begin behind that."""
+    """The lack of space is found during the writes. The transactions that evict begin after these writes have ended."""
     if placement == "inline":
         pytest.skip("LMDB writes its own")
     may_write, writes, running, summed_up, refused, begun = threading.Event(), threading.Event(), [], [], [], []
@@ -60,7 +60,7 @@ def test_commit_without_room_leaves_no_write_on_its_way(backend, namespace, plac
 
 
 def test_undone_transaction_leaves_no_write_on_its_way(backend, namespace, placement, monkeypatch):
-    """Its extents may be taken by the next one, and its blocks are in rows that are free once the commit has failed."""
+    """The next transaction may reuse the extents, and the engine reuses the rows as soon as the commit has failed."""
     if placement == "inline":
         pytest.skip("LMDB writes its own")
     may_write, running, writes = threading.Event(), [], []

@@ -1,4 +1,4 @@
-"""Two processes on one store: one is killed or stopped inside a transaction, or grows the map; the other goes on."""
+"""Two processes on one store: if one is killed or stopped in a transaction, or grows the map, the other continues."""
 
 import os
 import select
@@ -98,7 +98,7 @@ class Other:
 
 @pytest.fixture
 def start(path, namespace):
-    """Starts other processes, and ends them."""
+    """Start other processes, and end them after the test."""
     started = []
 
     def start(options=""):
@@ -163,7 +163,7 @@ def test_one_is_stopped_inside_a_transaction(open_store, backend, namespace, oth
     other.stop_inside(2)
     with pytest.raises(StoreBusyError, match=f"process {other.pid} has held its lock for writing for more than 0.5 s"):
         commit(backend, namespace, 3)
-    with pytest.raises(StoreBusyError, match=r"more than 0\.2 s"):  # one that was in vain makes the next ones short
+    with pytest.raises(StoreBusyError, match=r"more than 0\.2 s"):  # after one timeout, later waits are short
         commit(backend, namespace, 3)
     with pytest.raises(StoreBusyError):
         backend.open_namespace(Identity.of({"another": "one"}))
@@ -215,7 +215,7 @@ def test_opening_for_writing_waits_no_longer(open_store, path, namespace, backen
 
 
 def test_one_grows_the_map_while_the_other_works(path, backend, namespace, start):
-    """The other one reads and writes all the time; a commit of ours fits the larger map only."""
+    """The other process reads and writes all the time. One commit of this process fits only into the larger map."""
     backend.set_policy(replace(backend.policy(), capacity=256 << 20))
     growing = start()
     assert growing.hear() == "open"
@@ -241,7 +241,7 @@ def test_one_grows_the_map_while_the_other_works(path, backend, namespace, start
 
 
 class WaitingPack:
-    """A pack whose stream waits for an event: its transaction stays open."""
+    """A pack whose stream waits for an event, which keeps its transaction open."""
 
     def __init__(self, pack):
         self.pack = pack
@@ -258,7 +258,7 @@ class WaitingPack:
 
 @contextmanager
 def in_a_transaction(backend, namespace, seed):
-    """A thread of this process is inside a transaction; it goes on at the end of the block."""
+    """Keep a thread of this process in a write transaction until the end of the block."""
     pack = WaitingPack(sample_pack(namespace, seed))
     thread = threading.Thread(target=backend.commit, args=(namespace, CommitBatch([pack])))
     thread.start()
@@ -281,7 +281,7 @@ def test_threads_of_one_process(open_store, backend, namespace, impatient):
 
 
 def test_a_store_that_opens_slowly_holds_up_no_other(open_store, tmp_path, backend, namespace, other, monkeypatch):
-    """A process is stopped inside a transaction, and a thread of ours waits to open that store: it does so alone."""
+    """One process is stopped in a transaction, and a thread here waits to open its store. Other stores open at once."""
     monkeypatch.setattr(files, "OPENING_PATIENCE_S", 0.5)
     location = tmp_path / "store"
     backend.close()
@@ -321,7 +321,7 @@ def test_a_store_that_opens_slowly_holds_up_no_other(open_store, tmp_path, backe
 
 
 def test_lock_file_that_is_deleted(path, backend, namespace, other):
-    """LMDB's own lock still lets one write at a time; from the next transactions on, so does the new file."""
+    """LMDB's own lock still serializes the writes. The next transactions use the new lock file."""
     with in_a_transaction(backend, namespace, 1):
         (path / "writer.lock").unlink()
         other.say("commit 2")
@@ -336,7 +336,7 @@ def test_lock_file_that_is_deleted(path, backend, namespace, other):
 
 
 def test_fork_keeps_neither_lock_nor_guard_alive(open_store, path, backend, namespace, other):
-    """A process that forks while it writes, and ends, leaves a store that others can use at once."""
+    """A process forks during a write and is killed. Its live fork holds neither lock, so others can use the store."""
     code = """
 import os, sys, time
 from persistkv.config import StoreUrl
@@ -368,13 +368,13 @@ os._exit(0)
             again = open_store()
             assert len(tables(again, namespace)) == 2
             again.close()
-            assert (path / "guard").read_text().split()[0] == "clean"  # nobody else holds it, the fork included
+            assert (path / "guard").read_text().split()[0] == "clean"  # no other process holds it, including the fork
         finally:
             os.kill(child, signal.SIGKILL)
 
 
 def active_readers(path):
-    """Processes and threads that hold a snapshot; listed by another process: LMDB opens a store once in each."""
+    """List the processes that hold a snapshot. A child process reads the list: LMDB opens a store once per process."""
     code = "import lmdb, sys; print(lmdb.open(sys.argv[1], readonly=True).readers())"
     listed = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
     lines = listed.stdout.splitlines()[1:]
@@ -382,7 +382,7 @@ def active_readers(path):
 
 
 def test_listing_holds_no_snapshot_while_its_reader_blocks(path, backend, namespace):
-    """``persistkv ls | less``: the pipe is full, and the writer goes on."""
+    """``persistkv ls | less`` with a full pipe: writers continue."""
     writes = [sample_manifest(f"request {number:06} " + "x" * 200, number) for number in range(1500)]
     backend.commit(namespace, CommitBatch(manifests=writes))
     command = [sys.executable, "-m", "persistkv_tools", "ls", f"lmdb://{path}", "--limit", "0"]
@@ -390,7 +390,7 @@ def test_listing_holds_no_snapshot_while_its_reader_blocks(path, backend, namesp
         ready, _, _ = select.select([listing.stdout], [], [], PATIENCE_S)
         assert ready
         deadline = time.monotonic() + PATIENCE_S
-        while active_readers(path):  # until the pipe is full; then it would hold one for ever
+        while active_readers(path):  # a snapshot held when the pipe is full would be held for ever
             assert time.monotonic() < deadline
             time.sleep(0.01)
         commit(backend, namespace, 1)

@@ -1,4 +1,4 @@
-"""Gathered transfers: any cut of a stream, more buffers than a call takes, short transfers."""
+"""Vectored I/O: streams cut anywhere, more buffers than one call accepts, short transfers."""
 
 import mmap
 import os
@@ -18,7 +18,7 @@ def pattern(length, seed=0):
 
 @pytest.fixture(scope="module")
 def rows():
-    """Aligned memory, as rows are."""
+    """Page-aligned memory, like rows."""
     memory = memoryview(mmap.mmap(-1, 64 * PAGE))
     memory[:] = pattern(len(memory))
     return memory
@@ -49,7 +49,7 @@ def test_any_stream_comes_out_aligned(rows, cut, bounce, batch, first, second, s
     chunks = [rows[at : at + length] if kind == "row" else pattern(length, at) for kind, at, length in cut]
     sizes = BatchSizes(PAGE * first, PAGE * second, PAGE * batch, PAGE * small, PAGE * bounce, most - 1)
     written = bytearray()
-    lent = []  # lists that a write on its way may still read: all that is copied is to be there until ``settle``
+    lent = []  # batches that a pending write may still read: copied data must stay valid until ``settle``
 
     def settle():
         for buffers in lent:
@@ -67,7 +67,7 @@ def test_any_stream_comes_out_aligned(rows, cut, bounce, batch, first, second, s
 
 @pytest.mark.parametrize(("pages", "expected"), [(1, [4, 8, 20]), (2, [4, 8, 20]), (4, [4, 28])])
 def test_what_takes_long_to_gather_is_cut_twice(pages, expected):
-    """The disk would have written the first list before a long second one of small buffers is there."""
+    """The disk would finish the first batch before a long second batch of small buffers has been gathered."""
     sizes = BatchSizes(first=4 * PAGE, second=8 * PAGE, later=32 * PAGE, small=2 * PAGE)
     memory = memoryview(mmap.mmap(-1, 32 * PAGE))
     stream = (memory[at : at + pages * PAGE] for at in range(0, 32 * PAGE, pages * PAGE))
@@ -94,7 +94,7 @@ def test_front_and_behind(lengths, data):
 
 @pytest.mark.parametrize("most", [1, 100, 5000, PAGE + 1, 1 << 30])
 def test_short_transfers_go_on(tmp_path, monkeypatch, most):
-    """A kernel that moves so many bytes a call, and never more than 1,024 buffers."""
+    """Simulate a kernel that transfers at most ``most`` bytes per call, and accepts at most 1,024 buffers."""
     calls = []
 
     def shortened(call):

@@ -1,4 +1,4 @@
-"""A server for a test run: moto, in this process; or the one that PERSISTKV_S3_ENDPOINT names (make test-ceph)."""
+"""S3 server for a test run: moto in this process, or the server that PERSISTKV_S3_ENDPOINT names (make test-ceph)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ACCESS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testsecret", "A
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The conformance suite runs twice: with a key, make test runs what reads, test-slow and test-ceph run the rest."""
+    """Mark conformance tests with a key as slow, except the read tests: the suite runs without a key and with one."""
     kept = ("ReadTests.", "TestS3BackendWithKey.")
     for item in items:
         if not isinstance(item, pytest.Function) or "::TestS3BackendWithKey::" not in item.nodeid:
@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def endpoint() -> Iterator[str]:
-    """Where the server is."""
+    """URL of the server."""
     given = os.environ.get("PERSISTKV_S3_ENDPOINT")
     if given:
         yield given
@@ -52,14 +52,14 @@ def endpoint() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def credentials(tmp_path: Path) -> Iterator[None]:
-    """In the environment, as users have them; child processes inherit it. What is cached is the test's own."""
+    """Credentials and a separate cache directory for each test, in the environment that child processes inherit."""
     with mock.patch.dict(os.environ, {**ACCESS, "XDG_CACHE_HOME": str(tmp_path / "cache")}):
         yield
 
 
 @pytest.fixture
 def raw_client(endpoint: str) -> Iterator[Any]:
-    """boto3, without the driver."""
+    """boto3 client that bypasses the driver."""
     client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
     yield client
     client.close()
@@ -67,14 +67,14 @@ def raw_client(endpoint: str) -> Iterator[Any]:
 
 @pytest.fixture
 def bucket(raw_client: Any) -> str:
-    """A bucket of the test's own."""
+    """A new bucket for this test."""
     name = f"test-{uuid.uuid4().hex}"
     raw_client.create_bucket(Bucket=name)
     return name
 
 
 class CountingClient(BotoClient):
-    """Counts requests; can be told to call back before one."""
+    """Client that counts requests and calls ``before`` with the verb and URL of each request."""
 
     def __init__(self, place: Place, options: S3Options) -> None:
         super().__init__(place, options)
@@ -87,13 +87,13 @@ class CountingClient(BotoClient):
         self.before(request.method, request.url)
 
     def take(self) -> dict[str, int]:
-        """What was counted since the last call."""
+        """Return the number of requests by verb since the last call."""
         counts, self.counts = self.counts, Counter()
         return dict(counts)
 
 
 class Handle(NamedTuple):
-    """A store and the client below it."""
+    """A backend and its client."""
 
     backend: S3Backend
     client: CountingClient
@@ -104,7 +104,7 @@ Opener = Callable[..., Handle]
 
 @pytest.fixture
 def open_store(endpoint: str, bucket: str) -> Iterator[Opener]:
-    """Opens handles on one store; closes what is left open."""
+    """Open handles on one store. Close the open handles after the test."""
     opened: list[S3Backend] = []
 
     def open_store(

@@ -1,4 +1,4 @@
-"""The fault proxy as a fixture's object, and ports."""
+"""Fault proxy in a process, and free ports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PATIENCE_S = 60
 
 
 def free_ports() -> int:
-    """A port that is free, and so is the next one."""
+    """Return a port such that it and the next port are free."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))
@@ -26,7 +26,7 @@ def free_ports() -> int:
 
 
 def wait_for_port(port: int) -> None:
-    """Until something listens there."""
+    """Wait until a server listens on the port."""
     until = time.monotonic() + _PATIENCE_S
     while time.monotonic() < until:
         with socket.socket() as probe:
@@ -37,7 +37,7 @@ def wait_for_port(port: int) -> None:
 
 
 class FaultProxy:
-    """A proxy process before a server."""
+    """A proxy process in front of a server."""
 
     def __init__(self, upstream_port: int) -> None:
         self.port = free_ports()
@@ -46,12 +46,12 @@ class FaultProxy:
         wait_for_port(self.port + 1)
 
     def set(self, mode: str) -> None:
-        """See ``tests/servers/faultproxy.py``; connections that are open are cut."""
+        """Set the fault mode (see ``tests/servers/faultproxy.py``), which cuts open connections."""
         with socket.create_connection(("127.0.0.1", self.port + 1), timeout=_PATIENCE_S) as control:
             control.sendall(f"{mode}\n".encode())
             control.recv(64)
 
     def close(self) -> None:
-        """End it."""
+        """Stop the process."""
         self._process.kill()
         self._process.wait()

@@ -1,4 +1,4 @@
-"""With a key: what somebody without it put into the bucket is a miss, whatever it is."""
+"""Stores with a key: any object that was written without the key is a miss."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def replace(client: Any, bucket: str, key: str, change: Callable[[bytes], bytes]
 
 
 def index_object(namespace: bytes, table: PackTable, tags: bytes = b"") -> bytes:
-    """What a writer without a key would tell of a pack."""
+    """Return an index object for a pack, as a writer without the key would create it."""
     body = tags + table.encode()
     row = PackRow(table.pack_id, 0, 0, len(body))
     head = Head(namespace=namespace, writer=bytes(16), moment=1 << 40, time=0.0, packs=[row])
@@ -57,7 +57,7 @@ def index_object(namespace: bytes, table: PackTable, tags: bytes = b"") -> bytes
 
 
 def written(pack: PackWriter) -> bytes:
-    """The object that a writer without a key would put."""
+    """Return the object of a pack, as a writer without the key would create it."""
     payload = payload_of(pack)
     return payload + pack.table.encode()
 
@@ -93,7 +93,7 @@ def test_one_pack_is_stored_once_by_those_who_have_the_key(open_store: Opener, r
 
 
 def forge_index(handle: Handle, client: Any, bucket: str, pack: PackWriter) -> None:
-    """Another pack's bytes under this name, and an index object that tells of them."""
+    """Store another payload under the pack's name, and an unsigned index object that describes it."""
     names = names_of(handle.backend)
     evil = sample_pack(NAMESPACE, 1, content=66)
     client.put_object(Bucket=bucket, Key=names.pack(pack.pack_id, 0), Body=written(evil))
@@ -102,7 +102,7 @@ def forge_index(handle: Handle, client: Any, bucket: str, pack: PackWriter) -> N
 
 
 def forge_tags(handle: Handle, client: Any, bucket: str, pack: PackWriter) -> None:
-    """The same, with tags of another key."""
+    """Do the same with tags and a signature made with another key."""
     names, evil = names_of(handle.backend), sample_pack(NAMESPACE, 1, content=66)
     payload = payload_of(evil)
     stranger = Authenticator(b"x" * 32)

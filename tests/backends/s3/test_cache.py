@@ -1,4 +1,4 @@
-"""The local copy of the index: a start fetches what came since, and whatever happens to the file costs nothing else."""
+"""Local copy of the index: a start fetches only newer entries, and damage to the copy causes no other loss."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def commit(backend: S3Backend, seeds: range) -> None:
 
 
 def fill(open_store: Opener, seeds: range, options: str = "refresh=1h") -> None:
-    """By a handle that ends as it should."""
+    """Commit packs with their requests, delete the first pack, and close the handle cleanly."""
     backend, _ = open_store(options)
     backend.open_namespace(sample_identity())
     commit(backend, seeds)
@@ -48,7 +48,7 @@ def fill(open_store: Opener, seeds: range, options: str = "refresh=1h") -> None:
 
 
 def fetched(open_store: Opener, options: str = "refresh=1h") -> tuple[S3Backend, list[str]]:
-    """A handle that has just learnt all, and what of the index it fetched for that."""
+    """Return a new handle that has read the whole index, and the URLs of the index segments that it fetched."""
     backend, client = open_store(options)
     urls: list[str] = []
     client.before = lambda verb, url: urls.append(url)
@@ -144,7 +144,7 @@ def test_nothing_is_deleted_on_the_word_of_a_file(open_store: Opener) -> None:
     packs = backend.session(NAMESPACE).state.packs
     held = set(packs)
     forgotten = sorted(held)[0]
-    packs.pop(forgotten)  # as if the file had left it out
+    packs.pop(forgotten)  # simulate a local copy that lacks this pack
     assert run(backend, hours=2).orphans == 2, "the pack that was deleted, and the keys of its request"
     assert set(tables(backend, NAMESPACE)) == held
     (fresh, _) = open_store("cache=no")

@@ -16,8 +16,11 @@ from persistkv_s3.log.layout import LogName, Names
 
 
 class RawS3(RawStore):
-    """boto3. After a change the handle under test reads its index anew, as a fresh one would: what it has read of an
-    immutable object it does not fetch again."""
+    """Raw access with boto3.
+
+    After a change, the handle under test reloads its index, as a fresh handle would. Otherwise it would not fetch an
+    immutable object a second time.
+    """
 
     def __init__(self, client: Any, bucket: str, backend: S3Backend) -> None:
         self.client = client
@@ -41,7 +44,7 @@ class RawS3(RawStore):
         self.backend.session(namespace).follower.load()
 
     def _signed_again(self, namespace: bytes, key: str, body: bytes) -> bytes:
-        """Index objects are damaged by somebody who has the key: a stranger's are passed over as a whole."""
+        """Sign an index object again, since an object without a valid signature would be ignored as a whole."""
         names, authenticator = self._names(namespace), self.backend.session(namespace).objects.authenticator
         if not authenticator.key_id or not key.startswith(names.log_prefix):
             return body
@@ -76,7 +79,7 @@ class RawS3(RawStore):
         return [key, *self._index_objects(namespace, writer)]
 
     def _index_objects(self, namespace: bytes, writer: bytes) -> list[str]:
-        """Of a writer that committed once."""
+        """Return the names of the index objects of a writer that committed once."""
         return [self._names(namespace).log(LogName(writer, 1))]
 
 
@@ -94,7 +97,7 @@ class TestS3Backend(BackendConformance):
 
 
 class TestS3BackendWithKey(TestS3Backend):
-    """The same, authenticated."""
+    """The conformance suite for a store with a key."""
 
     @pytest.fixture
     def url(self, endpoint: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -102,7 +105,7 @@ class TestS3BackendWithKey(TestS3Backend):
         return f"s3://{bucket}/store?endpoint_url={endpoint}&refresh=0s&key_env=PERSISTKV_TEST_KEY"
 
     def test_bytes_come_as_they_lie_there(self, backend: Backend, namespace: bytes, raw: RawStore) -> None:
-        """But for those that are not of somebody who has the key."""
+        """Damaged frames are not returned, unlike in the test without a key: their tags do not match."""
         pack = sample_pack(namespace, 1, blocks=30, block_bytes=70_000)
         backend.commit(namespace, CommitBatch([pack]))
         payload, (first, second, *_) = payload_of(pack), pack.table.frames

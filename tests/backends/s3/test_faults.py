@@ -1,6 +1,6 @@
-"""A broken network, a broken server: no wrong bytes, no waiting past the deadline, and all is well again afterwards.
+"""Network and server faults: no wrong bytes, no wait past the deadline, and recovery after each fault.
 
-Each fault is met by a commit and by a read, through a proxy that breaks the connection for real.
+Each fault hits a commit and a read, through a proxy that really breaks the connection.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAMESPACE = sample_identity().digest
 OPTIONS = "refresh=0s&deadline=5s&slow=1h"
 HARD = ["hang", "hang_reply", "lose_reply", "rst", "rst_after 100", "delay 60", "s503 100000"]
 SOFT = ["lose_reply1", "s503 2", "rate 4000000"]
-"""What an operation gets over within its deadline."""
+"""Faults that an operation survives within its deadline."""
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def impatient_breaker(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recovered(backend: Any) -> None:
-    """Ask until the breaker has closed."""
+    """Repeat a request until the breaker has closed."""
     until = time.monotonic() + 60
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The server is killed with -9 while it is written to, and started again. Needs one of its own: make test-ceph."""
+"""A server that is killed with -9 during writes and restarted. This needs a dedicated server: make test-ceph."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(CEPH is None, reason="PERSISTKV_S3_CEPH names no
 
 
 def ceph(action: str) -> None:
-    log = subprocess.DEVNULL  # the daemons would keep a pipe open
+    log = subprocess.DEVNULL  # a pipe would never reach its end, because the daemons inherit it
     subprocess.run(["bash", str(SERVERS / "ceph.sh"), action], stdout=log, stderr=log, check=True, timeout=120)
 
 

@@ -1,4 +1,4 @@
-"""Formats at rest, by docs/format.md and without the parsers; and what the parsers say to damage."""
+"""Stored formats, checked against docs/format.md without the parsers; errors of the parsers for damaged bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of an s3 URL, credentials, and what is said where boto3 is missing."""
+"""Options of an s3 URL, credentials, and the error if boto3 is missing."""
 
 from __future__ import annotations
 

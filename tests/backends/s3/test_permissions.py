@@ -1,4 +1,4 @@
-"""What a reader and a writer are allowed, as docs/s3.md shows it, is all that they need."""
+"""Readers and writers need no permissions other than those in docs/s3.md."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CEPH = os.environ.get("PERSISTKV_S3_CEPH")
 
 @pytest.fixture
 def proxy(endpoint: str) -> Iterator[FaultProxy]:
-    """Lets nothing through that would change anything."""
+    """A proxy that rejects every request that would change the bucket."""
     running = FaultProxy(urlsplit(endpoint).port or 80)
     running.set("readonly")
     yield running
@@ -44,7 +44,7 @@ def proxy(endpoint: str) -> Iterator[FaultProxy]:
 
 
 def fill(backend: S3Backend) -> list[bytes]:
-    """One pack of four blocks and its request; the keys."""
+    """Store one pack of four blocks and its request. Return the keys of the blocks."""
     backend.open_namespace(sample_identity())
     pack = sample_pack(NAMESPACE, 1)
     backend.commit(NAMESPACE, CommitBatch([pack], [sample_manifest("r", packs=[pack.pack_id])]))
@@ -52,7 +52,7 @@ def fill(backend: S3Backend) -> list[bytes]:
 
 
 def look_at_everything(reader: S3Backend) -> None:
-    """As the commands do."""
+    """Read a store in all the ways that the commands use."""
     pack = sample_pack(NAMESPACE, 1)
     payload = payload_of(pack)
     assert [namespace.id for namespace in reader.namespaces()] == [NAMESPACE]
@@ -136,11 +136,11 @@ def test_engine_that_only_reads_forgets_what_does_not_verify(
     assert "dropped" not in caplog.text
 
 
-# The policies of docs/s3.md, on a server that looks at them
+# The policies of docs/s3.md, on a server that enforces them
 
 
 class Users:
-    """Of a Ceph: who they are is made with its own command."""
+    """Users of a Ceph server, created with ``radosgw-admin``."""
 
     def __init__(self, bucket: str, root: Any) -> None:
         self.bucket = bucket
@@ -148,7 +148,7 @@ class Users:
         self._statements: list[dict[str, Any]] = []
 
     def add(self, policy: str) -> dict[str, str]:
-        """A user with a policy of its own; its credentials."""
+        """Create a user with its own policy. Return its credentials."""
         name = f"user{uuid.uuid4().hex}"
         words = [
             "user",

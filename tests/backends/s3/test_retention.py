@@ -1,4 +1,4 @@
-"""What is evicted, what is an orphan, and who looks."""
+"""Retention: eviction, orphans, and the election of the engine that runs it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOUR_S = 3600.0
 
 
 def run(backend: S3Backend, *, hours: float = 0.0) -> Round:
-    """One round, so many hours from now."""
+    """Run one round of retention at a clock that is ``hours`` ahead."""
     done = backend.retain(time.time() + hours * HOUR_S)
     assert done is not None
     return done
@@ -121,7 +121,7 @@ def test_ttl_counts_from_the_last_use(open_store: Opener, monkeypatch: pytest.Mo
 def test_ttl_of_an_engine_with_a_wrong_clock_counts_by_the_server(
     open_store: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock of this thread, in which the engine runs, is a year ahead; that of the server's threads is right."""
+    """The clock of this thread, which runs the engine, is a year ahead. The clock of the server's threads is right."""
     now, year_s = time.time, 365 * 24 * HOUR_S
     engine = threading.current_thread()
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Several handles on one store, and what is left when one of them fails in between."""
+"""Several handles on one store, and the state after one of them fails between two requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMESPACE = sample_identity().digest
 WRITERS = 4
 COMMITS = 20
 SHARED = 12
-"""Packs that all of them write."""
+"""Number of packs that all writers store."""
 
 
 def keys_under(client: Any, bucket: str, prefix: str) -> list[str]:
@@ -113,7 +113,7 @@ def test_commit_whose_end_nobody_heard_of_is_learnt_later(open_store: Opener, ra
 
     client.put = lose_every_reply  # type: ignore[method-assign]
     first = sample_pack(NAMESPACE, 1)
-    backend.commit(NAMESPACE, CommitBatch([first]))  # the second attempt finds its own object
+    backend.commit(NAMESPACE, CommitBatch([first]))  # the second attempt finds the object of the first
 
     def lose_all_replies(key: str, *arguments: Any, **options: Any) -> None:
         lost = LateLost(key)
@@ -365,7 +365,7 @@ def test_bucket_that_was_emptied_is_begun_anew(
 
 
 def seeds_of(writer: int, number: int) -> list[int]:
-    """What one commit stores: a pack that others store too, and one of its own."""
+    """Return the seeds of one commit's packs: one that other writers store too, and one of its own."""
     return [(writer * 5 + number) % SHARED, 1000 * (writer + 1) + number]
 
 

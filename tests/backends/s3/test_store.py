@@ -1,4 +1,4 @@
-"""A store over a bucket: when rows are free, when keys are seen, what is fetched side by side."""
+"""A store on a bucket: release of rows, visibility of keys, parallel fetches."""
 
 from __future__ import annotations
 
@@ -128,11 +128,11 @@ def test_promotion_is_one_request_for_each_run(open_store: Opener) -> None:
 def test_promotion_of_encoded_blocks_is_one_request_for_each_run(
     open_store: Opener, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    """And takes the memory of two frames, not that of a run."""
+    """The promotion borrows memory for two frames, not for a whole run."""
     monkeypatch.setenv("PERSISTKV_TEST_KEY", "k" * 32)
     backend, client = open_store(f"refresh=1h{key}")
     rows, keys = make_rows(256), make_keys(256)
-    rows.array[:, 4096:] = rows.array[:, :1]  # else no codec helps
+    rows.array[:, 4096:] = rows.array[:, :1]  # compressible content for the codecs
     store = open_on(backend, rows, codec="zstd")
     store.put("r", keys, range(256), range(256))
     store.flush()
@@ -215,7 +215,7 @@ def test_encoded_packs_share_the_memory_that_a_commit_may_take() -> None:
         assert waits.result() is None
     assert max(most) <= 3
     with UploadBudget(1).reserved(pack):
-        pass  # one that is larger is let in by itself
+        pass  # a body larger than the budget is admitted alone
 
 
 @pytest.mark.slow

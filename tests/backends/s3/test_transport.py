@@ -1,4 +1,4 @@
-"""Bodies, sinks, and what is on top of single attempts, with a client that follows a script."""
+"""Bodies, sinks, and the retries and limits above single requests, tested with a scripted client."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DATA = bytes(range(256)) * 4
 
 
 class Scripted(Transport):
-    """Each call follows the next step: an error to raise, a number of bytes after which a body breaks, or None."""
+    """Transport with one step per call: an error to raise, a number of bytes after which a body breaks off, or None."""
 
     def __init__(self, *steps: S3Error | int | None, after: Callable[[], object] = lambda: None) -> None:
         self.steps = list(steps)
@@ -85,7 +85,7 @@ class Scripted(Transport):
 
 @pytest.fixture(autouse=True)
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What was slept, instead of sleeping."""
+    """Record each pause, in seconds, instead of sleeping."""
     slept: list[float] = []
     monkeypatch.setattr("persistkv_s3.client.bucket.time.sleep", slept.append)
     return slept
@@ -284,7 +284,7 @@ def test_breaker_judges_bytes_per_second() -> None:
 
 @pytest.mark.parametrize("verb", ["put", "fill", "head"])
 def test_bucket_slow_large_transfers_leave_the_breaker_closed(verb: str) -> None:
-    """Each takes five times as long as a small request may."""
+    """Each transfer takes five times the limit for a small request."""
     bucket = Bucket(Scripted(after=lambda: Event().wait(0.05)), Breaker("test", 0.01), 10.0, 1)
     for _ in range(5):
         if verb == "put":
@@ -365,7 +365,7 @@ except KeyboardInterrupt:
 
 
 def test_calls_side_by_side_interrupted_do_not_keep_the_process() -> None:
-    """A server that hangs: the calls that run are left, those that wait for their turn never begin."""
+    """The server hangs. Running calls are abandoned, and queued calls never start."""
     begun, seconds = run_interrupted(INTERRUPTED_CALLS).split()
     assert int(begun) == 2
     assert float(seconds) < 10

@@ -1,7 +1,7 @@
 """Durable stores and promotions of 32 MiB jobs, compared with raw disk I/O of the same bytes in the same run.
 
-A store ends when its blocks are visible, hence durable. It is measured alone, and as a quarter of the time of four jobs
-that are submitted at once, as a busy engine does: these share transactions, and one is planned while another is
+A store job ends when its blocks are visible, hence durable. It is measured alone, and as a quarter of the time of four
+jobs that are submitted at once, as a busy engine does: these share transactions, and one is planned while another is
 written. There are two raw writes for comparison, both O_DIRECT + fdatasync: to the end of a growing file, and over disk
 blocks that were allocated and written before. The target is a ratio to the growing file, because the writes of a store
 that is not full are new to the file system, too. The ratio to overwriting is also shown: it is the bound for a full

@@ -140,7 +140,7 @@ def checksums(buffers: Sequence[memoryview]) -> list[int]:
 
 
 def fill_page_cache(paths: Sequence[Path]) -> None:
-    """Read all files below the directories into the page cache, as far as it has room."""
+    """Read all files below the directories, to fill the page cache with as much as it holds."""
     buffer = bytearray(8 << 20)
     for file in [file for path in paths for file in path.rglob("*") if file.is_file()]:
         with file.open("rb", buffering=0) as stream:

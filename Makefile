@@ -1,6 +1,6 @@
-# persistkv: everything sets itself up. `make demo` shows what it is for, `make test` checks that it works.
+# persistkv: each target sets up its own environment. `make demo` shows the purpose, `make test` checks the code.
 #
-# torch: constraints-dev.txt pins 2.13.0. Where the package index offers a CUDA build of it (several gigabytes) and you
+# torch: constraints-dev.txt pins 2.13.0. If the package index offers a CUDA build of it (several gigabytes) and you
 # want the CPU build, point pip at PyTorch's index of CPU builds:  make demo PIP_FLAGS="--extra-index-url <that index>"
 
 PYTHON ?= python3
@@ -22,28 +22,28 @@ VLLM_VENV := $(VENV)-vllm-$(VLLM)
 .PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs screenshots test-wheel test-ceph test-vllm test-vllm-full test-writers test-faults fuzz crash damage powerloss diskfaults bench bench-vllm bench-vllm-engine gpu-kit clean
 
 help:
-	@echo "make demo        a model answers, is killed, and a new process answers from what it left"
+	@echo "make demo        a model answers and is killed; a new process answers from the KV that it stored"
 	@echo "make test        lint, types, import rules, tests"
-	@echo "make test-slow   the tests that make test leaves out: faults that last, many writers, kills"
-	@echo "make docs        the site of docs/ and of the API, in build/site; checks its links"
-	@echo "make screenshots the pictures in docs/screens.md, from commands that it runs; needs Chromium"
-	@echo "make test-wheel  the built wheel, without torch and transformers"
-	@echo "make test-ceph   the S3 driver against a real server (Ceph), which it installs, starts and stops; as root"
-	@echo "make test-writers  eight writers on one bucket for two minutes (S3_SECONDS=120), against a server of its own"
-	@echo "make test-faults   faults of an object store, and what an engine notices of them (8 minutes; FAULT_SECONDS=10);"
-	@echo "                   ARGS='--into docs/reliability.md' puts the table there"
-	@echo "make test-vllm     real vLLM engines over the plugin (installs vLLM for CPUs, 2 GB; VLLM=0.32.0)"
-	@echo "make test-vllm-full  with what takes longer: servers, full disks, a server of S3 that dies, a sliding window"
-	@echo "make fuzz        100,000 broken packs, manifests and codec frames (5 minutes at most; CASES=...)"
-	@echo "make crash       kill a writer N times (N=200) and look at what it left"
-	@echo "make damage      460 stores cut short or with a flipped bit, used as a host uses them"
-	@echo "make powerloss   cut the power CUTS times (CUTS=300), in a simulation; needs a C compiler"
-	@echo "make diskfaults  let the disk fail at each call of an engine's life, one after the other; needs a C compiler"
-	@echo "make bench       the figures in docs/benchmarks.md (minutes)"
-	@echo "make bench-vllm  the store beside vLLM's own fs tier (installs vLLM for CPUs, 2 GB)"
-	@echo "make bench-vllm-engine  vLLM engines with persistkv, with the fs tier, and with neither"
-	@echo "make gpu-kit     wheels for a machine with a GPU and no package index, in .gpu-kit; benchmarks/gpu/run.sh runs there"
-	@echo "make clean       remove what these made"
+	@echo "make test-slow   the tests that make test leaves out: lasting faults, many writers, kills"
+	@echo "make docs        build the site of docs/ and of the API in build/site, and check its links"
+	@echo "make screenshots render the pictures of docs/screens.md from real commands; needs Chromium"
+	@echo "make test-wheel  test the built wheel without torch and transformers"
+	@echo "make test-ceph   test the S3 driver with a real server (Ceph), which it installs, starts and stops; needs root"
+	@echo "make test-writers  eight writers on one bucket for two minutes (S3_SECONDS=120), on a Ceph server of its own"
+	@echo "make test-faults   effects of object store faults on an engine (8 minutes; FAULT_SECONDS=10);"
+	@echo "                   ARGS='--into docs/reliability.md' writes the table to that page"
+	@echo "make test-vllm     test the plugin in real vLLM engines (installs vLLM for CPUs, 2 GB; VLLM=0.32.0)"
+	@echo "make test-vllm-full  also the long tests: servers, full disks, an S3 server that dies, a sliding window"
+	@echo "make fuzz        decode 100,000 broken packs, manifests and codec frames (5 minutes at most; CASES=...)"
+	@echo "make crash       kill a writer N times (N=200) and check the store that it left"
+	@echo "make damage      use 460 stores that are truncated or have a flipped bit, as a host would"
+	@echo "make powerloss   simulate CUTS power losses (CUTS=300); needs a C compiler"
+	@echo "make diskfaults  let each disk call of an engine's life fail, one after the other; needs a C compiler"
+	@echo "make bench       measure the figures of docs/benchmarks.md (minutes)"
+	@echo "make bench-vllm  compare the store with vLLM's own fs tier (installs vLLM for CPUs, 2 GB)"
+	@echo "make bench-vllm-engine  compare vLLM engines with persistkv, with the fs tier, and with neither"
+	@echo "make gpu-kit     collect wheels in .gpu-kit, for benchmarks/gpu/run.sh on a GPU machine without a package index"
+	@echo "make clean       remove everything that these targets made"
 
 setup: $(READY)
 
@@ -67,7 +67,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# What builds the site, beside what development needs.
+# Packages that build the site, in addition to those for development.
 setup-docs: $(VENV)/.ready-docs
 
 $(VENV)/.ready-docs: $(READY)
@@ -77,7 +77,7 @@ $(VENV)/.ready-docs: $(READY)
 docs: setup-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# The pictures in docs/screens.md; needs Chromium.
+# Renders the pictures of docs/screens.md; needs Chromium.
 screenshots: setup
 	$(BIN)/python -m tests.docs.screenshots
 
@@ -135,7 +135,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.maintenance
 	$(BIN)/python -m benchmarks.tools_beside
 
-# vLLM for CPUs, in a virtual environment of its own; torchvision, which comes with it, breaks its import.
+# vLLM for CPUs, in a virtual environment of its own. Its dependency torchvision breaks its import and is removed.
 setup-vllm: $(VLLM_VENV)/.ready
 
 $(VLLM_VENV)/.ready: pyproject.toml
@@ -152,7 +152,7 @@ bench-vllm-engine: setup setup-vllm
 	$(BIN)/python -m benchmarks.vllm_beside_fs --vllm-python $(VLLM_VENV)/bin/python
 	$(BIN)/python -m benchmarks.vllm_overhead --vllm-python $(VLLM_VENV)/bin/python
 
-# Carried to that machine with the source tree: 60 MiB at most.
+# The kit is copied to that machine together with the source tree: 60 MiB at most.
 gpu-kit: setup
 	$(BIN)/python -m benchmarks.gpu.kit .gpu-kit
 

@@ -1,1 +1,1 @@
-"""Measurements, each a module: ``python -m benchmarks.NAME``. They print medians, and ratios within one run."""
+"""Benchmarks. Run one with ``python -m benchmarks.NAME``; it prints medians, and ratios within one run."""

@@ -1,12 +1,14 @@
-"""A 32 MiB store and load beside an idle and a busy scheduler, and how long the scheduler's own loop waits.
+"""Time of a 32 MiB store and load with an idle and with a busy scheduler, and delay of the scheduler's own loop.
 
 The scheduler is one Python thread that works in short bursts and polls the store about once a millisecond, as an
-engine's step loop does. Idle and busy, ``ProcessHost`` and ``ThreadHost`` take turns in changing order: the disk's own
-speed moves by a third within seconds, and its moves fall on all of them. What they leave in a ratio of medians is shown
-as its interval (bootstrap, 95 %); a ratio is missed where it is too large, however wide that is.
+engine's step loop does. Idle and busy, ``ProcessHost`` and ``ThreadHost`` alternate in changing order, because the
+disk's own speed varies by a third within seconds and must affect all of them alike. The remaining uncertainty of a
+ratio of medians is shown as an interval (bootstrap, 95 %). A ratio above its target is a miss, however wide the
+interval is.
 
-Then a flood: the loop is a ticker that is due each millisecond, polls, and hands over a new store or load for each one
-that ended. How late its ticks begin is held against the same ticker with nothing in flight, in turns.
+The second part is a flood: the loop is a ticker that is due each millisecond, polls, and submits a new store or load
+for each one that ended. The lateness of its ticks is compared, in alternation, with the same ticker without jobs in
+flight.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ JOB_BYTES = 32 << 20  # 32 MiB
 MAX_RATIO = 1.3
 MAX_GAP_S = 0.002
 TICK_S = 0.001
-IN_FLIGHT = 3  # stores, and as many loads: enough that the store's side is never idle
+IN_FLIGHT = 3  # stores, and as many loads: enough that the host is never idle
 
 
 def main() -> None:
@@ -54,7 +56,7 @@ def main() -> None:
 
 
 def measure(count: int, arguments: argparse.Namespace) -> list[list[str]]:
-    """One size of blocks: store and load, each host, idle and busy, interleaved."""
+    """Measure stores and loads of one block size, on each host, idle and busy, interleaved."""
     rig = Rig(2 * count, JOB_BYTES // count)
     seconds: dict[tuple[str, str, bool], list[float]] = defaultdict(list)
     waits: dict[tuple[str, str, bool], list[float]] = defaultdict(list)
@@ -84,7 +86,7 @@ def measure(count: int, arguments: argparse.Namespace) -> list[list[str]]:
 
 
 def open_clients(rig: Rig, directory: str, arguments: argparse.Namespace) -> dict[str, StoreClient]:
-    """A store for each host."""
+    """Open a store for each host."""
     options = f"&{arguments.options}" * bool(arguments.options)
     clients = {host: rig.client(f"lmdb://{directory}/{host}?capacity=8GiB{options}", host) for host in arguments.hosts}
     for client in clients.values():
@@ -93,7 +95,7 @@ def open_clients(rig: Rig, directory: str, arguments: argparse.Namespace) -> dic
 
 
 def flood(count: int, arguments: argparse.Namespace) -> list[list[str]]:
-    """One size of blocks: the ticker without and beside a flood, in turns, each host."""
+    """Measure the ticker without and with a flood of one block size, in alternation, on each host."""
     rig = Rig(2 * count, JOB_BYTES // count)
     late: dict[tuple[str, bool], list[float]] = defaultdict(list)
     jobs: dict[str, int] = defaultdict(int)
@@ -115,9 +117,9 @@ def flood(count: int, arguments: argparse.Namespace) -> list[list[str]]:
 
 
 def tick(client: StoreClient, numbers: Iterator[int], count: int, seconds: float) -> tuple[list[float], int]:
-    """Tick for a while, beside a flood of jobs of ``count`` blocks; of 0 blocks: without.
+    """Tick for ``seconds`` under a flood of jobs of ``count`` blocks; with 0 blocks, without jobs.
 
-    :returns: how late each tick began, in seconds, and the jobs that ended. None is in flight on return.
+    :returns: lateness of each tick in seconds, and number of jobs that ended. No job is in flight on return.
     """
     flying: dict[int, list[bytes]] = {}
     late: list[float] = []
@@ -141,7 +143,10 @@ def tick(client: StoreClient, numbers: Iterator[int], count: int, seconds: float
 def refill(
     client: StoreClient, numbers: Iterator[int], count: int, flying: dict[int, list[bytes]], held: list[bytes]
 ) -> None:
-    """Hand over at most one store and one load. ``flying``: the keys of stores, nothing for loads."""
+    """Submit at most one store and one load.
+
+    :param flying: jobs in flight: the keys of a store, an empty list for a load.
+    """
     if sum(map(bool, flying.values())) < IN_FLIGHT:
         flying[number := next(numbers)] = fresh_keys(count)
         submit(client, "store", flying[number], number)
@@ -151,7 +156,7 @@ def refill(
 
 
 def flood_row(name: str, without: list[float], beside: list[float], rate: float) -> list[str]:
-    """How late ticks were, in both."""
+    """Return the table row: lateness of ticks without and with a flood."""
     p99 = [percentile(late, 0.99) for late in (without, beside)]
     return [
         name,
@@ -162,12 +167,12 @@ def flood_row(name: str, without: list[float], beside: list[float], rate: float)
 
 
 def has_ended(client: StoreClient, job_id: int) -> bool:
-    """Poll once."""
+    """Poll once; return whether the job has ended."""
     return any(outcome.job_id == job_id for outcome in client.poll())
 
 
 def submit(client: StoreClient, operation: str, keys: list[bytes], job_id: int) -> None:
-    """Hand a job over."""
+    """Submit a store or a load."""
     if operation == "store":
         client.submit_store(job_id, "request", keys, range(len(keys)), None, JOB_BYTES)
     else:
@@ -181,7 +186,7 @@ def row_of(
     seconds: dict[tuple[str, str, bool], list[float]],
     waits: dict[tuple[str, str, bool], list[float]],
 ) -> list[str]:
-    """Medians, their ratio, and the scheduler's waits."""
+    """Return the table row: medians, their ratio, and the scheduler's waits."""
     idle, busy = (statistics.median(seconds[operation, host, flag]) for flag in (False, True))
     low, high = ratio_interval(seconds[operation, host, True], seconds[operation, host, False])
     spent = waits[operation, host, True]

@@ -1,7 +1,7 @@
-"""Whether a full store stays as fast and as large as it was: fill it, then replace its content again and again.
+"""Speed and size of a full store over time: fill it, then replace its content again and again.
 
-Packs of 64 KiB to 32 MiB, sizes drawn evenly on a logarithmic scale, so that freed space never has the shape of what
-comes next. Each commit holds one pack, is synced, and evicts what is oldest.
+Packs have 64 KiB to 32 MiB, with sizes drawn uniformly on a logarithmic scale, so that freed space rarely fits the next
+pack exactly. Each commit holds one pack, is synced, and evicts the oldest content.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_BLOCKS = 512  # 32 MiB
 
 
 class Churn:
-    """A store that packs of drawn sizes are written to."""
+    """Writer of packs of random sizes to a store."""
 
     def __init__(self, backend: InspectableBackend, seed: int) -> None:
         self._backend = backend
@@ -42,7 +42,7 @@ class Churn:
         self.most_bytes = 0
 
     def write(self, num_bytes: int) -> float:
-        """Write so many bytes of packs; the seconds that it took."""
+        """Write packs of at least ``num_bytes`` in total; return the seconds of the commits."""
         written, seconds = 0, 0.0
         while written < num_bytes:
             count = round(math.exp(self._draw.uniform(0.0, math.log(MAX_BLOCKS))))

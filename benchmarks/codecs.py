@@ -1,9 +1,10 @@
-"""What codecs make of real bfloat16 K/V, and how fast: sizes against the entropy bound, speeds against zstd level 1.
+"""Compression ratio and speed of the codecs on real bfloat16 K/V, against the entropy bound and zstd level 1.
 
     python -m benchmarks.codecs [--kv FILE] [--mib 48] [--rounds 9] [--write FILE]
 
-FILE holds raw bfloat16 bytes. Without it they are made: see real_kv.py for what that takes; ``--write`` keeps them, for
-an environment without those packages. The bound is the order-0 entropy of both bytes of the values, frame by frame.
+FILE holds raw bfloat16 bytes. Without ``--kv`` the benchmark makes them, which needs the packages that real_kv.py
+names; ``--write`` saves them for an environment without those packages. The bound is the order-0 entropy of both bytes
+of the values, frame by frame.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ DECODE_TARGET = 1.5
 
 @dataclass
 class Result:
-    """One codec over all frames."""
+    """Measurements of one codec over all frames."""
 
     codec: Codec
     stored: int = 0
     at_rest: int = 0
-    """With each frame padded to 4 KiB."""
+    """Bytes with each frame padded to 4 KiB."""
     encode_s: list[float] = field(default_factory=list)
     decode_s: list[float] = field(default_factory=list)
 
 
 def measure(raw: bytes, codecs: list[Codec], rounds: int) -> list[Result]:
-    """Encode and decode all frames with each codec in turn, and again."""
+    """Encode and decode all frames with each codec in alternation, ``rounds`` times after a warm-up round."""
     frames = [memoryview(raw)[start : start + FRAME_BYTES] for start in range(0, len(raw), FRAME_BYTES)]
     out = memoryview(bytearray(FRAME_BYTES))
     results = [Result(codec) for codec in codecs]
@@ -52,7 +53,7 @@ def measure(raw: bytes, codecs: list[Codec], rounds: int) -> list[Result]:
             for frame, form in zip(frames, stored, strict=True):
                 result.codec.decode_into(form, out[: len(frame)])
             end = time.perf_counter()
-            if not round_number:  # warms up, and checks
+            if not round_number:  # the warm-up round checks the results
                 _check(result.codec, frames, stored)
                 result.stored = sum(map(len, stored))
                 result.at_rest = sum(align(len(form)) for form in stored)
@@ -71,7 +72,7 @@ def _check(codec: Codec, frames: list[memoryview], stored: list[bytes | bytearra
 
 
 def entropy_bound(raw: bytes) -> float:
-    """Bytes that order-0 codes of the low and the high bytes of the values take at least, frame by frame."""
+    """Return the least bytes for order-0 codes of the low and the high bytes of the values, frame by frame."""
     values = np.frombuffer(raw, dtype=np.uint8)
     frames = [values[start : start + FRAME_BYTES] for start in range(0, len(values), FRAME_BYTES)]
     return sum(_order0(frame[place::2]) for frame in frames for place in (0, 1))
@@ -105,12 +106,12 @@ def _row(result: Result, zstd: Result, raw_length: int, bound: float) -> list[st
         for ours, theirs in ((result.encode_s, zstd.encode_s), (result.decode_s, zstd.decode_s))
     ]
     if isinstance(result.codec, RawCodec):
-        speeds[0] = "-"  # it does nothing
+        speeds[0] = "-"  # encodes nothing
     return [str(result.codec), *(f"{size:.3f}" for size in sizes), *speeds]
 
 
 def _times(slow: list[float], fast: list[float]) -> float:
-    """How many times as fast, round by round; the median."""
+    """Return the median, over the rounds, of how many times faster ``fast`` is than ``slow``."""
     return statistics.median(a / b for a, b in zip(slow, fast, strict=True))
 
 

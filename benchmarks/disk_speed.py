@@ -1,23 +1,24 @@
-"""Durable stores and promotions of 32 MiB jobs, beside what the disk does with the same bytes in the same run.
+"""Durable stores and promotions of 32 MiB jobs, compared with raw disk I/O of the same bytes in the same run.
 
-A store counts until its blocks are visible, hence durable: alone, and in a line of four jobs that are handed over at
-once (each a quarter of the time of all), as a busy engine does: they share transactions, and one is planned while
-another is written. Two raw writes stand beside it, both O_DIRECT + fdatasync: to the end of a growing file, and over
-blocks of the disk that were allocated and written before. The ratio that has a target is against the growing file:
-until a store is full, what it writes is new to the file system, too. The ratio against overwriting is shown as well: it
-bounds what a full store that reuses its space could reach.
+A store job ends when its blocks are visible, hence durable. It is measured alone, and as a quarter of the time of four
+jobs that are submitted at once, as a busy engine does: these share transactions, and one is planned while another is
+written. There are two raw writes for comparison, both O_DIRECT + fdatasync: to the end of a growing file, and over disk
+blocks that were allocated and written before. The target is a ratio to the growing file, because the writes of a store
+that is not full are new to the file system, too. The ratio to overwriting is also shown: it is the bound for a full
+store that reuses its space.
 
-A warm promotion (all files were read before: a store itself writes and reads past the page cache) is held against
-preadv of the same buffers out of the page cache and the xxh3 of each MiB, a cold one (all files dropped from the page
-cache, which is checked) against the faster of two raw cold reads: O_DIRECT, or through the page cache. A cold one is
-taken alone and in a line of four, too, against raw reads of as many bytes, one after the other: what a job needs before
-its first read and behind its last one, the disk has other jobs' reads to do with. Rows are shuffled, as an engine's
-are, and lie in huge pages, as the primary tier does. What was loaded is compared with what was stored, and cleared; raw
-cold reads go to the same rows, which are cleared behind them, too: memory that was just read into is read into faster.
+A warm promotion (all files were read before, because a store itself writes and reads past the page cache) is compared
+with preadv into the same buffers from the page cache plus the xxh3 of each MiB. A cold promotion (all files are dropped
+from the page cache, which is checked) is compared with the faster of two raw cold reads: O_DIRECT, or through the page
+cache. Cold promotions are also measured as four jobs that are submitted at once, against raw reads of as many bytes,
+one after the other: the disk serves other jobs while one prepares its first read or processes its last one.
 
-Beside the cold ones stands what a reader without a store gets that verifies: two threads, preadv past the page cache,
-and the xxh3 of each MiB. No target is held against it; it shows how much of the way to the disk's own time is the
-verifying, and how much the store.
+Another figure for cold promotions, without a target, is that of a verifying reader without a store: two threads, preadv
+past the page cache, and the xxh3 of each MiB. It separates the cost of verification from the cost of the store.
+
+Rows are shuffled, as an engine's are, and are in huge pages, as the primary tier's are. Loaded bytes are compared with
+the stored ones and cleared. Raw cold reads use the same rows, which are cleared as well: a read into recently filled
+memory is faster.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ JOB_BYTES = 32 << 20  # 32 MiB
 STORE_TARGET = 0.75
 WARM_TARGET = 0.8
 COLD_TARGET = 0.9
-PAUSE_S = 0.2  # before a cold read; a host that was just started maps the rows meanwhile, an engine loads its model
-IN_LINE = 4  # jobs that are handed over at once, where the store has work waiting
-FIRST_IN_LINE = 1 << 20  # their numbers begin here
-VERIFYING_THREADS = 2  # as many as a store reads with
+PAUSE_S = 0.2  # before a cold read: a new host maps the rows meanwhile, as it does while an engine loads its model
+IN_LINE = 4  # jobs that are submitted at once, so that work is always queued
+FIRST_IN_LINE = 1 << 20  # id of the first of these jobs
+VERIFYING_THREADS = 2  # as many as the read threads of a store
 WARM_UP = 2  # rounds that are not counted
 
 Seconds = dict[str, list[float]]
 Stored = list[list[bytes]]
-"""The keys of one job, and those of each in a line."""
+"""Keys of the single job, then of each of the ``IN_LINE`` jobs."""
 
 
 def main() -> None:
@@ -74,7 +75,7 @@ def main() -> None:
 
 
 def measure(job: Job, directory: Path, arguments: argparse.Namespace) -> Seconds:
-    """Seconds of each operation, by name; all take turns in changing order."""
+    """Return the seconds of each operation by name; all operations alternate in changing order."""
     (directory / "raw").mkdir()
     raw = RawDisk(directory / "raw", job.buffers(job.source), job.buffers(job.target))
     stores = {
@@ -96,7 +97,7 @@ def warm(
     seconds: Seconds,
     arguments: argparse.Namespace,
 ) -> list[Stored]:
-    """Stores and warm loads; what each round stored."""
+    """Measure stores and warm loads; return the keys that each round stored."""
     clients = {name: open_client(job, *store) for name, store in stores.items()}
     stored = []
     for run in range(arguments.runs + WARM_UP):
@@ -120,7 +121,7 @@ def warm_round(
     keys: Stored,
     arguments: argparse.Namespace,
 ) -> Seconds:
-    """One turn of each, in an order that depends on the round."""
+    """Run each operation once, in an order that depends on the round."""
     taken: Seconds = defaultdict(list)
 
     alone, *line = keys
@@ -148,9 +149,9 @@ def warm_round(
 def cold(
     job: Job, raw: RawDisk, stores: dict[str, tuple[Path, str, str]], seconds: Seconds, stored: list[Stored]
 ) -> None:
-    """Loads by clients that were just opened, with nothing of the store in the page cache but what opening read.
+    """Measure loads by new clients; of the store, the page cache has only what opening read.
 
-    All wait before they read: a disk that was just read from answers sooner.
+    Each read starts after a pause, because a disk that has just been read from answers faster.
     """
 
     targets = [job.buffers(rows) for rows in job.targets]
@@ -186,19 +187,19 @@ def cold(
 
 
 def open_client(job: Job, path: Path, host: str, options: str) -> StoreClient:
-    """A client that is open."""
+    """Return an open client."""
     client = job.rig.client(f"lmdb://{path}?capacity=32GiB" + f"&{options}" * bool(options), host)
     client.open()
     return client
 
 
 def name_of(host: str, options: str) -> str:
-    """How the table calls a store."""
+    """Return the name of a store in the table."""
     return f"{host} {options}".rstrip()
 
 
 def table(size: str, seconds: Seconds, arguments: argparse.Namespace) -> list[list[str]]:
-    """The rows of one size of blocks."""
+    """Return the rows of one block size."""
     median = {name: statistics.median(values) for name, values in seconds.items()}
     line = f" {IN_LINE} in line,"
     cold, cold_in_line = (
@@ -227,7 +228,7 @@ def table(size: str, seconds: Seconds, arguments: argparse.Namespace) -> list[li
 
 
 def order_of(name: str) -> int:
-    """Stores first, then warm, then cold, each after its yardsticks."""
+    """Return the sort key: stores first, then warm, then cold operations, each after its raw yardsticks."""
     order = ("raw new", "raw overwrite", "store", "raw warm", "warm", "raw cold", "cold")
     return next(place for place, start in enumerate(order) if name.startswith(start))
 

@@ -1,7 +1,7 @@
-"""The memory of a store's host under a flood: more store jobs than the disk takes, and loads beside them.
+"""Memory of a store's host under a flood: more store jobs than the disk can write, and concurrent loads.
 
-Shown is the host's anonymous memory (RssAnon) at its highest, less what it had when it was open and what its index grew
-by since, against ``staging_bytes``; what was dropped; and the processor time that a gigabyte took.
+Shown are the peak of the host's anonymous memory (RssAnon), less its value after opening and less the growth of its
+index, against ``staging_bytes``; the dropped bytes; and the CPU time per gigabyte.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import EndRequest
 from persistkv.storage.host.supervisor import ProcessHost
 
-INDEX_BYTES = 180  # at most, for a block: benchmarks.lookup
-LOADS = 4  # at once
+INDEX_BYTES = 180  # upper bound per block; see benchmarks.lookup
+LOADS = 4  # in flight
 ROWS_BYTES = 256 << 20  # 256 MiB
 
 
 class Flooded(NamedTuple):
-    """One flood."""
+    """Results of one flood."""
 
     anonymous_bytes: int
     stored_bytes: int
     dropped_bytes: int
-    """Refused by the engine's side, or lost to a failed commit."""
+    """Bytes that were refused by the client, or lost to a failed commit."""
     loaded_bytes: int
     cpu_seconds: float
     seconds: float
@@ -42,7 +42,7 @@ class Flooded(NamedTuple):
 def flood(
     rig: Rig, url: str, *, codec: str, per_job: int, seconds: float, queue_bytes: int, staging_bytes: int
 ) -> Flooded:
-    """Hand over jobs without a pause, small ones as a decoding request does, and load what was stored."""
+    """Submit store jobs of ``per_job`` blocks without a pause, and load stored blocks."""
     client = rig.client(url, codec=codec, staging_bytes=staging_bytes, max_queue_bytes=queue_bytes)
     client.open()
     before = host_bytes(client)
@@ -77,7 +77,7 @@ def flood(
                 stored += [] if outcome.failed or len(stored) > 1000 else [keys]
         sampled = max(sampled, host_bytes(client) - INDEX_BYTES * len(client)) if job % 8 == 0 else sampled
         if client.num_jobs * job_bytes > queue_bytes // 2:
-            time.sleep(0.0005)  # refused jobs are answered at once: a flood, but no spinning
+            time.sleep(0.0005)  # refused jobs fail at once: sleep instead of spinning
     client.flush(600.0)
     stats = client.stats(60.0)
     assert stats.host is not None
@@ -95,7 +95,7 @@ def flood(
 
 
 def host_bytes(client: StoreClient) -> int:
-    """RssAnon of the client's host process."""
+    """Return RssAnon of the client's host process."""
     host = client.host
     assert isinstance(host, ProcessHost)
     assert host.pid is not None
@@ -103,7 +103,7 @@ def host_bytes(client: StoreClient) -> int:
 
 
 def fill_with_values(rig: Rig) -> None:
-    """bfloat16 values, as far as codecs can tell."""
+    """Fill the rows with normally distributed bfloat16 values, so that codecs have something to compress."""
     values = np.random.default_rng(0).standard_normal(rig.rows.size // 2, dtype=np.float32)
     rig.rows.reshape(-1).view(np.uint16)[:] = values.view(np.uint32) >> 16
 
@@ -144,7 +144,7 @@ def main() -> None:
 
 
 def line(name: str, shown: Flooded, bound: int) -> list[str]:
-    """A row of the table."""
+    """Return a row of the table."""
     moved = shown.stored_bytes + shown.loaded_bytes
     return [
         name,

@@ -1,7 +1,8 @@
-"""The index at scale: memory for each block, opening, lookups, and pauses while the lookup table is replaced.
+"""Index at scale: memory per block, opening, lookups, and pauses while the lookup table is replaced.
 
-Memory is the growth of anonymous and shared pages, in proportion (``Pss_Anon`` and ``Pss_Shmem``), of engine and host
-process, from an empty store to a full one. Blocks have 4 KiB, so that the disk holds them; keys are what counts.
+Memory is the growth, from an empty to a full store, of the anonymous and shared pages of engine and host process
+(``Pss_Anon`` and ``Pss_Shmem``: shared pages count in proportion). Blocks have 4 KiB, so that they fit the disk; only
+the number of keys matters.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ PREFIX = 4096
 
 
 def shared_and_anonymous(pid: int) -> int:
-    """Bytes of anonymous and shared-memory pages of a process, in proportion."""
+    """Return the bytes of a process's anonymous and shared-memory pages; shared pages count in proportion."""
     gc.collect()
     with open(f"/proc/{pid}/smaps_rollup") as lines:
         return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("Pss_Anon", "Pss_Shmem")))
 
 
 def open_tier(url: str) -> tuple[PersistentTier, float]:
-    """Open the tier with its host process; the seconds until every key is known."""
+    """Open the tier with its host process; return it, and the seconds until every key is known."""
     fd = os.memfd_create("persistkv-benchmark")
     os.ftruncate(fd, BLOCK_BYTES)
     layout = RowLayout(BLOCK_BYTES, (GroupLayout(((0, BLOCK_BYTES),)),))
@@ -62,7 +63,7 @@ def open_tier(url: str) -> tuple[PersistentTier, float]:
 
 
 def memory_of(tier: PersistentTier) -> int:
-    """Bytes of engine and host process."""
+    """Return the memory of engine and host process in bytes."""
     host = tier._client.host
     assert isinstance(host, ProcessHost)
     assert host.pid is not None
@@ -70,7 +71,7 @@ def memory_of(tier: PersistentTier) -> int:
 
 
 def measure(url: str, empty: str) -> dict[str, float]:
-    """Open an empty and a full store, in this process, and look blocks up."""
+    """Open an empty and a full store in this process; measure memory, opening and lookups."""
     tier, start = open_tier(empty)
     base = memory_of(tier)
     tier.shutdown()
@@ -100,7 +101,7 @@ def measure(url: str, empty: str) -> dict[str, float]:
 
 
 def seconds_of(probe: Callable[[OffloadKey], object], names: Sequence[OffloadKey]) -> float:
-    """Seconds of a probe."""
+    """Return the mean seconds of a probe."""
     begin = time.perf_counter()
     for name in names:
         probe(name)
@@ -108,7 +109,7 @@ def seconds_of(probe: Callable[[OffloadKey], object], names: Sequence[OffloadKey
 
 
 def pauses(blocks: int, per_pack: int) -> tuple[float, float]:
-    """Longest step of the host and of the engine while a full table is replaced, in seconds."""
+    """Return the longest step, in seconds, of the host and of the engine while a full table is replaced."""
     data = np.random.default_rng(0).integers(0, 256, (blocks, 36), dtype=np.uint8).tobytes()
     size = per_pack * 36
     tables = [
@@ -136,7 +137,7 @@ def pauses(blocks: int, per_pack: int) -> tuple[float, float]:
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Seconds of a call."""
+    """Return the seconds of a call."""
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin

@@ -1,7 +1,7 @@
-"""Deleting a pack that many requests share, and compacting a store of many packs: time, and what others wait for it.
+"""Deleting a pack that many requests share, and compacting a store of many packs: duration, and delay of other writers.
 
-``python -m benchmarks.maintenance`` prints both for growing stores. The time grows with the store and no faster, and
-another process, which commits all the while, waits for a transaction and not for the whole.
+``python -m benchmarks.maintenance`` prints both for growing stores. The expected duration is linear in the size of the
+store. Another process, which commits all the while, should wait for single transactions, not for the whole operation.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ print(longest, flush=True)
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the measurements and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1000, 2000, 4000], help="requests, or packs")
     parser.add_argument("--directory", type=Path, default=None, help="where the stores are created; default: temporary")
@@ -67,7 +67,7 @@ def measure(
     prepare: Callable[[InspectableBackend, bytes, int], None],
     run: Callable[[InspectableBackend, bytes], None],
 ) -> tuple[float, float]:
-    """Seconds that the change takes, and the longest commit of another process meanwhile."""
+    """Return the seconds of the operation, and of the longest commit of another process meanwhile."""
     with closing(open_inspectable(url)) as backend:
         namespace = backend.open_namespace(IDENTITY).id
         prepare(backend, namespace, size)
@@ -80,7 +80,7 @@ def measure(
 
 @contextmanager
 def other_process(url: str) -> Iterator[list[float]]:
-    """Another process that commits; the longest of its commits is in the list behind the block."""
+    """Run another process that commits; after the block, the list has the seconds of its longest commit."""
     longest: list[float] = []
     command = [sys.executable, "-c", OTHER, url]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -92,7 +92,7 @@ def other_process(url: str) -> Iterator[list[float]]:
 
 
 def share_pack(backend: InspectableBackend, namespace: bytes, size: int) -> None:
-    """Store requests of four packs each, of which three are those of all."""
+    """Store requests of four packs each; all requests share three of the packs."""
     shared = [sample_pack(namespace, seed, blocks=1, block_bytes=4096, depth=seed) for seed in range(3)]
     backend.commit(namespace, CommitBatch(shared))
     for start in range(0, size, AT_ONCE):
@@ -105,14 +105,14 @@ def share_pack(backend: InspectableBackend, namespace: bytes, size: int) -> None
 
 
 def delete_shared(backend: InspectableBackend, namespace: bytes) -> None:
-    """Delete the first pack of all requests, and so all of them."""
+    """Delete the first shared pack, and with it all requests."""
     first = sample_pack(namespace, 0, blocks=1, block_bytes=4096).pack_id
     backend.commit(namespace, CommitBatch(deletions=[first]))
     assert backend.stats().packs == 0
 
 
 def scatter(backend: InspectableBackend, namespace: bytes, size: int) -> None:
-    """Store packs, and delete every other."""
+    """Store packs and delete every other one."""
     for start in range(0, size, AT_ONCE):
         packs = [sample_pack(namespace, seed, blocks=1, block_bytes=16384) for seed in range(start, start + AT_ONCE)]
         backend.commit(namespace, CommitBatch(packs))
@@ -120,7 +120,7 @@ def scatter(backend: InspectableBackend, namespace: bytes, size: int) -> None:
 
 
 def compact(backend: InspectableBackend, namespace: bytes) -> None:
-    """Compact it."""
+    """Compact the store completely."""
     assert isinstance(backend, SupportsCompaction)
     for _ in backend.compact():
         pass

@@ -1,7 +1,7 @@
-"""How long a restarted engine waits for its store: opening 100,000 blocks after a clean end.
+"""Time that a restarted engine waits for its store: opening 100,000 blocks after a clean shutdown.
 
-The store's side (read the catalogue, build the index) and the engine's side (map the lookup table) are timed together
-in the caller's own process, where nothing else is in the figure; the start of a host process is shown apart.
+The host's work (read the catalogue, build the index) and the engine's work (map the lookup table) are timed together in
+the caller's process, which excludes all other costs. The start of a host process is shown separately.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TARGET_S = 0.15
 
 
 def fill(rig: Rig, url: str, num_blocks: int, per_pack: int) -> None:
-    """Store blocks, a job for each pack, and end cleanly."""
+    """Store blocks, one job per pack, and close the store cleanly."""
     client = rig.client(url, "inline", max_age_s=1e9)
     client.open()
     for job in range(num_blocks // per_pack):
@@ -29,7 +29,7 @@ def fill(rig: Rig, url: str, num_blocks: int, per_pack: int) -> None:
 
 
 def open_once(rig: Rig, url: str, host: str) -> tuple[float, int]:
-    """Seconds until the namespace is open, and the blocks that it holds."""
+    """Return the seconds until the namespace is open, and the number of blocks that it holds."""
     client = rig.client(url, host)
     begin = time.perf_counter()
     client.open()

@@ -1,8 +1,8 @@
-"""What persistence costs when nothing is ever reused.
+"""Cost of persistence when no KV is reused.
 
-Two engines on one model answer the same never-repeated prompts in turn, one with a persistent tier behind the primary
-one, one without. A pair is two such turns, in changing order. Each turn ends when all that it stored is durable, so no
-I/O of one turn falls into the next; that wait counts (a real engine would overlap it with the next request).
+Two engines on one model answer the same never-repeated prompts in alternation, one with a persistent tier behind the
+primary one, one without. A pair is one turn of each, in changing order. A turn ends when all its stores are durable, so
+that no I/O of one turn overlaps the next; the wait counts (a real engine would overlap it with the next request).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_SLOWDOWN = 0.05
 
 
 def turn(engine: Engine, prompts: list[list[int]], new_tokens: int) -> float:
-    """Seconds for a few requests, until all that they stored is durable."""
+    """Return the seconds of some requests, until all their stores are durable."""
     begin = time.perf_counter()
     for prompt in prompts:
         engine.generate(prompt, new_tokens)
@@ -34,7 +34,7 @@ def turn(engine: Engine, prompts: list[list[int]], new_tokens: int) -> float:
 
 
 def host_stats(engine: Engine) -> HostStats:
-    """What the store's side counts."""
+    """Return the statistics of the host process."""
     (stats,) = engine.stats().persistent
     if stats.host is None:
         raise RuntimeError("the store did not answer")
@@ -42,7 +42,7 @@ def host_stats(engine: Engine) -> HostStats:
 
 
 def cpu_seconds(engine: Engine) -> float:
-    """User and system time of the host process so far."""
+    """Return the user and system time of the host process so far."""
     return host_stats(engine).cpu_seconds
 
 

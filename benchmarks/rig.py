@@ -1,4 +1,4 @@
-"""What the measurements share: percentiles, tables, intervals, warm memory."""
+"""Helpers shared by the benchmarks: percentiles, bootstrap intervals, tables, memory warm-up."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from rich.table import Table
 
 
 def touch_memory(share: float = 0.7) -> None:
-    """Have free memory touched once, so that page cache grows into pages that the machine has already.
+    """Touch free memory once, so that the page cache grows into pages that the machine already backs.
 
-    In a virtual machine the first touch of a page goes to the hypervisor: here, 32 MiB of appended and synced writes
-    took 86 ms on memory that was never used, and 20 ms on memory that was. Machines that run for long have used theirs.
+    In a virtual machine the first access to a page faults into the hypervisor. Measured here: appending and syncing
+    32 MiB took 86 ms in memory that was never used, and 20 ms in memory that was. Machines with a long uptime have
+    already used theirs.
+
+    :param share: fraction of the free memory.
     """
     memory = mmap.mmap(-1, int(psutil.virtual_memory().free * share))
     memory.madvise(mmap.MADV_HUGEPAGE)
@@ -28,21 +31,22 @@ def touch_memory(share: float = 0.7) -> None:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which this share of the values lies."""
+    """Return the percentile of the values; ``share`` is between 0 and 1."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95, resamples: int = 10_000) -> tuple[float, float]:
-    """Bootstrap interval of the median, with a fixed seed."""
+    """Return a bootstrap confidence interval of the median; the seed is fixed."""
     return nested_median_interval([values], confidence, resamples)
 
 
 def nested_median_interval(
     groups: Sequence[Sequence[float]], confidence: float = 0.95, resamples: int = 10_000
 ) -> tuple[float, float]:
-    """The same of the median of all values, where those of one group may share an error: groups are drawn, and then
-    values of each.
+    """Return a bootstrap confidence interval of the median of all values; the seed is fixed.
+
+    For values whose errors correlate within a group: each resample draws groups, and then values of each drawn group.
     """
     draw = random.Random(0)
     medians = sorted(
@@ -56,7 +60,7 @@ def nested_median_interval(
 
 
 def ratio_interval(values: Sequence[float], base: Sequence[float], resamples: int = 2_000) -> tuple[float, float]:
-    """Bootstrap interval (95 %) of the ratio of two medians, with a fixed seed."""
+    """Return a bootstrap confidence interval (95 %) of the ratio of two medians; the seed is fixed."""
     draw = random.Random(0)
     medians = [
         [statistics.median(draw.choices(part, k=len(part))) for part in (values, base)] for _ in range(resamples)
@@ -66,7 +70,7 @@ def ratio_interval(values: Sequence[float], base: Sequence[float], resamples: in
 
 
 def anonymous_bytes(pid: int | None = None) -> int:
-    """RssAnon of a process, without what this one could give back."""
+    """Return RssAnon of a process, by default of this one after a garbage collection."""
     if pid is None:
         gc.collect()
     with open(f"/proc/{pid or 'self'}/status") as status:
@@ -75,7 +79,7 @@ def anonymous_bytes(pid: int | None = None) -> int:
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, and the machine that it was measured on."""
+    """Print a table, with the machine as its caption."""
     table = Table(title=title, caption=machine())
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right")
@@ -85,7 +89,7 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
 
 
 def show_markdown(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table as a page of documentation has it, and the machine that it was measured on."""
+    """Print a Markdown table, followed by the machine."""
     print(f"\n{title}:\n")
     for row in (columns, ["---"] + ["---:"] * (len(columns) - 1), *rows):
         print(f"| {' | '.join(row)} |")
@@ -93,7 +97,7 @@ def show_markdown(title: str, columns: Sequence[str], rows: Sequence[Sequence[st
 
 
 def machine() -> str:
-    """The machine in a line."""
+    """Return processor, kernel and Python version in one line."""
     with open("/proc/cpuinfo") as info:
         model = next((line.split(":")[1].strip() for line in info if line.startswith("model name")), "?")
     return f"{os.cpu_count()} × {model}, Linux {platform.release()}, Python {platform.python_version()}"

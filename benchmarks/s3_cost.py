@@ -1,9 +1,9 @@
-"""What S3 costs: requests, as a proxy counts them, and what they are for 1,000 tokens beside one object a block.
+"""Number of requests to S3, counted by a proxy, and per 1,000 tokens compared with one object per block.
 
     python -m benchmarks.s3_cost [--endpoint http://127.0.0.1:7480] [--packs 10000]
 
-Without ``--endpoint`` moto serves, in a process of its own. Credentials come from the environment, or are ``test``.
-What is stored is noise with the exponents of bfloat16 values, so that codecs have some work.
+Without ``--endpoint``, a moto server runs in a process of its own. Credentials come from the environment; the default
+is ``test``. The stored blocks are noise with the exponents of bfloat16 values, which gives the codecs some work.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ MOST_BESIDE_PACKS = 2
 MOST_TO_OPEN = 50
 OPENED = Identity.of({"benchmark": "open"})
 IDLE_REFRESH_S = 1.0
-LEAST_PAUSE = 0.75  # of a refresh, between two looks: they have jitter
+LEAST_PAUSE = 0.75  # shortest time between two refreshes, as a share of the interval: refreshes have jitter
 
 
 class Model(NamedTuple):
-    """A block's size."""
+    """Name of a model, and size of its blocks."""
 
     name: str
     block_bytes: int
@@ -51,14 +51,14 @@ CODECS = ("raw", "planes")
 
 
 def sample_memory(num_bytes: int) -> memoryview:
-    """So many bytes of bfloat16 values, the same 2 MiB again and again."""
+    """Return ``num_bytes`` of normally distributed bfloat16 values, which repeat every 2 MiB."""
     values = np.random.default_rng(0).standard_normal(1 << 20, dtype=np.float32)
     tile = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
     return memoryview(np.tile(tile, -(-num_bytes // len(tile)))[:num_bytes].data)
 
 
 def count_request(url: str, proxy: CountingProxy, model: Model, codec: str, tokens: int) -> list[str]:
-    """Store one request and promote it by another handle; a row of the table."""
+    """Store one request and promote it through another handle; return a row of the table."""
     blocks = tokens // TOKENS_PER_BLOCK
     layout = RowLayout(model.block_bytes, (GroupLayout(((0, model.block_bytes),)),))
     rows = Rows(sample_memory(blocks * model.block_bytes), layout)
@@ -95,7 +95,7 @@ def count_request(url: str, proxy: CountingProxy, model: Model, codec: str, toke
 
 
 def fill(url: str, packs: int, per_commit: int, blocks: int) -> None:
-    """Packs of so many tiny blocks: what counts here is the index."""
+    """Commit packs of ``blocks`` tiny blocks each; only the size of the index matters."""
     backend = S3Backend.open(StoreUrl.parse(url))
     namespace = backend.open_namespace(OPENED).id
     content = np.zeros((blocks, 8), dtype=np.uint8)
@@ -106,7 +106,7 @@ def fill(url: str, packs: int, per_commit: int, blocks: int) -> None:
 
 
 def count_open(url: str, proxy: CountingProxy, packs: int, name: str) -> list[str]:
-    """Open a full bucket; a row of the table."""
+    """Open a full bucket; return a row of the table."""
     proxy.take()
     begin = time.perf_counter()
     backend = S3Backend.open(StoreUrl.parse(url))
@@ -120,7 +120,7 @@ def count_open(url: str, proxy: CountingProxy, packs: int, name: str) -> list[st
 
 
 def count_idle(url: str, proxy: CountingProxy, refreshes: int) -> list[str]:
-    """An engine's store, in its own process, that nobody gives anything to; a row of the table."""
+    """Count the requests of an idle store in its own process; return a row of the table."""
     rig = Rig(2, 4096)
     client = rig.client(f"{url}&refresh={IDLE_REFRESH_S:g}s")
     client.open()

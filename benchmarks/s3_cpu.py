@@ -1,10 +1,10 @@
-"""The client's CPU for a GB put and got with packs of 16 MiB, beside plain boto3 over the same bytes.
+"""CPU time of the client per GB of PUT and of GET with packs of 16 MiB, compared with plain boto3 on the same bytes.
 
     python -m benchmarks.s3_cpu [--endpoint http://127.0.0.1:7480] [--mib 1024] [--rounds 3]
 
-Without ``--endpoint`` moto serves, in a process of its own: its CPU does not count, and nothing here is a speed. The
-three ways take turns, and the medians are shown. Bodies are not part of signatures (``unsigned_payload``), as is the
-default over https.
+Without ``--endpoint``, a moto server runs in a process of its own; its CPU time does not count, and no figure here is a
+speed. The variants alternate, and their medians are shown. persistkv's signatures exclude the bodies
+(``unsigned_payload``), as is the default over https.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PUT_TARGET, GET_TARGET = 0.6, 0.8  # CPU seconds per GB
 
 
 def cpu_per_gb(work: Callable[[], object], num_bytes: int) -> float:
-    """CPU seconds of this process, all threads, per GB."""
+    """Return the CPU seconds of this process, all threads, per GB."""
     before = resource.getrusage(resource.RUSAGE_SELF)
     work()
     after = resource.getrusage(resource.RUSAGE_SELF)
@@ -41,7 +41,7 @@ def cpu_per_gb(work: Callable[[], object], num_bytes: int) -> float:
 
 
 def ours(url: str, blocks: ByteArray, num_bytes: int, key: bool) -> tuple[float, float]:
-    """Packs through the driver: committed one by one, and read into memory that is there."""
+    """Measure the driver: commit packs one by one, and read them into existing memory."""
     options = "unsigned_payload=yes&refresh=1h" + "&key_env=PERSISTKV_BENCHMARK_KEY" * key
     backend = S3Backend.open(StoreUrl.parse(f"{url}&{options}"))
     namespace = backend.open_namespace(Identity.of({"benchmark": "cpu"})).id
@@ -55,7 +55,7 @@ def ours(url: str, blocks: ByteArray, num_bytes: int, key: bool) -> tuple[float,
 
 
 def plain(client: Any, bucket: str, blocks: ByteArray, length: int, num_bytes: int) -> tuple[float, float]:
-    """A loop over boto3 with its defaults."""
+    """Measure a loop over boto3 with its defaults."""
     body = bytes(blocks.reshape(-1)[:length])
     keys = [f"plain/{length}/{number}" for number in range(num_bytes // length)]
     put = cpu_per_gb(lambda: [client.put_object(Bucket=bucket, Key=key, Body=body) for key in keys], num_bytes)
@@ -65,7 +65,7 @@ def plain(client: Any, bucket: str, blocks: ByteArray, length: int, num_bytes: i
 
 
 def row_of(name: str, figures: Sequence[tuple[float, float]], targets: tuple[float, float] | None) -> list[str]:
-    """Medians, and whether they are as they should be."""
+    """Return the table row: medians, and whether they meet the targets."""
     medians = [statistics.median(values) for values in zip(*figures, strict=True)]
     held = "" if targets is None else "yes" if all(m <= t for m, t in zip(medians, targets, strict=True)) else "NO"
     return [name, *(f"{median:.2f}" for median in medians), held]

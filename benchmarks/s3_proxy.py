@@ -1,4 +1,4 @@
-"""A proxy before an object store that counts requests, as they come over the line."""
+"""Proxy in front of an object store that counts the HTTP requests on the wire."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _PIECE_BYTES = 256 << 10
 
 
 class Requests:
-    """Tells requests from their bodies in what one connection carries.
+    """Parser of one connection's byte stream that counts requests and skips their bodies.
 
-    :param counts: of each verb, added to.
+    :param counts: number of requests by verb; updated in place.
     """
 
     def __init__(self, counts: Counter[str]) -> None:
@@ -27,7 +27,7 @@ class Requests:
         self._may_be_left_out = False
 
     def feed(self, data: bytes) -> None:
-        """The next bytes."""
+        """Parse the next bytes."""
         while data:
             if self._may_be_left_out and data.startswith(_VERBS):
                 self._body_left = 0  # the server answered before the body was sent
@@ -52,13 +52,13 @@ class Requests:
 
 
 class CountingProxy:
-    """Runs in a thread of its own until ``close``."""
+    """Proxy on a local port, in a thread of its own until ``close``."""
 
     def __init__(self, upstream_port: int) -> None:
         self._upstream_port = upstream_port
         self._counts: Counter[str] = Counter()
         self._taken = 0
-        self._live: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
+        self._live: set[asyncio.Task[None]] = set()  # the event loop has only weak references to tasks
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -67,7 +67,7 @@ class CountingProxy:
         self.port: int = self._server.sockets[0].getsockname()[1]
 
     def take(self) -> int:
-        """How many requests there were since the last call."""
+        """Return the number of requests since the last call."""
         total = self._counts.total()
         found, self._taken = total - self._taken, total
         return found
@@ -103,7 +103,7 @@ class CountingProxy:
         await asyncio.gather(*self._live, return_exceptions=True)
 
     def close(self) -> None:
-        """End it, and what is connected."""
+        """Stop the proxy and close its connections."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -1,4 +1,4 @@
-"""What the measurements of S3 share: a server, buckets, packs."""
+"""Helpers shared by the S3 benchmarks: a server, buckets, packs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from persistkv.testing.samples import ArraySource
 
 @contextmanager
 def server(given: str | None) -> Iterator[str]:
-    """The endpoint; moto's own process where none was given. Credentials are ``test`` where there are none."""
+    """Yield the endpoint of an S3 server: the given one, or by default a moto server in a process of its own.
+
+    Credentials that are missing in the environment are set to ``test`` and ``testsecret``.
+    """
     os.environ.setdefault("AWS_ACCESS_KEY_ID", "test")
     os.environ.setdefault("AWS_SECRET_ACCESS_KEY", "testsecret")
     if given is not None:
@@ -51,12 +54,12 @@ def server(given: str | None) -> Iterator[str]:
 
 
 def plain_client(endpoint: str) -> Any:
-    """boto3 as it comes."""
+    """Return a boto3 client with default settings."""
     return boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
 
 
 def make_bucket(endpoint: str) -> str:
-    """A bucket of the run's own."""
+    """Create a bucket with a unique name; return the name."""
     bucket = f"benchmark-{uuid.uuid4().hex}"
     plain = plain_client(endpoint)
     plain.create_bucket(Bucket=bucket)
@@ -65,6 +68,6 @@ def make_bucket(endpoint: str) -> str:
 
 
 def pack_of(namespace: bytes, blocks: ByteArray) -> PackWriter:
-    """A pack of fresh keys."""
+    """Return a pack of these blocks under new random keys."""
     segment = Segment(0, blocks.shape[1], fresh_keys(len(blocks)), ArraySource(blocks), 0)
     return PackWriter(namespace, RawCodec(), [segment])

@@ -1,6 +1,6 @@
-"""What the tiers cost the scheduler: lookups, and stores with eviction and a cascade, as the primary tier grows.
+"""Cost of the tiers for the scheduler: lookups, and stores with eviction and a cascade, as the primary tier grows.
 
-The secondary tier takes every block and keeps none, so that the figures are the manager's own.
+The secondary tier accepts every block and keeps none, so that the figures are the manager's own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_STORE_US = 8.0
 
 
 class NullTier(SecondaryTierManager):
-    """Takes all and keeps nothing."""
+    """Tier that accepts every block and keeps none."""
 
     def __init__(self, config: OffloadingConfig, primary_kv_view: memoryview) -> None:
         super().__init__(config, primary_kv_view)
@@ -58,13 +58,13 @@ class NullTier(SecondaryTierManager):
 
 
 def keys_from(start: int, count: int) -> list[OffloadKey]:
-    """Keys as long as vLLM's, spread like hashes."""
+    """Return keys of the length of vLLM's, distributed like hashes."""
     words = np.random.default_rng(start).bytes(32 * count)
     return [make_offload_key(words[32 * number : 32 * number + 32], 0) for number in range(count)]
 
 
 def measure(resident: int, per_call: int, policy: str, runs: int) -> tuple[float, float]:
-    """Microseconds per lookup and per block stored, medians, with the primary tier full."""
+    """Return the median microseconds per lookup and per stored block, with a full primary tier."""
     region = SharedOffloadRegion(uuid.uuid4().hex, resident * ROW_BYTES, resident, 0, 1, ROW_BYTES)
     primary = CPUPrimaryTierOffloadingManager(resident, region, policy)
     layout = RowLayout(ROW_BYTES, (GroupLayout(((0, ROW_BYTES),)),))
@@ -90,7 +90,7 @@ def measure(resident: int, per_call: int, policy: str, runs: int) -> tuple[float
 
 
 def store(manager: TieringOffloadingManager, keys: list[OffloadKey], req: ReqContext) -> list[OffloadKey]:
-    """One store job from plan to end of step, without the copy."""
+    """Run one store job from plan to end of step, without the copy."""
     output = manager.prepare_store(keys, req)
     if output is None:
         raise RuntimeError("the primary tier is full of protected blocks")

@@ -1,4 +1,7 @@
-"""An engine's scheduler, as far as I/O beside it is concerned. Needs nothing: it also runs beside vLLM, without us."""
+"""Model of an engine's scheduler that polls for I/O.
+
+Imports only the standard library, so that it also runs in vLLM's environment.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,15 @@ TURN_S = 0.001
 
 
 class Scheduler:
-    """One Python thread that looks for ended jobs about once a millisecond, and works or sleeps in between."""
+    """One Python thread that polls for ended jobs about once a millisecond, and works or sleeps in between."""
 
     def __init__(self, busy: bool) -> None:
         self.busy = busy
         self.waits: list[float] = []
-        """What each turn spent in ``ended``, in seconds."""
+        """Seconds of each call of ``ended``."""
 
     def run(self, ended: Callable[[], bool]) -> float:
-        """Take turns until ``ended`` says so; seconds that it took."""
+        """Poll until ``ended`` returns True; return the seconds that this took."""
         begin = last = time.perf_counter()
         while True:
             if self.busy:
@@ -35,7 +38,7 @@ class Scheduler:
 
 
 def work(seconds: float) -> None:
-    """Hold the GIL, in Python."""
+    """Hold the GIL with Python code."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         sum(range(100))

@@ -1,4 +1,4 @@
-"""A store with an engine's side around it and no engine: rows of shared memory, and jobs between them and the store."""
+"""Store clients for benchmarks without an engine: rows in shared memory, and store and load jobs on them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _TIMEOUT_S = 120.0
 
 
 class Rig:
-    """Rows in shared memory and clients that use them.
+    """Rows in shared memory, and store clients that use them.
 
-    :param block_bytes: bytes of a row, one block; a multiple of 4 KiB.
-    :param huge_pages: whether the rows are to lie in huge pages, as the primary tier's do.
+    :param block_bytes: bytes of a row, which is one block; a multiple of 4 KiB.
+    :param huge_pages: back the rows with huge pages, as the primary tier does.
     """
 
     def __init__(self, num_rows: int, block_bytes: int, *, huge_pages: bool = True) -> None:
@@ -43,7 +43,11 @@ class Rig:
     def client(
         self, url: str, host: str = "process", *, max_queue_bytes: int = 8 << 30, **options: object
     ) -> StoreClient:
-        """A client that is not open yet."""
+        """Return a store client that is not open yet.
+
+        :param host: where the store runs: ``process``, ``thread`` or ``inline``.
+        :param options: fields of ``StoreOptions``.
+        """
         hosts: dict[str, Callable[[], Host]] = {
             "process": lambda: ProcessHost(self._fd, len(self._memory)),
             "thread": lambda: ThreadHost(memoryview(self._memory)),
@@ -56,11 +60,13 @@ class Rig:
 
 
 class Job:
-    """A job's rows: the first ones of a rig are stored from, the others loaded to, all in shuffled order.
+    """Rows of jobs: the first ones of a rig are the source of stores, the others are targets of loads.
 
-    :param count: blocks.
-    :param num_bytes: of all blocks.
-    :param in_line: jobs that can be loaded at once, each to rows of its own.
+    Source and targets are used in shuffled order.
+
+    :param count: blocks of a job.
+    :param num_bytes: bytes of all blocks of a job.
+    :param in_line: jobs that can be loaded at once, each into its own rows.
     """
 
     def __init__(self, count: int, num_bytes: int, in_line: int = 1) -> None:
@@ -72,21 +78,21 @@ class Job:
         self.target = self.targets[0]
 
     def buffers(self, rows: list[int]) -> list[memoryview]:
-        """The rows' bytes."""
+        """Return the memory of the given rows."""
         return [self.rig.rows[row].data for row in rows]
 
     def store(self, client: StoreClient, job_id: int, keys: list[bytes]) -> float:
-        """Seconds until all blocks are visible, hence durable.
+        """Store one job; return the seconds until all its blocks are visible, hence durable.
 
-        :raises StoreError: some were not stored, or did not become visible in two minutes for each job.
+        :raises StoreError: blocks failed, or were not visible within two minutes.
         """
         return self.store_in_line(client, job_id, [keys])
 
     def store_in_line(self, client: StoreClient, job_id: int, jobs: Sequence[list[bytes]]) -> float:
-        """Seconds until all blocks of several jobs, handed over at once, are visible.
+        """Submit several store jobs at once; return the seconds until all their blocks are visible.
 
-        :param job_id: of the first job; the others follow it.
-        :raises StoreError: as ``store``.
+        :param job_id: id of the first job; the others count up from it.
+        :raises StoreError: blocks failed, or were not visible within two minutes per job.
         """
         begin = time.perf_counter()
         for number, keys in enumerate(jobs, job_id):
@@ -103,16 +109,17 @@ class Job:
         raise StoreError(f"{len(jobs)} jobs were not visible in {end - begin:g} s")
 
     def load(self, client: StoreClient, job_id: int, keys: list[bytes]) -> float:
-        """Seconds until the rows are filled; they are then compared and cleared.
+        """Load one job; return the seconds until its rows are filled. Then compare the rows and clear them.
 
-        :raises StoreError: some were not loaded, or are not what was stored.
+        :raises StoreError: blocks failed, the job did not end within two minutes, or the loaded bytes differ from the
+            stored ones.
         """
         return self.load_in_line(client, job_id, [keys])
 
     def load_in_line(self, client: StoreClient, job_id: int, jobs: Sequence[list[bytes]]) -> float:
-        """Seconds until the rows of several jobs, handed over at once, are filled; as ``load``.
+        """Submit several load jobs at once; return the seconds until all their rows are filled. Otherwise as ``load``.
 
-        :param job_id: of the first job; the others follow it.
+        :param job_id: id of the first job; the others count up from it.
         """
         begin = time.perf_counter()
         for number, keys in enumerate(jobs):
@@ -128,7 +135,7 @@ class Job:
         return seconds
 
     def clear(self) -> None:
-        """Fill the rows that are loaded to with zeros."""
+        """Fill the target rows with zeros."""
         self.rig.rows[len(self.source) :] = 0
 
     def _check(self, failed: list[bytes]) -> None:
@@ -137,21 +144,24 @@ class Job:
 
 
 def fresh_keys(count: int) -> list[bytes]:
-    """Keys that no run has seen."""
+    """Return new random keys."""
     words = os.urandom(32 * count)
     return [words[start : start + 32] + bytes(4) for start in range(0, len(words), 32)]
 
 
 def finish(client: StoreClient, job_id: int, timeout_s: float = _TIMEOUT_S) -> JobOutcome:
-    """Poll, asleep between, until the job has ended.
+    """Poll, with short sleeps, until the job has ended; return its outcome.
 
-    :raises StoreError: it did not.
+    :raises StoreError: the job did not end within the timeout.
     """
     return finish_all(client, [job_id], timeout_s)[0]
 
 
 def finish_all(client: StoreClient, job_ids: Collection[int], timeout_s: float = _TIMEOUT_S) -> list[JobOutcome]:
-    """As ``finish`` for several jobs; what came of them, in the order in which they ended."""
+    """Poll, with short sleeps, until all jobs have ended; return their outcomes in the order in which they ended.
+
+    :raises StoreError: some jobs did not end within the timeout.
+    """
     deadline = time.monotonic() + timeout_s
     ended: list[JobOutcome] = []
     while time.monotonic() < deadline:

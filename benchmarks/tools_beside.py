@@ -1,13 +1,13 @@
-"""What the commands cost an engine that stores at full rate, and whether they work beside it.
+"""Slowdown of an engine that stores at full rate while commands run, and success of these commands.
 
-A store that is full takes jobs of 32 MiB back to back, so that it evicts all the time. Short periods with a command
-beside it take turns with periods without; the figure is the median of the throughput with, over the mean of the periods
-without right before and after. The command is started every so many seconds (``--every-s``), as by somebody who watches
-a store, or, with 0, as soon as it has ended. What a period cuts short is interrupted (Ctrl-C); behind the periods each
-command is run once more, to its end, beside the engine. One that fails ends the measurement.
+A full store takes jobs of 32 MiB back to back, so that it evicts all the time. Short periods with a concurrent command
+alternate with periods without; the figure is the median of the throughput with the command, relative to the mean of the
+periods directly before and after. The command starts every ``--every-s`` seconds, as under ``watch``, or, with 0, as
+soon as its last run has ended. The end of a period interrupts the current run (Ctrl-C). After the periods, each command
+runs once to its end while the engine stores. A failing command ends the measurement.
 
-``computing`` is no command: a process that asks for nothing but a processor, of the lowest class that there is. What
-that costs the engine is what any work beside it costs on this machine.
+``computing`` is no command: a process that only uses a processor, in the lowest scheduling class (SCHED_IDLE). Its cost
+for the engine is the cost of any concurrent work on this machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from persistkv.storage.host.protocol import EndRequest
 JOB_BYTES = 32 << 20  # 32 MiB
 BLOCK_BYTES = 64 << 10  # 64 KiB
 TARGET = 0.05
-INTERRUPTED = 130  # the exit code
+INTERRUPTED = 130  # exit code after Ctrl-C
 _NAP_S = 0.01
 _STARTED_S = 2.0
 PERSISTKV = (sys.executable, "-m", "persistkv_tools")
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def measure(engine: Engine, command: Command, rounds: int, period_s: float) -> list[float]:
-    """By which share the engine was slower in each period with the command."""
+    """Return by which share the engine was slower in each period with the command."""
     slowed = []
     before = engine.rate(period_s)
     for _ in range(rounds):
@@ -87,7 +87,7 @@ def measure(engine: Engine, command: Command, rounds: int, period_s: float) -> l
 
 
 def run_whole(engine: Engine, command: Command) -> float:
-    """Seconds that the command takes, to its end, beside the engine."""
+    """Return the seconds of a complete run of the command while the engine stores."""
     begin = time.perf_counter()
     process = command.start()
     while process.poll() is None:
@@ -97,14 +97,14 @@ def run_whole(engine: Engine, command: Command) -> float:
 
 
 def row(name: str, slowed: Sequence[float]) -> list[str]:
-    """A command's figures."""
+    """Return the cells of a command."""
     median = statistics.median(slowed)
     low, high = median_interval(slowed)
     return [name, f"{median:+.1%}", f"{low:+.1%} to {high:+.1%}", "yes" if median <= TARGET else "NO"]
 
 
 class Engine:
-    """Stores one job after the other, each a request."""
+    """Engine that stores one job after the other, each as a request."""
 
     def __init__(self, url: str) -> None:
         self._job = Job(JOB_BYTES // BLOCK_BYTES, JOB_BYTES)
@@ -113,12 +113,12 @@ class Engine:
         self._number = 0
 
     def fill(self, num_bytes: int) -> None:
-        """Store at least so much."""
+        """Store at least ``num_bytes``."""
         for _ in range(-(-num_bytes // JOB_BYTES)):
             self._store()
 
     def rate(self, seconds: float) -> float:
-        """Bytes per second over so long, one job at least."""
+        """Return the stored bytes per second over ``seconds``; store one job at least."""
         begin = time.perf_counter()
         stored = 0
         while not stored or time.perf_counter() - begin < seconds:
@@ -134,28 +134,28 @@ class Engine:
         self._client.end_request(EndRequest(request, request, (PackedKeys.of(keys),), len(keys), 1, True, {}))
 
     def close(self) -> None:
-        """Let it end."""
+        """Close the client."""
         self._client.close()
 
 
 class Command:
-    """A command line, run as a user does, a process each.
+    """A command line that runs as a user runs it, in a process each time.
 
-    :param arguments: the command first.
-    :param every_s: between two starts; 0: the next begins as soon as one has ended.
+    :param arguments: arguments, starting with the executable.
+    :param every_s: seconds between two starts; 0: a run starts as soon as the previous one has ended.
     """
 
     def __init__(self, arguments: list[str], every_s: float) -> None:
         self.begun = 0
-        """Runs."""
+        """Number of runs."""
         self._arguments = arguments
         self._every_s = every_s
 
     @contextmanager
     def again_and_again(self) -> Iterator[None]:
-        """Run it while the block runs; what runs then still is interrupted.
+        """Run the command repeatedly during the block; interrupt the run that is in progress at its end.
 
-        :raises RuntimeError: it ended with an error.
+        :raises RuntimeError: a run failed.
         """
         stop, failed = threading.Event(), []
 
@@ -181,7 +181,7 @@ class Command:
         process = self.start()
         while process.poll() is None:
             if stop.wait(_NAP_S):
-                with suppress(subprocess.TimeoutExpired):  # Python itself says something where it is interrupted early
+                with suppress(subprocess.TimeoutExpired):  # interrupted during start-up, Python prints an error
                     process.wait(_STARTED_S)
                 process.send_signal(signal.SIGINT)
                 break
@@ -189,20 +189,20 @@ class Command:
         stop.wait(max(0.0, due - time.monotonic()))
 
     def start(self) -> subprocess.Popen[str]:
-        """A process that runs it."""
+        """Start a process that runs the command."""
         self.begun += 1
         return subprocess.Popen(
             self._arguments,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs of a shell ignore SIGINT
         )
 
     def check(self, process: subprocess.Popen[str]) -> None:
-        """Wait for its end.
+        """Wait for the process to end.
 
-        :raises RuntimeError: it is one with an error.
+        :raises RuntimeError: it failed.
         """
         said, complained = process.communicate()
         ends = (0, INTERRUPTED, -signal.SIGINT)

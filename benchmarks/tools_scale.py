@@ -1,11 +1,11 @@
-"""The commands on large stores: 1,000,000 blocks of 4 KiB in 20,000 requests, and 65,536 of 64 KiB in 1,024.
+"""Commands on large stores: 1,000,000 blocks of 4 KiB in 20,000 requests, and 65,536 of 64 KiB in 1,024 requests.
 
-The first has as many blocks and requests as a large store has, at a size that fits a small disk: its packs take 200
-KiB. The second has blocks and packs (4 MiB) of a size that engines make, and says what ``verify`` does there. Each
-request shares the beginning of its context with others, as conversations do, and adds blocks of its own in a pack of
-its own. The commands run as a user runs them, in a process each; time and peak memory are those of that process, the
-start of the interpreter included. ``verify`` reads a store that nobody writes, with an empty page cache, beside a plain
-read of the same files with 8 MiB a call: through the page cache, and past it; the faster of the two counts.
+The first store has as many blocks and requests as a large store, at a size that fits a small disk: its packs have 200
+KiB. The second has blocks and packs (4 MiB) of the size that engines make, and is the relevant one for ``verify``. Half
+of the requests share a prefix with an earlier one, as conversations do; each request adds its own blocks in its own
+pack. The commands run as a user runs them, each in a process; time and peak memory are those of that process, including
+the start of the interpreter. ``verify`` reads a store without writers and with an empty page cache. It is compared with
+a plain read of the same files in calls of 8 MiB, through the page cache and past it; the faster of the two counts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MEMORY_TARGET = 500 << 20  # 500 MiB
 VERIFY_TARGET = 0.7
 READ_BYTES = 8 << 20
 AT_ONCE = 200  # requests in a commit
-SHARED = 0.5  # share of the blocks that a request has from an earlier one, where it has any
+SHARED = 0.5  # share of the requests that begin with blocks of an earlier one
 TOKENS_PER_BLOCK = 16
 
 _MEASURED = """
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def measure(store: Path, options: str, blocks: int, requests: int, block_size: str, runs: int) -> None:
-    """Make a store, and show what the commands take on it."""
+    """Make a store, and print the figures of the commands on it."""
     url = f"lmdb://{store}?capacity=256GiB" + f"&{options}" * bool(options)
     begin = time.perf_counter()
     request = fill(url, requests, blocks, parse_size(block_size, name="--block-size"))
@@ -81,9 +81,9 @@ def measure(store: Path, options: str, blocks: int, requests: int, block_size: s
 
 
 def fill(url: str, requests: int, blocks: int, block_bytes: int) -> str:
-    """Make the store; the id of a request in its middle.
+    """Fill the store; return the id of a request in its middle.
 
-    Half of the requests go on where an earlier one was half through; packs hold what is new.
+    Half of the requests begin with the first blocks of an earlier one, as many as they add; packs hold new blocks only.
     """
     draw = random.Random(0)
     own = blocks // requests
@@ -122,7 +122,7 @@ def _manifest(number: int, chain: list[bytes], packs: list[bytes], block_bytes: 
 
 
 def commands(url: str, request: str, runs: int) -> list[list[str]]:
-    """Time and peak memory of each command that looks."""
+    """Return the rows: time and peak memory of each read-only command."""
     rows = []
     for arguments in (["stat", url], ["ls", url], ["ls", url, "--sort", "size"], ["show", url, request]):
         taken = [measured(arguments) for _ in range(runs)]
@@ -135,7 +135,7 @@ def commands(url: str, request: str, runs: int) -> list[list[str]]:
 
 
 def measured(arguments: list[str]) -> tuple[float, int]:
-    """Seconds, and bytes of peak memory.
+    """Run a command; return its seconds, and its peak memory in bytes.
 
     :raises RuntimeError: the command failed.
     """
@@ -147,7 +147,7 @@ def measured(arguments: list[str]) -> tuple[float, int]:
 
 
 def verify(url: str, store: Path, runs: int) -> list[str]:
-    """``verify`` beside raw reads, in turns, each with an empty page cache."""
+    """Return the row of ``verify``, in alternation with raw reads, each with an empty page cache."""
     files = [file for file in store.rglob("*") if file.is_file()]
     size = sum(512 * file.stat().st_blocks for file in files)
     verified, raw, peak = [], [], 0
@@ -169,7 +169,7 @@ def verify(url: str, store: Path, runs: int) -> list[str]:
 
 
 def read(files: list[Path], flags: int) -> float:
-    """Seconds to read all of these files, one after the other."""
+    """Return the seconds to read all of these files, one after the other."""
     buffer = np.empty(READ_BYTES + 4096, dtype=np.uint8)
     offset = -buffer.ctypes.data % 4096
     target = buffer[offset : offset + READ_BYTES].data

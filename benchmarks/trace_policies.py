@@ -1,8 +1,7 @@
-"""Caches of a number of whole blocks, each with its own eviction policy, on traces of prefix reuse.
+"""Simulated caches of whole blocks, each with its own eviction policy, on traces of prefix reuse.
 
-See ``persistkv_tools.inspect.replay`` for requests and hits. After a request all its blocks are offered to the cache.
-Within a request the end counts as used before the beginning, so a prefix outlives what follows it if the policy goes by
-use at all.
+Requests and hits are defined in ``persistkv_tools.inspect.replay``. After a request, all its blocks are offered to the
+cache, from the last to the first. Policies that depend on use therefore evict the end of a context before its prefix.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ _NEVER = 1 << 62
 
 
 def lru_hits(requests: Sequence[Request], capacity: int) -> int:
-    """Hits of a cache of ``capacity`` blocks that drops what was used longest ago.
+    """Return the hits of an LRU cache of ``capacity`` blocks.
 
-    Within a request the end counts as used before the beginning, so a prefix outlives what follows it: the stronger of
-    the two orders.
+    The blocks of a request count as used from the last to the first, so a prefix outlives its continuation. This is the
+    stronger of the two orders.
     """
     cache: OrderedDict[int, None] = OrderedDict()
     hits = 0
@@ -36,11 +35,11 @@ def lru_hits(requests: Sequence[Request], capacity: int) -> int:
 
 
 def clairvoyant_hits(requests: Sequence[Request], capacity: int) -> int:
-    """The most hits that any cache of ``capacity`` blocks can have: Belady's MIN with bypass, block by block.
+    """Return the most hits that any cache of ``capacity`` blocks can have: Belady's MIN with bypass, block by block.
 
-    MIN counts every held block, held prefix or not, so no cache has more prefix hits. It is also attained: a block's
-    parent is always wanted again no later than the block, so MIN gives up the block first, and all its hits are
-    prefix hits.
+    MIN counts every held block, with or without its prefix, so no cache has more prefix hits. The bound is attained: a
+    block's parent is always requested again no later than the block itself, so MIN evicts the block first, and all its
+    hits are prefix hits.
     """
     cache: dict[int, int] = {}
     furthest: list[tuple[int, int]] = []
@@ -70,12 +69,12 @@ def _with_next_use(requests: Sequence[Request]) -> list[tuple[int, int]]:
 
 
 def prefix_length(chain: Sequence[int], held: Container[int]) -> int:
-    """How many blocks from the first on are held."""
+    """Return the number of leading blocks that are held."""
     return next((position for position, block in enumerate(chain) if block not in held), len(chain))
 
 
 class _Cache(ABC):
-    """Blocks that are held."""
+    """Set of held blocks, with an eviction policy."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -85,11 +84,11 @@ class _Cache(ABC):
 
     @abstractmethod
     def use(self, block: int) -> None:
-        """It is asked for, and held afterwards if there is room for any."""
+        """Record a request for the block; the block is held afterwards unless the capacity is 0."""
 
 
 class _Fifo(_Cache):
-    """Drops what came first."""
+    """FIFO: evicts the block that was admitted first."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -105,7 +104,7 @@ class _Fifo(_Cache):
 
 
 class _Lfu(_Cache):
-    """Drops what was used least often since it came; of those, what was used longest ago."""
+    """LFU: evicts the block with the fewest uses since its admission; among these, the least recently used one."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -133,8 +132,10 @@ class _Lfu(_Cache):
 
 
 class _Arc(_Cache):
-    """ARC (Megiddo and Modha, 2003): two lists, of what was used once and again, whose sizes adapt to what was dropped
-    from either and came back."""
+    """ARC (Megiddo and Modha, 2003): a list of blocks used once and a list of blocks used again.
+
+    The sizes of the lists adapt to requests for blocks that were evicted from either list.
+    """
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -143,7 +144,7 @@ class _Arc(_Cache):
         self._once_gone: OrderedDict[int, None] = OrderedDict()
         self._again_gone: OrderedDict[int, None] = OrderedDict()
         self._target = 0.0
-        """Of ``_once``."""
+        """Target length of ``_once``."""
 
     def __contains__(self, block: object) -> bool:
         return block in self._once or block in self._again
@@ -211,4 +212,4 @@ OTHER_POLICIES: dict[str, Callable[[Sequence[Request], int], int]] = {
     "lfu": _hits(_Lfu),
     "arc": _hits(_Arc),
 }
-"""Hits of each, given the requests and the number of blocks that it may hold; beside LRU and the best possible."""
+"""Hits by policy, given the requests and the capacity in blocks; policies other than LRU and the best possible."""

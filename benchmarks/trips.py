@@ -1,19 +1,19 @@
-"""How much of the product's code one job passes through: files, functions, switches between files, call depth.
+"""Product code that one job passes through: number of files, functions, switches between files, and call depth.
 
 Three trips on an LMDB store, each from its call of the tier to its result: storing one job of 256 blocks
 (``submit_store`` until the blocks are durable and visible), promoting it (``submit_load`` until the rows are filled),
 and opening the store that holds it (the tier's constructor). The store runs in the caller's own stack
-(``host="inline"``), so engine side and store side are counted together, without the socket between them. A round before
+(``host="inline"``), so the code of engine and host is counted together, without the socket between them. A round before
 the counted one imports modules and fills caches.
 
-Counted are functions of ``persistkv`` and its backends, in all threads, each generator and coroutine included:
+Counted are functions of ``persistkv`` and its backends in all threads, including generators and coroutines:
 
-- files, in the order of the first visit, and different functions;
-- switches: how often a function is of another file than the one that its thread entered before;
+- files, in the order of the first visit, and distinct functions;
+- switches: number of entered functions whose file differs from that of the previous one in the same thread;
 - frames at the device: the deepest stack of such functions at a call that reads, writes or syncs a file or ends an LMDB
   transaction, from the entry of its thread. Calls through ctypes are not seen.
 
-These are counts, not times. They differ by a few where threads take turns in another order.
+The figures are counts, not times. They vary by a few with the interleaving of threads.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class Trip:
     """Counts of one trip."""
 
     files: dict[str, int] = field(default_factory=dict)
-    """Different functions of each file, in the order of the first visit."""
+    """Number of distinct functions in each file, in the order of the first visit."""
     switches: int = 0
     device: dict[str, list[str]] = field(default_factory=dict)
     """For each kind of device call, its deepest stack: ``file:function``, outermost first."""
 
     @property
     def functions(self) -> int:
-        """Different functions of all files."""
+        """Number of distinct functions in all files."""
         return sum(self.files.values())
 
     @property
@@ -73,7 +73,7 @@ class Trip:
 
 
 class Recorder:
-    """Profiler of all threads that start after it."""
+    """Profiler of the current thread and of all threads that start later."""
 
     def __init__(self) -> None:
         self._trip: Trip | None = None
@@ -82,7 +82,7 @@ class Recorder:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Profile within the block, then restore the profilers that were there before."""
+        """Profile the block, then restore the previous profilers."""
         before = sys.getprofile(), threading.getprofile()
         threading.setprofile(self._profile)
         sys.setprofile(self._profile)
@@ -126,7 +126,7 @@ class Recorder:
 
 
 def _product_file(frame: FrameType) -> str:
-    """Return the frame's file, named after its module; empty if it is not the product's, or generated code."""
+    """Return the frame's file, named after its module; empty for other projects' files and for generated code."""
     name = str(frame.f_globals.get("__name__", ""))
     if not name.startswith("persistkv") or frame.f_code.co_filename != frame.f_globals.get("__file__"):
         return ""
@@ -146,9 +146,9 @@ def _product_stack(frame: FrameType) -> list[str]:
 
 
 def measure(directory: str) -> dict[str, Trip]:
-    """Make the three trips twice, each time on a new store below ``directory``; return the counts of the second round.
+    """Make the three trips twice, each round on a new store below ``directory``; return the counts of the second round.
 
-    :raises RuntimeError: a job failed, or a block was not found or not loaded as it was stored.
+    :raises RuntimeError: a job failed, a block was not found, or the loaded bytes differ from the stored ones.
     """
     recorder = Recorder()
     with recorder.installed():
@@ -199,7 +199,7 @@ def _check_held(tier: PersistentTier, keys: Sequence[OffloadKey], request: ReqCo
 
 
 def as_json(trips: dict[str, Trip]) -> str:
-    """Counts, routes and stacks of the trips as one JSON object."""
+    """Return counts, routes and stacks of the trips as one JSON object."""
     return json.dumps(
         {
             name: {**asdict(trip), "functions": trip.functions, "frames": trip.frames, "num_files": len(trip.files)}

@@ -1,12 +1,12 @@
-"""vLLM engines with persistkv, and with vLLM's own ``fs`` tier, on the same disk and the same prompts, taking turns.
+"""vLLM engines with persistkv and with vLLM's own ``fs`` tier, in alternation, on the same disk and the same prompts.
 
-1. Both stores are filled with the same contexts; their files are counted, and at the end again, with their bytes.
-2. Engines start anew, page caches dropped, and answer these contexts: time to first token, beside an engine that
+1. Both stores are filled with the same contexts. Their files are counted here, and again at the end with their bytes.
+2. Page caches are dropped, engines restart and answer these contexts: time to first token, compared with an engine that
    computes.
-3. Engines answer prompts that nobody saw: generated tokens per second while stores are in flight, and processor time
-   beyond that of an engine with the CPU tier alone. (Per GB: ``benchmarks.vllm_fs``. An engine computes for minutes to
-   make one, and never takes the same time twice.)
-4. Bits of both stores are flipped, engines start anew, and their answers are compared with those of before.
+3. Engines answer new prompts: generated tokens per second while stores are in flight, and CPU time beyond that of an
+   engine with the CPU tier alone. (For CPU time per GB see ``benchmarks.vllm_fs``: here, an engine computes for minutes
+   to make one GB, and this time varies.)
+4. Bits of both stores are flipped, engines restart, and their answers are compared with the earlier ones.
 
 vLLM's store is not synced, persistkv's is.
 """
@@ -26,35 +26,35 @@ from persistkv_tools.inspect.bench import drop_page_cache
 
 ALL = [ALONE, FS, OURS]
 MAX_DISK = 0.75
-NEW_TOKENS = 8  # of a warm answer; with fewer, the last blocks of a context are not stored
+NEW_TOKENS = 8  # of a warm answer; with fewer, engines do not store the last blocks of a context
 _FLIP_EVERY = 4096
 
 
 @dataclass
 class Footprint:
-    """A store on disk."""
+    """Size of a store on disk."""
 
     num_bytes: int
     files: int
 
     @classmethod
     def of(cls, directory: Path) -> Footprint:
-        """Blocks on disk, not lengths of files."""
+        """Measure a directory: bytes are allocated disk blocks, not lengths of files."""
         files = [path.stat() for path in directory.rglob("*") if path.is_file()]
         return cls(sum(status.st_blocks * 512 for status in files), len(files))
 
 
 @dataclass
 class Findings:
-    """Of each contestant."""
+    """Results by contestant."""
 
     filled: dict[str, Footprint] = field(default_factory=dict)
     ended: dict[str, Footprint] = field(default_factory=dict)
     warm: dict[str, list[Turn]] = field(default_factory=lambda: defaultdict(list))
-    """In the order of rounds and of prompts, the same for each."""
+    """In the order of rounds and of prompts, which is the same for all contestants."""
     fresh: dict[str, list[Turn]] = field(default_factory=lambda: defaultdict(list))
     stored_mb: float = 0.0
-    """In one turn of ``fresh``."""
+    """MB that are stored in one turn of ``fresh``."""
     after_damage: dict[str, list[Turn]] = field(default_factory=dict)
 
 
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def ask(engines: Field, name: str, contexts: list[list[int]]) -> list[Turn]:
-    """Start an engine, ask it for each context, end it."""
+    """Start an engine, let it answer each context, and close it."""
     contestant = engines.start(name)
     turns = [contestant.turn([context], NEW_TOKENS) for context in contexts]
     contestant.close()
@@ -93,7 +93,7 @@ def ask(engines: Field, name: str, contexts: list[list[int]]) -> list[Turn]:
 
 
 def restart(engines: Field, contexts: list[list[int]], found: Findings, number: int) -> None:
-    """One round of warm answers."""
+    """Restart all engines, and measure one round of warm answers."""
     drop_page_cache([engines.store(FS), engines.store(OURS)])
     contestants = {name: engines.start(name) for name in ALL}
     for position, context in enumerate(contexts):
@@ -103,7 +103,7 @@ def restart(engines: Field, contexts: list[list[int]], found: Findings, number: 
 
 
 def answer_new_prompts(engines: Field, found: Findings, arguments: argparse.Namespace) -> None:
-    """Turns of two batches: what is stored of the first goes on beside the second."""
+    """Measure turns of two batches; the stores of the first batch continue during the second."""
     contestants = {name: engines.start(name) for name in ALL}
     for number in range(arguments.turns + 1):
         for name in shuffled(number):
@@ -118,23 +118,23 @@ def answer_new_prompts(engines: Field, found: Findings, arguments: argparse.Name
 
 
 def shuffled(seed: int) -> list[str]:
-    """The contestants in an order of this turn's own."""
+    """Return the contestants in an order that depends on the seed."""
     return random.Random(seed).sample(ALL, len(ALL))
 
 
 def close(contestants: dict[str, Contestant]) -> None:
-    """End them all."""
+    """Close all contestants."""
     for contestant in contestants.values():
         contestant.close()
 
 
 def flip_bits(store: Path) -> None:
-    """One bit in each 4 KiB of every file that holds KV; LMDB's own files, which are small, are left alone."""
+    """Flip one bit in each 4 KiB of every file that holds KV; LMDB's own files, which are small, are left intact."""
     draw = random.Random(0)
     for path in sorted(path for path in store.rglob("*") if path.is_file() and path.suffix not in (".mdb", ".json")):
         data = bytearray(path.read_bytes())
         if len(data) < _FLIP_EVERY:
-            continue  # of no KV
+            continue  # holds no KV
         for begin in range(0, len(data), _FLIP_EVERY):
             data[draw.randrange(begin, min(begin + _FLIP_EVERY, len(data)))] ^= 1 << draw.randrange(8)
         path.write_bytes(data)
@@ -144,7 +144,7 @@ def flip_bits(store: Path) -> None:
 
 
 def report(found: Findings, arguments: argparse.Namespace) -> None:
-    """Print it."""
+    """Print the table."""
     show_markdown(
         f"vLLM with persistkv ({arguments.codec}) and with its own fs tier: {arguments.contexts} contexts of "
         f"{arguments.tokens:,} tokens, {arguments.rounds} restarts, {arguments.turns} turns of prompts that nobody saw",
@@ -160,7 +160,7 @@ def report(found: Findings, arguments: argparse.Namespace) -> None:
 
 
 def first_token(found: Findings) -> list[list[str]]:
-    """Time to first token after a restart, and what came from the store."""
+    """Return the rows: time to first token after a restart, and tokens that came from the store."""
     ttft = {name: [turn.ttft[0] for turn in found.warm[name]] for name in ALL}
     cached = {name: statistics.mean(turn.cached[0] for turn in found.warm[name]) for name in ALL}
     row = ["TTFT after a restart", *(f"{statistics.median(ttft[name]) * 1e3:.0f} ms" for name in (OURS, FS, ALONE))]
@@ -169,14 +169,14 @@ def first_token(found: Findings) -> list[list[str]]:
 
 
 def compared(theirs: list[float], ours: list[float]) -> list[str]:
-    """The ratio of pairs, which is to be one at least."""
+    """Return the interval of the median ratio of pairs, and the verdict on its target of at least 1."""
     low, high = median_interval([their / our for their, our in zip(theirs, ours, strict=True)])
     verdict = "met" if low >= 1 else "not told apart" if high >= 1 else "MISSED"
     return [f"{low:.2f} to {high:.2f}", f"≥ 1: {verdict}"]
 
 
 def throughput(found: Findings, arguments: argparse.Namespace) -> list[str]:
-    """Generated tokens per second."""
+    """Return the row: generated tokens per second."""
     seconds = {name: [turn.seconds for turn in found.fresh[name]] for name in ALL}
     rates = {name: 4 * arguments.new_tokens / statistics.median(seconds[name]) for name in ALL}
     row = ["generated tokens/s, stores in flight", *(f"{rates[name]:.1f}" for name in (OURS, FS, ALONE))]
@@ -184,7 +184,7 @@ def throughput(found: Findings, arguments: argparse.Namespace) -> list[str]:
 
 
 def processor(found: Findings) -> list[list[str]]:
-    """What storing and loading costs."""
+    """Return the rows: CPU time of storing and of loading."""
     row = [f"processor, a turn that stores {found.stored_mb:.0f} MB: more than computing, %"]
     for name in (OURS, FS):
         pairs = zip(found.fresh[name], found.fresh[ALONE], strict=True)
@@ -198,7 +198,7 @@ def processor(found: Findings) -> list[list[str]]:
 
 
 def footprint(found: Findings) -> list[list[str]]:
-    """Bytes and files."""
+    """Return the rows: bytes and files on disk."""
     ours, theirs = found.ended[OURS], found.ended[FS]
     share = ours.num_bytes / theirs.num_bytes
     verdict = "met" if share <= MAX_DISK else "MISSED"
@@ -219,7 +219,7 @@ def footprint(found: Findings) -> list[list[str]]:
 
 
 def damage(found: Findings) -> list[str]:
-    """Answers after bits were flipped that neither computing nor the store gave before."""
+    """Return the row: answers after the damage that neither the computing engine nor this store gave before."""
     row = ["wrong answers after bits were flipped"]
     for name in (OURS, FS):
         answers = found.after_damage[name]

@@ -1,13 +1,13 @@
-"""The LMDB store beside vLLM's own ``fs`` tier, live, on the same disk: 32 MiB jobs, store and load from cold.
+"""LMDB store and vLLM's own ``fs`` tier, live on the same disk: 32 MiB jobs, stores and cold loads.
 
-vLLM's tier runs in a virtual environment of its own (``make setup-vllm``) and is driven through the public interface
-of secondary tiers. Both sides are polled by the same loop in the process that owns the tier, idle or busy with Python;
-they take turns in changing order. Before each load the page cache is dropped for both. **vLLM's store is not synced,
-ours is**: what it takes until its files are synced, too, is shown apart. Its lookup, which asks the disk, is not in the
-figures.
+vLLM's tier runs in its own virtual environment (``make setup-vllm``) and is driven through the public interface of
+secondary tiers. Each tier is polled by the same loop, idle or busy with Python, in the process that owns the tier; the
+tiers alternate in changing order. The page cache is dropped before each load. **vLLM's store is not synced, persistkv's
+is**: the time until vLLM's files are synced, too, is shown separately. vLLM's lookup, which reads the disk, is not in
+the figures.
 
-Processor time is that of the tier's own threads or process; the thread that submits and polls is left out on both
-sides, and so is what the kernel takes to write vLLM's files from its page cache.
+CPU time is that of the tier's own threads or process. It excludes, on both sides, the thread that submits and polls,
+and the kernel's write-back of vLLM's files from its page cache.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ WARM_UP = 2  # rounds that are not counted
 STORE_CPU, LOAD_CPU = "processor, store", "processor, load"
 
 Seconds = dict[tuple[str, str, bool], list[float]]
-"""By contender, operation, and whether the scheduler was busy."""
+"""Seconds by contender, operation, and whether the scheduler was busy."""
 
 
 class Contender(ABC):
-    """A tier that stores one job of fresh blocks, then loads it from cold."""
+    """A tier that stores one job of new blocks, then loads it with a cold page cache."""
 
     def __init__(self, path: Path) -> None:
         path.mkdir()
@@ -50,19 +50,19 @@ class Contender(ABC):
 
     @abstractmethod
     def store(self, busy: bool) -> dict[str, float]:
-        """Seconds, by the names of operations."""
+        """Store new blocks; return seconds by operation."""
 
     @abstractmethod
     def load(self, busy: bool) -> dict[str, float]:
-        """The same for loading what was stored last, after the page cache was dropped."""
+        """Drop the page cache, then load the blocks of the latest store; return seconds by operation."""
 
     @abstractmethod
     def close(self) -> None:
-        """End it."""
+        """Close the tier."""
 
 
 class Ours(Contender):
-    """A store in its host process."""
+    """persistkv's store in its host process."""
 
     def __init__(self, path: Path, count: int, options: str) -> None:
         super().__init__(path)
@@ -83,12 +83,12 @@ class Ours(Contender):
         cpu, begin = self._cpu(), time.perf_counter()
         self._client.submit_store(1, "request", self._keys, self._source, range(len(self._keys)), JOB_BYTES)
         Scheduler(busy).run(self._ended)
-        while not self._client.contains(self._keys[-1]):  # told with the end of the job, or a moment later
+        while not self._client.contains(self._keys[-1]):  # published with the end of the job, or shortly after
             self._client.poll()
         return {"store": time.perf_counter() - begin, STORE_CPU: self._cpu() - cpu}
 
     def load(self, busy: bool) -> dict[str, float]:
-        self._client.close()  # its process maps the pages that are to be dropped
+        self._client.close()  # the host process maps the pages that must be dropped
         drop_page_cache([self.path])
         self._client = self._open()
         half = len(self._source)
@@ -102,7 +102,7 @@ class Ours(Contender):
         return {"load": seconds, LOAD_CPU: self._cpu() - cpu}
 
     def _cpu(self) -> float:
-        """Seconds of the store's process, once it has come to rest."""
+        """Return the CPU seconds of the host process, once it is idle."""
         seconds = -1.0
         while (now := self._cpu_now()) > seconds + 0.001:
             seconds = now
@@ -199,7 +199,7 @@ def main() -> None:
 
 
 def measure(count: int, directory: Path, arguments: argparse.Namespace) -> Seconds:
-    """Seconds of all contenders."""
+    """Return the seconds of all contenders, which alternate in changing order."""
     contenders: dict[str, Contender] = {
         our_name(options): Ours(directory / f"ours{number}", count, options)
         for number, options in enumerate(arguments.options)
@@ -220,17 +220,17 @@ def measure(count: int, directory: Path, arguments: argparse.Namespace) -> Secon
 
 
 def our_name(options: str) -> str:
-    """Names of contenders, as the table shows them."""
+    """Return the name of a persistkv variant in the table."""
     return f"lmdb {options}".rstrip()
 
 
 def fs_name(threads: int) -> str:
-    """See ``our_name``."""
+    """Return the name of an ``fs`` variant in the table."""
     return f"fs, {threads} thread{'s' * (threads > 1)}"
 
 
 def table(count: int, seconds: Seconds, arguments: argparse.Namespace) -> list[list[str]]:
-    """One size of blocks: each of our variants against each of theirs."""
+    """Return the rows of one block size: each persistkv variant against each ``fs`` variant."""
     size = JOB_BYTES // count
     rows = []
     for options in arguments.options:
@@ -256,7 +256,7 @@ def table(count: int, seconds: Seconds, arguments: argparse.Namespace) -> list[l
 
 
 def cpu_row(count: int, operation: str, seconds: Seconds, options: str, threads: int) -> list[str]:
-    """Processor time a gigabyte, with the scheduler idle."""
+    """Return the row: CPU seconds per gigabyte, with the scheduler idle."""
     ours, theirs = (
         statistics.mean(seconds[name, operation, False]) / (JOB_BYTES / 1e9)
         for name in (our_name(options), fs_name(threads))

@@ -1,7 +1,7 @@
-"""vLLM's own ``fs`` tier, driven through vLLM's public interface of secondary tiers; part of ``vllm_fs``.
+"""Driver of vLLM's own ``fs`` tier through vLLM's public interface of secondary tiers; part of ``vllm_fs``.
 
-Runs in a virtual environment with vLLM, from the repository's root; needs nothing else. Reads one JSON command a line,
-``{"store": true, "busy": false}``, and answers with one JSON line. A load is of what was stored last.
+Runs from the repository's root in a virtual environment with vLLM, and needs nothing else. Reads one JSON command per
+line, ``{"store": true, "busy": false}``, and answers with one JSON line. A load reads the blocks of the latest store.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tests.integrations.vllm.offloading import offloading_config
 
 
 class FsTier:
-    """The tier, and rows for one job to store from and one to load to.
+    """The ``fs`` tier, with rows for one job to store from and one to load to.
 
-    :param threads: its I/O threads; half of them prefer loads, the others stores, and all do both.
+    :param threads: number of its I/O threads; half of them prefer loads, the others stores, and all of them do both.
     """
 
     def __init__(self, root: str, count: int, block_bytes: int, threads: int) -> None:
@@ -48,8 +48,11 @@ class FsTier:
         self._job = 0
 
     def store(self, busy: bool) -> dict[str, Any]:
-        """New blocks. Seconds until the tier says that the job is done, and until its files are also synced; seconds of
-        processors that its threads took."""
+        """Store new blocks.
+
+        :returns: seconds until the tier reports the job as done (``seconds``) and until its files are also synced
+            (``synced``), and CPU seconds of the tier's threads (``cpu``).
+        """
         words = os.urandom(32 * len(self._source))
         self._keys = [words[start : start + 32] + bytes(4) for start in range(0, len(words), 32)]
         begin = time.perf_counter()
@@ -58,7 +61,7 @@ class FsTier:
         return {"seconds": seconds, "cpu": cpu, "synced": time.perf_counter() - begin, "right": True}
 
     def load(self, busy: bool) -> dict[str, Any]:
-        """The blocks that were stored last."""
+        """Load the blocks of the latest store, and compare them."""
         half = len(self._source)
         self._rows[half:] = 0
         seconds, cpu = self._run(busy, is_promotion=True)
@@ -83,12 +86,12 @@ class FsTier:
         return bool(results)
 
     def close(self) -> None:
-        """End its threads."""
+        """Shut the tier down, which ends its threads."""
         self._tier.shutdown()
 
 
 def _cpu_of_others() -> float:
-    """Seconds of all threads but this one, which submits and polls."""
+    """Return the CPU seconds of all threads except this one, which submits and polls."""
     return time.process_time() - time.thread_time()
 
 
@@ -100,7 +103,7 @@ def main() -> None:
     parser.add_argument("threads", type=int)
     arguments = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what vLLM prints
+    os.dup2(2, 1)  # vLLM prints to stdout
     tier = FsTier(arguments.root, arguments.count, arguments.block_bytes, arguments.threads)
     print(json.dumps({"version": _version()}), file=answers)
     for line in sys.stdin:

@@ -1,17 +1,18 @@
-"""What persistence costs a vLLM engine when nothing is ever reused, against the same engine with the CPU tier alone.
+"""Cost of persistence in a vLLM engine when no KV is reused, against the same engine with the CPU tier alone.
 
-Two processes of one engine are not equally fast, whatever lies behind their CPU tiers (by 19 % once): that is their
-luck with memory. So there is one engine with two connectors, and only one of them is asked at a time: one with the CPU
-tier alone, and one with persistkv behind its own (``vllm_switch``). Weights, KV tensors and the pages that both lie in
-are the same. What an idle store costs is there in both turns, and is shown beside: the processor's time of its process
-while the engine is asked nothing.
+Two engine processes differ in speed, whatever is behind their CPU tiers (once by 19 %), because of the memory that each
+gets by chance. Therefore one engine has two connectors, of which one is active at a time: one with the CPU tier alone,
+and one with persistkv behind its own CPU tier (``vllm_switch``). Weights, KV tensors and their physical pages are the
+same. The cost of an idle store is part of both turns, and is shown separately: CPU time of the host process while the
+engine has no requests.
 
-A pair is a turn of each, in changing order, with prompts that never come again. A turn is several batches, one after
-the other, so that what is stored of one goes on beside the next; what is left to be stored at its end is waited for
-before the other has its turn, and is not in its time. It is in the processor's.
+A pair is one turn of each connector, in changing order, with prompts that never repeat. A turn has several consecutive
+batches, so that the stores of one batch continue during the next. The wait for the remaining stores at the end of a
+turn is not in the time of the turn, but in its CPU time.
 
-Engines are started anew some times, in changing order of what is built first. The interval is a bootstrap over starts
-and, in each, over pairs. With ``--same`` there is no tier of ours in either: what is found then is noise.
+The engine restarts several times, and the connector that is built first changes. The interval is a bootstrap over
+starts and, within each, over pairs. With ``--same``, neither connector has persistkv, and the result is the measurement
+noise.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Pair:
-    """Seconds of two turns, and seconds of processors until all is stored."""
+    """Seconds of two turns, and CPU seconds until all stores have ended."""
 
     alone: float
     ours: float
@@ -56,33 +57,32 @@ class Pair:
 
     @property
     def slowdown(self) -> float:
-        """0.01: one percent more."""
+        """Relative slowdown; 0.01 is one percent."""
         return self.ours / self.alone - 1
 
     @property
     def more_cpu(self) -> float:
-        """The same of the processors' time."""
+        """Relative increase in CPU time."""
         return self.ours_cpu / self.alone_cpu - 1
 
 
 @dataclass(frozen=True)
 class Start:
-    """What an engine did between its start and its end."""
+    """Measurements of one engine from start to end."""
 
     pairs: list[Pair]
     stored_bytes: float
-    """In one turn."""
+    """Bytes stored in one turn."""
     idle: float
-    """Processors that the store's process used while nobody asked the engine."""
+    """Number of processors that the host process used while the engine had no requests."""
     in_calls: float
-    """How much longer the connector's own calls took than those of the other, by the time of all turns of the latter.
-    """
+    """Additional time in calls of the tiered connector, relative to the time of all turns of the bare one."""
 
 
 def one_start(field: Field, number: int, arguments: argparse.Namespace) -> Start:
-    """Start an engine, let its two connectors take turns, end it.
+    """Start an engine, alternate its two connectors, and close it.
 
-    :param number: of the start; prompts and order depend on it.
+    :param number: number of the start; prompts and order depend on it.
     """
     engine = field.start_both(ALONE if arguments.same else OURS, bare_first=number % 2 == 0)
     seeds = range(number * (arguments.pairs + 1), (number + 1) * (arguments.pairs + 1))
@@ -101,7 +101,7 @@ def one_start(field: Field, number: int, arguments: argparse.Namespace) -> Start
 
 
 def pair(engine: Switched, seed: int, arguments: argparse.Namespace, *, ours_first: bool) -> Pair:
-    """A turn of each."""
+    """Run a turn of each connector."""
     taken = {}
     for ours in (ours_first, not ours_first):
         engine.use(tiered=ours)
@@ -110,7 +110,7 @@ def pair(engine: Switched, seed: int, arguments: argparse.Namespace, *, ours_fir
 
 
 def turn(engine: Switched, seed: int, arguments: argparse.Namespace) -> tuple[float, float]:
-    """Seconds of its batches, and seconds of processors until all is stored."""
+    """Return the seconds of the batches, and the CPU seconds until all stores have ended."""
     seconds = spent = 0.0
     for batch in range(arguments.batches):
         prompts = prompts_of(seed * arguments.batches + batch, arguments.requests, arguments.tokens)
@@ -153,7 +153,7 @@ def report(found: Sequence[Start], arguments: argparse.Namespace) -> None:
 
 
 def rate(seconds: list[float], requests: int, arguments: argparse.Namespace) -> float:
-    """Generated tokens per second."""
+    """Return the generated tokens per second."""
     return float(requests * arguments.new_tokens / statistics.median(seconds))
 
 

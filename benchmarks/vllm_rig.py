@@ -1,12 +1,13 @@
-"""vLLM engines for measurements: one model, and engines over it that differ in what lies behind their CPU tier.
+"""vLLM engines for benchmarks: one model, and engines that differ in the secondary tier behind their CPU tier.
 
-They are forks of one process in vLLM's own virtual environment, and take turns: one that nobody asks does nothing.
+All engines are forks of one process in vLLM's own virtual environment. They take turns: an engine without requests is
+idle.
 
-What storing costs is a matter of how many bytes of KV an engine makes for its computing. The model has the shape of
-those that people serve (few KV heads, wide layers) and makes 17 KiB of KV for each GFLOP of a prompt: a Llama 3 8B
-makes 8.5 (128 KiB for the 15 GFLOP of a token), a Llama 3.2 1B 13. Its weights are random, so its keys and values are
-normally distributed numbers: what the codec makes of them is no measure for what it makes of others, though real KV
-that was tried became smaller by as much (``benchmarks.codecs``).
+The cost of storing depends on the bytes of KV that a model makes per unit of computation. This model has the
+proportions of commonly served models (few KV heads, wide layers) and makes 17 KiB of KV for each GFLOP of a prompt:
+Llama 3 8B makes 8.5 (128 KiB for the 15 GFLOP of a token), Llama 3.2 1B makes 13. The weights are random, so keys and
+values are normally distributed. Their compression ratio therefore says nothing about other models, although the real
+KV that was tried compressed equally well (``benchmarks.codecs``).
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ MODEL: dict[str, Any] = {
 CPU_TIER_BYTES = 512 << 20  # 512 MiB
 _QUIET_S, _MOST_S = 0.2, 30.0
 _HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""For PyTorch's memory and for all else. How fast an engine computes depends on which pages it happened to get, less so
-with huge ones.
+"""Huge pages for PyTorch's memory and for all other memory. An engine's speed depends on the physical pages that it
+got; huge pages reduce the effect.
 """
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options that all measurements with engines have."""
+    """Add the options that all benchmarks with engines share."""
     parser.add_argument("--vllm-python", type=Path, default=Path(".venv-vllm-0.32.0/bin/python"))
     parser.add_argument("--directory", help="on the disk to be measured; a temporary directory by default")
     parser.add_argument("--codec", default="planes", help="of persistkv")
@@ -58,24 +59,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Turn:
-    """What an engine did in one turn."""
+    """Measurements of an engine in one turn."""
 
     seconds: float
-    """Until the last answer."""
+    """Seconds until the last answer."""
     cpu_seconds: float
-    """Of the engine's process and of what it started, until they came to rest."""
+    """CPU seconds of the engine's process and its child processes; with ``settle``, until they are idle."""
     ttft: list[float]
-    """For each prompt, seconds to its first token."""
+    """Seconds to the first token of each prompt."""
     tokens: list[list[int]]
     cached: list[int]
-    """For each prompt, tokens that were not computed."""
+    """Tokens of each prompt that were reused, not computed."""
 
 
 class Contestant:
-    """An engine, and the processes that it started.
+    """An engine and its child processes.
 
-    The thread that computes is kept on one processor, the same for all contestants: they are not alike (one has the
-    disk's interrupts), and a process mostly stays where it came to lie. All other threads go where they like.
+    The computing thread is pinned to one processor, the same for all contestants: the processors differ (one serves the
+    disk's interrupts), and the kernel rarely migrates a process. All other threads may run on any processor.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -84,9 +85,9 @@ class Contestant:
         os.sched_setaffinity(engine.pid, {min(os.sched_getaffinity(0))})
 
     def turn(self, prompts: list[list[int]], max_tokens: int, *, settle: bool = True) -> Turn:
-        """Answer prompts, side by side.
+        """Answer the prompts concurrently.
 
-        :param settle: wait, outside the time that is taken, until nothing goes on any more.
+        :param settle: afterwards, outside the measured seconds, wait until the engine and its child processes are idle.
         """
         before = self._cpu_seconds()
         answer = self._engine.ask(do="measure", prompts=prompts, max_tokens=max_tokens)
@@ -99,24 +100,27 @@ class Contestant:
         return sum(map(_cpu_seconds, [self._process, *self._process.children(recursive=True)]))
 
     def _settle(self) -> None:
-        """Until nothing goes on; a step in between takes what has ended, and may begin what waited for it."""
+        """Wait until all processes are idle.
+
+        One engine step in between collects the jobs that have ended, and may start jobs that waited for them.
+        """
         self._rest()
         self._engine.ask(do="measure", prompts=prompts_of(-2, 1, 10), max_tokens=1)
         self._rest()
 
     def _rest(self) -> None:
-        """Until its processes have used no time for a while."""
+        """Wait until the processes use at most 20 ms of CPU time in 0.2 s; for 30 s at most."""
         deadline, last = time.monotonic() + _MOST_S, -1.0
         while (spent := self._cpu_seconds()) > last + 0.02 and time.monotonic() < deadline:
             last = spent
             time.sleep(_QUIET_S)
 
     def stored_bytes(self) -> float:
-        """What its secondary tier has taken so far, as vLLM counts it."""
+        """Return the bytes that the secondary tier accepted so far, from vLLM's metrics."""
         return self._engine.metrics().get("vllm:kv_offload_tiering_write_bytes", 0.0)
 
     def close(self) -> None:
-        """Let it end; what it was given is stored then."""
+        """Close the engine and wait for its child processes, which first complete pending stores."""
         children = self._process.children(recursive=True)
         self._engine.close()
         self._engine.release()
@@ -124,19 +128,19 @@ class Contestant:
 
 
 class Switched(Contestant):
-    """One engine that is two contestants; see ``vllm_switch``."""
+    """One engine that serves as two contestants; see ``vllm_switch``."""
 
     def use(self, *, tiered: bool) -> None:
-        """Who it is from now on."""
+        """Use the connector with secondary tiers, or the one without, from the next turn on."""
         self._engine.ask(do="use", tiered=tiered)
 
     def connector_seconds(self) -> list[float]:
-        """That were spent in calls of the connector with nothing behind its CPU tier so far, and of the other one."""
+        """Return the seconds so far in calls of the connector without secondary tiers, and of the one with them."""
         seconds: list[float] = self._engine.ask(do="seconds")
         return seconds
 
     def idle_processors(self, seconds: float) -> float:
-        """Processors that what it started, the store's process, uses while nobody asks it anything."""
+        """Return the number of processors that the child processes (the store's host) use without requests."""
         children = self._process.children(recursive=True)
         before = sum(map(_cpu_seconds, children))
         time.sleep(seconds)
@@ -144,9 +148,9 @@ class Switched(Contestant):
 
 
 class Field:
-    """Where contestants are started.
+    """Factory of contestants.
 
-    :param directory: of stores, a folder each, and of logs.
+    :param directory: holds the model, the logs, and one folder per store.
     """
 
     def __init__(self, directory: Path, arguments: argparse.Namespace) -> None:
@@ -168,19 +172,19 @@ class Field:
         self._zygote = Zygote(ENVIRONMENT | self._environment, str(arguments.vllm_python))
 
     def store(self, name: str) -> Path:
-        """The folder of a contestant's store."""
+        """Return the folder of a contestant's store."""
         return self.directory / name
 
     def start(self, name: str) -> Contestant:
-        """An engine, by the name of what lies behind its CPU tier."""
+        """Start an engine and warm it up; ``name`` selects the secondary tier."""
         contestant = Contestant(self._engine(name, self._settings(name), PROGRAM))
-        contestant.turn(prompts_of(-1, 1, 100), 4)  # kernels, allocators
+        contestant.turn(prompts_of(-1, 1, 100), 4)  # warms up kernels and allocators
         return contestant
 
     def start_both(self, name: str, *, bare_first: bool) -> Switched:
-        """One engine with two connectors: one with what has this name behind its CPU tier, and one with nothing there.
+        """Start one engine with two connectors: one with the named secondary tier behind its CPU tier, one without any.
 
-        :param bare_first: the latter is built first.
+        :param bare_first: build the connector without secondary tiers first.
         """
         settings = self._settings(name)
         settings["connector"] |= {BARE_FIRST: bare_first}
@@ -191,7 +195,7 @@ class Field:
         switched = Switched(self._engine(name, settings, "benchmarks.vllm_switch_engine"))
         for tiered in (False, True):
             switched.use(tiered=tiered)
-            switched.turn(prompts_of(-1 - tiered, 1, 100), 4)  # kernels, allocators
+            switched.turn(prompts_of(-1 - tiered, 1, 100), 4)  # warms up kernels and allocators
         return switched
 
     def _settings(self, name: str) -> dict[str, Any]:
@@ -211,13 +215,13 @@ class Field:
         return self.directory / f"{name}.log"
 
     def close(self) -> None:
-        """End what engines are forked from."""
+        """End the process that engines are forked from."""
         self._zygote.close()
 
 
 @contextmanager
 def field_of(arguments: argparse.Namespace) -> Iterator[Field]:
-    """In a temporary directory, which is removed."""
+    """Yield a field in a temporary directory, and remove the directory afterwards."""
     if not arguments.vllm_python.exists():
         raise SystemExit(f"{arguments.vllm_python} is not there: make setup-vllm, or --vllm-python PATH")
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
@@ -234,6 +238,6 @@ def _cpu_seconds(process: psutil.Process) -> float:
 
 
 def prompts_of(seed: int, count: int, length: int) -> list[list[int]]:
-    """Random tokens, the same for the same seed."""
+    """Return prompts of random tokens, the same for the same seed."""
     draw = random.Random(seed)
     return [[draw.randrange(3, VOCABULARY) for _ in range(length)] for _ in range(count)]

@@ -1,9 +1,10 @@
-"""Two KV connectors in one vLLM engine, and which of them is asked: so that what they cost can be compared within one
-process, on the same weights, the same KV tensors and the same pages of memory.
+"""Two KV connectors in one vLLM engine, of which one is active at a time.
 
-Both are vLLM's own ``OffloadingConnector`` with a CPU tier of its own; behind one of them stands a secondary tier.
-Every call goes to the one in use, and is timed, at the same small cost for both. It may be changed while no request
-runs and nothing is being stored.
+Their costs are compared within one process, on the same weights, KV tensors and memory pages.
+
+Both are vLLM's own ``OffloadingConnector`` with a CPU tier of its own; one of them has a secondary tier behind it.
+Every call is forwarded to the active connector and timed, at the same small cost for both. The active connector may
+change while no request runs and no store is in flight.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ FOR_BOTH = (
     "bind_gpu_block_pool",
     "shutdown",
 )
-"""What is told once, before and after all requests."""
+"""Methods that are called once, before or after all requests, on both connectors."""
 TIERS = "secondary_tiers"
 
 
 class SwitchConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """The connector that its configuration describes, and the same one without secondary tiers.
+    """The configured connector, and the same connector without secondary tiers.
 
-    With ``"bare_first": true`` in that configuration the latter is built first.
+    With ``"bare_first": true`` in the configuration, the latter is built first.
     """
 
     tiered = False
-    """Whether the one with secondary tiers is asked, by the scheduler as by the worker."""
+    """Whether the connector with secondary tiers is active, for scheduler and worker."""
     seconds: ClassVar[dict[bool, float]] = {False: 0.0, True: 0.0}
-    """That were spent in calls of each."""
+    """Seconds in calls of each connector, by ``tiered``."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         bare_first = vllm_config.kv_transfer_config.kv_connector_extra_config[BARE_FIRST]
@@ -68,7 +69,7 @@ def _timed(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _config_of(vllm_config: Any, *, tiered: bool) -> Any:
-    """The engine's configuration for one of the two; each has a file of rows, by the name of its engine."""
+    """Return the engine's configuration for one connector; each has its own file of rows, by its engine id."""
     transfer = vllm_config.kv_transfer_config
     extra = {name: value for name, value in transfer.kv_connector_extra_config.items() if name != BARE_FIRST}
     mine = copy.copy(vllm_config)

@@ -1,4 +1,4 @@
-"""``engine_process`` for an engine with ``SwitchConnector``: it takes two commands more."""
+"""``engine_process`` for an engine with ``SwitchConnector``, with two additional commands."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from tests.integrations.vllm.engine_process import Server, main
 
 
 class SwitchServer(Server):
-    """An engine that can be told which of its connectors to ask."""
+    """Server of an engine whose active connector can be switched."""
 
     def use(self, tiered: bool) -> bool:
-        """From now on, for the requests to come."""
+        """Select the connector for all following requests."""
         SwitchConnector.tiered = tiered
         return tiered
 
     def seconds(self) -> list[float]:
-        """That were spent in calls of the connector without secondary tiers so far, and of the one with them."""
+        """Return the seconds so far in calls of the connector without secondary tiers, and of the one with them."""
         return [SwitchConnector.seconds[tiered] for tiered in (False, True)]
 
 

@@ -1,8 +1,9 @@
-"""The worker's copies against one flat copy of the same bytes.
+"""Throughput of the worker's copies, compared with one flat copy of the same bytes.
 
-A job of two KV cache groups with pages of different size is stored and loaded through the handlers, interleaved with
-the flat copy; the figure is the ratio of median throughputs. GPU blocks and rows lie in order, as a fresh engine gives
-them out; then GPU blocks are shuffled, as an old paged allocator may leave them; then both are, the worst there is.
+A job of two KV cache groups with different page sizes is stored and loaded through the handlers, interleaved with the
+flat copy; the figure is the ratio of median throughputs. There are three orders: GPU blocks and rows in order, as a
+fresh engine allocates them; GPU blocks shuffled, as an old paged allocator may leave them; or both shuffled,
+the worst case.
 
     python -m benchmarks.worker_copy [--device cuda] [--mib 256] [--pairs 9] [--json]
 """
@@ -35,7 +36,7 @@ class Result:
     """Median throughputs of one geometry."""
 
     page_kib: int
-    """Page of the first group; the second group's is half of it, or 16 KiB where that is more."""
+    """Page size of the first group; that of the second group is half of it, at least 16 KiB."""
     shuffled: str
     flat_gb_s: float
     store_gb_s: float
@@ -69,7 +70,7 @@ def main() -> None:
 
 
 def measure(device: torch.device, page: int, total: int, pairs: int, shuffled: str) -> Result:
-    """Store and load one job of about ``total`` bytes, and copy as many flat, ``pairs`` times each in turn."""
+    """Store and load one job of about ``total`` bytes, and copy as many flat, ``pairs`` times each in alternation."""
     kv_caches, per_group = _caches(device, page, total)
     num_rows = sum(per_group)
     gpu = GPULoadStoreSpec(_order(num_rows, 1, shuffled != "none"), per_group, [0, 0])

@@ -1,1 +1,1 @@
-"""Benchmarks for a machine with a GPU; ``run.sh`` runs them. ``--smoke --device cpu`` runs their code without one."""
+"""Benchmarks for a machine with a GPU, run by ``run.sh``. ``--smoke --device cpu`` runs their code without a GPU."""

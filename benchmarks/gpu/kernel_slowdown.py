@@ -22,7 +22,7 @@ from benchmarks.gpu.worker_copies import copiers
 from persistkv.base import OffloadingHandler, TransferSpec
 
 MAX_SLOWDOWN = 0.03
-_IN_FLIGHT = 3  # jobs of each direction: the device is never without one
+_IN_FLIGHT = 3  # jobs in each direction, so that the device always has one
 
 Queue = list[tuple[OffloadingHandler, TransferSpec]]
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def make_kernels(device: torch.device, smoke: bool) -> dict[str, Callable[[], None]]:
-    """Each some 100 ms of work on a large GPU."""
+    """Return the kernels by name; each is some 100 ms of work on a large GPU."""
     size, elements = (64, 1 << 16) if smoke else (8192, 1 << 29)
     matrices = [torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2)]
     product = torch.empty_like(matrices[0])
@@ -108,9 +108,9 @@ def measure(
 
 
 class ContinuousCopies:
-    """A thread that copies without a pause from ``__enter__``, which returns when copies are running, to ``__exit__``.
+    """Thread that copies without a pause from ``__enter__``, which returns once copies run, to ``__exit__``.
 
-    The worker's streams join the current stream of the thread, which has no kernels.
+    The worker's streams wait for the thread's current stream, which has no kernels.
     """
 
     def __init__(self, device: torch.device, queue: Queue) -> None:
@@ -170,7 +170,7 @@ class ContinuousCopies:
 
 
 def timed(device: torch.device, run: Callable[[], None]) -> float:
-    """Seconds that the kernels take on the device."""
+    """Return the seconds that the kernels take on the device."""
     if device.type != "cuda":
         begin = time.perf_counter()
         run()

@@ -1,7 +1,7 @@
-"""Wheels for a machine with a GPU that reaches no package index.
+"""Wheels for a machine with a GPU and without access to a package index.
 
 The machine has Python 3.12, PyTorch and the packages in ``present.txt``. The kit has all other requirements of
-persistkv and its tests, and persistkv's own wheel for its entry points (the code is that of the source tree).
+persistkv and its tests, and persistkv's own wheel for its entry points (the code comes from the source tree).
 
     python -m benchmarks.gpu.kit DIRECTORY    collect the wheels
     python -m benchmarks.gpu.kit --check      on that machine: check the requirements of the installed packages
@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-MAX_BYTES = 60 << 20  # 60 MiB, to be carried to the machine together with the source tree
+MAX_BYTES = 60 << 20  # 60 MiB: limit for a transfer together with the source tree
 
 _ROOT = Path(__file__).parents[2]
 _PRESENT = Path(__file__).with_name("present.txt")
@@ -58,17 +58,17 @@ _ENVIRONMENT = {
 
 
 class Package(NamedTuple):
-    """A package that is in the kit or on the machine."""
+    """A package in the kit or on the machine."""
 
     version: Version | None
-    """None where it is not known."""
+    """None if unknown."""
     requires: tuple[Requirement, ...] = ()
 
 
 def problems(needed: Iterable[Requirement], packages: Mapping[str, Package]) -> dict[str, str]:
     """Return the missing and unsuitable packages by name, with the reasons.
 
-    :param packages: by canonical name.
+    :param packages: packages by canonical name.
     """
     found: dict[str, str] = {}
     todo = [(requirement, "the tests and benchmarks") for requirement in needed]
@@ -91,7 +91,7 @@ def problems(needed: Iterable[Requirement], packages: Mapping[str, Package]) -> 
 
 
 def read_present(path: Path) -> dict[str, Package]:
-    """The packages of the machine: a name, or ``name==version``, on each line that is no comment."""
+    """Return the packages of the machine, from lines of ``name`` or ``name==version``; ``#`` starts a comment."""
     lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
     return {
         canonicalize_name(name): Package(Version(version) if version else None)
@@ -100,9 +100,9 @@ def read_present(path: Path) -> dict[str, Package]:
 
 
 def read_wheels(directory: Path) -> dict[str, Package]:
-    """The packages of wheels.
+    """Return the packages of the wheels in a directory.
 
-    :raises ValueError: two versions of one package, which an installation refuses.
+    :raises ValueError: the directory has two versions of one package, which pip refuses to install.
     """
     packages: dict[str, Package] = {}
     for path in sorted(directory.glob("*.whl")):
@@ -118,19 +118,19 @@ def read_wheels(directory: Path) -> dict[str, Package]:
 
 
 def read_installed() -> dict[str, Package]:
-    """The packages of this interpreter."""
+    """Return the packages of this interpreter."""
     packages: dict[str, Package] = {}
     for distribution in metadata.distributions():
         requires = tuple(map(Requirement, distribution.requires or ()))
         name = canonicalize_name(distribution.metadata["Name"])
-        packages.setdefault(name, Package(Version(distribution.version), requires))  # the first on the path is used
+        packages.setdefault(name, Package(Version(distribution.version), requires))  # the first on sys.path is used
     return packages
 
 
 def collect(directory: Path) -> None:
     """Replace the directory's content with the wheels that the machine lacks.
 
-    :raises SystemExit: the wheels are larger than the limit, or a requirement stays open.
+    :raises SystemExit: the wheels exceed the size limit, or a requirement is not met.
     """
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -156,9 +156,9 @@ def collect(directory: Path) -> None:
 
 
 def check_size(directory: Path) -> int:
-    """The bytes of a kit.
+    """Return the bytes of a kit.
 
-    :raises SystemExit: more than ``MAX_BYTES``.
+    :raises SystemExit: they exceed ``MAX_BYTES``.
     """
     size = sum(path.stat().st_size for path in directory.iterdir())
     if size > MAX_BYTES:

@@ -1,4 +1,4 @@
-"""The model of the benchmarks: a Llama with 8 billion random weights."""
+"""Model of the GPU benchmarks: a Llama with 8 billion random weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KV_TOKEN_BYTES = 2 * 32 * 8 * 128 * 2  # keys and values, layers, KV heads, head
 
 
 def make_llama(device: torch.device, smoke: bool) -> Any:
-    """The shape of Llama 3 8B in bf16, made on the device; a tiny one for smoke tests."""
+    """Return a model with the shape of Llama 3 8B in bf16, created on the device; a tiny one for smoke tests."""
     shape = {
         "vocab_size": VOCABULARY,
         "hidden_size": 4096,
@@ -46,7 +46,7 @@ def make_llama(device: torch.device, smoke: bool) -> Any:
 
 @contextmanager
 def weights_hashed_once() -> Iterator[None]:
-    """Let all engines that are opened on one model share its identity: hashing 16 GB of weights takes many seconds."""
+    """Share the identity of a model among all engines on it: hashing 16 GB of weights takes many seconds."""
     known: dict[int, Mapping[str, Any]] = {}
 
     def identity(model: Any, *rest: Any) -> Mapping[str, Any]:

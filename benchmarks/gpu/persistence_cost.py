@@ -1,8 +1,8 @@
-"""Cost of persistence when nothing is reused: as ``benchmarks.persistence_overhead``, with 8 billion parameters.
+"""Cost of persistence when no KV is reused: ``benchmarks.persistence_overhead`` with 8 billion parameters.
 
 Two engines on one model answer new prompts in alternation, one with a store, one without. Two slowdowns are given: that
-of the answers, and that of the answers with the wait until all is durable, which an engine would overlap with the next
-requests.
+of the answers, and that of the answers including the wait until all stores are durable. An engine would overlap this
+wait with the next requests.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from persistkv.integrations.transformers import Engine
 
 
 class Turn(NamedTuple):
-    """Seconds of some answers."""
+    """Seconds of the answers in one turn."""
 
     answers_s: float
     durable_s: float
-    """The answers, and the wait until they are durable."""
+    """Seconds including the wait until the stores are durable."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -78,9 +78,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_turn(engine: Engine, prompts: list[list[int]], new_tokens: int) -> Turn:
-    """Answer some prompts, and wait until all they stored is durable.
+    """Answer some prompts, and wait until all their stores are durable.
 
-    :raises TimeoutError: it did not become durable.
+    :raises TimeoutError: they did not become durable.
     """
     begin = time.perf_counter()
     for prompt in prompts:

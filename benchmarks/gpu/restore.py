@@ -1,10 +1,10 @@
 """Restores of contexts from LMDB to the device, compared with the throughput of the disk and of the link.
 
 The tiers are those of an engine: lookup, promotion from disk into rows of the primary tier, load onto the device, with
-blocks of 2 MiB (16 tokens of a Llama with 8 billion parameters). In alternation with each restore, as many other bytes
-are read from the same disk by plain calls past the page cache, and copied to the device from pinned memory. The ratio
-is the throughput of the restore to that of the slower of the two. No byte is read twice from the disk. The bytes of
-each restored context are compared with the stored ones.
+blocks of 2 MiB (16 tokens of a Llama with 8 billion parameters). In alternation with each restore, the same number of
+other bytes is read from the same disk by plain calls past the page cache, and copied to the device from pinned memory.
+The ratio is the throughput of the restore to that of the slower of the two. Each byte is read from the disk only once.
+The bytes of each restored context are compared with the stored ones.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _TIMEOUT_S = 120.0
 
 
 class Restored(NamedTuple):
-    """Where the time of one restore went."""
+    """Times of one restore."""
 
     promotion_s: float
-    """Lookup and disk."""
+    """Seconds of the lookup and of reads from disk."""
     load_s: float
 
     @property
     def seconds(self) -> float:
-        """Both."""
+        """Seconds of the whole restore."""
         return self.promotion_s + self.load_s
 
 
 class Restorer:
-    """An engine's tiers and device pages without a model. To be closed."""
+    """Tiers and device pages of an engine without a model. Call ``close`` after use."""
 
     def __init__(self, device: torch.device, url: str, max_blocks: int, smoke: bool) -> None:
         layers, heads = (2, 2) if smoke else (32, 8)
@@ -70,7 +70,7 @@ class Restorer:
         self._pages = self.cache.groups[0].pages.view(torch.int8).view(max_blocks, -1)
 
     def store(self, number: int, keys: Sequence[OffloadKey]) -> None:
-        """Store a context of random bytes, and forget it everywhere except on disk.
+        """Store a context of random bytes, and drop it from everywhere except the disk.
 
         :raises RuntimeError: it did not become durable.
         """
@@ -116,7 +116,7 @@ class Restorer:
         return Restored(promoted - begin, end - promoted)
 
     def close(self) -> None:
-        """Release all."""
+        """Close the tiers."""
         self._tiers.close()
 
     def _fill(self, number: int, count: int) -> None:
@@ -127,7 +127,7 @@ class Restorer:
 class RawFile:
     """A file that is read past the page cache, every byte once.
 
-    :raises OSError: the file system has no such reads.
+    :raises OSError: the file system does not support O_DIRECT.
     """
 
     def __init__(self, path: Path, num_bytes: int) -> None:
@@ -142,7 +142,7 @@ class RawFile:
         self._pool = ThreadPoolExecutor(_READERS)
 
     def read(self, num_bytes: int) -> float:
-        """Read the next bytes, with a few threads. Seconds."""
+        """Read the next bytes with a few threads; return the seconds."""
         offsets = range(self._offset, self._offset + num_bytes, _CALL_BYTES)
         self._offset = offsets.stop
 
@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(directory: Path, size: int, device: torch.device, smoke: bool, results: Results) -> None:
-    """Contexts of one size, each stored once and restored once."""
+    """Measure contexts of one size, each stored once and restored once."""
     rounds = 1 if smoke else 3 if size <= 512 << 20 else 2
     tiers = Restorer(device, f"lmdb://{directory}/store?capacity=40GiB", _num_blocks(size, smoke), smoke)
     try:

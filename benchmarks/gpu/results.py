@@ -1,4 +1,4 @@
-"""Figures that are written as they are measured, so that a run that is cut short keeps them.
+"""Figures that are written as soon as they are measured, so that an interrupted run keeps them.
 
 ``python -m benchmarks.gpu.results DIRECTORY`` prints the figures of a directory as a table.
 """
@@ -23,11 +23,11 @@ FILE_NAME = "results.jsonl"
 
 
 class Results:
-    """The figures of one benchmark: a line of JSON and a line of text each, on disk before the next is measured.
+    """Figures of one benchmark: one line of JSON and one line of text each, on disk before the next is measured.
 
-    The first figure is the machine.
+    The first figure describes the machine.
 
-    :param arguments: of ``parse``. Figures of ``--smoke`` are held against no target.
+    :param arguments: result of ``parse``. With ``--smoke``, targets are not checked.
     """
 
     def __init__(self, benchmark: str, arguments: argparse.Namespace) -> None:
@@ -49,9 +49,9 @@ class Results:
     ) -> None:
         """Record one figure.
 
-        :param ratio: of two speeds or times of this run, if the figure is one.
-        :param at_least: target of the ratio, as ``at_most``.
-        :param values: whatever the ratio was made of, as JSON values.
+        :param ratio: ratio of two speeds or times of this run, if the figure is one.
+        :param at_least: lower target of the ratio; ``at_most`` is an upper target.
+        :param values: the inputs of the ratio, as JSON values.
         """
         target = None
         met: bool | None = None
@@ -85,7 +85,7 @@ class Results:
 def parse(
     description: str, argv: Sequence[str] | None, add: Callable[[argparse.ArgumentParser], object] = lambda parser: None
 ) -> argparse.Namespace:
-    """The options that all of these benchmarks have, and those of one."""
+    """Parse the options that all GPU benchmarks share, and those that ``add`` adds."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", default="cuda", type=torch.device)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: runs the code, and the figures mean nothing")

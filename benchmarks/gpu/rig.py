@@ -1,4 +1,4 @@
-"""A worker with rows in a pinned region and KV tensors on the device, and plain pinned copies to compare with."""
+"""Worker with rows in a pinned region and KV tensors on the device, and plain pinned copies for comparison."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from persistkv.cpu.layout import KVMemory, cell_bytes, tensor_offsets
 from persistkv.cpu.manager import CPULoadStoreSpec
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion, row_stride_bytes
 
-_TENSORS = 4  # as layers do, they keep consecutive pages of a tensor apart in the rows
+_TENSORS = 4  # with several tensors, as with layers, consecutive pages of one tensor are not adjacent in the rows
 
 
 class Worker:
-    """Handlers of one worker, with as many rows as blocks. To be closed.
+    """Handlers of one worker, with as many rows as blocks. Call ``close`` after use.
 
-    :param page_bytes: of each of four KV tensors.
-    :param total_bytes: of all pages; rounded down to whole blocks, one at least.
+    :param page_bytes: page size of each of four KV tensors.
+    :param total_bytes: bytes of all pages; rounded down to whole blocks, at least two.
     """
 
     def __init__(self, device: torch.device, page_bytes: int, total_bytes: int) -> None:
@@ -60,7 +60,7 @@ class Worker:
         return _TENSORS * self.page_bytes
 
     def use(self, copier: PageCopier) -> None:
-        """Copy with this copier from here on, on the same rows."""
+        """Submit all further copies through this copier, on the same rows."""
         rows = torch.frombuffer(self._region.create_kv_memoryview(), dtype=torch.int8).view(self.num_blocks, -1)
         views = tuple(rows[:, offset : offset + self.page_bytes] for offset in tensor_offsets(self.caches, 1))
         pages = tuple(canonical.tensor for canonical in self.caches.tensors)
@@ -80,15 +80,15 @@ class Worker:
 
 
 def store_spec(blocks: Sequence[int], rows: Sequence[int]) -> TransferSpec:
-    """Blocks to rows; reversed, it is a load."""
+    """Return the transfer of blocks to rows; reversed, it is a load."""
     return GPULoadStoreSpec(blocks, [len(blocks)], [0]), CPULoadStoreSpec(rows)
 
 
 def run_job(handler: OffloadingHandler, spec: TransferSpec) -> float:
-    """Transfer, and wait for the end.
+    """Run a transfer and wait for its end.
 
     :returns: seconds on the device.
-    :raises RuntimeError: it failed.
+    :raises RuntimeError: the transfer failed.
     """
     start_job(handler, 0, spec)
     handler.wait({0})
@@ -99,7 +99,10 @@ def run_job(handler: OffloadingHandler, spec: TransferSpec) -> float:
 
 
 def start_job(handler: OffloadingHandler, job_id: int, spec: TransferSpec) -> None:
-    """:raises RuntimeError: it could not be started."""
+    """Start a transfer.
+
+    :raises RuntimeError: it could not be started.
+    """
     if not handler.transfer_async(job_id, spec):
         raise RuntimeError("a transfer could not be started")
 
@@ -115,17 +118,17 @@ class PinnedCopies:
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if on_gpu else []  # type: ignore[no-untyped-call]
 
     def store(self) -> None:
-        """From the device."""
+        """Copy from the device."""
         self._on_host[0].copy_(self._on_device[0], non_blocking=True)
         synchronize(self._device)
 
     def load(self) -> None:
-        """To the device."""
+        """Copy to the device."""
         self._on_device[1].copy_(self._on_host[1], non_blocking=True)
         synchronize(self._device)
 
     def both(self) -> None:
-        """Both ways at the same time, as many bytes each."""
+        """Copy in both directions at the same time, the same number of bytes each."""
         if not self._streams:
             self.store()
             self.load()
@@ -144,7 +147,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def medians_of_interleaved(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Median seconds of each step. The steps alternate; a first round is not counted."""
+    """Return the median seconds of each step. The steps alternate; the first round is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds + 1):
         for name, step in steps.items():

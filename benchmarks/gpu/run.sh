@@ -3,14 +3,15 @@
 #
 #   benchmarks/gpu/run.sh [OUT]
 #
-# OUT gets results.jsonl and results.txt (each figure as it is measured), tests.txt, log.txt (all output) and steps.txt
-# (how each step ended). A step that reaches its limit is ended, keeps what it wrote, and the next one begins.
+# OUT receives results.jsonl and results.txt (each figure as soon as it is measured), tests.txt, log.txt (all output)
+# and steps.txt (status of each step). A step that reaches its time limit is stopped; its files are kept, and the next
+# step starts.
 #
-# The wheels of `make gpu-kit` are installed, if there are any; nothing is fetched. Settings:
+# Installs the wheels of `make gpu-kit`, if there are any; downloads nothing. Settings:
 #   PYTHON   the interpreter, with torch and transformers (python3)
 #   KIT      the folder with the wheels (.gpu-kit)
 #   STORES   a directory on the disk to measure, for temporary stores (build)
-#   SMOKE=1  tiny sizes on the CPU, to see that all of it runs
+#   SMOKE=1  tiny sizes on the CPU, to check that every step runs
 set -u
 cd "$(dirname "$0")/../.."
 
@@ -23,8 +24,8 @@ readonly KERNELS=40
 readonly TTFT=150
 readonly RESTORE=80
 readonly COST=65
-readonly SANITIZER=40 # and the time that the steps before it left
-readonly TOTAL=575    # the sum: nothing runs longer
+readonly SANITIZER=40 # and the time that earlier steps left
+readonly TOTAL=575    # sum of all limits: the longest possible run
 
 PYTHON=${PYTHON:-python3}
 KIT=${KIT:-.gpu-kit}
@@ -32,7 +33,7 @@ OUT=$(mkdir -p "${1:-${OUT:-build/gpu}}" && cd "${1:-${OUT:-build/gpu}}" && pwd)
 SMOKE=${SMOKE:-}
 SITE=$(mktemp -d) || exit 1
 STORES=$(mkdir -p "${STORES:-build}" && mktemp -d -p "${STORES:-build}") || exit 1
-# The code is that of this tree; the kit adds what the machine lacks, and persistkv's entry points.
+# The code comes from this source tree; the kit adds missing packages, and persistkv's entry points.
 export PYTHONPATH="$PWD:$PWD/backends:$PWD/tools:$SITE${PYTHONPATH:+:$PYTHONPATH}"
 export PATH="$PATH:/usr/local/cuda/bin"
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
@@ -75,12 +76,12 @@ machine() {
     nvidia-smi || echo "no nvidia-smi"
     nvcc --version | tail -n 2
     free -g
-    grep -E 'Node|present|managed' /proc/zoneinfo # memory that is movable only may not be pinned
+    grep -E 'Node|present|managed' /proc/zoneinfo # memory in the Movable zone cannot be pinned
     cat /sys/kernel/mm/transparent_hugepage/{enabled,shmem_enabled}
     df -hT . /dev/shm "$STORES"
 }
 
-# Rows of the primary tier are files there; a container often has 64 MiB.
+# Rows of the primary tier are files in /dev/shm; containers often limit it to 64 MiB.
 shm_gib=$(df --output=size -BG /dev/shm | tail -n 1 | tr -dc 0-9)
 if [[ -z $SMOKE ]] && ((shm_gib < 24)); then
     echo "/dev/shm has $shm_gib GiB: enlarging it"
@@ -97,7 +98,7 @@ run_tests() {
     "${tests[@]}" tests 2>&1 | tee "$OUT/tests.txt"
     return "${PIPESTATUS[0]}"
 }
-# Calls that the tests provoke the driver to refuse are no errors here; accesses outside of memory are.
+# Driver errors are ignored, because tests provoke them on purpose; out-of-bounds accesses fail the step.
 sanitize() {
     command -v compute-sanitizer >/dev/null || { echo "no compute-sanitizer"; return 0; }
     compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 \
@@ -105,7 +106,7 @@ sanitize() {
 }
 export -f install machine benchmark run_tests sanitize
 export PYTHON KIT OUT STORES SITE
-call() { # FUNCTION [ARGUMENT]: in a shell of its own, which `timeout` can end
+call() { # FUNCTION [ARGUMENT]: prints a script for a separate shell, which `timeout` can end
     echo "$(declare -p device tests); $*"
 }
 

@@ -1,11 +1,11 @@
 """Time to first token of a Llama with 8 billion parameters: computed, and restored from LMDB.
 
-One engine computes new prompts and answers each again from the KV that is resident on the device. When all is durable
-it is closed, and a second engine, with empty caches, answers the same prompts from the store. Tokens and logits of the
-two answers that reuse KV must be equal: both compute the same last tokens on the same bytes.
+One engine computes new prompts and answers each again from the KV that is resident on the device. When all stores are
+durable, it closes, and a second engine with empty caches answers the same prompts from the store. Tokens and logits of
+the two answers that reuse KV must be equal: both compute the same last tokens on the same bytes.
 
-``restore_gb_s`` is the throughput from disk to device. ``target_needs_gb_s`` is the one at which the warm time would be
-a tenth of the cold time, if the rest took as long as with resident KV.
+``restore_gb_s`` is the throughput from disk to device. ``target_needs_gb_s`` is the throughput at which the warm time
+would be a tenth of the cold time, if all other steps took as long as with resident KV.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TARGETS = {16_384: 0.1}  # of the cold time to first token
 _NEW_TOKENS = 8
 _BLOCK_TOKENS = 16
 _LONG = 16_384
-_SPARE_BYTES = 1 << 30  # of rows, beyond the longest prompt
+_SPARE_BYTES = 1 << 30  # bytes of rows beyond the longest prompt
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         results.add(f"{length} tokens", skipped=f"needs {_rows_bytes(length, smoke) >> 20} MiB of shared memory")
     model = make_llama(arguments.device, smoke)
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory, weights_hashed_once():
-        # Long prompts come last, with a store of their own: a run may end before their rows are allocated.
+        # Long prompts run last, with a store of their own: a time limit may end the run before it allocates their rows.
         for part in (
             [length for length in fitting if length <= _LONG],
             [length for length in fitting if length > _LONG],
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(model: Any, lengths: list[int], path: str, smoke: bool, results: Results) -> None:
-    """Some lengths with one store."""
+    """Measure several prompt lengths with one store."""
     options: dict[str, Any] = {
         "device_blocks": max(lengths) // _BLOCK_TOKENS + 64,
         "cpu_bytes": _rows_bytes(max(lengths), smoke),
@@ -69,7 +69,7 @@ def measure(model: Any, lengths: list[int], path: str, smoke: bool, results: Res
     cold, resident = [], []
     with Engine.open(model, url, **options) as engine:
         for length in lengths:
-            engine.generate(_prompt(draw, model, length), 2, reuse=False, store=False)  # kernels and allocator
+            engine.generate(_prompt(draw, model, length), 2, reuse=False, store=False)  # warms up kernels and allocator
         for _, prompt in prompts:
             cold.append(engine.generate(prompt, _NEW_TOKENS, reuse=False))
             resident.append(engine.generate(prompt, _NEW_TOKENS, store=False))
@@ -93,7 +93,7 @@ def report(
     warm: list[GenerateResult],
     results: Results,
 ) -> None:
-    """One length, in medians over its prompts."""
+    """Record one length, in medians over its prompts."""
     cold_s, resident_s, warm_s = (
         statistics.median(result.stats.ttft_s for result in answers) for answers in (cold, resident, warm)
     )

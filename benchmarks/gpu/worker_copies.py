@@ -1,8 +1,8 @@
 """Throughput of the worker's stores and loads, as ratios to one large copy of pinned memory.
 
 Pages of 16 KiB to 2 MiB in four KV tensors, with GPU blocks and rows in order, blocks shuffled, or both shuffled; each
-direction alone, and both at the same time. At three sizes also with each way to submit copies. Times are those of the
-caller, from submission to end; ``device_share`` is the part of them in which the device copied.
+direction alone, and both at the same time. Three page sizes are also measured with each way to submit copies. Times are
+those of the caller, from submission to end; ``device_share`` is the part of them in which the device copied.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ORDERS = ("in order", "blocks shuffled", "both shuffled")
 
 
 def target(page_bytes: int) -> float | None:
-    """The least ratio wanted for a page size."""
+    """Return the lowest ratio wanted for a page size; None if there is no target."""
     if page_bytes >= 512 << 10:
         return 0.9
     return 0.8 if page_bytes >= 64 << 10 else None
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def copiers() -> dict[str, PageCopier]:
-    """The ways to submit copies to the driver."""
+    """Return the ways to submit copies to the driver, by name."""
     return {
         "batch": DriverBatchCopier(),
         "batch beside compute": DriverBatchCopier(flags=PREFER_OVERLAP_WITH_COMPUTE),
@@ -69,7 +69,7 @@ def measure(
     results: Results,
     copier: str = "",
 ) -> None:
-    """One size and order: each direction, and both at once where there are ``halves``."""
+    """Measure one page size and order: each direction, and both at once if there are ``halves``."""
     count = worker.num_blocks
     blocks = _numbers(count, 1, order != "in order")
     rows = _numbers(count, 2, order == "both shuffled")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args, get_origin
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import msgspec
 
@@ -83,12 +84,15 @@ class StoreUrl:
 
     @classmethod
     def parse(cls, url: str) -> StoreUrl:
-        """Parse a URL.
+        """Parse a URL, or the path of an LMDB store: ``/var/kv?capacity=100GiB`` and ``~/kv`` mean ``lmdb://`` URLs.
 
         :raises ConfigurationError: if there is no scheme, no location, user information (credentials are not allowed in
             URLs), a fragment, or a repeated option.
         """
-        expected = "scheme://location?option=value, e.g. lmdb:///var/cache/kv?capacity=100GiB"
+        expected = "scheme://location?option=value or an absolute path, e.g. lmdb:///var/cache/kv?capacity=100GiB"
+        if url.startswith(("/", "~")):
+            path, mark, query = url.partition("?")
+            url = f"lmdb://{quote(os.path.expanduser(path))}{mark}{query}"
         try:
             parts = urlsplit(url)
         except ValueError as error:

@@ -41,6 +41,33 @@ class ConfigurationError(PersistKVError, ValueError):
         return (ConfigurationError, (self.field, self.value, self.expected))
 
 
+class EngineClosedError(PersistKVError):
+    """The engine was closed before this call."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine is closed")
+
+
+class PromptTooLongError(ConfigurationError):
+    """The prompt with its new tokens does not fit the device cache. Nothing was run.
+
+    :param tokens: tokens of the prompt and of the answer.
+    :param limit: tokens that fit.
+    :param option: option of the engine that raises the limit.
+    :param needed: its smallest sufficient value.
+    """
+
+    def __init__(self, tokens: int, limit: int, option: str, needed: int) -> None:
+        super().__init__("token_ids", f"{tokens} tokens", f"at most {limit} tokens, or {option}={needed}")
+        self.tokens = tokens
+        self.limit = limit
+        self.option = option
+        self.needed = needed
+
+    def __reduce__(self) -> tuple[type[PromptTooLongError], tuple[int, int, str, int]]:  # type: ignore[override]
+        return (PromptTooLongError, (self.tokens, self.limit, self.option, self.needed))
+
+
 class UnsupportedModelError(PersistKVError):
     """The model uses a kind of cache that persistkv does not support; the message names it."""
 

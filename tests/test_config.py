@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from decimal import Decimal
 from typing import Any, Literal
@@ -93,6 +94,8 @@ def test_any_text_is_a_size_or_refused(text: str) -> None:
         ("lmdb:///größe", StoreUrl("lmdb", "/größe")),
         ("lmdb:///a@b", StoreUrl("lmdb", "/a@b")),
         ("LMDB:///var", StoreUrl("lmdb", "/var")),
+        ("/var/a b#c%20?capacity=1GiB", StoreUrl("lmdb", "/var/a b#c%20", {"capacity": "1GiB"})),
+        ("~/kv", StoreUrl("lmdb", os.path.expanduser("~/kv"))),
     ],
 )
 def test_urls(url: str, expected: StoreUrl) -> None:
@@ -108,7 +111,6 @@ def test_urls(url: str, expected: StoreUrl) -> None:
         "lmdb:/var/kv",
         "lmdb://",
         "lmdb://?a=1",
-        "/var/kv",
         "://x",
         "lmdb:///a#b",
         "lmdb:///a#",

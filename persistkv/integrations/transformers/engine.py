@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
@@ -13,17 +14,20 @@ from typing import Any
 
 import torch
 
-from persistkv.config import parse_size
-from persistkv.errors import ConfigurationError
+from persistkv.config import StoreUrl, parse_size
+from persistkv.errors import ConfigurationError, EngineClosedError, PromptTooLongError
 from persistkv.integrations.transformers.kv_cache import KVGeometry, PagedKVCache
 from persistkv.integrations.transformers.model import load_model, model_identity, probe_model
 from persistkv.integrations.transformers.request import Request, Sampler
 from persistkv.integrations.transformers.results import EngineStats, GenerateResult
 from persistkv.integrations.transformers.tiers import Tiers
+from persistkv.storage import BACKENDS
 
 _DEFAULT_DEVICE_TOKENS = 8192
 LOOKUP_PARAM = "persistkv.lookup"
 STORE_PARAM = "persistkv.store"
+
+TokenIds = Sequence[int] | torch.Tensor | Mapping[str, Any]
 
 
 class Engine:
@@ -47,7 +51,7 @@ class Engine:
     def open(
         cls,
         model: Any,
-        url: str | Sequence[str] | None = None,
+        store: str | Path | Sequence[str | Path] | None = None,
         *,
         block_size: int = 16,
         device_blocks: int | None = None,
@@ -65,9 +69,10 @@ class Engine:
         :param model: a directory with a checkpoint, a name that transformers knows, or a model object, which is put
             into evaluation mode. All engines that open the same checkpoint share its KV; the KV of a model object is
             identified by its state dict.
-        :param url: the store, such as ``lmdb:///var/kv?capacity=100GiB``; None: nothing outlives this process. Several
-            stores are given nearest first: each stores all contexts, and a context that only a later store holds is
-            written to the others when it is used.
+        :param store: URL of the store, such as ``lmdb:///var/kv?capacity=100GiB``, or the path of an LMDB store; None:
+            nothing outlives this process. URLs are checked before the model is loaded. Several stores are given nearest
+            first: each stores all contexts, and a context that only a later store holds is written to the others when
+            it is used.
         :param block_size: tokens in a block.
         :param device_blocks: blocks of the device cache for each KV cache group; by default enough for 8,192 tokens.
         :param cpu_bytes: size of the primary tier.
@@ -86,7 +91,10 @@ class Engine:
         for name, value in (("block_size", block_size), ("device_blocks", blocks)):
             if value <= 0:
                 raise ConfigurationError(name, value, "a positive number")
-        urls = (url,) if isinstance(url, str) else tuple(url or ())
+        stores = (store,) if isinstance(store, (str, Path)) else store or ()
+        urls = [str(one.absolute()) if isinstance(one, Path) else one for one in stores]
+        for url in urls:
+            BACKENDS.get(StoreUrl.parse(url).scheme)
         num_bytes = parse_size(cpu_bytes, name="cpu_bytes")
         checkpoint: Path | None = None
         if isinstance(model, (str, Path)):
@@ -109,11 +117,12 @@ class Engine:
 
     def generate(
         self,
-        token_ids: Sequence[int],
+        token_ids: TokenIds,
         max_new_tokens: int = 16,
         *,
         temperature: float = 0.0,
         top_p: float = 1.0,
+        top_k: int = 0,
         seed: int = 0,
         stop_token_ids: Collection[int] | None = None,
         salt: str | None = None,
@@ -126,19 +135,24 @@ class Engine:
 
         Blocks are stored while the request runs; they are durable some time later (``wait_persisted``).
 
+        :param token_ids: the prompt: integers, a tensor of shape (tokens,) or (1, tokens), or a tokenizer's output.
         :param temperature: 0 chooses the most likely token.
+        :param top_p: draw from the most likely tokens with this total probability.
+        :param top_k: draw from this many most likely tokens; 0: no limit.
         :param stop_token_ids: tokens that end the generation; by default the model's own.
         :param salt: contexts of different salts share no blocks.
         :param labels: stored with the context and shown by tools.
         :param reuse: False computes the whole prompt; also available as the key ``persistkv.lookup`` of
             ``kv_transfer_params``, for an engine behind a server.
         :param store: False stores no block of this request in the tiers; also available as the key ``persistkv.store``.
-        :raises ConfigurationError: an option is invalid, or the context does not fit the device cache. Nothing was run.
+        :raises ConfigurationError: an option is invalid. Nothing was run.
+        :raises PromptTooLongError: prompt and answer do not fit the device cache. Nothing was run.
+        :raises EngineClosedError: the engine is closed; other methods raise it, too.
         """
         self._check_open()
         prompt = self._checked_prompt(token_ids, max_new_tokens)
         stop = self._stop_tokens() if stop_token_ids is None else frozenset(stop_token_ids)
-        sampler = Sampler(temperature, top_p, seed, self._model.device)
+        sampler = Sampler(temperature, top_p, top_k, seed, self._model.device)
         params = kv_transfer_params or {}
         reuse = reuse and bool(params.get(LOOKUP_PARAM, True))
         store = store and bool(params.get(STORE_PARAM, True))
@@ -243,8 +257,8 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _checked_prompt(self, token_ids: Sequence[int], max_new_tokens: int) -> list[int]:
-        prompt = [int(token) for token in token_ids]
+    def _checked_prompt(self, token_ids: TokenIds, max_new_tokens: int) -> list[int]:
+        prompt = _one_row(token_ids)
         vocabulary = self._model.get_input_embeddings().num_embeddings
         if not prompt or min(prompt) < 0 or max(prompt) >= vocabulary:
             shown = f"{len(prompt)} tokens" if prompt else "no tokens"
@@ -254,7 +268,8 @@ class Engine:
         blocks = (len(prompt) + max_new_tokens) // self._device.block_size
         available = self._device.num_blocks
         if blocks > available:
-            raise ConfigurationError("device_blocks", available, f"at least {blocks} for this request")
+            limit = (available + 1) * self._device.block_size - 1
+            raise PromptTooLongError(len(prompt) + max_new_tokens, limit, "device_blocks", blocks)
         return prompt
 
     def _stop_tokens(self) -> frozenset[int]:
@@ -265,4 +280,20 @@ class Engine:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ConfigurationError("engine", "closed", "an open engine")
+            raise EngineClosedError
+
+
+def _one_row(token_ids: TokenIds) -> list[int]:
+    """Return the tokens of one prompt.
+
+    :raises ConfigurationError: there are several prompts, or tokens that are no integers.
+    """
+    rows: Any = token_ids["input_ids"] if isinstance(token_ids, Mapping) else token_ids
+    if isinstance(rows, torch.Tensor):
+        rows = rows.tolist()
+    if len(rows) == 1 and isinstance(rows[0], Sequence):
+        rows = rows[0]
+    try:
+        return [operator.index(token) for token in rows]
+    except TypeError:
+        raise ConfigurationError("token_ids", type(token_ids).__name__, "one prompt: integers in one row") from None

@@ -52,17 +52,23 @@ class Sampler:
 
     :param temperature: 0 always chooses the most likely token.
     :param top_p: only the most likely tokens that add up to this probability are chosen.
+    :param top_k: only this many most likely tokens are chosen; 0: no limit.
     :param seed: equal seeds choose equal tokens from equal logits.
     :raises ConfigurationError: a parameter is out of range.
     """
 
-    def __init__(self, temperature: float, top_p: float, seed: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, temperature: float, top_p: float, top_k: int, seed: int, device: torch.device | str = "cpu"
+    ) -> None:
         if not temperature >= 0:
             raise ConfigurationError("temperature", temperature, "0 or more")
         if not 0 < top_p <= 1:
             raise ConfigurationError("top_p", top_p, "more than 0, at most 1")
+        if top_k < 0:
+            raise ConfigurationError("top_k", top_k, "0, which means no limit, or more")
         self._temperature = temperature
         self._top_p = top_p
+        self._top_k = top_k
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def choose(self, logits: torch.Tensor) -> int:
@@ -75,6 +81,8 @@ class Sampler:
         ordered, order = (logits.float() / self._temperature).softmax(-1).sort(descending=True)
         before = ordered.cumsum(-1) - ordered
         ordered[before >= self._top_p] = 0.0
+        if self._top_k:
+            ordered[self._top_k :] = 0.0
         return int(order[torch.multinomial(ordered, 1, generator=self._generator)])
 
 

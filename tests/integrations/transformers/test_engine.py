@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import BatchEncoding, GPTNeoXConfig, GPTNeoXForCausalLM
 
+import persistkv
 from persistkv.base import TransferResult
 from persistkv.connector.worker import OffloadingConnectorWorker
-from persistkv.errors import ConfigurationError, UnsupportedModelError
+from persistkv.errors import ConfigurationError, EngineClosedError, PromptTooLongError, UnsupportedModelError
 from persistkv.integrations.transformers import Engine
 
 
@@ -210,10 +213,10 @@ class TestBadInput:
             ({"cpu_bytes": "much"}, "cpu_bytes"),
             ({"cpu_bytes": 100}, "cpu_bytes: 100 is"),
             ({"cpu_bytes": "1000TiB"}, "cpu_bytes: 1099511627776000 is"),
-            ({"url": "nowhere"}, "url"),
-            ({"url": "tape:///kv"}, "lmdb"),
-            ({"url": "lmdb:///dev/shm/none", "codec": "brotli"}, "codec"),
-            ({"url": "lmdb:///dev/shm/none", "host": "cloud"}, "host"),
+            ({"store": "nowhere"}, "url"),
+            ({"store": "tape:///kv"}, "lmdb"),
+            ({"store": "lmdb:///dev/shm/none", "codec": "brotli"}, "codec"),
+            ({"store": "lmdb:///dev/shm/none", "host": "cloud"}, "host"),
         ],
     )
     def test_options_are_named(self, open_engine, options, field):
@@ -233,8 +236,10 @@ class TestBadInput:
         assert engine.stats().requests == 0
 
     def test_a_context_must_fit_the_device(self, open_engine, prompt):
-        with pytest.raises(ConfigurationError, match="at least 27"):
+        with pytest.raises(PromptTooLongError, match=r"device_blocks=27") as error:
             open_engine(device_blocks=26).generate(prompt, 8)
+        assert (error.value.tokens, error.value.limit, error.value.needed) == (len(prompt) + 8, 107, 27)
+        assert pickle.loads(pickle.dumps(error.value)).needed == 27  # noqa: S301
 
     def test_a_model_must_be_there(self, tmp_path):
         with pytest.raises(ConfigurationError, match="model"):
@@ -252,5 +257,37 @@ def test_close_is_idempotent_and_final(open_engine, prompt):
     engine.generate(prompt, 1)
     engine.close()
     engine.close()
-    with pytest.raises(ConfigurationError, match="open engine"):
+    with pytest.raises(EngineClosedError, match="closed"):
         engine.generate(prompt, 1)
+
+
+@pytest.mark.parametrize("form", [torch.tensor, lambda ids: torch.tensor([ids]), lambda ids: [ids], tuple])
+def test_generate_accepts_one_prompt_in_all_forms(open_engine, prompt, form):
+    engine = open_engine()
+    expected = engine.generate(prompt, 4).tokens
+    assert engine.generate(form(prompt), 4).tokens == expected
+    assert engine.generate(BatchEncoding({"input_ids": form(prompt), "attention_mask": None}), 4).tokens == expected
+
+
+@pytest.mark.parametrize("prompts", [[[1, 2], [3, 4]], torch.tensor([[1, 2], [3, 4]]), [1.5], "text"])
+def test_generate_several_prompts_or_no_integers_is_refused(open_engine, prompts):
+    with pytest.raises(ConfigurationError, match="one prompt: integers in one row"):
+        open_engine().generate(prompts, 4)
+
+
+def test_open_unknown_store_fails_before_the_model_is_loaded(tmp_path):
+    with pytest.raises(ConfigurationError, match="'tape' is not valid"):
+        Engine.open(tmp_path / "no-model", "tape:///dev/st0")
+
+
+def test_open_accepts_paths_of_stores(open_engine, tmp_path, prompt):
+    for store in (tmp_path / "kv", str(tmp_path / "kv")):
+        engine = open_engine(store=store)
+        engine.generate(prompt, 4)
+        engine.close()
+    assert (tmp_path / "kv" / "data.mdb").exists()
+
+
+def test_import_persistkv_provides_engine_and_errors():
+    assert persistkv.Engine is Engine
+    assert all(hasattr(persistkv, name) for name in persistkv.__all__)

@@ -191,5 +191,5 @@ class TestPressure:
         assert len(last.block_hashes) == 14, "all device blocks of both groups are available"
 
     def test_a_context_must_fit_the_device(self, open_engine, long_prompt):
-        with pytest.raises(ConfigurationError, match="at least 44"):
+        with pytest.raises(ConfigurationError, match="device_blocks=44"):
             open_engine(device_blocks=43).generate(long_prompt, 8)

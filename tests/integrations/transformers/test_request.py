@@ -9,7 +9,7 @@ from persistkv.errors import ConfigurationError
 from persistkv.integrations.transformers.request import BlockHashChain, Sampler
 
 LOGITS = torch.tensor([0.0, 3.0, 2.9, -5.0])
-DEFAULTS = {"temperature": 0.0, "top_p": 1.0, "seed": 0}
+DEFAULTS = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0}
 
 
 def hashes(tokens, block_size=4, salt=None):
@@ -69,8 +69,13 @@ def test_top_p_keeps_the_likely_and_at_least_one():
     assert set(draw(temperature=1.0, top_p=1e-9)) == {1}
 
 
+def test_top_k_keeps_that_many():
+    assert set(draw(temperature=1.0, top_k=2)) == {1, 2}
+    assert set(draw(temperature=1.0, top_k=1)) == {1}
+
+
 @pytest.mark.parametrize(
-    "options", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.1}]
+    "options", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}]
 )
 def test_refuses_options_by_name(options):
     with pytest.raises(ConfigurationError, match=next(iter(options))):

@@ -365,8 +365,13 @@ class NamespaceView:
 
 
 def _most_keys(backend: Backend, layout: RowLayout) -> int | None:
-    """Return how many blocks the store's capacity allows; None if it is unbounded."""
-    capacity = backend.policy().capacity if isinstance(backend, SupportsPolicy) else None
+    """Return how many blocks the store's capacity allows; None if it is unbounded, or unknown because the medium does not
+    answer yet.
+    """
+    capacity = None
+    if isinstance(backend, SupportsPolicy):
+        with suppress(StoreError):
+            capacity = backend.policy().capacity
     return None if capacity is None else capacity // min(group.block_bytes for group in layout.groups)
 
 

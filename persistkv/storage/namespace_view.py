@@ -365,9 +365,7 @@ class NamespaceView:
 
 
 def _most_keys(backend: Backend, layout: RowLayout) -> int | None:
-    """Return how many blocks the store's capacity allows; None if it is unbounded, or unknown because the medium does not
-    answer yet.
-    """
+    """Return how many blocks the store's capacity allows; None if it is unbounded, or if the medium does not answer."""
     capacity = None
     if isinstance(backend, SupportsPolicy):
         with suppress(StoreError):

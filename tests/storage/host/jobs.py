@@ -61,3 +61,22 @@ def wait_for(client: StoreClient, state: State, timeout_s: float = 90.0) -> None
         assert time.monotonic() < deadline, f"still {client.state}"
         client.poll()
         time.sleep(0.001)
+
+
+ENGINE_AS_INIT = """
+import os, sys
+from persistkv.config import GroupLayout, RowLayout
+from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.protocol import Hello
+from persistkv.storage.host.supervisor import ProcessHost
+from persistkv.storage.identity import Identity
+from persistkv.storage.records import StoreOptions
+assert os.getpid() == 1
+fd = os.memfd_create("rows")
+os.ftruncate(fd, 1 << 20)
+layout = RowLayout(1 << 16, (GroupLayout(((0, 1 << 16),)),))
+hello = Hello(sys.argv[1], Identity.of({"weights": "w"}).encode(), layout, StoreOptions())
+client = StoreClient(ProcessHost(fd, 1 << 20), hello, max_queue_bytes=1 << 30)
+client.open()
+"""
+"""Beginning of a program that is PID 1 of its namespace and opens the store of its first argument."""

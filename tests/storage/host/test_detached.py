@@ -21,7 +21,7 @@ from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.supervisor import ProcessHost, State
 from tests.host_processes import host_processes, kill_tree
 from tests.storage.host.engine_program import content
-from tests.storage.host.jobs import BLOCK, KINDS, end, names, pid_of, wait_for
+from tests.storage.host.jobs import BLOCK, ENGINE_AS_INIT, KINDS, end, names, pid_of, wait_for
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = "tests.storage.host.engine_program"
@@ -301,6 +301,16 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     return lambda call: (tmp_path / f"store.hang-{call}").touch()
 
 
+def hanging_store(hosted: Any, tmp_path: Path) -> StoreClient:
+    """Return a client of the driver that can hang, after it stored 64 blocks and staged 3."""
+    client: StoreClient = hosted.connect(f"hanging://{tmp_path}/store", max_age_s=1e6)
+    client.open()
+    client.submit_store(1, "a", names(64), range(64), None, 64 * BLOCK)
+    client.submit_store(2, "a", names(3, 64), range(64, 67), None, 3 * BLOCK)
+    assert hosted.finish(client, 2).failed == []
+    return client
+
+
 def test_a_hung_read_ends_the_host_process(
     hosted: Any, tmp_path: Path, hanging: Callable[[str], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -330,11 +340,7 @@ def test_a_hung_read_ends_the_host_process(
 def test_accepted_blocks_are_committed_beside_a_hung_read(
     hosted: Any, tmp_path: Path, hanging: Callable[[str], Any]
 ) -> None:
-    client = hosted.connect(f"hanging://{tmp_path}/store", max_age_s=1e6)
-    client.open()
-    client.submit_store(1, "a", names(64), range(64), None, 64 * BLOCK)
-    client.submit_store(2, "a", names(3, 64), range(64, 67), None, 3 * BLOCK)
-    assert hosted.finish(client, 2).failed == []
+    client = hanging_store(hosted, tmp_path)
     assert client.flush(60)
     client.submit_store(3, "b", names(3, 100), range(100, 103), None, 3 * BLOCK)
     assert hosted.finish(client, 3).failed == []
@@ -356,11 +362,7 @@ def test_an_engine_opens_within_the_alarm_of_an_orphan_that_hangs(
     hosted: Any, tmp_path: Path, hanging: Callable[[str], Any]
 ) -> None:
     """The orphan holds the store's write lock."""
-    client = hosted.connect(f"hanging://{tmp_path}/store", max_age_s=1e6)
-    client.open()
-    client.submit_store(1, "a", names(64), range(64), None, 64 * BLOCK)
-    client.submit_store(2, "a", names(3, 64), range(64, 67), None, 3 * BLOCK)
-    assert hosted.finish(client, 2).failed == []
+    client = hanging_store(hosted, tmp_path)
     wait_until(lambda: client.poll() == [] and client.contains(names(1)[0]))
     hanging("commit")
     orphan = pid_of(hosted)
@@ -374,21 +376,11 @@ def test_an_engine_opens_within_the_alarm_of_an_orphan_that_hangs(
     assert hosted.finish(again, 1).failed == []
 
 
-AS_INIT = """
-import os, signal, sys, time
-from persistkv.storage.host.client import StoreClient
-from persistkv.storage.host.protocol import Hello
-from persistkv.storage.host.supervisor import ProcessHost, State
-from persistkv.storage.identity import Identity
-from persistkv.storage.records import StoreOptions
-from persistkv.config import GroupLayout, RowLayout
-assert os.getpid() == 1
-fd = os.memfd_create("rows")
-os.ftruncate(fd, 1 << 20)
-layout = RowLayout(1 << 16, (GroupLayout(((0, 1 << 16),)),))
-hello = Hello(sys.argv[1], Identity.of({"weights": "w"}).encode(), layout, StoreOptions())
-client = StoreClient(ProcessHost(fd, 1 << 20), hello, max_queue_bytes=1 << 30)
-client.open()
+AS_INIT = (
+    ENGINE_AS_INIT
+    + """
+import os, signal
+from persistkv.storage.host.supervisor import State
 os.kill(client.host.pid, signal.SIGKILL)
 while client.state is State.OPEN:
     client.poll()
@@ -401,6 +393,7 @@ except ChildProcessError:
     left = None
 print(left)
 """
+)
 
 
 @pytest.mark.skipif(

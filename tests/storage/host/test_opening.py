@@ -29,7 +29,7 @@ from persistkv.storage.host.server import StoreServer
 from persistkv.storage.host.supervisor import InlineHost, State
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
-from tests.storage.host.jobs import BLOCK, KINDS, SignalledHost, names, wait_for
+from tests.storage.host.jobs import BLOCK, ENGINE_AS_INIT, KINDS, SignalledHost, names, wait_for
 
 HELLO = Hello(
     "lmdb:///absent",
@@ -203,25 +203,14 @@ def test_an_engine_that_leaves_while_a_store_opens_leaves_it_closed(
     assert (tmp_path / "store" / "guard").read_text().split()[0] == "clean"
 
 
-IN_CONTAINER = """
-import mmap, os, sys
-from persistkv.config import GroupLayout, RowLayout
-from persistkv.storage.host.client import StoreClient
-from persistkv.storage.host.supervisor import ProcessHost
-from persistkv.storage.host.protocol import Hello
-from persistkv.storage.identity import Identity
-from persistkv.storage.records import StoreOptions
-assert os.getpid() == 1
-fd = os.memfd_create("rows")
-os.ftruncate(fd, 1 << 20)
-layout = RowLayout(1 << 16, (GroupLayout(((0, 1 << 16),)),))
-hello = Hello(sys.argv[1], Identity.of({"weights": "w"}).encode(), layout, StoreOptions())
-client = StoreClient(ProcessHost(fd, 1 << 20), hello, max_queue_bytes=1 << 30)
-client.open()
+IN_CONTAINER = (
+    ENGINE_AS_INIT
+    + """
 print("open", flush=True)
 sys.stdin.read()
 client.close()
 """
+)
 
 
 @pytest.mark.skipif(

@@ -225,7 +225,7 @@ class Allocator:
             size, segment, page = _unpack(_SIZE, cursor.key())
         row = self._rows.get(SEGMENTS, _SEGMENT.pack(segment))
         if not size or row is None or page + size > _unpack(_PAGES, row)[0]:
-            raise CorruptStoreError(f"a free extent of {size} pages lies outside of segment {segment}")
+            raise CorruptStoreError(f"a free extent of {size} pages is outside of segment {segment}")
         return Extent(segment, page, size)
 
     def _first_fit(self, pages: int) -> Extent | None:

@@ -121,7 +121,7 @@ class BatchCommit:
 
         :param full: the error of ``write``.
         :raises StaleError: others have committed since the caller last read the changes.
-        :raises StoreFullError: nothing evictable is left, or a reader sees what was evicted.
+        :raises StoreFullError: nothing evictable is left, or a reader's snapshot still needs the evicted packs.
         """
         environment = self._environment
         try:
@@ -172,7 +172,7 @@ class BatchCommit:
             at_most = min(4 * at_most, _EVICTED_AT_ONCE)
 
     def _begin(self, transaction: Transaction, *, as_it_is: bool = False) -> tuple[CatalogTransaction, Room]:
-        """Return what a write transaction changes: the catalogue, and the room for it.
+        """Return the catalogue of a write transaction, and the space for its payloads.
 
         :raises StaleError: others have committed since ``seen``.
         """
@@ -183,7 +183,7 @@ class BatchCommit:
         return commit, room
 
     def _note(self, commit: CatalogTransaction) -> None:
-        """Record what a transaction did that has been committed."""
+        """Record the evictions and the cursor of a committed transaction."""
         self._evicted += commit.evicted
         if self._seen is not None:
             self._seen = commit.cursor

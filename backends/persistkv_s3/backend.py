@@ -114,7 +114,7 @@ class S3Backend(InspectableBackend):
             if self._read_only:
                 raise StoreUnavailableError(f"{self._place} holds no store, and is opened read-only") from None
         except CorruptPackError:
-            raise CorruptStoreError(f"{self._place}: what lies there is no persistkv store") from None
+            raise CorruptStoreError(f"{self._place}: the object there is not of a persistkv store") from None
         try:
             self._bucket.put(key, [encode_format(self._policy)])
         except ObjectExistsError:  # another process was faster

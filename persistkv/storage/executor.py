@@ -122,7 +122,7 @@ class InPlaceExecutor(Executor):
 
     def run_until(self, ended: Callable[[], bool]) -> None:
         if not ended():
-            raise RuntimeError("what is waited for can only be a flow that has not begun")
+            raise RuntimeError("the awaited flow has not begun, and nothing else can begin it")
 
     def longest_s(self) -> float:
         return 0.0

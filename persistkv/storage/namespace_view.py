@@ -106,7 +106,7 @@ class NamespaceView:
         if self._complained_at is None or now - self._complained_at >= _COMPLAIN_S:
             self._complained_at = now
             kind = "the store is full" if isinstance(error, StoreFullError) else "the store failed"
-            logger.warning("%s (%s); what it was given is dropped", kind, str(error))  # str: the error references rows
+            logger.warning("%s (%s): new blocks are dropped", kind, str(error))  # str: the error references rows
 
     async def refresh(self) -> None:
         """Apply the changes that other processes committed.

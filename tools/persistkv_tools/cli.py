@@ -1,7 +1,7 @@
 """The ``persistkv`` command.
 
-Exit codes: 0 done; 1 a command found what it looks for (its help says what); 2 bad input; 3 the store cannot be opened,
-reached or written; 130 interrupted (Ctrl-C); 141 nobody reads the output. With 2 and 3, one line on standard error says
+Exit codes: 0 done; 1 a command found something (see its help); 2 bad input; 3 the store cannot be opened,
+reached or written; 130 interrupted (Ctrl-C); 141 the output was closed. With 2 and 3, one line on standard error says
 why.
 """
 

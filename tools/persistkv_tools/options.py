@@ -53,8 +53,10 @@ LargerThan = Annotated[
 SmallerThan = Annotated[
     str | None, typer.Option("--smaller-than", metavar="SIZE", help="Only requests of fewer raw bytes, e.g. 1GiB.")
 ]
-NeverHit = Annotated[bool, typer.Option("--never-hit", help="Only requests that nobody used after they were stored.")]
-Rate = Annotated[str | None, typer.Option("--rate", metavar="SIZE", help="Read so much a second at most, e.g. 200MiB.")]
+NeverHit = Annotated[bool, typer.Option("--never-hit", help="Only requests that were not used after they were stored.")]
+Rate = Annotated[
+    str | None, typer.Option("--rate", metavar="SIZE", help="Read at most this much per second, e.g. 200MiB.")
+]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask before anything is deleted.")]
 
 

@@ -49,8 +49,8 @@ class Throttle:
     """Sleeps after each piece for as long as its bound asks.
 
     :param bytes_per_s: mean bound; unused time accumulates up to one second. None: no such bound.
-    :param share: of the time that may be spent on the pieces: whoever does something a twentieth of the time takes no
-        more than a twentieth of anything, however fast it is. No sleep is longer than a second.
+    :param share: largest share of the time that is spent on the pieces, hence of the disk and the processor, whatever
+        their speed. No sleep is longer than a second.
     """
 
     def __init__(self, bytes_per_s: int | None = None, *, share: float = 1.0) -> None:

@@ -124,7 +124,7 @@ _IDS = ("namespace", "pack")
 def columns(spec: str, **derived: Callable[[Any], str]) -> Columns:
     """Columns from words ``header=field``; a header alone shows the field of its name, with spaces for underscores.
 
-    :param derived: texts to be made of a record, by the name that stands for a field.
+    :param derived: functions that return a cell's text from a record, by the name used in place of a field.
     """
     words = (word.partition("=") for word in spec.split())
     return {header.replace("_", " "): derived.get(field or header, field or header) for header, _, field in words}
@@ -172,7 +172,7 @@ def show_table(
 
     :param left: headers of left-aligned columns, joined by commas; the first column is always left-aligned.
     :param optional: headers of columns that are left out if all their cells are empty, "-" or 0.
-    :param most: records to show; a line tells how many more there are.
+    :param most: number of records to show; a line counts the others.
     """
     rows = cells(columns, records[:most])
     for header in optional.split(","):

@@ -1,4 +1,4 @@
-"""Log of a namespace: following it, its snapshots, and a local cache of what it adds up to.
+"""Log of a namespace: reading of new entries, snapshots, and a local cache of the merged state.
 
 1. One listing shows the new objects, and only those are fetched. An index object is merged once; its number implies the
    earlier ones of its writer.
@@ -247,7 +247,7 @@ class Follower:
                 entries.append(entry)
         except CorruptPackError as error:
             state.damaged = True
-            logger.warning("%s does not read in full (%s): what it named is missed", key, error)
+            logger.warning("%s is damaged (%s): its packs are misses", key, error)
         return entries
 
     def _cover(self, root: Root | None) -> None:

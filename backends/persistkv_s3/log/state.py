@@ -349,7 +349,7 @@ class LogState:
 
 
 def _known(stamp: Stamp, about: PackState | ManifestState | Removal | None) -> bool:
-    """Return whether a change is no newer than what is known."""
+    """Return whether a change is not newer than the known one."""
     return about is not None and stamp <= about.stamp
 
 

@@ -302,7 +302,7 @@ class StoreClient:
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise HostError("this store was opened before a fork; open it anew in the child")
+            raise HostError("this store was opened before a fork; open it again in the child")
 
     # Jobs
 

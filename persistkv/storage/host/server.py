@@ -8,7 +8,7 @@ A job is answered when its rows are no longer read or written: a load when all i
 none of its keys is in flight.
 
 At the end, loads and jobs without an answer are dropped, except those that a transaction or a read has begun. When no
-row is in use any more, the rows are released and the engine is told; then accepted work is committed.
+row is in use any more, the rows are released and the engine gets ``Ended``; then accepted work is committed.
 
 Opening the store is also a call of the executor. If the executor has threads, the server answers messages meanwhile
 and reports how long opening has taken so far.
@@ -211,7 +211,7 @@ class StoreServer:
             engine = "" if self._status is None else self._status.engine
             contexts = await store.recent(ask.max_blocks, engine, only_asked=ask.only_asked)
         except StoreError as error:
-            logger.warning("what was used last cannot be read: %s", str(error))
+            logger.warning("the most recently used contexts cannot be read: %s", str(error))
             contexts = []
         self._send(protocol.Recent(tuple(map(PackedKeys.of, contexts))))
 

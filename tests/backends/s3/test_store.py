@@ -266,7 +266,7 @@ def test_what_a_driver_logs_in_its_process_reaches_the_engine(
     client.open()
     names = Names("store/", Identity.of({"weights": "w"}).digest)
     raw_client.put_object(Bucket=bucket, Key=names.log(LogName(bytes(16), 1)), Body=b"garbage")
-    wait_for(client, lambda: "does not read in full" in caplog.text)
+    wait_for(client, lambda: "its packs are misses" in caplog.text)
 
 
 def _deletion(store: Store) -> CommitBatch:

@@ -376,7 +376,7 @@ class TestCommand:
         store_with_a_bad_pack(url)
         shown = run("verify", url, "--repair", "--yes").stdout
         assert "deleted 1 pack" in shown
-        assert "shortened 0 requests to what stands before; deleted 1 that kept nothing" in shown
+        assert "shortened 0 requests to the blocks before; deleted 1 that kept nothing" in shown
 
     @pytest.mark.parametrize("options", [("--sample", "0"), ("--sample", "1.5"), ("--rate", "fast")])
     def test_wrong_options(self, run, filled, options):

@@ -124,16 +124,16 @@ _CODEC_FIGURES = render.columns("codec ratio store=store_bytes_per_s load=load_b
 
 def bench(
     url: Url,
-    size: Annotated[str, typer.Option(metavar="SIZE", help="Of one job.")] = "32MiB",
-    rounds: Annotated[int, typer.Option(min=1, help="Times that all is measured.")] = 7,
+    size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of one job.")] = "32MiB",
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds.")] = 7,
     json: Json = False,
 ) -> None:
-    """Measure what this machine's disk or bucket gives persistkv, as ratios to what it gives without, with a verdict.
+    """Compare persistkv on this disk or bucket with plain reads and writes of the same bytes, and judge the ratios.
 
-    Then it tries each codec on samples of what the store holds, and recommends one.
+    Then measure each codec on samples of the store's content, and recommend one.
 
-    It works beside the store, in one of its own that it removes; the store itself is not touched, nor need it exist.
-    With the default sizes it writes 1.5 GiB.
+    The measurement uses a temporary store next to the named one, which may be absent and is not changed. With the
+    default sizes it writes 1.5 GiB.
 
     Example: persistkv bench lmdb:///var/cache/kv
     """
@@ -191,7 +191,7 @@ def _bench(url: str, job_bytes: int, rounds: int, took: Took) -> BenchReport:
             try:
                 _cold(scratch, directory, job, keys, plain, times, took)
             except OSError as error:
-                notes.append(f"what is not in the page cache cannot be measured: {error.strerror}")
+                notes.append(f"reads past the page cache cannot be measured: {error.strerror}")
         if sample:
             try:
                 codecs += _measure_codecs(scratch, directory, job, sample, took)
@@ -242,7 +242,7 @@ def _cold(
 def _measure_codecs(
     scratch: str, directory: Path | None, job: _Job, sample: bytes, took: Took
 ) -> Iterator[CodecFigure]:
-    """Store and load a job of these bytes with each codec in turn.
+    """Store and load a job of these bytes with each codec.
 
     :param directory: of the store, if it is on this machine: it is read from the disk then, not from the page cache.
     :raises StoreError: the store failed.
@@ -300,7 +300,7 @@ def verdict(name: str, ratio: float | None) -> str:
         return "as fast as this disk or bucket allows"
     if ratio >= _GOOD[name] * _POOR:
         return "usable; a part of the speed is lost"
-    return "slow: look at persistkv doctor, and at what else runs here"
+    return "slow: run persistkv doctor, and check the load of this machine"
 
 
 def recommend(figures: Sequence[CodecFigure]) -> Advice:
@@ -407,7 +407,7 @@ class _Job:
         finish(client, self._last_id, all_of_it=True)
         seconds = time.perf_counter() - begin
         if not np.array_equal(self._rows[self._count :], self._rows[: self._count]):
-            raise StoreError("what was loaded is not what was stored")
+            raise StoreError("the loaded bytes differ from the stored ones")
         self.clear()
         return seconds
 

@@ -76,10 +76,10 @@ class Check(msgspec.Struct, frozen=True):
 
 
 def doctor(
-    url: Annotated[str | None, typer.Argument(metavar="[URL]", help="A store to look at, too.")] = None,
+    url: Annotated[str | None, typer.Argument(metavar="[URL]", help="Check this store, too.")] = None,
     json: Json = False,
 ) -> None:
-    """Check this machine, and a store, for what stands in the way. Exit code 1: a warning or a problem.
+    """Check this machine, and a store, for problems. Exit code 1: a warning or a problem.
 
     Example: persistkv doctor lmdb:///var/cache/kv
     """
@@ -142,7 +142,7 @@ def _shared_memory(directory: Path) -> Iterator[Check]:
         return
     total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     found = f"{render.format_size(free)} of {render.format_size(total)} free in {directory}"
-    todo = "an engine's primary tier lies there: give the container more (docker run --shm-size), or remount with size="
+    todo = "it holds an engine's primary tier: enlarge it (docker run --shm-size, or remount with size=)"
     yield _passed("shared memory", free >= _MIN_SHARED, found, todo)
     left = [path for path in sorted(directory.glob(REGIONS)) if _is_left(path)]
     size = render.format_size(sum(path.stat().st_size for path in left))
@@ -224,7 +224,7 @@ def _codec(url: str, sample: bytes, ratio: float) -> Check:
         return Check("codec", Level.OK, "the store holds less than 1 MiB: too little to recommend one")
     codec, possible = smallest(sample)
     found = f"codec ratio {ratio:.2f}, with {codec} {possible:.2f}"
-    todo = f"try codec {codec}; persistkv bench {url} measures what it costs here"
+    todo = f"try codec {codec}; persistkv bench {url} measures its cost here"
     return _passed("codec", possible < LEAST_GAIN * ratio, found, todo, Level.NOTE)
 
 

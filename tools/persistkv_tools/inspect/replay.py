@@ -193,7 +193,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[Request]:
 def _check_prefixes(path: Path, chain: Request, parents: dict[int, int]) -> None:
     for parent, block in zip([-1, *chain], chain, strict=False):
         if parents.setdefault(block, parent) != parent:
-            expected = f"ids that stand for prefixes; block {block} follows both {parents[block]} and {parent}"
+            expected = f"ids that identify prefixes; block {block} follows both {parents[block]} and {parent}"
             raise ConfigurationError("trace", str(path), expected)
 
 

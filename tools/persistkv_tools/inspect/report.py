@@ -215,7 +215,7 @@ def _parts(data: ReportData) -> Iterator[str]:
     if data.largest:
         yield section("Largest requests", "By raw bytes.", table(_LARGEST, data.largest))
     if data.engines:
-        yield section("Engines", "What they said of themselves last.", table(_ENGINES, data.engines))
+        yield section("Engines", "Their last status.", table(_ENGINES, data.engines))
     yield f"<footer>persistkv {__version__}</footer>"
 
 

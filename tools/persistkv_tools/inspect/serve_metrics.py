@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _STORE: dict[str, str] = {
     "packs": "Packs in the store.",
-    "blocks": "Blocks in all packs; one that lies in two is counted twice.",
+    "blocks": "Blocks in all packs; a block in two packs counts twice.",
     "requests": "Requests whose whole context is kept.",
     "raw_bytes": "Bytes of all blocks, before the codec.",
     "stored_bytes": "Bytes of all payloads, padding included.",

@@ -149,7 +149,7 @@ def show(
     namespace: InNamespace = None,
     json: Json = False,
 ) -> None:
-    """Show one context: its packs and keys, its sizes, and what it shares with other requests.
+    """Show one context: packs, keys, sizes, and blocks shared with other requests.
 
     Example: persistkv show lmdb:///var/cache/kv 0c4de6a0 --tree
     """

@@ -1,4 +1,4 @@
-"""``persistkv label``, ``pin`` and ``unpin``: change what is known of a request while others write."""
+"""``persistkv label``, ``pin`` and ``unpin``: change the labels and pins of requests while other processes write."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class Plan(msgspec.Struct):
 
 
 class Done(msgspec.Struct):
-    """What was deleted, counted up with each commit."""
+    """Totals of the deletions so far, updated by each commit."""
 
     goes: Amount = msgspec.field(default_factory=Amount)
     requests: int = 0
@@ -340,7 +340,7 @@ class Pruning:
             held -= sum(usage.held.tables[pack].payload_length for pack in usage.packs[name] if not counts[pack])
 
     def plan(self, *, orphans: bool = False, shared: bool = False) -> Plan:
-        """What would go.
+        """Return the planned deletions.
 
         :param orphans: also packs that no request names.
         :param shared: also packs that hold a block only these requests name, although others use the pack.

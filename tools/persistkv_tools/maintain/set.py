@@ -45,9 +45,9 @@ def set_(
     yes: Yes = False,
     json: Json = False,
 ) -> None:
-    """Show or change what a store keeps: its capacity and how long unused content lives. Engines may run.
+    """Show or change a store's capacity and ttl. Engines may run.
 
-    A URL never changes a store that exists; this command does, after it has shown the consequences.
+    A URL never changes an existing store; this command does, after it has shown the consequences.
 
     Example: persistkv set lmdb:///var/cache/kv capacity=200GiB ttl=30d
     """

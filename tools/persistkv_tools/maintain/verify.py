@@ -140,17 +140,15 @@ _FINDINGS = render.columns(
 
 def verify(
     url: Url,
-    sample: Annotated[
-        float, typer.Option(metavar="SHARE", help="Read this share of the packs, drawn anew each time, e.g. 0.05.")
-    ] = 1.0,
+    sample: Annotated[float, typer.Option(metavar="SHARE", help="Read a random share of the packs, e.g. 0.05.")] = 1.0,
     rate: Rate = None,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Delete the packs that are bad; requests keep what stands before them.")
+        bool, typer.Option("--repair", help="Delete bad packs; requests keep the blocks before them.")
     ] = False,
     yes: Yes = False,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Note here how far it came, and go on there; removed at the end."),
+        typer.Option(metavar="FILE", help="Save the progress here, and resume from it; removed at the end."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -297,12 +295,12 @@ def _print(summary: Summary, bytes_per_s: int | None) -> None:
     if summary.other_release_packs:
         render.say(f"{render.count(summary.other_release_packs, 'pack')} of another release's codec: not checked")
     if not summary.rows_counted:
-        render.say("rows that do not read could not be told: others wrote all the time")
+        render.say("unreadable rows were not counted: other processes wrote continuously")
     if summary.deleted_packs or summary.shortened_requests:
         render.say(f"deleted {render.count(summary.deleted_packs, 'pack')}; their blocks will be computed again")
         shortened = render.count(summary.shortened_requests, "request")
         render.say(
-            f"shortened {shortened} to what stands before; deleted {summary.deleted_requests:,} that kept nothing"
+            f"shortened {shortened} to the blocks before; deleted {summary.deleted_requests:,} that kept nothing"
         )
     render.say("nothing is wrong" if not summary.problems else f"found {render.count(summary.problems, 'problem')}")
 

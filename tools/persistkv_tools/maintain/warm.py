@@ -49,13 +49,16 @@ def warm(
     label: Labels = None,
     namespace: InNamespace = None,
     ttl: Annotated[
-        str, typer.Option(metavar="AGE", help="How long it counts: engines that start until then do it as well.")
+        str,
+        typer.Option(
+            metavar="AGE", help="Time until the request expires; engines that start before promote the contexts, too."
+        ),
     ] = "1h",
     wait: Annotated[
         str | None,
-        typer.Option(metavar="AGE", help="Wait so long for an engine to start and take it up, e.g. 5m."),
+        typer.Option(metavar="AGE", help="Wait at most this long for an engine, e.g. 5m."),
     ] = None,
-    withdraw: Annotated[bool, typer.Option("--withdraw", help="Ask no longer; what was promoted stays.")] = False,
+    withdraw: Annotated[bool, typer.Option("--withdraw", help="Withdraw the request; promoted blocks stay.")] = False,
     json: Json = False,
 ) -> None:
     """Have engines read contexts into memory, those that run and those that start.

@@ -193,7 +193,7 @@ class ArchiveReader:
             raise self.corrupt(at, "records are missing, or something follows the last one")
 
     def again(self, at: int) -> Record:
-        """Read a record once more.
+        """Read a record again.
 
         :raises CorruptArchiveError: the file changed meanwhile.
         """

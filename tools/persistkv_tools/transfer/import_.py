@@ -27,15 +27,13 @@ from persistkv_tools.transfer.push import Newest, Transfer, print_received
 
 
 def import_(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What persistkv export wrote.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file from persistkv export.")],
     url: Url,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Refuse where the store holds other identities only.")
-    ] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse a store that holds only other identities.")] = False,
     newest: Newest = False,
     json: Json = False,
 ) -> None:
-    """Verify all of a file of export, then write what it holds to a store, which is made where it is absent.
+    """Verify an export file completely, then write its content to a store, which is created if absent.
 
     A store whose capacity has no room for it is refused: exit code 2, and nothing is written.
 
@@ -98,7 +96,7 @@ class _Contents:
         table = record.table
         name = f"pack {table.pack_id.hex()}"
         if table.namespace != self.source.identity.digest:
-            raise self._archive.corrupt(at, f"{name} is not of the namespace that it stands in")
+            raise self._archive.corrupt(at, f"{name} is not of its section's namespace")
         try:
             findings = check_payload(table, record.payload)
         except OtherReleaseError as error:

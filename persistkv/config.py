@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args, get_origin
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
@@ -69,6 +70,11 @@ def parse_duration(value: str, *, name: str) -> float:
     if not 0 < seconds < math.inf:
         raise ConfigurationError(name, value, "a positive duration such as 30s, 12h or 7d")
     return seconds
+
+
+def store_url(store: str | Path) -> str:
+    """Return the URL of a store that is given by its URL or by the path of an LMDB store."""
+    return f"lmdb://{quote(str(store.expanduser().absolute()))}" if isinstance(store, Path) else store
 
 
 @dataclass(frozen=True)

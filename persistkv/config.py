@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
@@ -96,6 +97,11 @@ def parse_durability(text: str) -> float | None:
     except ConfigurationError:
         pass
     raise ConfigurationError("durability", text, "commit, or interval:5s for any positive duration")
+
+
+def store_url(store: str | Path) -> str:
+    """Return the URL of a store that is given by its URL or by the path of an LMDB store."""
+    return f"lmdb://{quote(str(store.expanduser().absolute()))}" if isinstance(store, Path) else store
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,10 @@ from persistkv_tools.render import view_of
 _NAMED_AT_MOST = 5
 _AT_ONCE = 256
 
-Url = Annotated[str, typer.Argument(metavar="URL", help="The store, e.g. lmdb:///var/cache/kv", show_default=False)]
+STORE_VARIABLE = "PERSISTKV_STORE"
+"""Environment variable with the store of commands that are given none."""
+_STORE_HELP = "The store: a URL such as lmdb:///var/cache/kv, or a path."
+Url = Annotated[str, typer.Argument(metavar="URL", help=_STORE_HELP, envvar=STORE_VARIABLE, show_default=False)]
 RequestId = Annotated[
     str,
     typer.Argument(metavar="REQUEST", help="The request's id; its first letters are enough.", show_default=False),

@@ -175,7 +175,7 @@ class TestArchive:
         damaged[0] ^= 1
         ghost = sample_manifest("ghost")
         wrong = {
-            "namespace that it stands in": lambda archive: archive.pack(table, stored),
+            "is not of its section's namespace": lambda archive: archive.pack(table, stored),
             "payload": lambda archive: archive.pack(sample_table(other.id), bytes(4096)),
             "not in the file": lambda archive: archive.request(ghost.manifest, ghost.keys),
             "other blocks": lambda archive: archive.request(ghost.manifest, (*ghost.keys, *ghost.keys)),

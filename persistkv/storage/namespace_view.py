@@ -165,6 +165,12 @@ class NamespaceView:
 
         :raises StoreError: the key tables could not be read.
         """
+        if keys:  # the usual load: one pack holds all keys in this order
+            of_last = self.index.candidates(keys[-1])
+            ends = [pack_id for pack_id in self.index.candidates(keys[0]) if pack_id in of_last]
+            for held in (await self._packs(ends[:1])).values():
+                if held.start_of(keys) is not None:
+                    return [held] * len(keys)
         candidates = self.index.first_candidates(keys)
         found: list[HeldPack | None] = [None] * len(keys)
         by_pack: dict[bytes, list[int]] = {}

@@ -94,6 +94,17 @@ def test_all_options_of_the_engine(here: Any) -> None:
     assert len(after["result"].tokens) == 64
 
 
+def test_a_store_from_python(here: Any, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = examples("docs/operating.md", "python")
+    with Engine.open(checkpoint, here("/var/cache/kv")) as engine:
+        engine.generate(PROMPT, labels={"user": "anna"})
+    exec(compile(here(example), "docs/operating.md", "exec"), after := {"__name__": "example"})
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 3
+    assert shown[-1] == "0 requests deleted"
+    assert after["problems"] == []
+
+
 def test_configuration_of_tiers() -> None:
     after: dict[str, Any] = {}
     exec(compile(examples("docs/extending.md", "python")[-1], "docs/extending.md", "exec"), after)

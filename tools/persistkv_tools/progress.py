@@ -29,16 +29,18 @@ def byte_progress() -> Progress:
 
 
 def counted(
-    progress: Progress, what: str, total: int | None, throttle: Throttle | None = None
+    progress: Progress | None, what: str, total: int | None, throttle: Throttle | None = None
 ) -> Callable[[int], None]:
     """Return a function to call with the bytes of each read: it moves a bar, and sleeps as the throttle requires.
 
+    :param progress: display of the bar; None: no bar.
     :param total: bytes in all; None if unknown.
     """
-    task = progress.add_task(what, total=total)
+    task = None if progress is None else progress.add_task(what, total=total)
 
     def took(num_bytes: int) -> None:
-        progress.advance(task, num_bytes)
+        if progress is not None and task is not None:
+            progress.advance(task, num_bytes)
         if throttle is not None:
             throttle.took(num_bytes)
 

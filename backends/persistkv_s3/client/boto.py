@@ -9,12 +9,14 @@
 from __future__ import annotations
 
 import errno
+import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from email.utils import parsedate_to_datetime
+from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -37,6 +39,8 @@ from persistkv_s3.client.transport import (
 )
 from persistkv_s3.options import Place, S3Options
 
+logger = logging.getLogger(__name__)
+
 _READ_BYTES = 256 << 10  # 256 KiB: longer reads cause page faults, shorter ones more calls
 _CALLERS = 16  # threads of callers, which make a single request themselves
 _CONNECT_S = 5.0
@@ -53,8 +57,12 @@ class BotoClient(Transport):
 
     def __init__(self, place: Place, options: S3Options) -> None:
         self._place = place
-        encryption = {"ServerSideEncryption": options.sse, "SSEKMSKeyId": options.sse_kms_key_id}
-        self._extra = {name: value for name, value in encryption.items() if value is not None}
+        self._target = _given(Bucket=place.bucket, ExpectedBucketOwner=options.expected_bucket_owner)
+        self._encryption = _given(
+            ServerSideEncryption=options.sse,
+            SSEKMSKeyId=options.sse_kms_key_id,
+            BucketKeyEnabled=options.sse_bucket_key,
+        )
         self._client = _make_client(options)
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
@@ -65,6 +73,12 @@ class BotoClient(Transport):
         self._client.meta.events.register("after-call.s3", self._compare_clocks)
         server = urlsplit(self._client.meta.endpoint_url)
         self._where = f"{place} at {server.scheme}://{server.netloc.rpartition('@')[2]}"
+        self._versions_reported = False
+        if server.scheme == "http" and not _is_loopback(server.hostname or ""):
+            logger.warning(
+                "%s: connections are not encrypted, so the network can read and change content; use https://",
+                self._where,
+            )
 
     @property
     def requests(self) -> dict[str, int]:
@@ -87,16 +101,23 @@ class BotoClient(Transport):
 
     def put(self, key: str, body: Body, deadline: Deadline, *, only_if_absent: bool = True) -> None:
         condition = {"IfNoneMatch": "*"} if only_if_absent else {}
-        target = {"Bucket": self._place.bucket, "Key": key, **condition, **self._extra}
+        target = {"Key": key, **condition, **self._target, **self._encryption}
         with self._translated("PUT", key, deadline):
-            self._client.put_object(Body=body, ContentLength=len(body), **target)
+            answer = self._client.put_object(Body=body, ContentLength=len(body), **target)
+        if "VersionId" in answer and not self._versions_reported:
+            self._versions_reported = True
+            logger.warning(
+                "%s: the bucket keeps old versions, so deleted content takes space until a lifecycle rule "
+                "expires noncurrent versions (docs/s3.md)",
+                self._where,
+            )
 
     def get(self, key: str, start: int | None, stop: int | None, sink: Sink, deadline: Deadline) -> None:
         wanted = {}
         if stop is not None:
             wanted["Range"] = f"bytes=-{stop}" if start is None else f"bytes={start}-{stop - 1}"
         with self._translated("GET", key, deadline):
-            answer = self._client.get_object(Bucket=self._place.bucket, Key=key, **wanted)
+            answer = self._client.get_object(**self._target, Key=key, **wanted)
             with closing(answer["Body"]) as body:
                 size = answer.get("ContentRange", "").rpartition("/")[2]
                 if start is not None and stop is not None and size.isdigit() and int(size) < stop:
@@ -107,13 +128,13 @@ class BotoClient(Transport):
 
     def head(self, key: str, deadline: Deadline) -> ObjectInfo:
         with self._translated("HEAD", key, deadline):
-            found = self._client.head_object(Bucket=self._place.bucket, Key=key)
+            found = self._client.head_object(**self._target, Key=key)
         return ObjectInfo(key, found["ContentLength"], found["LastModified"].timestamp())
 
     def list(self, prefix: str, page: str | None, deadline: Deadline) -> ListPage:
         more = {} if page is None else {"ContinuationToken": page}
         with self._translated("LIST", prefix, deadline):
-            answer = self._client.list_objects_v2(Bucket=self._place.bucket, Prefix=prefix, **more)
+            answer = self._client.list_objects_v2(**self._target, Prefix=prefix, **more)
         entries = answer.get("Contents", ())
         found = [ObjectInfo(entry["Key"], entry["Size"], entry["LastModified"].timestamp()) for entry in entries]
         return ListPage(found, answer["NextContinuationToken"] if answer.get("IsTruncated") else None)
@@ -122,13 +143,13 @@ class BotoClient(Transport):
         wanted = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
         try:
             with self._translated("DELETE", f"{keys[0]} and {len(keys) - 1} more", deadline):
-                answer = self._client.delete_objects(Bucket=self._place.bucket, Delete=wanted)
+                answer = self._client.delete_objects(**self._target, Delete=wanted)
             for error in answer.get("Errors", ()):
                 raise _of_answer({"Error": error}, f"{self._where}: DELETE {error.get('Key')}")
         except RefusedError:  # Ceph requires permission to delete the whole bucket for this
             for key in keys:
                 with self._translated("DELETE", key, deadline):
-                    self._client.delete_object(Bucket=self._place.bucket, Key=key)
+                    self._client.delete_object(**self._target, Key=key)
 
     def close(self) -> None:
         self._client.close()
@@ -155,13 +176,13 @@ class PlainBucket(BotoClient, PlainMedium):
     def write(self, buffers: Sequence[memoryview]) -> None:
         key = f"{self._place.prefix}plain-{len(self._written)}"
         with self._translated("PUT", key, Deadline(self._deadline_s)):
-            self._client.put_object(Bucket=self._place.bucket, Key=key, Body=b"".join(buffers), **self._extra)
+            self._client.put_object(Key=key, Body=b"".join(buffers), **self._target, **self._encryption)
         self._written.append(key)
 
     def read(self, buffers: Sequence[memoryview]) -> None:
         key = self._written[-1]
         with self._translated("GET", key, Deadline(self._deadline_s)):
-            found = memoryview(self._client.get_object(Bucket=self._place.bucket, Key=key)["Body"].read())
+            found = memoryview(self._client.get_object(**self._target, Key=key)["Body"].read())
         for buffer in buffers:
             buffer[:], found = found[: len(buffer)], found[len(buffer) :]
 
@@ -172,6 +193,20 @@ class PlainBucket(BotoClient, PlainMedium):
                 self._written = []
         finally:
             super().close()
+
+
+def _given(**options: str | bool | None) -> dict[str, str | bool]:
+    """Return the options that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _receive(body: Any, sink: Sink) -> None:

@@ -146,7 +146,7 @@ def end_and_reuse(hosted: Any, tmp_path: Path, side: str, repeats: int, kind: st
     if client.state is State.CLOSED:
         client = hosted.connect(url, kind)
         client.open()
-    wait_for(client, State.OPEN)
+    wait_until_answered(client, hosted, held[:1])
     client.submit_load(4, held, range(64))
     assert hosted.finish(client, 4).failed == []
     assert (hosted.array[:64] == 1).all()
@@ -215,7 +215,7 @@ def test_a_region_truncated_in_use_costs_misses(hosted: Any, tmp_path: Path) -> 
     found = client.contains(held[0])
     assert not found
     os.ftruncate(hosted.fd, len(hosted.memory))
-    wait_for(client, State.OPEN)
+    wait_until_answered(client, hosted, held[:1])
     client.submit_load(4, held, range(64))
     assert hosted.finish(client, 4).failed == []
     assert (hosted.array[:64] == expected).all()

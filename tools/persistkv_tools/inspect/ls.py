@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from persistkv import open_store
 from persistkv.storage.backend import Namespace
 from persistkv.storage.extensions import InspectableBackend, RequestUse
 from persistkv_tools import render
@@ -31,7 +32,6 @@ from persistkv_tools.options import (
     SmallerThan,
     Url,
     chosen_namespaces,
-    opened,
     with_uses,
 )
 
@@ -47,6 +47,11 @@ class NamespaceView(msgspec.Struct, frozen=True):
     """The identity's digest, hexadecimal."""
     created: float
     identity: dict[str, Any]
+
+    @classmethod
+    def of(cls, namespace: Namespace) -> NamespaceView:
+        """The view of a namespace."""
+        return cls(namespace.id.hex(), namespace.created, namespace.identity.fields)
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -113,10 +118,8 @@ def ls(
     """
     selection = Selection.parse(label, older_than, newer_than, larger_than, smaller_than, never_hit=never_hit)
     shown = (None if json else _PAGE) if limit is None else limit or None
-    with opened(url) as backend:
-        page = list_requests(
-            url, backend, selection, namespace=namespace, sort=sort, reverse=reverse, offset=offset, limit=shown
-        )
+    with open_store(url) as store:
+        page = store.requests(selection, namespace=namespace, sort=sort, reverse=reverse, offset=offset, limit=shown)
     if json:
         render.print_json(page)
     else:
@@ -184,7 +187,7 @@ def list_requests(
         counts["matched"],
         offset,
         shown,
-        [NamespaceView(space.id.hex(), space.created, space.identity.fields) for space in namespaces],
+        list(map(NamespaceView.of, namespaces)),
     )
 
 

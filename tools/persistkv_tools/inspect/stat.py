@@ -10,12 +10,13 @@ from types import SimpleNamespace
 
 import msgspec
 
+from persistkv import open_store
 from persistkv.storage.backend import Namespace
 from persistkv.storage.extensions import InspectableBackend, SupportsCompaction
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.format.pack import PackTable
 from persistkv_tools import render
-from persistkv_tools.options import Json, Url, chosen_namespaces, opened
+from persistkv_tools.options import Json, Url, chosen_namespaces
 
 _AGES = ((3600, "1h"), (86_400, "1d"), (7 * 86_400, "7d"), (30 * 86_400, "30d"), (90 * 86_400, "90d"))
 _SIZES = ((1 << 20, "1MiB"), (16 << 20, "16MiB"), (256 << 20, "256MiB"), (1 << 30, "1GiB"), (16 << 30, "16GiB"))
@@ -121,8 +122,8 @@ def stat(url: Url, json: Json = False) -> None:
 
     Example: persistkv stat lmdb:///var/cache/kv
     """
-    with opened(url) as backend:
-        totals = store_totals(url, backend)
+    with open_store(url) as store:
+        totals = store.stats()
     if json:
         render.print_json(totals)
     else:

@@ -10,6 +10,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 import typer
 
+from persistkv import open_store
 from persistkv.errors import ConfigurationError
 from persistkv.storage.backend import Namespace
 from persistkv.storage.extensions import InspectableBackend
@@ -27,12 +28,9 @@ from persistkv_tools.options import (
     RequestIds,
     Selection,
     Url,
-    chosen_requests,
-    opened,
-    throttle_of,
 )
 from persistkv_tools.packs import NamespacePacks, OtherReleaseError, Packs, Took, all_keys, check_pack
-from persistkv_tools.progress import byte_progress, counted
+from persistkv_tools.progress import byte_progress
 from persistkv_tools.transfer.archive import ArchiveWriter
 
 
@@ -96,11 +94,11 @@ def export(
         raise ConfigurationError("export", url, "requests, --label or --all")
     if output.exists() and not force:
         raise ConfigurationError("--output", str(output), "a file that is not there yet, or --force")
-    throttle = throttle_of(rate)
-    with opened(url) as backend:
-        found = chosen_requests(backend, requests or [], Selection.parse(label), namespace)
-        with byte_progress() as progress, ArchiveWriter(output) as writer:
-            sent = export_requests(backend, found, writer, counted(progress, "export", None, throttle))
+    selection = Selection.parse(label)
+    with open_store(url) as store, byte_progress() as progress:
+        sent = store.export(
+            output, selection, requests=requests or [], namespace=namespace, rate=rate, progress=progress
+        )
     if json:
         render.print_json({"url": url, "file": str(output), "exported": sent})
     else:

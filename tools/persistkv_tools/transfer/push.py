@@ -18,7 +18,9 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 import typer
+from rich.progress import Progress
 
+from persistkv import open_store
 from persistkv.config import MAX_PACK_BYTES, StoreUrl
 from persistkv.errors import ConfigurationError, PersistKVError
 from persistkv.storage import BACKENDS, open_inspectable
@@ -37,13 +39,10 @@ from persistkv_tools.options import (
     OlderThan,
     Rate,
     Selection,
-    chosen_namespaces,
-    opened,
     opened_if_there,
-    throttle_of,
 )
 from persistkv_tools.packs import NamespacePacks, Packs, Took, all_keys
-from persistkv_tools.progress import byte_progress, counted
+from persistkv_tools.progress import Throttle, byte_progress, counted
 from persistkv_tools.transfer.export import Source, print_incomplete
 
 _SHOWN = 20
@@ -85,24 +84,15 @@ def push(
 
     Example: persistkv push lmdb:///var/cache/kv lmdb:///mnt/backup/kv?capacity=1TiB
     """
-    ends = [StoreUrl.parse(url) for url in (source, target)]
-    if (ends[0].scheme, ends[0].location) == (ends[1].scheme, ends[1].location):
-        raise ConfigurationError("DST", target, "another store than SRC")
-    selection, throttle = Selection.parse(label, older_than, newer_than), throttle_of(rate)
-    with opened(source) as reading:
-        sources = sources_of(reading, chosen_namespaces(reading, namespace), selection)
-        with opened_if_there(target) as there:
-            transfer = Transfer(sources, there, target, everything=selection == Selection())
-            place = transfer.place(there, reading.stats().capacity, newest=newest)
-        with closing(open_inspectable(place)) as writing, byte_progress() as progress:
-            took = counted(progress, "copy", transfer.content.payload_bytes, throttle)
-            received = transfer.run(writing, took, newest=newest)
-            capacity = writing.stats().capacity
+    selection = Selection.parse(label, older_than, newer_than)
+    with open_store(source) as store, byte_progress() as progress:
+        pushed = store.push(target, selection, namespace=namespace, newest=newest, rate=rate, progress=progress)
     if json:
-        render.print_json({"source": source, "target": target, "received": received, "capacity": capacity})
+        totals = {"received": pushed.received, "capacity": pushed.capacity}
+        render.print_json({"source": source, "target": target, **totals})
     else:
-        print_received(received, target, place, capacity)
-    if not received.complete:
+        print_received(pushed.received, target, pushed.url, pushed.capacity)
+    if not pushed.received.complete:
         raise typer.Exit(1)
 
 
@@ -122,6 +112,33 @@ _push, _pull = (inspect.signature(function, eval_str=True) for function in (push
 pull.__signature__ = _pull.replace(  # type: ignore[attr-defined]
     parameters=[*list(_pull.parameters.values())[:2], *list(_push.parameters.values())[2:]]
 )
+
+
+def copy_requests(
+    url: str,
+    backend: InspectableBackend,
+    namespaces: Iterable[Namespace],
+    target: str,
+    selection: Selection,
+    throttle: Throttle,
+    progress: Progress | None,
+    *,
+    newest: bool,
+) -> Pushed:
+    """Copy what another store lacks; see ``Store.push``.
+
+    :param url: of the store to copy from.
+    """
+    ends = [StoreUrl.parse(end) for end in (url, target)]
+    if (ends[0].scheme, ends[0].location) == (ends[1].scheme, ends[1].location):
+        raise ConfigurationError("target", target, "another store than the source")
+    sources = sources_of(backend, namespaces, selection)
+    with opened_if_there(target) as there:
+        transfer = Transfer(sources, there, target, everything=selection == Selection())
+        place = transfer.place(there, backend.stats().capacity, newest=newest)
+    with closing(open_inspectable(place)) as writing:
+        took = counted(progress, "copy", transfer.content.payload_bytes, throttle)
+        return Pushed(transfer.run(writing, took, newest=newest), place, writing.stats().capacity)
 
 
 def sources_of(backend: InspectableBackend, namespaces: Iterable[Namespace], selection: Selection) -> list[Source]:
@@ -225,6 +242,16 @@ class Received(msgspec.Struct):
         """Whether the store holds all that it was to receive."""
         left_out = self.incomplete or self.missing or self.missing_packs
         return not (left_out or self.lost or self.lost_packs)
+
+
+class Pushed(NamedTuple):
+    """Outcome of a push."""
+
+    received: Received
+    url: str
+    """The target as it was opened: a target that was created has a capacity that holds the content."""
+    capacity: int | None
+    """Capacity of the target."""
 
 
 class Candidate(NamedTuple):

@@ -95,12 +95,16 @@ def opened_if_there(url: str) -> Iterator[InspectableBackend | None]:
 
 
 @contextmanager
-def opened(url: str, *, writable: bool = False) -> Iterator[InspectableBackend]:
-    """Open an existing store for the length of the block."""
-    with closing(open_inspectable(url, read_only=True)) as backend:
-        if not writable:
-            yield backend
-            return
+def opened(url: str, *, writable: bool = False, exists: bool = False) -> Iterator[InspectableBackend]:
+    """Open an existing store for the length of the block.
+
+    :param exists: the store is known to exist: opening it for writing cannot create it.
+    """
+    if not (writable and exists):
+        with closing(open_inspectable(url, read_only=True)) as backend:
+            if not writable:
+                yield backend
+                return
     with closing(open_inspectable(url)) as backend:
         yield backend
 

@@ -6,16 +6,15 @@ Each operation is implemented in the module of its command, which is imported wh
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from persistkv.config import parse_size
+from persistkv.config import parse_size, store_url
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.extensions import InspectableBackend, SupportsCompaction
-from persistkv_tools import options
 from persistkv_tools.options import (
     FoundRequest,
     RequestView,
@@ -50,7 +49,7 @@ def open_store(url: str | Path, *, read_only: bool = True) -> Store:
     :raises ConfigurationError: the URL is invalid, or its driver cannot list requests.
     :raises StoreUnavailableError: there is no store, or it cannot be reached.
     """
-    return Store(str(url.absolute()) if isinstance(url, Path) else url, read_only=read_only)
+    return Store(store_url(url), read_only=read_only)
 
 
 class Store:
@@ -328,5 +327,5 @@ class Store:
         if self._read_only:
             raise StoreError(f"{self.url} is open read-only: open it with read_only=False")
         if self._writer is None:
-            self._writer = self._resources.enter_context(closing(options.open_inspectable(self.url)))
+            self._writer = self._resources.enter_context(opened(self.url, writable=True, exists=True))
         return self._writer

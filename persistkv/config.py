@@ -301,8 +301,9 @@ class OffloadingConfig:
     """The bytes of each group in a row."""
     num_blocks: int
     """Rows of the primary tier."""
-    region_fd: int | None = None
-    """Descriptor of the primary tier's shared memory, which a host process maps; None if it is not available."""
+    region_fds: tuple[int, ...] = ()
+    """Descriptors of the files that are the primary tier's memory, one after the other, which a host process maps;
+    none if they are not available."""
     enable_events: bool = False
     """Whether the engine uses the tier's events."""
 

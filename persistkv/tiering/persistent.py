@@ -126,9 +126,9 @@ class PersistentTier(SecondaryTierManager):
         if self.options.host == "inline":
             return InlineHost(flat)
         if self.options.host == "process":
-            if self.config.region_fd is not None:
+            if self.config.region_fds:
                 with suppress(OSError):
-                    return ProcessHost(self.config.region_fd, num_bytes)
+                    return ProcessHost(self.config.region_fds, num_bytes)
             logger.warning(
                 "no descriptor of the primary tier, or no pidfds: the store runs in a thread of this process"
             )
@@ -137,6 +137,11 @@ class PersistentTier(SecondaryTierManager):
     @staticmethod
     def get_tier_type() -> str:
         return "persistent"
+
+    @property
+    def host(self) -> str:
+        """Where the store runs: ``process``, ``thread`` or ``inline``."""
+        return self._client.host.name
 
     @property
     def notices(self) -> Sequence[str]:

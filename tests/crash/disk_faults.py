@@ -155,7 +155,7 @@ class Engine:
         os.ftruncate(region, size)
         self._rows = mmap.mmap(region, size)
         hello = Hello(url, IDENTITY.encode(), _LAYOUT, OPTIONS)
-        self._host = ProcessHost(region, size) if host == PROCESS else InlineHost(memoryview(self._rows))
+        self._host = ProcessHost((region,), size) if host == PROCESS else InlineHost(memoryview(self._rows))
         self._client = StoreClient(self._host, hello, max_queue_bytes=1 << 30)
         self._client.open()
         self._jobs = 0

@@ -20,7 +20,7 @@ concurrently with themselves and with any other call. The other methods are call
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from persistkv.config import MAX_PACK_BYTES, StoreUrl
@@ -112,12 +112,15 @@ class Changes:
 
     cursor: bytes
     """Argument of the next call."""
-    added: Sequence[PackTable]
-    """Packs that were added and are still held."""
+    added: Iterable[PackTable]
+    """Packs that were added and are still held. Iterate only once: with ``reset``, a driver may read them on the way,
+    and the iteration may raise a ``StoreError``. The next call reports what changed meanwhile."""
     removed: Sequence[bytes] = ()
     """Ids of removed packs. Apply before ``added``: a pack may be in both."""
     reset: bool = False
     """``added`` is the whole catalogue (the first call, or a cursor that is too old)."""
+    blocks: int | None = None
+    """With ``reset``: the number of blocks of ``added``, if it is known before the iteration."""
 
 
 @dataclass(frozen=True)

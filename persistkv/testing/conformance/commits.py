@@ -266,8 +266,8 @@ class ChangesTests(BackendSuite):
         rest = [sample_pack(namespace, seed, blocks=1, block_bytes=1) for seed in range(1, self.changes_kept + 1)]
         backend.commit(namespace, CommitBatch(rest))
         assert backend.changes(namespace, old).reset
-        assert len(backend.changes(namespace, old).added) == len(rest) + 1
-        assert len(backend.changes(namespace, recent).added) >= len(rest)
+        assert len(list(backend.changes(namespace, old).added)) == len(rest) + 1
+        assert len(list(backend.changes(namespace, recent).added)) >= len(rest)
         check_totals(backend)
 
     def test_damaged_row_is_left_out_and_heals(

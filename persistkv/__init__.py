@@ -1,7 +1,7 @@
 """persistkv keeps the KV cache of LLM inference on durable storage.
 
-Importing it imports neither torch nor transformers. ``Engine`` needs the extra ``persistkv[transformers]``; it and
-``open_store`` are imported at their first use.
+Importing it imports neither torch nor transformers: all names except the errors are imported at their first use.
+``Engine``, ``load`` and ``save`` need the extra ``persistkv[transformers]``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from persistkv.errors import (
 
 if TYPE_CHECKING:
     from persistkv.integrations.transformers.engine import Engine
+    from persistkv.integrations.transformers.persistent_cache import PersistentCache, load, save
     from persistkv_tools.options import Selection
     from persistkv_tools.store import Store, open_store
 
@@ -33,6 +34,7 @@ __all__ = [
     "EngineClosedError",
     "IdentityMismatchError",
     "PersistKVError",
+    "PersistentCache",
     "PromptTooLongError",
     "Selection",
     "Store",
@@ -40,14 +42,19 @@ __all__ = [
     "StoreUnavailableError",
     "UnsupportedModelError",
     "__version__",
+    "load",
     "open_store",
+    "save",
 ]
 
 _LAZY = {
     "Engine": "persistkv.integrations.transformers.engine",
+    "PersistentCache": "persistkv.integrations.transformers.persistent_cache",
     "Selection": "persistkv_tools.options",
     "Store": "persistkv_tools.store",
+    "load": "persistkv.integrations.transformers.persistent_cache",
     "open_store": "persistkv_tools.store",
+    "save": "persistkv.integrations.transformers.persistent_cache",
 }
 """The module of each name that is imported at its first use."""
 

@@ -88,10 +88,17 @@ def test_python_then_the_command(page: str, here: Any, capsys: pytest.CaptureFix
 
 @pytest.mark.slow
 def test_all_options_of_the_engine(here: Any) -> None:
-    (example,) = examples("docs/transformers.md", "python")
+    example, _ = examples("docs/transformers.md", "python")
     after: dict[str, Any] = {"token_ids": PROMPT}
     exec(compile(here(example), "docs/transformers.md", "exec"), after)
     assert len(after["result"].tokens) == 64
+
+
+def test_plain_transformers(here: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    _, example = examples("docs/transformers.md", "python")
+    for restored in (0, 96):
+        exec(compile(here(example), "docs/transformers.md", "exec"), {"token_ids": PROMPT})
+        assert capsys.readouterr().out == f"{restored} tokens came from the store\n"
 
 
 def test_a_store_from_python(here: Any, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -163,7 +163,7 @@ def problems_of(url: str, bucket: str, client: object, reports: list[Report]) ->
         came, wrong = came + found, wrong + bad
     if came < len(durable) or wrong:
         problems.append(f"of {len(durable)} durable blocks {came} came, {wrong} of them wrong")
-    tables = backend.changes(store.namespace, None).added
+    tables = list(backend.changes(store.namespace, None).added)
     holders = Counter(key for table in tables for key in table.keys.unpack())
     twice = [key for key, count in holders.items() if count > 1]
     if twice:
@@ -172,7 +172,8 @@ def problems_of(url: str, bucket: str, client: object, reports: list[Report]) ->
     if pruned.evicted:
         problems.append(f"retention evicted {pruned.evicted} packs of a store without bounds")
     prefix = Names("store/", store.namespace).packs_prefix
-    left = Counter(found[0] for key in stored_objects(client, bucket, prefix) if (found := parse_pack(key)) is not None)
+    names = filter(None, map(parse_pack, stored_objects(client, bucket, prefix)))
+    left = Counter(pack_id for pack_id, _ in names)
     if left != Counter(table.pack_id for table in tables):
         problems.append(f"{sum(left.values())} packs lie in the bucket after retention; the index names {len(tables)}")
     if prune(backend).orphans:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from persistkv.config import parse_size
+from persistkv.config import parse_size, store_url
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.extensions import InspectableBackend, SupportsCompaction
@@ -49,7 +49,7 @@ def open_store(url: str | Path, *, read_only: bool = True) -> Store:
     :raises ConfigurationError: the URL is invalid, or its driver cannot list requests.
     :raises StoreUnavailableError: there is no store, or it cannot be reached.
     """
-    return Store(str(url.absolute()) if isinstance(url, Path) else url, read_only=read_only)
+    return Store(store_url(url), read_only=read_only)
 
 
 class Store:

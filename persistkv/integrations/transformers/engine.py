@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import operator
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
@@ -14,11 +13,11 @@ from typing import Any
 
 import torch
 
-from persistkv.config import StoreUrl, parse_size
+from persistkv.config import StoreUrl, parse_size, store_url
 from persistkv.errors import ConfigurationError, EngineClosedError, PromptTooLongError
 from persistkv.integrations.transformers.kv_cache import KVGeometry, PagedKVCache
 from persistkv.integrations.transformers.model import load_model, model_identity, probe_model
-from persistkv.integrations.transformers.request import Request, Sampler
+from persistkv.integrations.transformers.request import Request, Sampler, TokenIds, one_row
 from persistkv.integrations.transformers.results import EngineStats, GenerateResult
 from persistkv.integrations.transformers.tiers import Tiers
 from persistkv.storage import BACKENDS
@@ -26,8 +25,6 @@ from persistkv.storage import BACKENDS
 _DEFAULT_DEVICE_TOKENS = 8192
 LOOKUP_PARAM = "persistkv.lookup"
 STORE_PARAM = "persistkv.store"
-
-TokenIds = Sequence[int] | torch.Tensor | Mapping[str, Any]
 
 
 class Engine:
@@ -92,7 +89,7 @@ class Engine:
             if value <= 0:
                 raise ConfigurationError(name, value, "a positive number")
         stores = (store,) if isinstance(store, (str, Path)) else store or ()
-        urls = [str(one.absolute()) if isinstance(one, Path) else one for one in stores]
+        urls = list(map(store_url, stores))
         for url in urls:
             BACKENDS.get(StoreUrl.parse(url).scheme)
         num_bytes = parse_size(cpu_bytes, name="cpu_bytes")
@@ -258,7 +255,7 @@ class Engine:
         self.close()
 
     def _checked_prompt(self, token_ids: TokenIds, max_new_tokens: int) -> list[int]:
-        prompt = _one_row(token_ids)
+        prompt = one_row(token_ids)
         vocabulary = self._model.get_input_embeddings().num_embeddings
         if not prompt or min(prompt) < 0 or max(prompt) >= vocabulary:
             shown = f"{len(prompt)} tokens" if prompt else "no tokens"
@@ -281,19 +278,3 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError
-
-
-def _one_row(token_ids: TokenIds) -> list[int]:
-    """Return the tokens of one prompt.
-
-    :raises ConfigurationError: there are several prompts, or tokens that are no integers.
-    """
-    rows: Any = token_ids["input_ids"] if isinstance(token_ids, Mapping) else token_ids
-    if isinstance(rows, torch.Tensor):
-        rows = rows.tolist()
-    if len(rows) == 1 and isinstance(rows[0], Sequence):
-        rows = rows[0]
-    try:
-        return [operator.index(token) for token in rows]
-    except TypeError:
-        raise ConfigurationError("token_ids", type(token_ids).__name__, "one prompt: integers in one row") from None

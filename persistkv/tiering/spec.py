@@ -90,7 +90,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
                 self.geometry.gpu_block_size * self.block_size_factor,
                 RowLayout(self.row_stride, groups),
                 self.num_blocks,
-                self.get_region().fd,
+                (self.get_region().fd,),
                 options.enable_events,
             )
             tiers: list[SecondaryTierManager] = []

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from persistkv.base import OffloadKey, ReqContext, RequestDescription, get_offload_group_idx
+from persistkv.integrations.vllm.releases import Position
 
 logger = logging.getLogger(__name__)
 
 REQUEST_PARAMETER = "persistkv"
 """Key of this tier's options in a request's ``kv_transfer_params``."""
-
-Position = Callable[[OffloadKey], "int | None"]
-"""The number of tokens up to the end of a key's chunk; None if the engine does not know it."""
 
 
 class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

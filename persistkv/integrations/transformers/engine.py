@@ -15,6 +15,7 @@ import torch
 
 from persistkv.config import StoreUrl, parse_size, store_url
 from persistkv.errors import ConfigurationError, EngineClosedError, PromptTooLongError
+from persistkv.integrations.request_options import RequestOptions
 from persistkv.integrations.transformers.kv_cache import KVGeometry, PagedKVCache
 from persistkv.integrations.transformers.model import load_model, model_identity, probe_model
 from persistkv.integrations.transformers.request import Request, Sampler, TokenIds, one_row
@@ -23,8 +24,6 @@ from persistkv.integrations.transformers.tiers import Tiers
 from persistkv.storage import BACKENDS
 
 _DEFAULT_DEVICE_TOKENS = 8192
-LOOKUP_PARAM = "persistkv.lookup"
-STORE_PARAM = "persistkv.store"
 
 
 class Engine:
@@ -124,7 +123,7 @@ class Engine:
         stop_token_ids: Collection[int] | None = None,
         salt: str | None = None,
         labels: Mapping[str, str] | None = None,
-        reuse: bool = True,
+        load: bool = True,
         store: bool = True,
         kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> GenerateResult:
@@ -139,9 +138,10 @@ class Engine:
         :param stop_token_ids: tokens that end the generation; by default the model's own.
         :param salt: contexts of different salts share no blocks.
         :param labels: stored with the context and shown by tools.
-        :param reuse: False computes the whole prompt; also available as the key ``persistkv.lookup`` of
-            ``kv_transfer_params``, for an engine behind a server.
-        :param store: False stores no block of this request in the tiers; also available as the key ``persistkv.store``.
+        :param load: False computes the whole prompt.
+        :param store: False stores no block of this request in the tiers.
+        :param kv_transfer_params: ``labels``, ``load`` and ``store`` in the form of vLLM's requests, for an engine
+            behind a server: ``{"persistkv": {"load": False}}``. An option is off if either form sets it to False.
         :raises ConfigurationError: an option is invalid. Nothing was run.
         :raises PromptTooLongError: prompt and answer do not fit the device cache. Nothing was run.
         :raises EngineClosedError: the engine is closed; other methods raise it, too.
@@ -150,9 +150,8 @@ class Engine:
         prompt = self._checked_prompt(token_ids, max_new_tokens)
         stop = self._stop_tokens() if stop_token_ids is None else frozenset(stop_token_ids)
         sampler = Sampler(temperature, top_p, top_k, seed, self._model.device)
-        params = kv_transfer_params or {}
-        reuse = reuse and bool(params.get(LOOKUP_PARAM, True))
-        store = store and bool(params.get(STORE_PARAM, True))
+        options = RequestOptions.parse(kv_transfer_params)
+        load, store, labels = load and options.load, store and options.store, {**(labels or {}), **options.labels}
         req_id = f"{self._id}-{self._num_requests}"
         self._num_requests += 1
         self._tiers.step()  # rows of stores that ended since the last step are free for this request
@@ -161,7 +160,7 @@ class Engine:
         self._tiers.begin(req_id, request.release)
         try:
             with torch.no_grad():
-                return request.run(prompt, max_new_tokens, sampler, stop, reuse)
+                return request.run(prompt, max_new_tokens, sampler, stop, load)
         finally:
             self._tiers.scheduler.request_finished(req_id)
             self._tiers.step()

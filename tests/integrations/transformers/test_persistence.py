@@ -206,7 +206,7 @@ def test_goes_on_when_the_io_process_is_killed(model, url, prompt):
         os.kill(pid, signal.SIGKILL)
         for number in range(3):
             fresh = [number, *prompt[1:]]
-            assert engine.generate(fresh, 8, reuse=False).tokens == answer_without_store(model, fresh).tokens
+            assert engine.generate(fresh, 8, load=False).tokens == answer_without_store(model, fresh).tokens
         deadline = time.monotonic() + 60.0
         while engine.stats().persistent[0].state != "open":
             assert time.monotonic() < deadline

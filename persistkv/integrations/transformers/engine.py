@@ -35,7 +35,6 @@ class Engine:
 
     def __init__(self, model: Any, device: PagedKVCache, tiers: Tiers) -> None:
         """Use ``Engine.open``."""
-        self._id = uuid.uuid4().hex
         self._num_requests = 0
         self._closed = False
         self._model, self._device, self._tiers = model, device, tiers
@@ -56,6 +55,7 @@ class Engine:
         host: str = "process",
         strict_identity: bool = False,
         lookup_deadline_s: float = 10.0,
+        prewarm_share: float = 0.0,
         dtype: torch.dtype | str = "auto",
         attn_implementation: str | None = None,
         device: torch.device | str | None = None,
@@ -77,6 +77,8 @@ class Engine:
         :param host: execution context of the store: ``process``, ``thread`` or ``inline``.
         :param strict_identity: refuse a store that contains only KV of other identities.
         :param lookup_deadline_s: seconds that a request waits for blocks being promoted from the store.
+        :param prewarm_share: part of the primary tier, 0 to 1, to fill with the store's most recently used contexts
+            before this returns, which takes up to a minute.
         :param dtype: data type of a model that is loaded by name; ``attn_implementation`` and ``device`` likewise.
         :raises ConfigurationError: an option is invalid.
         :raises UnsupportedModelError: the model uses a kind of cache that this engine does not support.
@@ -105,10 +107,13 @@ class Engine:
             urls,
             cpu_bytes=num_bytes,
             lookup_deadline_s=lookup_deadline_s,
+            prewarm_share=prewarm_share,
             codec=codec,
             host=host,
             strict_identity=strict_identity,
         )
+        if prewarm_share:
+            tiers.prewarm()
         return cls(model, cache, tiers)
 
     def generate(
@@ -152,7 +157,7 @@ class Engine:
         sampler = Sampler(temperature, top_p, top_k, seed, self._model.device)
         options = RequestOptions.parse(kv_transfer_params)
         load, store, labels = load and options.load, store and options.store, {**(labels or {}), **options.labels}
-        req_id = f"{self._id}-{self._num_requests}"
+        req_id = uuid.uuid4().hex
         self._num_requests += 1
         self._tiers.step()  # rows of stores that ended since the last step are free for this request
         self._tiers.scheduler.on_new_request(req_id, kv_transfer_params, labels, store=store)

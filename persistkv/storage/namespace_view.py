@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -83,18 +83,12 @@ class NamespaceView:
             raise
         give_back()  # about 50 bytes per block
 
-    async def call(self, call: Callable[[], T]) -> T:
+    def call(self, call: Callable[[], T]) -> Awaitable[T]:
         """Run a blocking call on the backend with ``Executor.write``.
 
-        :raises StoreError: the call failed. Other exceptions (no memory to encode a frame, a bug in a driver) are
-            converted to this one: they fail the call, and the store stays usable.
+        :raises StoreError: the call failed, with an exception of any kind.
         """
-        try:
-            return await self.executor.write(call)
-        except StoreError:
-            raise
-        except Exception as error:
-            raise StoreError(f"{type(error).__name__}: {error}") from error
+        return self.executor.write(_translated()(call))
 
     def commit(self, batch: CommitBatch) -> Awaitable[CommitResult]:
         """Run ``Backend.commit``. After it ends, also with an error, the blocks of its packs are no longer read."""
@@ -213,12 +207,8 @@ class NamespaceView:
         found = {pack_id: self._recent[number] for pack_id, number in numbers.items() if number in self._recent}
         unread = [pack_id for pack_id in numbers if pack_id not in found]
         if unread:
-            try:
+            with _translated():
                 (tables,) = await self.executor.read([partial(self.backend.tables, self.namespace, unread)])
-            except StoreError:
-                raise
-            except Exception as error:
-                raise StoreError(f"{type(error).__name__}: {error}") from error
             for table in tables:
                 found[table.pack_id] = self._remember(HeldPack(table, numbers[table.pack_id]))
         return found
@@ -377,6 +367,19 @@ def _most_keys(backend: Backend, layout: RowLayout) -> int | None:
         with suppress(StoreError):
             capacity = backend.policy().capacity
     return None if capacity is None else capacity // min(group.block_bytes for group in layout.groups)
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Convert exceptions of other kinds (no memory to encode a frame, a bug in a driver) to ``StoreError``s: they fail
+    the call, and the store stays usable.
+    """
+    try:
+        yield
+    except StoreError:
+        raise
+    except Exception as error:
+        raise StoreError(f"{type(error).__name__}: {error}") from error
 
 
 def _commit(backend: Backend, namespace: bytes, batch: CommitBatch) -> CommitResult:

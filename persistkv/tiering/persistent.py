@@ -23,7 +23,7 @@ from persistkv.base import (
     RequestOffloadingContext,
     get_offload_group_idx,
 )
-from persistkv.config import OffloadingConfig, RowLayout, convert_options, parse_size
+from persistkv.config import OffloadingConfig, RowLayout, convert_options, parse_durability, parse_size
 from persistkv.errors import ConfigurationError
 from persistkv.memory.budget import BLOCKS_STAGED, MAX_IO_THREADS, MIN_STAGING_BYTES
 from persistkv.storage.format.codec import parse_codec
@@ -32,7 +32,7 @@ from persistkv.storage.host.client import JobOutcome, StoreClient, StoreStats
 from persistkv.storage.host.protocol import EndRequest, Hello
 from persistkv.storage.host.supervisor import Host, InlineHost, ProcessHost, ThreadHost
 from persistkv.storage.identity import Identity
-from persistkv.storage.records import StoreOptions, parse_durability
+from persistkv.storage.records import StoreOptions
 from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     """``commit``: blocks are written as soon as they are worth a write. ``interval:5s``: accepted blocks are written
     together when the oldest of them reaches that age; a crash of the host loses at most that interval. In both
     modes, blocks that count as persisted or that a lookup finds are on disk. See
-    ``persistkv.storage.records.parse_durability``."""
+    ``persistkv.config.parse_durability``."""
     io_threads: int = 2
     """Threads of the store's host that read, verify, encode and decode, in addition to the one that writes."""
     open_timeout_s: float = 60.0
@@ -129,9 +129,9 @@ class PersistentTier(SecondaryTierManager):
         if self.options.host == "inline":
             return InlineHost(flat)
         if self.options.host == "process":
-            if self.config.region_fd is not None:
+            if self.config.region_fds:
                 with suppress(OSError):
-                    return ProcessHost(self.config.region_fd, num_bytes)
+                    return ProcessHost(self.config.region_fds, num_bytes)
             logger.warning(
                 "no descriptor of the primary tier, or no pidfds: the store runs in a thread of this process"
             )
@@ -140,6 +140,11 @@ class PersistentTier(SecondaryTierManager):
     @staticmethod
     def get_tier_type() -> str:
         return "persistent"
+
+    @property
+    def host(self) -> str:
+        """Where the store runs: ``process``, ``thread`` or ``inline``."""
+        return self._client.host.name
 
     @property
     def notices(self) -> Sequence[str]:

@@ -172,7 +172,8 @@ def problems_of(url: str, bucket: str, client: object, reports: list[Report]) ->
     if pruned.evicted:
         problems.append(f"retention evicted {pruned.evicted} packs of a store without bounds")
     prefix = Names("store/", store.namespace).packs_prefix
-    left = Counter(found[0] for key in stored_objects(client, bucket, prefix) if (found := parse_pack(key)) is not None)
+    names = filter(None, map(parse_pack, stored_objects(client, bucket, prefix)))
+    left = Counter(pack_id for pack_id, _ in names)
     if left != Counter(table.pack_id for table in tables):
         problems.append(f"{sum(left.values())} packs lie in the bucket after retention; the index names {len(tables)}")
     if prune(backend).orphans:

@@ -49,7 +49,7 @@ class Tiers:
         *,
         cpu_bytes: int,
         lookup_deadline_s: float,
-        prewarm_share: float,
+        prewarm_share: float = 0.0,
         **options: Any,
     ) -> None:
         """Build the tiers behind a paged cache. If one part cannot be built, the others are released.

@@ -83,13 +83,6 @@ def _cpu_flags() -> list[str]:
     return sorted(set(_CPU_FLAGS).intersection(flags.split()))
 
 
-def fixes_hash_seed() -> bool:
-    """Return whether this vLLM release fixes the seed of cryptographic block hashes if the environment sets none."""
-    from vllm.v1.core import kv_cache_utils
-
-    return hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
-
-
 def engine_identity(
     config: Any, offloading: Any, facts: Mapping[str, Any], *, weights: str | None = None, adapters: str | None = None
 ) -> dict[str, Any]:

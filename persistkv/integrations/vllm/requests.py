@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from persistkv.base import OffloadKey, ReqContext, RequestDescription, get_offload_group_idx
 from persistkv.errors import ConfigurationError
 from persistkv.integrations.request_options import RequestOptions
+from persistkv.integrations.vllm.releases import Position
 
 logger = logging.getLogger(__name__)
-
-Position = Callable[[OffloadKey], "int | None"]
-"""The number of tokens up to the end of a key's chunk; None if the engine does not know it."""
 
 
 def request_options(req_id: str, parameters: Mapping[str, Any] | None) -> RequestOptions:

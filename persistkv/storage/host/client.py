@@ -257,7 +257,9 @@ class StoreClient:
             for attempt in range(_OPEN_ATTEMPTS):
                 self._open_error = None
                 supervisor.start()
-                self._await_open(deadline)
+                while self.state is State.OPENING and time.monotonic() < deadline:
+                    if not self._receive():
+                        time.sleep(_NAP_S)
                 if supervisor.state is State.OPEN:
                     return
                 if supervisor.state is State.OPENING and supervisor.host.restartable:
@@ -284,11 +286,6 @@ class StoreClient:
         if self._open_error is None or isinstance(self._open_error, ProcessIdInUseError):
             return True
         return attempt == 0 and isinstance(self._open_error, CorruptStoreError)
-
-    def _await_open(self, deadline: float) -> None:
-        while self.state is State.OPENING and time.monotonic() < deadline:
-            if not self._receive():
-                time.sleep(_NAP_S)
 
     @property
     def host(self) -> Host:

@@ -116,8 +116,12 @@ class StoreServer:
     def handle(self, message: Any) -> None:
         """Process one message; long work is queued for ``step``."""
         match message:
+            case protocol.Hello() if self._store is not None or self._opening:
+                self._send(protocol.OpenFailed.of(HostError("a store is opened once, before it is closed")))
             case protocol.Hello():
-                self._begin_opening(message)
+                self._opening = True
+                self._executor = self._make_executor(1)
+                self._executor.begin(self._open(message))
             case protocol.LoadJob():
                 self._loads.append(message)
             case protocol.Touch():
@@ -138,14 +142,6 @@ class StoreServer:
                 self.ending = True
             case _:
                 self._queue.append(message)
-
-    def _begin_opening(self, hello: protocol.Hello) -> None:
-        if self._store is not None or self._opening:
-            self._send(protocol.OpenFailed.of(HostError("a store is opened once, before it is closed")))
-            return
-        self._opening = True
-        self._executor = self._make_executor(1)
-        self._executor.begin(self._open(hello))
 
     async def _open(self, hello: protocol.Hello) -> None:
         opener = self._executor

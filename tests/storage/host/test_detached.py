@@ -190,7 +190,7 @@ def test_open_with_a_region_that_is_too_short_fails(hosted: Any, tmp_path: Path)
     """The host process dies before it replies; it and its replacements are dead when the call returns."""
     template = hosted.connect(f"lmdb://{tmp_path}/store")
     os.ftruncate(hosted.fd, BLOCK)
-    host = ProcessHost(hosted.fd, len(hosted.memory))
+    host = ProcessHost((hosted.fd,), len(hosted.memory))
     client = StoreClient(host, template.supervisor.hello, max_queue_bytes=1 << 30)
     with pytest.raises(HostError, match="died while it opened"):
         client.open()
@@ -241,7 +241,7 @@ def full_region(tmp_path: Path) -> Iterator[int]:
 
 def test_a_region_on_a_full_tmpfs_costs_misses(hosted: Any, tmp_path: Path, full_region: int) -> None:
     hello = hosted.connect(f"lmdb://{tmp_path}/store").supervisor.hello
-    client = StoreClient(ProcessHost(full_region, 128 * BLOCK), hello, max_queue_bytes=1 << 30)
+    client = StoreClient(ProcessHost((full_region,), 128 * BLOCK), hello, max_queue_bytes=1 << 30)
     hosted.clients.append(client)
     client.open()
     held = names(64)

@@ -119,6 +119,8 @@ class StoreUrl:
     def parse(cls, url: str) -> StoreUrl:
         """Parse a URL, or the path of an LMDB store: ``/var/kv?capacity=100GiB`` and ``~/kv`` mean ``lmdb://`` URLs.
 
+        ``~`` at the beginning of a location is the home directory.
+
         :raises ConfigurationError: if there is no scheme, no location, user information (credentials are not allowed in
             URLs), a fragment, or a repeated option.
         """
@@ -130,7 +132,7 @@ class StoreUrl:
             parts = urlsplit(url)
         except ValueError as error:
             raise ConfigurationError("url", f"{url.partition('://')[0]}://…", f"{expected} ({error})") from None
-        location = unquote(parts.netloc + parts.path)
+        location = os.path.expanduser(unquote(parts.netloc + parts.path))
         if "@" in parts.netloc:
             raise ConfigurationError(
                 "url", f"{parts.scheme}://…", "no user information: URLs must not contain credentials"

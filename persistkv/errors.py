@@ -41,6 +41,21 @@ class ConfigurationError(PersistKVError, ValueError):
         return (ConfigurationError, (self.field, self.value, self.expected))
 
 
+class MissingOptionError(ConfigurationError):
+    """A required value was not given.
+
+    :param what: what requires it, such as an option or a command.
+    :param needed: the possible values.
+    """
+
+    def __init__(self, what: str, needed: str) -> None:
+        PersistKVError.__init__(self, f"{what} requires {needed}")
+        self.field, self.value, self.expected = what, None, needed
+
+    def __reduce__(self) -> tuple[type[MissingOptionError], tuple[str, str]]:  # type: ignore[override]
+        return (MissingOptionError, (self.field, self.expected))
+
+
 class EngineClosedError(PersistKVError):
     """The engine was closed before this call."""
 

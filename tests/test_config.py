@@ -100,6 +100,7 @@ def test_any_text_is_a_size_or_refused(text: str) -> None:
         ("LMDB:///var", StoreUrl("lmdb", "/var")),
         ("/var/a b#c%20?capacity=1GiB", StoreUrl("lmdb", "/var/a b#c%20", {"capacity": "1GiB"})),
         ("~/kv", StoreUrl("lmdb", os.path.expanduser("~/kv"))),
+        ("lmdb://~/kv", StoreUrl("lmdb", os.path.expanduser("~/kv"))),
     ],
 )
 def test_urls(url: str, expected: StoreUrl) -> None:

@@ -23,7 +23,7 @@ from persistkv.memory.budget import give_back, no_collections
 from persistkv.storage.backend import Backend, Changes, CommitBatch, CommitResult, ManifestWrite
 from persistkv.storage.executor import Executor
 from persistkv.storage.extensions import InspectableBackend, SupportsPolicy
-from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
+from persistkv.storage.format.manifest import ManifestKeys, RequestManifest, context_digest
 from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.format.pack_writer import NewPack, PackWriter
 from persistkv.storage.index import HeldPack, Index, set_bounded
@@ -421,6 +421,7 @@ class ManifestMaker:
             raw_bytes=sum(len(chain) * size for chain, size in zip(kept, self._block_bytes, strict=True)),
             ordered=end.ordered,
             labels=end.labels,
+            context=context_digest(keys),
         )
         return ManifestWrite(manifest, keys, self._packs_of(kept)), whole
 

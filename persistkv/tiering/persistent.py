@@ -27,12 +27,11 @@ from persistkv.config import OffloadingConfig, RowLayout, convert_options, parse
 from persistkv.errors import ConfigurationError
 from persistkv.memory.budget import BLOCKS_STAGED, MAX_IO_THREADS, MIN_STAGING_BYTES
 from persistkv.storage.format.codec import parse_codec
-from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import JobOutcome, StoreClient, StoreStats
-from persistkv.storage.host.protocol import EndRequest, Hello
+from persistkv.storage.host.protocol import Hello
 from persistkv.storage.host.supervisor import Host, InlineHost, ProcessHost, ThreadHost
 from persistkv.storage.identity import Identity
-from persistkv.storage.records import StoreOptions
+from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
 logger = logging.getLogger(__name__)
@@ -230,10 +229,10 @@ class PersistentTier(SecondaryTierManager):
             self._remember(req_context.req_id, False)
             return
         self._client.end_request(
-            EndRequest(
+            RequestEnd(
                 req_context.req_id,
                 req_context.req_id if self.options.unique_request_ids else f"{self._engine}-{self._sequence}",
-                tuple(map(PackedKeys.of, chains)),
+                tuple(map(list[bytes], chains)),
                 0 if description is None else description.num_tokens,
                 self.config.block_size,
                 description is not None,

@@ -69,7 +69,9 @@ def examples(page: str, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", ["README.md", pytest.param("docs/getting-started.md", marks=pytest.mark.slow)])
-def test_python_then_the_command(page: str, here: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_then_the_command(
+    page: str, here: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (example,) = examples(page, "python")
     restored = []
     for _ in range(2):
@@ -78,6 +80,8 @@ def test_python_then_the_command(page: str, here: Any, capsys: pytest.CaptureFix
     assert restored == [0, 96], "the second process restores all whole blocks before the last token"
 
     lines = "".join(examples(page, "")).replace("$ ", "").splitlines()
+    for name, value in (line.split()[1].split("=") for line in lines if line.startswith("export ")):
+        monkeypatch.setenv(name, here(value))
     commands = [line.partition("#")[0].split()[1:] for line in lines if line.startswith("persistkv ")]
     assert len(commands) >= 2
     for command in commands:

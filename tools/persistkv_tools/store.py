@@ -86,12 +86,14 @@ class Store:
         reverse: bool = False,
         offset: int = 0,
         limit: int | None = None,
+        merge_copies: bool = False,
     ) -> Page:
         """Return stored requests, the newest or largest first, and the store's namespaces.
 
         :param sort: ``created``, ``used``, ``tokens``, ``blocks``, ``size``, ``hits``, ``id`` or ``namespace``.
         :param offset: requests to skip.
         :param limit: requests to return; None: all.
+        :param merge_copies: return one of the requests with the same context and labels, with their number.
         """
         from persistkv_tools.inspect.ls import Sort, list_requests
 
@@ -104,6 +106,7 @@ class Store:
             reverse=reverse,
             offset=offset,
             limit=limit,
+            merge_copies=merge_copies,
         )
 
     def namespaces(self) -> list[NamespaceView]:

@@ -21,7 +21,7 @@ from persistkv.integrations.model_config import plain_config
 from persistkv.integrations.transformers.kv_cache import KVGeometry, KVGroupGeometry
 from persistkv.integrations.transformers.request import HASH_NAME
 from persistkv.storage.format.codec import Buffer
-from persistkv.storage.identity import fingerprint_checkpoint, fingerprint_tensors
+from persistkv.storage.identity import MODEL_NAME, fingerprint_checkpoint, fingerprint_tensors
 
 IDENTITY_VERSION = 1
 KV_LAYOUT = "per group: block, layer, key or value, head, token, head size"
@@ -176,6 +176,7 @@ def model_identity(model: Any, checkpoint: Path | None, geometry: KVGeometry, bl
     weights = fingerprint_checkpoint(checkpoint) if checkpoint else fingerprint_tensors(_state(model))
     return {
         "version": IDENTITY_VERSION,
+        MODEL_NAME: str(checkpoint or model.config.name_or_path or type(model).__name__),
         "weights": weights,
         "config": plain_config(model.config.to_dict()),
         "architecture": type(model).__name__,

@@ -36,10 +36,25 @@ class GroupTotals(msgspec.Struct):
     """Codecs of its frames; ``raw`` for frames that did not shrink."""
 
 
+class ModelTotals(msgspec.Struct, kw_only=True):
+    """All namespaces of one model."""
+
+    model: str
+    """Name or path, as in ``NamespaceTotals.model``."""
+    namespaces: int = 0
+    requests: int = 0
+    packs: int = 0
+    blocks: int = 0
+    raw_bytes: int = 0
+    stored_bytes: int = 0
+
+
 class NamespaceTotals(msgspec.Struct, frozen=True, kw_only=True):
     """One namespace."""
 
     id: str
+    model: str
+    """Name or path of the model, as the engine gave it that created the namespace; may be empty."""
     created: float
     requests: int
     packs: int
@@ -103,6 +118,8 @@ class StoreTotals(msgspec.Struct, frozen=True, kw_only=True):
     """None where the medium has no space of its own, as a bucket has not."""
     namespaces: list[NamespaceTotals]
     """Oldest first."""
+    models: list[ModelTotals]
+    """The one with the most stored bytes first."""
     ages: list[Bin]
     sizes: list[Bin]
     quarantined: tuple[str, ...]
@@ -110,10 +127,16 @@ class StoreTotals(msgspec.Struct, frozen=True, kw_only=True):
     quarantined_bytes: int
 
 
+def _model(totals: NamespaceTotals | ModelTotals) -> str:
+    return totals.model or "-"
+
+
 _NAMESPACES = render.columns(
-    "namespace=short age=created requests packs blocks raw=raw_bytes stored=stored_bytes dedup=dedup_ratio",
+    "model namespace=short age=created requests packs blocks raw=raw_bytes stored=stored_bytes dedup=dedup_ratio",
     short=lambda space: space.id[:8],
+    model=_model,
 )
+_MODELS = render.columns("model namespaces requests packs blocks raw=raw_bytes stored=stored_bytes", model=_model)
 _GROUPS = render.columns("namespace group blocks raw=raw_bytes stored=stored_bytes ratio=codec_ratio codecs")
 
 
@@ -151,7 +174,9 @@ def _print(store: StoreTotals) -> None:
             f"{size} outside of the capacity in {' '.join(store.quarantined)}; prune --quarantined deletes them"
         )
     render.show_pairs(rows, title=store.url)
-    render.show_table(_NAMESPACES, store.namespaces)
+    render.show_table(_NAMESPACES, store.namespaces, left="namespace")
+    if len(store.models) < len(store.namespaces):
+        render.show_table(_MODELS, store.models)
     groups = [
         SimpleNamespace(namespace=space.id, **msgspec.structs.asdict(group))
         for space in store.namespaces
@@ -213,6 +238,7 @@ def store_totals(url: str, backend: InspectableBackend) -> StoreTotals:
         fill=_ratio(stats.disk_bytes, stats.capacity or 0),
         free=free,
         namespaces=spaces,
+        models=_model_totals(spaces),
         ages=ages,
         sizes=sizes,
     )
@@ -233,6 +259,7 @@ def _namespace_totals(
     raw, stored = sum(table.raw_length for table in tables), sum(table.payload_length for table in tables)
     return NamespaceTotals(
         id=namespace.id.hex(),
+        model=namespace.identity.model_name,
         created=namespace.created,
         requests=requests,
         packs=len(tables),
@@ -244,6 +271,16 @@ def _namespace_totals(
         dedup_ratio=_ratio(referenced, blocks),
         groups=_group_totals(tables),
     )
+
+
+def _model_totals(spaces: Iterable[NamespaceTotals]) -> list[ModelTotals]:
+    models: dict[str, ModelTotals] = {}
+    for space in spaces:
+        totals = models.setdefault(space.model, ModelTotals(model=space.model))
+        totals.namespaces += 1
+        for name in ("requests", "packs", "blocks", "raw_bytes", "stored_bytes"):
+            setattr(totals, name, getattr(totals, name) + getattr(space, name))
+    return sorted(models.values(), key=lambda totals: totals.stored_bytes, reverse=True)
 
 
 def _group_totals(tables: Iterable[PackTable]) -> list[GroupTotals]:

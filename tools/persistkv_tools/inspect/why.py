@@ -124,7 +124,7 @@ def compare_model(directory: Path, theirs: Namespace) -> ComparisonView:
 
     :raises ConfigurationError: there are no weights or no readable config.json.
     """
-    stored = theirs.identity.fields
+    stored = theirs.identity.properties
     ours: dict[str, Any] = {"weights": fingerprint_checkpoint(directory)}
     config = _read_config(directory)
     for name in _DTYPES:

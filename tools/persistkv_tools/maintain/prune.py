@@ -49,7 +49,7 @@ from persistkv_tools.packs import NamespacePacks, all_keys, keys_of
 from persistkv_tools.progress import byte_progress
 
 _SHOWN = 20
-_COLUMNS = render.columns("request=id age=created tokens size=raw_bytes pinned labels namespace")
+_COLUMNS = render.columns("request=short_id age=created tokens size=raw_bytes pinned labels namespace")
 _ONE_OF = (
     "at least one of --request, --older-than, --label, --larger-than, --never-hit, --namespace, --keep-size,"
     " --orphans, --quarantined and --compact"

@@ -31,6 +31,7 @@ from persistkv.storage.format.pack import PackTable
 from persistkv.storage.format.pack_writer import PackCopy
 from persistkv_tools import render
 from persistkv_tools.options import (
+    STORE_VARIABLE,
     InNamespace,
     Json,
     Labels,
@@ -53,6 +54,7 @@ _EMPTY_BYTES = 256 << 10  # 256 KiB: files of an empty store
 _COMMIT_SHARE, _MOST_COMMIT_BYTES = 16, 256 << 20  # 256 MiB
 _CATALOGUE_SHARES, _SMALL_CATALOGUE_BYTES = (32, 256), 8 << 20  # 8 MiB
 _PAGES_BYTES = 2 << 20  # 2 MiB: catalogue pages freed by the last commits, not yet reusable
+_TARGET_HELP = "The store to copy to, made where it is absent."
 Newest = Annotated[
     bool,
     typer.Option("--newest", help="Where not all fits, copy the newest requests that do. Exit code 1: not all did."),
@@ -64,8 +66,10 @@ class StoreTooSmallError(PersistKVError):
 
 
 def push(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="The store to copy from.")],
-    target: Annotated[str, typer.Argument(metavar="DST", help="The store to copy to, made where it is absent.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="The store to copy from.", envvar=STORE_VARIABLE, show_default=False)
+    ],
+    target: Annotated[str, typer.Argument(metavar="DST", help=_TARGET_HELP)],
     namespace: InNamespace = None,
     label: Labels = None,
     older_than: OlderThan = None,
@@ -92,17 +96,22 @@ def push(
         raise typer.Exit(1)
 
 
-def pull(**options: object) -> None:
+def pull(
+    target: Annotated[str, typer.Argument(metavar="DST", help=_TARGET_HELP, envvar=STORE_VARIABLE, show_default=False)],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="The store to copy from.")],
+    **options: object,
+) -> None:
     """Copy what this store lacks and another one has: push, seen from the other end.
 
     Example: persistkv pull lmdb:///var/cache/kv s3://my-bucket/kv --label user=anna --rate 100MiB
     """
-    push(**options)  # type: ignore[arg-type]
+    push(source, target, **options)  # type: ignore[arg-type]
 
 
-_push = inspect.signature(push, eval_str=True)
-_source, _target, *_others = _push.parameters.values()
-pull.__signature__ = _push.replace(parameters=[_target, _source, *_others])  # type: ignore[attr-defined]
+_push, _pull = (inspect.signature(function, eval_str=True) for function in (push, pull))
+pull.__signature__ = _pull.replace(  # type: ignore[attr-defined]
+    parameters=[*list(_pull.parameters.values())[:2], *list(_push.parameters.values())[2:]]
+)
 
 
 def copy_requests(

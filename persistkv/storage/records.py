@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 _MOST_EVENTS = 65_536  # stored and removed keys that wait for the engine
+_END_BYTES = 512  # of the end of a request, without its keys
 _BYTES_OBJECT = 48  # overhead of a bytes object and of its reference in a list
 
 
@@ -89,9 +90,8 @@ class News:
             self.lost, self.stored, self.removed = True, [], []
 
 
-@dataclass(frozen=True)
-class RequestEnd:
-    """End of a request, after its last store job."""
+class RequestEnd(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """End of a request, after its last store job. Also the message that tells the host."""
 
     request: str
     """The engine's request id."""
@@ -105,9 +105,10 @@ class RequestEnd:
     """Tokens of one block."""
     ordered: bool = True
     """False: the keys are in order of arrival, not of the context."""
-    labels: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, str] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Approximate memory of its keys."""
-        return sum(len(keys) * (len(keys[0]) + _BYTES_OBJECT) for keys in self.group_keys if keys)
+        """Approximate memory."""
+        keys = sum(len(keys) * (len(keys[0]) + _BYTES_OBJECT) for keys in self.group_keys if keys)
+        return _END_BYTES + keys + sum(len(name) + len(value) for name, value in self.labels.items())

@@ -27,12 +27,11 @@ from persistkv.config import OffloadingConfig, RowLayout, convert_options, parse
 from persistkv.errors import ConfigurationError
 from persistkv.memory.budget import BLOCKS_STAGED, MAX_IO_THREADS, MIN_STAGING_BYTES
 from persistkv.storage.format.codec import parse_codec
-from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import JobOutcome, StoreClient, StoreStats
-from persistkv.storage.host.protocol import EndRequest, Hello
+from persistkv.storage.host.protocol import Hello
 from persistkv.storage.host.supervisor import Host, InlineHost, ProcessHost, ThreadHost
 from persistkv.storage.identity import Identity
-from persistkv.storage.records import StoreOptions
+from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
 logger = logging.getLogger(__name__)
@@ -70,6 +69,8 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     lookups miss until it is open."""
     fingerprint_bits: int = 64
     """Significant bits of the fingerprints in the index; fewer only to test collisions."""
+    unique_request_ids: bool = False
+    """The engine's request ids are unique across restarts: requests are listed under them."""
     watchdog_s: float = 60.0
     """Seconds without an answer after which the host process is killed and restarted; at least 60 while it starts.
     Ten times as long if a call to the medium hangs, or the store does not open."""
@@ -228,10 +229,10 @@ class PersistentTier(SecondaryTierManager):
             self._remember(req_context.req_id, False)
             return
         self._client.end_request(
-            EndRequest(
+            RequestEnd(
                 req_context.req_id,
-                f"{self._engine}-{self._sequence}",
-                tuple(map(PackedKeys.of, chains)),
+                req_context.req_id if self.options.unique_request_ids else f"{self._engine}-{self._sequence}",
+                tuple(map(list[bytes], chains)),
                 0 if description is None else description.num_tokens,
                 self.config.block_size,
                 description is not None,

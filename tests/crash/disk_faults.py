@@ -44,12 +44,11 @@ from persistkv.errors import StoreError
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import JobOutcome, StoreClient
-from persistkv.storage.host.protocol import EndRequest, Hello
+from persistkv.storage.host.protocol import Hello
 from persistkv.storage.host.supervisor import InlineHost, ProcessHost, State
 from persistkv.storage.identity import Identity
-from persistkv.storage.records import StoreOptions
+from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import check_totals
 from persistkv.testing.samples import sample_blocks, sample_keys
@@ -173,8 +172,8 @@ class Engine:
         self._rows[: len(blocks) * BLOCK_BYTES] = b"".join(blocks.values())
         self.offered += keys
         self._client.submit_store(self._next_job(), str(request), keys, rows, rows, len(blocks) * BLOCK_BYTES)
-        chains = (PackedKeys.of(keys),)
-        self._client.end_request(EndRequest(str(request), str(request), chains, 16 * len(keys), 16, True, {}))
+        chains = (keys,)
+        self._client.end_request(RequestEnd(str(request), str(request), chains, 16 * len(keys), 16))
         assert self._client.flush(PATIENCE_S), "what was handed over does not end"
         self._end_job()
         for name, whole in self._client.take_persisted().items():

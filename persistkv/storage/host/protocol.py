@@ -23,7 +23,7 @@ from persistkv.errors import (
     StoreUnavailableError,
 )
 from persistkv.storage.format.pack import PackedKeys
-from persistkv.storage.records import StoreCounters, StoreOptions
+from persistkv.storage.records import RequestEnd, StoreCounters, StoreOptions
 
 _ERRORS: dict[str, type[PersistKVError]] = {
     kind.__name__: kind
@@ -68,18 +68,6 @@ class LoadJob(_Message):
     job_id: int
     keys: PackedKeys
     block_ids: bytes
-
-
-class EndRequest(_Message):
-    """End of a request, after its last store job."""
-
-    request: str
-    manifest_id: str
-    group_keys: tuple[PackedKeys, ...]
-    tokens: int
-    block_size: int
-    ordered: bool
-    labels: dict[str, str]
 
 
 class Touch(_Message):
@@ -267,7 +255,7 @@ class Notice(_Message):
     text: str
 
 
-ToStore = Hello | StoreJob | LoadJob | EndRequest | Touch | Mapped | Flush | AskStats | AskRecent | Ping | End
+ToStore = Hello | StoreJob | LoadJob | RequestEnd | Touch | Mapped | Flush | AskStats | AskRecent | Ping | End
 ToEngine = (
     Table
     | Opened

@@ -105,7 +105,7 @@ class StoreServer:
         self._status: StatusPublisher | None = None
         self._loads: deque[protocol.LoadJob] = deque()
         self._loading = 0
-        self._queue: deque[protocol.StoreJob | protocol.EndRequest | protocol.Flush] = deque()
+        self._queue: deque[protocol.StoreJob | RequestEnd | protocol.Flush] = deque()
         self._writing: list[_Job] = []
         self._ended_packs = 0
         self._flushing: protocol.Flush | None = None
@@ -302,12 +302,12 @@ class StoreServer:
             logger.error("load job %d is refused: %s", message.job_id, error)
             done(ReadOutcome(keys))
 
-    def _take(self, store: Store, message: protocol.StoreJob | protocol.EndRequest | protocol.Flush) -> None:
+    def _take(self, store: Store, message: protocol.StoreJob | RequestEnd | protocol.Flush) -> None:
         match message:
             case protocol.StoreJob():
                 job = _Job(message, message.keys.unpack(), time.perf_counter())
                 self._put(store, job, job.keys, numbers(message.block_ids), numbers(message.depths) or None)
-            case protocol.EndRequest():
+            case RequestEnd():
                 self._end_request(store, message)
             case protocol.Flush():
                 self._flushing = message
@@ -336,9 +336,9 @@ class StoreServer:
             job.failed = job.keys
             done(True, set())
 
-    def _end_request(self, store: Store, message: protocol.EndRequest) -> None:
+    def _end_request(self, store: Store, message: RequestEnd) -> None:
         try:
-            store.end_request(_request_end(message))
+            store.end_request(message)
         except ValueError as error:
             logger.error("the end of request %s is refused: %s", message.request, error)
             self._send(protocol.Persisted(message.request, False))
@@ -426,7 +426,7 @@ class StoreServer:
         queue, self._queue = self._queue, deque()
         store.drop_direct()
         for message in queue:
-            if isinstance(message, protocol.EndRequest):
+            if isinstance(message, RequestEnd):
                 self._end_request(store, message)
         store.begin_commit(everything=True)  # also while a read hangs
 
@@ -449,18 +449,6 @@ def numbers(data: bytes) -> Sequence[int]:
     values = array("I")
     values.frombytes(data)
     return values
-
-
-def _request_end(message: protocol.EndRequest) -> RequestEnd:
-    return RequestEnd(
-        message.request,
-        message.manifest_id,
-        tuple(keys.unpack() for keys in message.group_keys),
-        message.tokens,
-        message.block_size,
-        message.ordered,
-        message.labels,
-    )
 
 
 class NoticeHandler(logging.Handler):

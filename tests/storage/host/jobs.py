@@ -8,11 +8,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.connection import Connection
-from persistkv.storage.host.protocol import EndRequest
 from persistkv.storage.host.supervisor import ProcessHost, State
+from persistkv.storage.records import RequestEnd
 
 KINDS = ["process", "thread", "inline"]
 BLOCK = 64 << 10
@@ -22,8 +21,8 @@ def names(count: int, start: int = 0) -> list[bytes]:
     return [number.to_bytes(32, "little") + bytes(4) for number in range(start, start + count)]
 
 
-def end(request: str, keys: list[bytes]) -> EndRequest:
-    return EndRequest(request, f"m-{request}", (PackedKeys.of(keys),), 16 * len(keys), 16, True, {})
+def end(request: str, keys: list[bytes]) -> RequestEnd:
+    return RequestEnd(request, f"m-{request}", (keys,), 16 * len(keys), 16)
 
 
 def pid_of(hosted: Any) -> int:

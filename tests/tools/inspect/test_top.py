@@ -14,11 +14,9 @@ import pytest
 
 from benchmarks.store_rig import Job, fresh_keys
 from persistkv.storage import open_backend
-from persistkv.storage.format.pack import PackedKeys
-from persistkv.storage.host.protocol import EndRequest
 from persistkv.storage.host.status import read_statuses
 from persistkv.storage.identity import Identity
-from persistkv.storage.records import StoreCounters
+from persistkv.storage.records import RequestEnd, StoreCounters
 from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv_tools.inspect.top import Watch, engine_name, hit_rate
 from tests.storage.statuses import make_status
@@ -36,7 +34,7 @@ def engine(url):
         client.open()
         keys = fresh_keys(BLOCKS)
         job.store(client, 1, keys)
-        client.end_request(EndRequest("r", "r", (PackedKeys.of(keys),), BLOCKS, 1, True, {}))
+        client.end_request(RequestEnd("r", "r", (keys,), BLOCKS, 1))
         assert client.flush(60)
         job.load(client, 2, keys)
         wait_for(url, lambda statuses: any(status.counters.loaded_blocks == BLOCKS for status in statuses))

@@ -107,7 +107,7 @@ class NamespaceView:
 
         :raises StoreError: the medium failed; the index is unchanged.
         """
-        self._learn(await self.call(partial(self.backend.changes, self.namespace, self.cursor)))
+        self._learn(await self.call(partial(_changes, self.backend, self.namespace, self.cursor)))
 
     async def refresh_or_complain(self) -> None:
         """Refresh; log a failure instead of raising it."""
@@ -120,10 +120,10 @@ class NamespaceView:
         if changes.reset:
             self.news.lost |= self._events and len(self.index) > 0
             self._distrusted.clear()
-            self.index.reload(changes.added)
+            self.index.reload(changes.added, changes.blocks)
         else:
             self._forget(dict.fromkeys(changes.removed))
-            self._add(changes.added)
+            self._add(list(changes.added))
         self.cursor = changes.cursor
 
     def _add(self, tables: Sequence[PackTable]) -> None:
@@ -367,6 +367,11 @@ def _most_keys(backend: Backend, layout: RowLayout) -> int | None:
         with suppress(StoreError):
             capacity = backend.policy().capacity
     return None if capacity is None else capacity // min(group.block_bytes for group in layout.groups)
+
+
+def _changes(backend: Backend, namespace: bytes, cursor: bytes | None) -> Changes:
+    changes = backend.changes(namespace, cursor)
+    return replace(changes, added=list(changes.added))
 
 
 @contextmanager

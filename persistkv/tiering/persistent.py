@@ -69,6 +69,8 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     lookups miss until it is open."""
     fingerprint_bits: int = 64
     """Significant bits of the fingerprints in the index; fewer only to test collisions."""
+    unique_request_ids: bool = False
+    """The engine's request ids are unique across restarts: requests are listed under them."""
     watchdog_s: float = 60.0
     """Seconds without an answer after which the host process is killed and restarted; at least 60 while it starts.
     Ten times as long if a call to the medium hangs, or the store does not open."""
@@ -229,7 +231,7 @@ class PersistentTier(SecondaryTierManager):
         self._client.end_request(
             RequestEnd(
                 req_context.req_id,
-                f"{self._engine}-{self._sequence}",
+                req_context.req_id if self.options.unique_request_ids else f"{self._engine}-{self._sequence}",
                 tuple(map(list[bytes], chains)),
                 0 if description is None else description.num_tokens,
                 self.config.block_size,

@@ -22,7 +22,7 @@ PROMPT = [(5 * index * index + index) % 256 for index in range(700)]
 def main(checkpoint: str, urls: str, mode: str) -> None:
     transformers.utils.logging.disable_progress_bar()
     with Engine.open(checkpoint, urls.split(), device_blocks=128, cpu_bytes="16MiB") as engine:
-        result = engine.generate(PROMPT, 12, reuse=mode == "warm")
+        result = engine.generate(PROMPT, 12, load=mode == "warm")
         report: dict[str, Any] = {"restored": result.stats.persistent_tokens}
         if mode != "warm":
             report["durable"] = mode == "unwaited" or engine.wait_persisted(result)

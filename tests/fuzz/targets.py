@@ -347,8 +347,8 @@ class S3Index(Target):
             require(held.table.pack_id == pack_id, "a table under another name")
             require(any(held.table == pack.table for pack in PACKS), "a table that nobody wrote")
         changes = state.changes(None)
-        require(len(changes.added) == len(state.packs) and state.stored_bytes >= 0, "totals")
-        require(state.changes(changes.cursor).added == [], "news of nothing")
+        require(len(list(changes.added)) == len(state.packs) and state.stored_bytes >= 0, "totals")
+        require(not list(state.changes(changes.cursor).added), "news of nothing")
         return merged > 0
 
 

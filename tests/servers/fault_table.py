@@ -221,7 +221,7 @@ def check(world: World, load: Load) -> tuple[int, int, int, int]:
     (namespace,) = [found.id for found in backend.namespaces()]
     holders: Counter[bytes] = Counter()
     wrong = 0
-    tables = backend.changes(namespace, None).added
+    tables = list(backend.changes(namespace, None).added)
     for table in tables:
         keys = table.keys.unpack()
         holders.update(keys)

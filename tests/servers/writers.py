@@ -163,7 +163,7 @@ def problems_of(url: str, bucket: str, client: object, reports: list[Report]) ->
         came, wrong = came + found, wrong + bad
     if came < len(durable) or wrong:
         problems.append(f"of {len(durable)} durable blocks {came} came, {wrong} of them wrong")
-    tables = backend.changes(store.namespace, None).added
+    tables = list(backend.changes(store.namespace, None).added)
     holders = Counter(key for table in tables for key in table.keys.unpack())
     twice = [key for key, count in holders.items() if count > 1]
     if twice:

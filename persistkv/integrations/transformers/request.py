@@ -129,13 +129,13 @@ class Request:
         self._stats = RequestStats()
 
     def run(
-        self, prompt: Sequence[int], max_new_tokens: int, sampler: Sampler, stop: Collection[int], reuse: bool
+        self, prompt: Sequence[int], max_new_tokens: int, sampler: Sampler, stop: Collection[int], load: bool
     ) -> GenerateResult:
         """Run the request. The caller has announced it to the connector, and must finish it even if this raises."""
         begin = time.perf_counter()
         self._stats.prompt_tokens = len(prompt)
         self._announce(prompt, len(prompt))
-        restored = self._restore(len(prompt)) if reuse else 0
+        restored = self._restore(len(prompt)) if load else 0
         self._stats.lookup_s = time.perf_counter() - begin - self._stats.load_s
         cache = RequestCache(self._device.geometry, len(prompt) + max_new_tokens)
         self._gather(cache)

@@ -46,6 +46,8 @@ class Hello(_Message):
     """Canonical JSON."""
     layout: RowLayout
     options: StoreOptions
+    engine_pid: int = msgspec.field(default_factory=os.getpid)
+    """Id of the process that runs the model."""
 
 
 class StoreJob(_Message):

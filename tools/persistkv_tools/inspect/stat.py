@@ -254,22 +254,25 @@ def _namespace_totals(
         referenced += manifest.blocks
         _add(ages, _AGES, now - manifest.created, manifest.raw_bytes)
         _add(sizes, _SIZES, manifest.raw_bytes, manifest.raw_bytes)
-    tables = backend.changes(namespace.id, None).added
-    blocks = sum(len(table.keys) for table in tables)
-    raw, stored = sum(table.raw_length for table in tables), sum(table.payload_length for table in tables)
+    groups: dict[int, GroupTotals] = {}
+    packs = blocks = raw = stored = 0
+    for table in backend.changes(namespace.id, None).added:
+        packs, blocks = packs + 1, blocks + len(table.keys)
+        raw, stored = raw + table.raw_length, stored + table.payload_length
+        _add_groups(groups, table)
     return NamespaceTotals(
         id=namespace.id.hex(),
         model=namespace.identity.model_name,
         created=namespace.created,
         requests=requests,
-        packs=len(tables),
+        packs=packs,
         blocks=blocks,
         raw_bytes=raw,
         stored_bytes=stored,
         codec_ratio=_ratio(raw, stored),
         referenced_blocks=referenced,
         dedup_ratio=_ratio(referenced, blocks),
-        groups=_group_totals(tables),
+        groups=[groups[number] for number in sorted(groups)],
     )
 
 
@@ -283,20 +286,15 @@ def _model_totals(spaces: Iterable[NamespaceTotals]) -> list[ModelTotals]:
     return sorted(models.values(), key=lambda totals: totals.stored_bytes, reverse=True)
 
 
-def _group_totals(tables: Iterable[PackTable]) -> list[GroupTotals]:
-    groups: dict[int, GroupTotals] = {}
-    codecs: dict[int, set[str]] = {}
-    for table in tables:
-        for frame in table.frames:
-            group = groups.setdefault(frame.group, GroupTotals(frame.group))
-            group.blocks += frame.block_count
-            group.raw_bytes += frame.block_count * frame.block_bytes
-            group.stored_bytes += frame.stored_length
-            codecs.setdefault(frame.group, set()).add(table.codec if frame.encoded else RawCodec.name)
-    for number, group in groups.items():
+def _add_groups(groups: dict[int, GroupTotals], table: PackTable) -> None:
+    """Add the frames of a pack to the totals of their groups."""
+    for frame in table.frames:
+        group = groups.setdefault(frame.group, GroupTotals(frame.group))
+        group.blocks += frame.block_count
+        group.raw_bytes += frame.block_count * frame.block_bytes
+        group.stored_bytes += frame.stored_length
         group.codec_ratio = _ratio(group.raw_bytes, group.stored_bytes)
-        group.codecs = sorted(codecs[number])
-    return [groups[number] for number in sorted(groups)]
+        group.codecs = sorted({*group.codecs, table.codec if frame.encoded else RawCodec.name})
 
 
 def _add(bins: list[Bin], bounds: Sequence[tuple[int, str]], value: float, raw_bytes: int) -> None:

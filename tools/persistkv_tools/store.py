@@ -273,6 +273,7 @@ class Store:
     ) -> Sent:
         """Write requests with their packs to one file, which any store can import; replaces a file of this name.
 
+        :param output: the file; ``-``: standard output.
         :param requests: only these; ``selection`` does not apply to them.
         :param rate: bytes to read in a second at most, e.g. ``200MiB``.
         :raises ConfigurationError: the file cannot be written, or the rate is invalid.
@@ -283,7 +284,9 @@ class Store:
         throttle = throttle_of(rate)
         found = chosen_requests(self.backend, requests, selection, namespace)
         with ArchiveWriter(output) as writer:
-            return export_requests(self.backend, found, writer, counted(progress, "export", None, throttle))
+            return export_requests(
+                self.backend, found, writer, lambda total: counted(progress, "export", total, throttle)
+            )
 
     def push(
         self,
@@ -293,6 +296,7 @@ class Store:
         namespace: str | None = None,
         newest: bool = False,
         rate: str | None = None,
+        dry_run: bool = False,
         progress: Progress | None = None,
     ) -> Pushed:
         """Copy requests that another store lacks, and with the default selection packs of no request, too.
@@ -300,6 +304,7 @@ class Store:
         :param target: URL of the other store, which is created if absent.
         :param newest: if not all fit its capacity, copy the newest that do.
         :param rate: bytes to copy in a second at most, e.g. ``200MiB``.
+        :param dry_run: write nothing; return what would be copied.
         :raises ConfigurationError: the target is this store, or an argument is invalid.
         :raises StoreTooSmallError: the content does not fit, and not ``newest``; nothing was written.
         """
@@ -307,7 +312,15 @@ class Store:
 
         spaces = chosen_namespaces(self.backend, namespace)
         return copy_requests(
-            self.url, self.backend, spaces, target, selection, throttle_of(rate), progress, newest=newest
+            self.url,
+            self.backend,
+            spaces,
+            target,
+            selection,
+            throttle_of(rate),
+            progress,
+            newest=newest,
+            dry_run=dry_run,
         )
 
     def close(self) -> None:

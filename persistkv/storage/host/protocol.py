@@ -46,6 +46,8 @@ class Hello(_Message):
     """Canonical JSON."""
     layout: RowLayout
     options: StoreOptions
+    engine_pid: int = msgspec.field(default_factory=os.getpid)
+    """Id of the process that runs the model."""
 
 
 class StoreJob(_Message):
@@ -220,8 +222,6 @@ class HostStats(_Message):
     capacity: int | None
     cpu_seconds: float
     """User and system time of the process that the store runs in."""
-    rss_bytes: int
-    """Peak resident memory of that process, shared rows included."""
     requests: dict[str, int] = {}
     """As ``Backend.requests``."""
     breaker: str | None = None

@@ -153,7 +153,7 @@ class StoreServer:
         else:
             self._store, self._executor = store, store.catalogue.executor
             opener.close()
-            self._status = StatusPublisher(store, self._executor)
+            self._status = StatusPublisher(store, self._executor, hello.engine_pid)
             self._send(protocol.Opened(self._share_table(store), store.namespace, store.notice))
             self._lifecycle.opened()
         finally:
@@ -196,7 +196,6 @@ class StoreServer:
                 disk_bytes,
                 capacity,
                 usage.ru_utime + usage.ru_stime,
-                usage.ru_maxrss << 10,
                 dict(backend.requests) if isinstance(backend, SupportsCounters) else {},
                 backend.breaker_state if isinstance(backend, SupportsCounters) else None,
             )

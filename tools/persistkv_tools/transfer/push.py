@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from typing import Annotated, NamedTuple
@@ -76,6 +77,7 @@ def push(
     newer_than: NewerThan = None,
     newest: Newest = False,
     rate: Rate = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be copied.")] = False,
     json: Json = False,
 ) -> None:
     """Copy what another store lacks; run it again where it was cut off. Exit code 1: some requests did not get there.
@@ -84,14 +86,18 @@ def push(
 
     Example: persistkv push lmdb:///var/cache/kv lmdb:///mnt/backup/kv?capacity=1TiB
     """
-    selection = Selection.parse(label, older_than, newer_than)
+    selection, begin = Selection.parse(label, older_than, newer_than), time.monotonic()
     with open_store(source) as store, byte_progress() as progress:
-        pushed = store.push(target, selection, namespace=namespace, newest=newest, rate=rate, progress=progress)
+        pushed = store.push(
+            target, selection, namespace=namespace, newest=newest, rate=rate, dry_run=dry_run, progress=progress
+        )
     if json:
-        totals = {"received": pushed.received, "capacity": pushed.capacity}
+        totals = {"dry_run": dry_run, "received": pushed.received, "capacity": pushed.capacity}
         render.print_json({"source": source, "target": target, **totals})
     else:
-        print_received(pushed.received, target, pushed.url, pushed.capacity)
+        print_received(
+            pushed.received, target, pushed.url, pushed.capacity, None if dry_run else time.monotonic() - begin
+        )
     if not pushed.received.complete:
         raise typer.Exit(1)
 
@@ -124,6 +130,7 @@ def copy_requests(
     progress: Progress | None,
     *,
     newest: bool,
+    dry_run: bool,
 ) -> Pushed:
     """Copy what another store lacks; see ``Store.push``.
 
@@ -135,7 +142,9 @@ def copy_requests(
     sources = sources_of(backend, namespaces, selection)
     with opened_if_there(target) as there:
         transfer = Transfer(sources, there, target, everything=selection == Selection())
-        place = transfer.place(there, backend.stats().capacity, newest=newest)
+        place, capacity, choice = transfer.place(there, backend.stats().capacity, newest=newest)
+    if dry_run:
+        return Pushed(transfer.planned(choice), place, capacity)
     with closing(open_inspectable(place)) as writing:
         took = counted(progress, "copy", transfer.content.payload_bytes, throttle)
         return Pushed(transfer.run(writing, took, newest=newest), place, writing.stats().capacity)
@@ -371,16 +380,19 @@ class Transfer:
                 missing.append(candidate.manifest.id)
         return Choice(sorted(chosen, key=_age), [], content, missing)
 
-    def place(self, there: InspectableBackend | None, least: int | None, *, newest: bool) -> str:
-        """The URL to open for writing: a store that is to be created gets a capacity that holds all of it.
+    def place(
+        self, there: InspectableBackend | None, least: int | None, *, newest: bool
+    ) -> tuple[str, int | None, Choice]:
+        """The URL to open for writing, the capacity of the store, and the content to copy. A store that is to be
+        created gets a capacity that holds all of it.
 
         :param there: the target as it is; None: it is to be created.
         :param least: its capacity, unless the URL names one.
         :raises StoreTooSmallError: it does not fit, and not ``newest``; nothing was created or written.
         """
         if there is not None:
-            self.choose(Room.of(there), newest=newest)
-            return self._url
+            room = Room.of(there)
+            return self._url, None if room is None else room.capacity, self.choose(room, newest=newest)
         url, parsed = self._url, StoreUrl.parse(self._url)
         driver = BACKENDS.get(parsed.scheme)
         capacity = driver.new_policy(parsed).capacity if issubclass(driver, SupportsPolicy) else None
@@ -388,8 +400,19 @@ class Transfer:
         if capacity is not None and capacity < wanted and "capacity" not in parsed.options:
             url += f"{'&' if '?' in url else '?'}capacity={wanted}"
             capacity = wanted
-        self.choose(None if capacity is None else Room(capacity), newest=newest)
-        return url
+        return url, capacity, self.choose(None if capacity is None else Room(capacity), newest=newest)
+
+    def planned(self, choice: Choice) -> Received:
+        """Outcome of ``run``, if no store changes meanwhile and no pack is damaged."""
+        content = choice.content
+        return msgspec.structs.replace(
+            self._received,
+            packs=content.packs,
+            stored_bytes=content.payload_bytes,
+            requests=content.requests,
+            missing=list(choice.missing),
+            missing_packs=len(self._everything.orphans) - len(choice.orphans),
+        )
 
     def run(self, target: InspectableBackend, took: Took, *, newest: bool = False) -> Received:
         """Copy all of it, or the newest requests that fit. Requests follow packs of no request, the oldest first.
@@ -507,15 +530,22 @@ class _Receiver:
         self._packs.refresh()
 
 
-def print_received(received: Received, url: str, place: str, capacity: int | None) -> None:
+def print_received(
+    received: Received, url: str, place: str, capacity: int | None, seconds: float | None = None
+) -> None:
     """Print the outcome of a transfer.
 
     :param place: the URL that was opened; another one than ``url`` for a store that was created with a capacity of its
         content, which neither ``url`` nor the driver's default explains.
     :param capacity: of the store.
+    :param seconds: that it took; None: it is a plan.
     """
     requests, packs = _counts(received.requests, received.packs)
-    render.say(f"{requests} and {packs}, {render.format_size(received.stored_bytes)} came to {url}")
+    what, size = f"{requests} and {packs}", render.format_size(received.stored_bytes)
+    if seconds is None:
+        render.say(f"to copy to {url}: {what}, {size}")
+    else:
+        render.say(f"copied to {url}: {what}, {size} {render.format_pace(received.stored_bytes, seconds)}")
     if received.requests_held or received.packs_held:
         render.say(f"{' and '.join(_counts(received.requests_held, received.packs_held))} were there already")
     if received.evicted_packs:
@@ -529,7 +559,8 @@ def print_received(received: Received, url: str, place: str, capacity: int | Non
         lost = " and ".join(_counts(len(received.lost), received.lost_packs))
         _print_names(f"{lost} that came were evicted again:", received.lost)
     if place != url and capacity is not None:
-        render.say(f"{url} was created with a capacity of {render.format_size(capacity)}")
+        created = "would be" if seconds is None else "was"
+        render.say(f"{url} {created} created with a capacity of {render.format_size(capacity)}")
 
 
 def _counts(requests: int, packs: int) -> tuple[str, str]:

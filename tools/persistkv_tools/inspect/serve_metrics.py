@@ -87,6 +87,11 @@ def serve_metrics(
     registry = CollectorRegistry()
     with closing(StoreCollector(url)) as collector:
         registry.register(cast("Collector", collector))
+        if once and json:
+            samples = [sample for metric in registry.collect() for sample in metric.samples]
+            metrics = [{"name": one.name, "labels": one.labels, "value": one.value} for one in samples]
+            render.print_json({"url": url, "metrics": metrics})
+            return
         if once:
             render.print_exact(generate_latest(registry).decode())
             return

@@ -98,7 +98,7 @@ def serve_metrics(
         try:
             server, thread = start_http_server(port, host, registry)
         except OSError as error:
-            raise ConfigurationError("--listen", listen, f"an address to listen at ({error.strerror})") from None
+            raise ConfigurationError("--listen", listen, f"a free address of this machine ({error.strerror})") from None
         address = f"http://{host}:{server.server_port}/metrics"
         if json:
             render.print_json({"url": url, "address": address})

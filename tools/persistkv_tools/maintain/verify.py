@@ -161,7 +161,7 @@ def verify(
     Example: persistkv verify lmdb:///var/cache/kv --rate 200MiB --resume /var/tmp/kv.verify
     """
     if repair:
-        ensure_consent("verify --repair", url, "--yes", yes=yes, json=json)
+        ensure_consent("verify --repair", "--yes", yes=yes, json=json)
     failure = None
     with open_store(url, read_only=not repair) as store:
         with byte_progress() as progress:

@@ -19,6 +19,10 @@ from transformers import (
     PreTrainedModel,
 )
 
+from persistkv.integrations.transformers import Engine
+
+OpenEngine = Callable[..., Engine]
+
 
 def tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     fields: dict[str, Any] = {

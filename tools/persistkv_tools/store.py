@@ -56,8 +56,7 @@ class Store:
     """An open store. Must be closed, or used in a ``with`` statement. Called from one thread.
 
     Requests and namespaces are named by their ids or the first characters of these; ``NotFoundError`` is raised if none
-    or several match. Every method raises ``StoreError`` if the medium fails. What a method committed before stays in
-    effect.
+    or several match. Every method raises ``StoreError`` if the medium fails; its earlier commits stay in effect.
 
     :ivar url: the URL of the store.
     """

@@ -16,7 +16,7 @@ from tests.integrations.transformers.conftest import tiny_cohere2, tiny_gemma3, 
 
 PREFIX = 48
 NEW_TOKENS = 24
-PROMPTS = [torch.randint(0, 256, (170,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(1, 5)]
+PROMPTS = torch.randint(0, 256, (4, 170), generator=torch.Generator().manual_seed(1)).tolist()
 
 
 def answer(model: PreTrainedModel, *parts: list[int]) -> tuple[torch.Tensor, list[int]]:

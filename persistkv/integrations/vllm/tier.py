@@ -115,7 +115,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
             )
         shared = shared_layout(spec)
         if shared is None and offloading.parallel.world_size > 1:
-            logger.info(
+            logger.warning(
                 "the layout of KV depends on the parallel sizes: engines with other sizes do not share this one's "
                 'contexts. If the model allows it, "canonical_layout": true in kv_connector_extra_config of all '
                 "of them makes it independent"

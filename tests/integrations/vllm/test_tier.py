@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import time
@@ -34,8 +35,10 @@ def make_tier(rows, url, monkeypatch):
     monkeypatch.setattr(module, "engine_identity", lambda *_, **__: {"test": 1})
     built = []
 
-    def make(*, url=url, view=None, **options):
-        spec = SimpleNamespace(config=offloading_config(STRIDE, CHUNK), blocks_per_chunk=1)
+    def make(*, url=url, view=None, workers=1, **options):
+        config = offloading_config(STRIDE // workers, CHUNK)
+        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, world_size=workers))
+        spec = SimpleNamespace(config=config, blocks_per_chunk=1)
         built.append(module.PersistKVTier(spec, view or memoryview(rows), "persistkv", url=url, **options))
         return built[-1]
 
@@ -234,6 +237,12 @@ def test_region_of_several_segments_is_served_by_a_host_process(make_tier):
         del rows, view
     finally:
         region.cleanup()
+
+
+def test_two_workers_without_a_certified_layout_name_the_setting(make_tier, caplog):
+    make_tier(workers=2)
+    (record,) = [record for record in caplog.records if "canonical_layout" in record.getMessage()]
+    assert record.levelname == "WARNING"  # vLLM shows no lower level of other packages
 
 
 def test_refused_stores_put_a_tier_under_pressure_and_skipped_ones_do_not(make_tier):

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import threading
 import time
 from collections import Counter
@@ -21,12 +22,13 @@ from urllib.parse import urlsplit
 from persistkv.errors import ConfigurationError, StoreError
 from persistkv.storage.extensions import PlainMedium
 from persistkv_s3.client.transport import (
+    ABSENT,
     Body,
     BrokenError,
+    ConditionFailedError,
     Deadline,
     LateError,
     ListPage,
-    ObjectExistsError,
     ObjectInfo,
     ObjectMissingError,
     RefusedError,
@@ -34,8 +36,11 @@ from persistkv_s3.client.transport import (
     Sink,
     ThrottledError,
     Transport,
+    UnchangedError,
 )
 from persistkv_s3.options import Place, S3Options
+
+logger = logging.getLogger(__name__)
 
 _READ_BYTES = 256 << 10  # 256 KiB: longer reads cause page faults, shorter ones more calls
 _CALLERS = 16  # threads of callers, which make a single request themselves
@@ -55,6 +60,8 @@ class BotoClient(Transport):
         self._place = place
         encryption = {"ServerSideEncryption": options.sse, "SSEKMSKeyId": options.sse_kms_key_id}
         self._extra = {name: value for name, value in encryption.items() if value is not None}
+        self._owner = {} if options.bucket_owner is None else {"ExpectedBucketOwner": options.bucket_owner}
+        self._versions_noted = False
         self._client = _make_client(options)
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
@@ -65,6 +72,8 @@ class BotoClient(Transport):
         self._client.meta.events.register("after-call.s3", self._compare_clocks)
         server = urlsplit(self._client.meta.endpoint_url)
         self._where = f"{place} at {server.scheme}://{server.netloc.rpartition('@')[2]}"
+        if server.scheme == "http" and server.hostname not in ("localhost", "127.0.0.1", "::1"):
+            logger.warning("%s: http does not protect content in transit; use https outside a trusted network", self._where)
 
     @property
     def requests(self) -> dict[str, int]:
@@ -85,14 +94,21 @@ class BotoClient(Transport):
     def server_time(self) -> float:
         return time.time() if self._ahead_s is None else time.monotonic() + self._ahead_s
 
-    def put(self, key: str, body: Body, deadline: Deadline, *, only_if_absent: bool = True) -> None:
-        condition = {"IfNoneMatch": "*"} if only_if_absent else {}
-        target = {"Bucket": self._place.bucket, "Key": key, **condition, **self._extra}
+    def put(self, key: str, body: Body, deadline: Deadline, *, condition: str | None = None) -> str:
+        conditions = {} if condition is None else {"IfNoneMatch" if condition == ABSENT else "IfMatch": condition}
+        target = {"Bucket": self._place.bucket, "Key": key, **conditions, **self._owner, **self._extra}
         with self._translated("PUT", key, deadline):
-            self._client.put_object(Body=body, ContentLength=len(body), **target)
+            answer = self._client.put_object(Body=body, ContentLength=len(body), **target)
+        if answer.get("VersionId", "null") != "null" and not self._versions_noted:
+            self._versions_noted = True
+            text = "%s keeps versions of deleted objects: add the lifecycle rule of docs/s3.md, or they take space for ever"
+            logger.warning(text, self._place)
+        return str(answer.get("ETag", ""))
 
-    def get(self, key: str, start: int | None, stop: int | None, sink: Sink, deadline: Deadline) -> None:
-        wanted = {}
+    def get(
+        self, key: str, start: int | None, stop: int | None, sink: Sink, deadline: Deadline, *, known: str | None = None
+    ) -> str:
+        wanted = {**self._owner} if known is None else {**self._owner, "IfNoneMatch": known}
         if stop is not None:
             wanted["Range"] = f"bytes=-{stop}" if start is None else f"bytes={start}-{stop - 1}"
         with self._translated("GET", key, deadline):
@@ -104,16 +120,17 @@ class BotoClient(Transport):
                 sink.expect(answer["ContentLength"])
                 with _cut_off(body, deadline):
                     _receive(body, sink)
+        return str(answer.get("ETag", ""))
 
     def head(self, key: str, deadline: Deadline) -> ObjectInfo:
         with self._translated("HEAD", key, deadline):
-            found = self._client.head_object(Bucket=self._place.bucket, Key=key)
+            found = self._client.head_object(Bucket=self._place.bucket, Key=key, **self._owner)
         return ObjectInfo(key, found["ContentLength"], found["LastModified"].timestamp())
 
     def list(self, prefix: str, page: str | None, deadline: Deadline) -> ListPage:
         more = {} if page is None else {"ContinuationToken": page}
         with self._translated("LIST", prefix, deadline):
-            answer = self._client.list_objects_v2(Bucket=self._place.bucket, Prefix=prefix, **more)
+            answer = self._client.list_objects_v2(Bucket=self._place.bucket, Prefix=prefix, **more, **self._owner)
         entries = answer.get("Contents", ())
         found = [ObjectInfo(entry["Key"], entry["Size"], entry["LastModified"].timestamp()) for entry in entries]
         return ListPage(found, answer["NextContinuationToken"] if answer.get("IsTruncated") else None)
@@ -122,13 +139,13 @@ class BotoClient(Transport):
         wanted = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
         try:
             with self._translated("DELETE", f"{keys[0]} and {len(keys) - 1} more", deadline):
-                answer = self._client.delete_objects(Bucket=self._place.bucket, Delete=wanted)
+                answer = self._client.delete_objects(Bucket=self._place.bucket, Delete=wanted, **self._owner)
             for error in answer.get("Errors", ()):
                 raise _of_answer({"Error": error}, f"{self._where}: DELETE {error.get('Key')}")
         except RefusedError:  # Ceph requires permission to delete the whole bucket for this
             for key in keys:
                 with self._translated("DELETE", key, deadline):
-                    self._client.delete_object(Bucket=self._place.bucket, Key=key)
+                    self._client.delete_object(Bucket=self._place.bucket, Key=key, **self._owner)
 
     def close(self) -> None:
         self._client.close()
@@ -239,7 +256,9 @@ def _of_answer(answer: Any, what: str) -> S3Error:
     if code in _MISSING:
         return ObjectMissingError(text)
     if status == 412:
-        return ObjectExistsError(text)
+        return ConditionFailedError(text)
+    if status == 304:
+        return UnchangedError(text)
     if code in _THROTTLES or status in (429, 503):
         found = ThrottledError(text)
         asked = str(answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", ""))

@@ -73,7 +73,9 @@ class BotoClient(Transport):
         server = urlsplit(self._client.meta.endpoint_url)
         self._where = f"{place} at {server.scheme}://{server.netloc.rpartition('@')[2]}"
         if server.scheme == "http" and server.hostname not in ("localhost", "127.0.0.1", "::1"):
-            logger.warning("%s: http does not protect content in transit; use https outside a trusted network", self._where)
+            logger.warning(
+                "%s: http does not protect content in transit; use https outside a trusted network", self._where
+            )
 
     @property
     def requests(self) -> dict[str, int]:
@@ -101,7 +103,7 @@ class BotoClient(Transport):
             answer = self._client.put_object(Body=body, ContentLength=len(body), **target)
         if answer.get("VersionId", "null") != "null" and not self._versions_noted:
             self._versions_noted = True
-            text = "%s keeps versions of deleted objects: add the lifecycle rule of docs/s3.md, or they take space for ever"
+            text = "%s keeps versions of deleted objects: add the lifecycle rule of docs/s3.md"
             logger.warning(text, self._place)
         return str(answer.get("ETag", ""))
 

@@ -1,0 +1,647 @@
+"""Local catalogue of one namespace: a SQLite file, to which every engine applies the same feed.
+
+1. The file is a cache. It is kept between runs and validated against the head; a damaged or foreign file is replaced.
+2. A feed object is applied in one transaction, together with its position. Processes that share the file each apply
+   what the others have not.
+3. Commits that the feed does not contain yet are applied as *pending*. When the feed contains a commit, it is applied
+   again: of several objects for one pack, the first in the feed stays, so all engines agree. A commit that was merged
+   without its packs (the leader rejected it) is undone.
+4. A pack is removed together with the nonce of its object; under another nonce it stays.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from persistkv.config import PAGE_BYTES
+from persistkv.errors import CorruptPackError, StoreBusyError, StoreError, StoreFullError
+from persistkv.storage.backend import CommitBatch, ManifestWrite
+from persistkv.storage.catalog import TABLES, Catalog, CatalogTransaction, Rows
+from persistkv.storage.catalog.order import read_clock
+from persistkv.storage.catalog.rows import (
+    CHAINS,
+    LOG,
+    MANIFEST,
+    MANIFEST_KEYS,
+    MANIFESTS,
+    META,
+    ORDER,
+    ORDER_KEY,
+    PACKS,
+    PIECES,
+    STATES,
+    USES,
+    Chain,
+    NamespaceState,
+    Use,
+    manifest_row,
+    pack_table,
+)
+from persistkv.storage.catalog.transaction import Evicted, kept_names
+from persistkv.storage.format.codec import Buffer
+from persistkv.storage.format.manifest import decode_manifest
+from persistkv.storage.format.pack import ID_BYTES, PackTable
+from persistkv.storage.format.pack_writer import NewPack, PackCopy
+from persistkv_s3.feed.format import NONCE_BYTES, Dump, Entry, Feed, PackRow, split_ids, tags_before
+
+APPLICATION_ID = 0x504B5333  # "PKS3"
+VERSION = 1
+_WAIT_S = 60.0  # for another thread's transaction, which may load a snapshot
+
+OBJECTS = "objects"
+"""namespace, pack id → nonce, u64 bytes of the object and its table, tags."""
+PENDING = "pending"
+"""``+`` or ``-``, pack id, nonce → writer, u64 number: additions and removals that the feed does not contain yet."""
+WRITERS = "writers"
+"""writer → u64 number of its last merged commit, f64 time of the merge."""
+GARBAGE = "garbage"
+"""f64 big-endian time, object name → empty: objects that the feed has removed."""
+KEY_OBJECTS = "key_objects"
+"""object name, ``\\0``, digest of a manifest's id → empty: manifests whose keys are in the object."""
+_TABLES = (*(name for name in TABLES if name != PIECES), OBJECTS, PENDING, WRITERS, GARBAGE, KEY_OBJECTS)
+_DUMPED = tuple(name for name in _TABLES if name not in (LOG, META))
+_DUMPED_META = (b"clock", b"bytes")
+_OBJECT = struct.Struct(f"<{NONCE_BYTES}sQ")
+_WRITER = struct.Struct("<Qd")
+_PENDING = struct.Struct("<16sQ")
+_KEYS = struct.Struct("<QQQ")
+_BYTES = struct.Struct("<Q")
+_TIME = struct.Struct(">d")
+_ADD, _REMOVE = b"+", b"-"
+_POSITION_ROW, _BYTES_ROW = b"feed", b"bytes"
+
+
+class Position(msgspec.Struct, frozen=True, array_like=True):
+    """Place in the feed up to which it was applied."""
+
+    generation: bytes = b""
+    position: int = 0
+    term: bytes = b""
+    time: float = 0.0
+    damaged: bool = False
+    """A feed object was unreadable: the catalogue may lack packs."""
+
+
+class PackObject(NamedTuple):
+    """A held pack and the object that has its bytes."""
+
+    table: PackTable
+    nonce: bytes
+    tags: bytes
+    """See ``authentication``."""
+
+
+class KeysPlace(NamedTuple):
+    """Place of a manifest's keys."""
+
+    name: str
+    """Name of the object below the namespace's prefix."""
+    offset: int
+    length: int
+
+
+class Plan(NamedTuple):
+    """Effects of a batch on the present catalogue."""
+
+    cursor: bytes
+    missing: list[NewPack]
+    """Packs to upload."""
+    gone: list[tuple[bytes, bytes]]
+    """(pack id, nonce) of packs to remove."""
+    removed: list[PackTable]
+    """Tables of removed packs."""
+    pins: list[tuple[str, bool]]
+
+
+class Removals(NamedTuple):
+    """Packs and manifests to evict."""
+
+    gone: list[tuple[bytes, bytes]]
+    manifests: list[bytes]
+    """Digests of ids."""
+
+
+class _Undo(Exception):
+    """Rolls a transaction back."""
+
+
+class LocalRows(Rows):
+    """The rows of one SQL transaction."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self.db = db
+        self.dropped: list[bytes] = []
+        """Rows of manifests that were deleted."""
+        self.garbage_at: float | None = None
+        """Time at which objects that are no longer named become garbage; None: they do not."""
+
+    def get(self, table: str, key: bytes) -> Buffer | None:
+        """See ``Rows``."""
+        row = self.db.execute(f"SELECT value FROM '{table}' WHERE key = ?", (key,)).fetchone()
+        return None if row is None else bytes(row[0])
+
+    def put(self, table: str, key: bytes, value: Buffer) -> None:
+        """See ``Rows``."""
+        self.db.execute(f"INSERT OR REPLACE INTO '{table}' VALUES (?, ?)", (key, value))
+
+    def delete(self, table: str, key: bytes) -> bool:
+        """See ``Rows``."""
+        if table == MANIFEST_KEYS and (row := self.get(MANIFEST_KEYS, key)) is not None and len(row) >= _KEYS.size:
+            self._release_keys(key[ID_BYTES:], row)
+        found = self.db.execute(f"DELETE FROM '{table}' WHERE key = ?", (key,)).rowcount > 0
+        if found and table == MANIFESTS:
+            self.dropped.append(key[ID_BYTES:])
+        return found
+
+    def range(self, table: str, start: bytes) -> Iterator[tuple[Buffer, Buffer]]:
+        """See ``Rows``."""
+        yield from self.db.execute(f"SELECT key, value FROM '{table}' WHERE key >= ? ORDER BY key", (start,))
+
+    def _release_keys(self, digest: bytes, row: Buffer) -> None:
+        name = bytes(row[_KEYS.size :])
+        self.count_bytes(-_KEYS.unpack_from(row)[2])
+        self.delete(KEY_OBJECTS, name + b"\0" + digest)
+        if next(self.starting_with(KEY_OBJECTS, name + b"\0"), None) is None:
+            self.discard(name)
+
+    def discard(self, name: bytes) -> None:
+        """Mark an object as garbage."""
+        if self.garbage_at is not None:
+            self.put(GARBAGE, _TIME.pack(self.garbage_at) + name, b"")
+
+    def count_bytes(self, change: int) -> None:
+        """Add to the bytes of the namespace."""
+        self.put(META, _BYTES_ROW, _BYTES.pack(max(0, self.num_bytes + change)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the namespace's packs, their tables and manifests."""
+        row = self.get(META, _BYTES_ROW)
+        return 0 if row is None else int(_BYTES.unpack(row)[0])
+
+    @property
+    def position(self) -> Position:
+        """Position up to which the feed was applied."""
+        row = self.get(META, _POSITION_ROW)
+        return Position() if row is None else msgspec.msgpack.decode(row, type=Position)
+
+    @position.setter
+    def position(self, position: Position) -> None:
+        self.put(META, _POSITION_ROW, msgspec.msgpack.encode(position))
+
+
+class _Objects:
+    """Payloads of one transaction: it records which object has a pack's bytes. Implements ``Payloads``."""
+
+    def __init__(self, rows: LocalRows) -> None:
+        self._rows = rows
+        self.rows_of: dict[bytes, PackRow] = {}
+        self.deleted: list[tuple[bytes, bytes]] = []
+
+    def write(self, name: bytes, stream: Iterator[Buffer], at_most: int) -> None:
+        row = self.rows_of[name]
+        size = at_most + 2 * len(row.body)
+        self._rows.put(OBJECTS, name, _OBJECT.pack(row.nonce, size) + tags_before(row.body))
+        self._rows.count_bytes(size)
+
+    def delete(self, name: bytes, length: int) -> None:
+        row = self._rows.get(OBJECTS, name)
+        if row is not None:
+            nonce, size = _OBJECT.unpack_from(row)
+            self._rows.delete(OBJECTS, name)
+            self._rows.count_bytes(-size)
+            self.deleted.append((name[ID_BYTES:], nonce))
+
+
+class _EvictionGoal:
+    """Goal of eviction: a number of bytes fewer."""
+
+    def __init__(self, rows: LocalRows, excess: int) -> None:
+        self._rows = rows
+        self._target = rows.num_bytes - excess
+
+    def met(self) -> bool:
+        return self._rows.num_bytes <= self._target
+
+    def helps(self, pack: bytes) -> bool:
+        return True
+
+
+class Catalogue(Catalog):
+    """See the top of this file. Thread-safe.
+
+    :param path: of the file, in an existing directory.
+    """
+
+    def __init__(self, path: Path, namespace: bytes) -> None:
+        self._path = path
+        self._namespace = namespace
+        self._idle: deque[sqlite3.Connection] = deque()
+        self._closed = False
+        self._lock = threading.RLock()
+        try:
+            self._create_or_check()
+        except (StoreError, sqlite3.Error, msgspec.DecodeError, struct.error):
+            self._delete_file()
+            self._create_or_check()
+
+    def _create_or_check(self) -> None:
+        with self.rows(write=True) as rows:
+            if not rows.db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                for table in _TABLES:
+                    columns = "(key BLOB PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID"
+                    rows.db.execute(f"CREATE TABLE '{table}' {columns}")
+                rows.db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                rows.db.execute(f"PRAGMA user_version = {VERSION}")
+                rows.put(STATES, self._namespace, _new_state().encode())
+            found = [rows.db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
+            state = rows.get(STATES, self._namespace)
+            if found != [APPLICATION_ID, VERSION] or state is None:
+                raise StoreError(f"{self._path} is not the catalogue of this namespace")
+            NamespaceState.decode(state)
+            read_clock(rows)
+            _ = rows.position, rows.num_bytes
+
+    def _delete_file(self) -> None:
+        self._release()
+        for suffix in ("", "-wal", "-shm"):
+            Path(f"{self._path}{suffix}").unlink(missing_ok=True)
+
+    @contextmanager
+    def rows(self, *, write: bool = False) -> Iterator[LocalRows]:
+        if self._closed:
+            raise StoreError("the store is closed")
+        try:
+            db = self._idle.pop() if self._idle else self._connect()
+        except sqlite3.Error as error:
+            raise StoreError(f"{self._path}: {error}") from error
+        try:
+            db.execute("BEGIN IMMEDIATE" if write else "BEGIN")
+            yield LocalRows(db)
+            db.execute("COMMIT")
+        except sqlite3.Error as error:
+            db.close()
+            raise self._translated(error) from error
+        except BaseException:
+            with suppress(sqlite3.Error):
+                db.execute("ROLLBACK")
+            self._idle.append(db)
+            raise
+        self._idle.append(db)
+        if self._closed:
+            self._release()
+
+    def _connect(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self._path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
+        db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")
+        return db
+
+    def _translated(self, error: sqlite3.Error) -> StoreError:
+        text = str(error)
+        if "malformed" in text or "not a database" in text:
+            for suffix in ("", "-wal", "-shm"):  # the next opening creates another file
+                Path(f"{self._path}{suffix}").unlink(missing_ok=True)
+        kind = StoreBusyError if "locked" in text else StoreFullError if "full" in text else StoreError
+        return kind(f"{self._path}: {text}")
+
+    def _release(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    def close(self) -> None:
+        """Release the file; idempotent."""
+        self._closed = True
+        self._release()
+
+    # Content
+
+    @property
+    def position(self) -> Position:
+        """Position up to which the feed was applied."""
+        with self.rows() as rows:
+            return rows.position
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the namespace's packs, their tables and manifests."""
+        with self.rows() as rows:
+            return rows.num_bytes
+
+    @property
+    def cursor(self) -> bytes:
+        """Present position in the log of changes."""
+        with self.rows() as rows:
+            return _cursor(rows, self._namespace)
+
+    def objects(self, pack_ids: Iterable[bytes]) -> dict[bytes, PackObject]:
+        """Return the packs that are held and readable."""
+        found: dict[bytes, PackObject] = {}
+        with self.rows() as rows:
+            for pack_id in pack_ids:
+                name = self._namespace + pack_id
+                row, held = rows.get(PACKS, name), rows.get(OBJECTS, name)
+                if row is not None and held is not None and (table := pack_table(name, row)) is not None:
+                    found[pack_id] = PackObject(table, _OBJECT.unpack_from(held)[0], bytes(held[_OBJECT.size :]))
+        return found
+
+    def keys_place(self, manifest_id: str) -> KeysPlace | None:
+        """Return where a manifest's keys are; None if it is not held."""
+        with self.rows() as rows:
+            row = rows.get(MANIFEST_KEYS, manifest_row(self._namespace, manifest_id))
+        if row is None or len(row) < _KEYS.size:
+            return None
+        offset, length, _ = _KEYS.unpack_from(row)
+        return KeysPlace(bytes(row[_KEYS.size :]).decode("ascii", "replace"), offset, length)
+
+    def merged(self) -> dict[bytes, int]:
+        """Return the number of the last merged commit of each writer."""
+        with self.rows() as rows:
+            return {bytes(writer): _WRITER.unpack(row)[0] for writer, row in rows.range(WRITERS, b"")}
+
+    def merged_number(self, writer: bytes) -> int:
+        """Return the number of a writer's last merged commit; 0: none."""
+        with self.rows() as rows:
+            row = rows.get(WRITERS, writer)
+        return 0 if row is None else int(_WRITER.unpack(row)[0])
+
+    @property
+    def oldest(self) -> float:
+        """Time of the oldest use of anything that may expire; 0: nothing may."""
+        with self.rows() as rows:
+            return _oldest(rows)
+
+    def garbage(self, until: float, at_most: int) -> list[tuple[float, str]]:
+        """Return names of objects that were removed before a time, and when, oldest first; all of the same time."""
+        found: list[tuple[float, str]] = []
+        with self.rows() as rows:
+            for key, _ in rows.range(GARBAGE, b""):
+                time, name = _TIME.unpack_from(key)[0], bytes(key[_TIME.size :]).decode("ascii", "replace")
+                if time > until or (len(found) >= at_most and time != found[-1][0]):
+                    break
+                found.append((time, name))
+        return found
+
+    def names_pack(self, names: Sequence[tuple[bytes, bytes]]) -> list[bool]:
+        """Return for each pack id and nonce whether the pack is held under this nonce."""
+        with self.rows() as rows:
+            return [_nonce(rows, self._namespace + pack_id) == nonce for pack_id, nonce in names]
+
+    def names_keys(self, name: str) -> bool:
+        """Return whether a manifest's keys are in the object."""
+        with self.rows() as rows:
+            return next(rows.starting_with(KEY_OBJECTS, name.encode() + b"\0"), None) is not None
+
+    # Changes
+
+    def plan(self, batch: CommitBatch) -> Plan:
+        """Return the effects of a batch. The catalogue is not changed."""
+        found: list[Plan] = []
+        with suppress(_Undo), self.rows(write=bool(batch.deletions or batch.bad)) as rows:
+            cursor = _cursor(rows, self._namespace)
+            objects = _Objects(rows)
+            transaction = CatalogTransaction(rows, objects, self._namespace, kept_names(self._namespace, batch))
+            if batch.deletions or batch.bad:
+                transaction.remove(CommitBatch(deletions=batch.deletions, bad=batch.bad))
+            missing = list({pack.pack_id: pack for pack in reversed(transaction.missing(batch.packs))}.values())[::-1]
+            damaged = [(pack.pack_id, _nonce(rows, self._namespace + pack.pack_id)) for pack in missing]
+            gone = [*objects.deleted, *((pack_id, nonce) for pack_id, nonce in damaged if nonce)]
+            written = {write.manifest.id for write in batch.manifests}
+            pins = [
+                (name, pinned)
+                for name, pinned in batch.pins
+                if name in written or rows.get(MANIFESTS, manifest_row(self._namespace, name)) is not None
+            ]
+            found.append(Plan(cursor, missing, gone, transaction.evicted, pins))
+            raise _Undo
+        return found[0]
+
+    def plan_eviction(self, at: float, ttl_s: float | None, excess: int, until: float, at_most: int) -> Removals:
+        """Return what expires, and what to evict for ``excess`` bytes. The catalogue is not changed.
+
+        :param at: present time by the server's clock.
+        :param until: evict nothing that was used later than this.
+        :param at_most: maximum number of packs and manifests.
+        """
+        found: list[Removals] = []
+        with suppress(_Undo), self.rows(write=True) as rows:
+            objects = _Objects(rows)
+            transaction = CatalogTransaction(rows, objects, self._namespace, at=at)
+            if ttl_s is not None:
+                transaction.expire(ttl_s, at_most)
+            goal = _EvictionGoal(rows, excess)
+            for _ in range(at_most):
+                if goal.met() or _oldest(rows) > until or transaction.evict(goal, 1) is Evicted.ALL:
+                    break
+            found.append(Removals(objects.deleted, rows.dropped))
+            raise _Undo
+        return found[0]
+
+    def touch(self, pack_ids: Sequence[bytes], at: float) -> None:
+        """Record that packs were used, as one moment."""
+        with self.rows(write=True) as rows:
+            transaction = CatalogTransaction(rows, _Objects(rows), self._namespace, at=at)
+            transaction.remove(CommitBatch(touches=pack_ids))
+            transaction.finish()
+
+    def apply_pending(self, entry: Entry, at: float) -> tuple[bytes, bytes]:
+        """Apply a commit that the feed does not contain yet; return the cursors before and after it.
+
+        :param at: present time by the server's clock.
+        """
+        with self.rows(write=True) as rows:
+            before = _cursor(rows, self._namespace)
+            row = rows.get(WRITERS, entry.writer)
+            if row is None or _WRITER.unpack(row)[0] < entry.number:
+                self._apply(rows, entry, at, merged=False)
+            return before, _cursor(rows, self._namespace)
+
+    def apply_feed(self, feed: Feed) -> None:
+        """Apply the feed object that follows the present position; do nothing if it was applied already."""
+        with self.rows(write=True) as rows:
+            if feed.position != rows.position.position + 1:
+                return
+            rows.garbage_at = feed.time
+            for entry in feed.entries:
+                self._apply(rows, entry, feed.time, merged=True)
+            self._reject(rows, feed)
+            for writer, number in feed.merged.items():
+                rows.put(WRITERS, writer, _WRITER.pack(number, feed.time))
+            for name in feed.retired:
+                rows.discard(name.encode())
+            if feed.collected:
+                rows.db.execute(f"DELETE FROM '{GARBAGE}' WHERE key < ?", (_TIME.pack(feed.collected) + b"\xff",))
+            damaged = rows.position.damaged
+            rows.position = Position(feed.generation, feed.position, feed.term, feed.time, damaged)
+
+    def skip_to(self, position: Position) -> None:
+        """Continue at a later position: the feed objects before it cannot be read, or a snapshot contains them."""
+        with self.rows(write=True) as rows:
+            if position.position >= rows.position.position:
+                rows.position = position
+
+    def drop(self, pack_id: bytes, nonce: bytes) -> bool:
+        """Remove a pack whose object is missing; return False if it is held under another nonce by now."""
+        with self.rows(write=True) as rows:
+            if _nonce(rows, self._namespace + pack_id) != nonce:
+                return False
+            transaction = CatalogTransaction(rows, _Objects(rows), self._namespace)
+            transaction.remove(CommitBatch(bad=[pack_id]))
+            transaction.finish()
+            return True
+
+    def load(self, dumps: Iterable[Dump], position: Position) -> None:
+        """Replace everything by rows from segments; all cursors become invalid."""
+        with self.rows(write=True) as rows:
+            for table in _TABLES:
+                rows.db.execute(f"DELETE FROM '{table}'")
+            for dump in dumps:
+                for table, some in dump.tables.items():
+                    if table in _DUMPED or table == META:
+                        rows.db.executemany(f"INSERT OR REPLACE INTO '{table}' VALUES (?, ?)", some)
+            row = rows.get(STATES, self._namespace)
+            state = _new_state() if row is None else NamespaceState.decode(row)
+            state.generation = _new_state().generation
+            rows.put(STATES, self._namespace, state.encode())
+            read_clock(rows)
+            rows.position = position
+
+    def dump(self, segment_bytes: int) -> Iterator[tuple[Position, Dump]]:
+        """Yield all rows, each time about ``segment_bytes`` of them, and the position that they are of."""
+        with self.rows() as rows:
+            position, length = rows.position, 0
+            meta = [(key, bytes(row)) for key in _DUMPED_META if (row := rows.get(META, key)) is not None]
+            tables: dict[str, list[tuple[bytes, bytes]]] = {META: meta}
+            for table in _DUMPED:
+                for key, value in rows.range(table, b""):
+                    tables.setdefault(table, []).append((bytes(key), bytes(value)))
+                    length += len(key) + len(value)
+                    if length >= segment_bytes:
+                        yield position, Dump(tables)
+                        tables, length = {}, 0
+            yield position, Dump(tables)
+
+    def _apply(self, rows: LocalRows, entry: Entry, at: float, *, merged: bool) -> None:
+        objects, origin = _Objects(rows), _PENDING.pack(entry.writer, entry.number)
+        for joined in entry.uses[:-1]:
+            earlier = CatalogTransaction(rows, objects, self._namespace, at=at)
+            earlier.remove(CommitBatch(touches=split_ids(joined)))
+            earlier.finish()
+        transaction = CatalogTransaction(rows, objects, self._namespace, at=at)
+        packs, manifests = list(self._packs(entry)), list(self._manifests(entry))
+        writes = [write for write, _ in manifests]
+        touches = split_ids(entry.uses[-1]) if entry.uses else []
+        bad = [pack_id for pack_id, nonce in entry.gone if _nonce(rows, self._namespace + pack_id) == nonce]
+        transaction.remove(CommitBatch([pack for pack, _ in packs], writes, bad=bad, touches=touches))
+        for pack_id, nonce in entry.gone:
+            if merged:
+                rows.delete(PENDING, _REMOVE + pack_id + nonce)
+                rows.discard(_pack_name(pack_id, nonce))
+            else:
+                rows.put(PENDING, _REMOVE + pack_id + nonce, origin)
+        transaction.drop_manifests(self._namespace + digest for digest in entry.manifests_gone)
+        for pack, row in packs:
+            self._add(rows, transaction, objects, pack, row, b"" if merged else origin)
+        transaction.add(CommitBatch(manifests=writes, pins=entry.pins))
+        for write, value in manifests:
+            name = manifest_row(self._namespace, write.manifest.id)
+            rows.put(MANIFEST_KEYS, name, value)
+            rows.put(KEY_OBJECTS, bytes(value[_KEYS.size :]) + b"\0" + name[ID_BYTES:], b"")
+            rows.count_bytes(_KEYS.unpack_from(value)[2])
+        transaction.finish()
+
+    def _manifests(self, entry: Entry) -> Iterator[tuple[ManifestWrite, bytes]]:
+        for row in entry.manifests:
+            with suppress(CorruptPackError):
+                write = ManifestWrite(decode_manifest(row.head), (), split_ids(row.packs))
+                size = len(row.head) + row.length + len(row.packs)
+                yield write, _KEYS.pack(row.offset, row.length, size) + row.keys.encode()
+
+    def _packs(self, entry: Entry) -> Iterator[tuple[NewPack, PackRow]]:
+        for row in entry.packs:
+            with suppress(CorruptPackError):
+                table = PackTable.parse(row.body)
+                if (table.namespace, table.pack_id) == (self._namespace, row.pack_id):
+                    yield PackCopy(table, b""), row
+
+    def _add(
+        self,
+        rows: LocalRows,
+        transaction: CatalogTransaction,
+        objects: _Objects,
+        pack: NewPack,
+        row: PackRow,
+        origin: bytes,
+    ) -> None:
+        """Add a pack, or touch it if it is held; ``origin`` is that of a pending commit, or empty."""
+        change, name = row.pack_id + row.nonce, self._namespace + row.pack_id
+        if not origin:
+            rows.delete(PENDING, _ADD + change)
+        if rows.get(PENDING, _REMOVE + change) is not None:
+            return
+        held = _nonce(rows, name)
+        objects.rows_of[name] = row
+        if held and held != row.nonce and not origin and rows.delete(PENDING, _ADD + row.pack_id + held):
+            transaction.replace(pack)
+            return
+        if origin and not held:
+            rows.put(PENDING, _ADD + change, origin)
+        transaction.add(CommitBatch([pack]))
+        if held and held != row.nonce:
+            rows.discard(_pack_name(row.pack_id, row.nonce))
+
+    def _reject(self, rows: LocalRows, feed: Feed) -> None:
+        """Undo pending commits that were merged without effect."""
+        bad = []
+        for key, value in list(rows.range(PENDING, b"")):
+            writer, number = _PENDING.unpack(value)
+            if number <= feed.merged.get(writer, 0):
+                rows.delete(PENDING, bytes(key))
+                pack_id, nonce = bytes(key[1 : 1 + ID_BYTES]), bytes(key[1 + ID_BYTES :])
+                if key[:1] == _ADD and _nonce(rows, self._namespace + pack_id) == nonce:
+                    bad.append(pack_id)
+        if bad:
+            transaction = CatalogTransaction(rows, _Objects(rows), self._namespace, at=feed.time)
+            transaction.remove(CommitBatch(bad=bad))
+            transaction.finish()
+
+
+def _pack_name(pack_id: bytes, nonce: bytes) -> bytes:
+    return f"packs/{pack_id.hex()}-{nonce.hex()}".encode()
+
+
+def _new_state() -> NamespaceState:
+    return NamespaceState(os.urandom(8))
+
+
+def _cursor(rows: Rows, namespace: bytes) -> bytes:
+    row = rows.get(STATES, namespace)
+    if row is None:
+        raise StoreError(f"the catalogue of {namespace.hex()} has no state")
+    return NamespaceState.decode(row).cursor
+
+
+def _nonce(rows: Rows, name: bytes) -> bytes:
+    """Return the nonce of a held pack's object; empty if the pack is not held."""
+    row = rows.get(OBJECTS, name)
+    return b"" if row is None else bytes(row[:NONCE_BYTES])
+
+
+def _oldest(rows: Rows) -> float:
+    for key, _ in rows.range(ORDER, b""):
+        _, _, kind, name = ORDER_KEY.unpack(key)
+        row = Chain.decode(rows.get(CHAINS, name)) if kind == MANIFEST else Use.decode(rows.get(USES, name))
+        if row is not None:
+            return float(row.time)
+    return 0.0

@@ -57,6 +57,7 @@ logger = logging.getLogger(__name__)
 _STATUS_KEPT_S = 86_400.0  # one day
 _IDLE_AFTER_S = 60.0  # without reads and commits
 _IDLE_POLL_S = 30.0
+_LEAST_PAUSE_S = 0.05
 _POLICY_TRIES = 10
 
 
@@ -94,7 +95,7 @@ class S3Backend(InspectableBackend):
         """Why the store has never been reached."""
         self._closed = False
         self._lock = threading.RLock()
-        self._poll_at = self._round_at = 0.0
+        self._poll_at = self._round_at = self._watch_at = 0.0
         self._used_at = clock.monotonic()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
@@ -166,13 +167,14 @@ class S3Backend(InspectableBackend):
                     self._lead_if_due()
         except PASSING as error:
             logger.debug("%s: background work failed (%s); it is repeated", self._place, error)
-            self._round_at = self._clock.monotonic() + ROUND_S
         except StoreError as error:
             logger.warning("%s: background work failed (%s); it is repeated", self._place, error)
-            self._round_at = self._clock.monotonic() + ROUND_S
-        now = self._clock.monotonic()
-        due = self._poll_at if not (self._leader.leads or self._waiting) else min(self._poll_at, self._round_at)
-        return max(0.01, due - now)
+        due = [self._poll_at]
+        if self._leader.leads:
+            due.append(self._round_at)
+        elif self._waiting:
+            due.append(self._watch_at)
+        return max(_LEAST_PAUSE_S, min(due) - self._clock.monotonic())
 
     @property
     def _waiting(self) -> bool:
@@ -181,22 +183,25 @@ class S3Backend(InspectableBackend):
 
     def _poll_if_due(self) -> None:
         now = self._clock.monotonic()
-        if now < self._poll_at and not (self._waiting and not self._leader.leads and now >= self._round_at):
+        watches = self._waiting and not self._leader.leads
+        if now < self._poll_at and not (watches and now >= self._watch_at):
             return
         idle = now - self._used_at > _IDLE_AFTER_S and not self._waiting
         interval = max(_IDLE_POLL_S, self._options.refresh_s) if idle else max(self._options.refresh_s, 0.05)
         self._poll_at = now + interval * self._clock.random.uniform(0.75, 1.25)
-        self._round_at = max(self._round_at, now + ROUND_S) if self._waiting else self._round_at
+        self._watch_at = now + ROUND_S
         if not self._leader.leads:
             self._refresh()
 
     def _lead_if_due(self) -> None:
         if self._read_only:
             return
-        if not self._leader.leads and (not self._waiting or not self._leader.may_elect or not self._leader.elect()):
-            return
         now = self._clock.monotonic()
-        if self._leader.leads and now >= self._round_at:
+        if not self._leader.leads:
+            if not (self._waiting and self._leader.may_elect and self._leader.elect()):
+                return
+            self._round_at = now
+        if now >= self._round_at:
             self._round_at = now + ROUND_S
             self._leader.round()
 
@@ -391,11 +396,7 @@ class S3Backend(InspectableBackend):
             if namespace not in self._namespaces:
                 raise StoreError(f"{self._place} has not answered yet, so no namespace {namespace.hex()} is known")
             return Changes(b"", [], reset=True)
-        session = self.session(namespace)
-        if not self._options.refresh_s:
-            self.refresh()
-        elif self._thread is None:
-            self.step()
+        session = self._fresh(namespace)
         return session.catalogue.changes(namespace, cursor)
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import sqlite3
 import struct
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,7 +26,7 @@ from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptPackError, StoreBusyError, StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.catalog import TABLES, Catalog, CatalogTransaction, Rows
-from persistkv.storage.catalog.order import read_clock
+from persistkv.storage.catalog.order import Reading, StoreClock, read_clock, write_clock
 from persistkv.storage.catalog.rows import (
     CHAINS,
     LOG,
@@ -78,7 +77,7 @@ _KEYS = struct.Struct("<QQQ")
 _BYTES = struct.Struct("<Q")
 _TIME = struct.Struct(">d")
 _ADD, _REMOVE = b"+", b"-"
-_POSITION_ROW, _BYTES_ROW = b"feed", b"bytes"
+_POSITION_ROW, _BYTES_ROW, _STORE_ROW = b"feed", b"bytes", b"store"
 
 
 class Position(msgspec.Struct, frozen=True, array_like=True):
@@ -248,7 +247,6 @@ class Catalogue(Catalog):
         self._namespace = namespace
         self._idle: deque[sqlite3.Connection] = deque()
         self._closed = False
-        self._lock = threading.RLock()
         try:
             self._create_or_check()
         except (StoreError, sqlite3.Error, msgspec.DecodeError, struct.error):
@@ -264,6 +262,7 @@ class Catalogue(Catalog):
                 rows.db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 rows.db.execute(f"PRAGMA user_version = {VERSION}")
                 rows.put(STATES, self._namespace, _new_state().encode())
+                write_clock(rows, 0, StoreClock(0.0, Reading.now()))  # the feed and the server have the time
             found = [rows.db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
             state = rows.get(STATES, self._namespace)
             if found != [APPLICATION_ID, VERSION] or state is None:
@@ -295,11 +294,9 @@ class Catalogue(Catalog):
         except BaseException:
             with suppress(sqlite3.Error):
                 db.execute("ROLLBACK")
-            self._idle.append(db)
+            self._give_back(db)
             raise
-        self._idle.append(db)
-        if self._closed:
-            self._release()
+        self._give_back(db)
 
     def _connect(self) -> sqlite3.Connection:
         db = sqlite3.connect(self._path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False)
@@ -315,6 +312,11 @@ class Catalogue(Catalog):
                 Path(f"{self._path}{suffix}").unlink(missing_ok=True)
         kind = StoreBusyError if "locked" in text else StoreFullError if "full" in text else StoreError
         return kind(f"{self._path}: {text}")
+
+    def _give_back(self, db: sqlite3.Connection) -> None:
+        self._idle.append(db)
+        if self._closed:
+            self._release()
 
     def _release(self) -> None:
         while self._idle:
@@ -411,7 +413,7 @@ class Catalogue(Catalog):
         with suppress(_Undo), self.rows(write=bool(batch.deletions or batch.bad)) as rows:
             cursor = _cursor(rows, self._namespace)
             objects = _Objects(rows)
-            transaction = CatalogTransaction(rows, objects, self._namespace, kept_names(self._namespace, batch))
+            transaction = CatalogTransaction(rows, objects, self._namespace, kept_names(self._namespace, batch), at=0.0)
             if batch.deletions or batch.bad:
                 transaction.remove(CommitBatch(deletions=batch.deletions, bad=batch.bad))
             missing = list({pack.pack_id: pack for pack in reversed(transaction.missing(batch.packs))}.values())[::-1]
@@ -496,16 +498,29 @@ class Catalogue(Catalog):
         with self.rows(write=True) as rows:
             if _nonce(rows, self._namespace + pack_id) != nonce:
                 return False
-            transaction = CatalogTransaction(rows, _Objects(rows), self._namespace)
+            transaction = CatalogTransaction(rows, _Objects(rows), self._namespace, at=0.0)
             transaction.remove(CommitBatch(bad=[pack_id]))
             transaction.finish()
             return True
 
-    def load(self, dumps: Iterable[Dump], position: Position) -> None:
-        """Replace everything by rows from segments; all cursors become invalid."""
+    def is_of(self, store: bytes) -> bool:
+        """Return whether the content is of the store with this head; a new catalogue becomes its catalogue."""
+        with self.rows() as rows:
+            row = rows.get(META, _STORE_ROW)
+        if row is None:
+            with self.rows(write=True) as rows:
+                rows.put(META, _STORE_ROW, store)
+        return row in (None, store)
+
+    def load(self, dumps: Iterable[Dump], position: Position, store: bytes) -> None:
+        """Replace everything by rows from segments; all cursors become invalid.
+
+        :param store: see ``Head.store``.
+        """
         with self.rows(write=True) as rows:
             for table in _TABLES:
                 rows.db.execute(f"DELETE FROM '{table}'")
+            write_clock(rows, 0, StoreClock(0.0, Reading.now()))
             for dump in dumps:
                 for table, some in dump.tables.items():
                     if table in _DUMPED or table == META:
@@ -515,6 +530,7 @@ class Catalogue(Catalog):
             state.generation = _new_state().generation
             rows.put(STATES, self._namespace, state.encode())
             read_clock(rows)
+            rows.put(META, _STORE_ROW, store)
             rows.position = position
 
     def dump(self, segment_bytes: int) -> Iterator[tuple[Position, Dump]]:

@@ -238,6 +238,8 @@ class NamespaceSession:
                 self._unmerged = {number: entry for number, entry in self._unmerged.items() if number > merged}
 
     def _sync(self, target: NamespaceHead | None) -> None:
+        if not self.catalogue.is_of(self._head.head.store):
+            self._reload([], Position())
         at = self.catalogue.position
         if target is None:
             if at.generation:
@@ -350,7 +352,7 @@ class NamespaceSession:
 
     def _reload(self, dumps: Iterable[Dump], position: Position) -> None:
         """Replace the catalogue, and apply own commits that are not merged again."""
-        self.catalogue.load(dumps, position)
+        self.catalogue.load(dumps, position, self._head.head.store)
         self._read.clear()
         for entry in self._unmerged.values():
             self.catalogue.apply_pending(entry, self._bucket.now())

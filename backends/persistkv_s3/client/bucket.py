@@ -220,7 +220,13 @@ class Bucket:
         :raises CorruptPackError: it is larger than 1 MiB.
         """
         sink = WholeSink(_SMALL_BYTES)
-        etag = self._run(lambda limit: self._transport.get(key, None, None, sink, limit, known=known))
+
+        def attempt(deadline: Deadline) -> str:
+            nonlocal sink
+            sink = WholeSink(_SMALL_BYTES)  # the object may be another one than at the previous attempt
+            return self._transport.get(key, None, None, sink, deadline, known=known)
+
+        etag = self._run(attempt)
         return sink.data, etag
 
     def get(self, key: str, limit: int = _SMALL_BYTES) -> bytearray:

@@ -235,6 +235,8 @@ class NamespaceHead(msgspec.Struct, array_like=True, kw_only=True):
 class Head(msgspec.Struct, array_like=True, kw_only=True):
     """The one object that is overwritten: each write is conditional and both publishes and fences."""
 
+    store: bytes = b""
+    """Random bytes, drawn when the head was created or rebuilt."""
     epoch: _Number = 0
     """Number of elections."""
     leader: bytes = b""

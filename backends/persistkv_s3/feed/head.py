@@ -89,7 +89,8 @@ class StoreHead:
                     raise CorruptStoreError(f"{self._where}: unreadable head: {error}") from None
                 logger.warning("%s: the head is unreadable (%s): rebuilding it", self._where, error)
                 condition = ""
-            head = Head(capacity=policy.capacity, ttl_s=policy.ttl_s, unquoted=self._probe())
+            store = self._bucket.clock.random.randbytes(NONCE_BYTES)
+            head = Head(store=store, capacity=policy.capacity, ttl_s=policy.ttl_s, unquoted=self._probe())
             self._rebuild(head)
             with suppress(ConditionFailedError):  # another process was faster
                 if not condition:

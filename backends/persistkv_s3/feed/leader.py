@@ -41,6 +41,7 @@ from persistkv_s3.feed.format import (
     parse_inbox,
     parse_pack,
     seal,
+    split_ids,
 )
 from persistkv_s3.feed.head import StoreHead, extended
 from persistkv_s3.session import NamespaceSession
@@ -319,7 +320,7 @@ class Leader:
         """Evict and expire, in the namespace with the oldest use."""
         fresh = {name: self._fresh(name, held) for name, held in head.namespaces.items()}
         oldest = sorted((old, name) for name, (_, old) in fresh.items() if old)
-        if not oldest or oldest[0][1] in self._unpublished:
+        if not oldest:
             return
         time, namespace = oldest[0]
         now, capacity, ttl_s = self._bucket.now(), head.capacity, head.ttl_s
@@ -332,11 +333,14 @@ class Leader:
         session.sync()
         until = oldest[1][0] if len(oldest) > 1 else now
         found = session.catalogue.plan_eviction(now, ttl_s, excess, until, _EVICTED_AT_ONCE)
-        if found.gone or found.manifests:
+        held = self._unpublished.get(namespace)
+        used = set() if held is None else _used(held.feed.entries)
+        gone = [pack for pack in found.gone if pack[0] not in used]
+        if gone or found.manifests:
             writer = bytes(WRITER_BYTES)
-            entry = Entry(writer=writer, number=0, time=now, gone=found.gone, manifests_gone=found.manifests)
-            self._addition(namespace, session).feed.entries.append(entry)
-            logger.info("evicting %d packs", len(found.gone))
+            entry = Entry(writer=writer, number=0, time=now, gone=gone, manifests_gone=found.manifests)
+            self._addition(namespace, session).feed.entries.insert(0, entry)
+            logger.info("evicting %d packs", len(gone))
 
     def _fresh(self, namespace: bytes, held: NamespaceHead) -> tuple[int, float]:
         """Return bytes and oldest use of a namespace, from the local catalogue if it has the head's position."""
@@ -466,3 +470,12 @@ class Leader:
             done = [] if dumping is None else [segment for segment, _ in dumping.done]
             return name in (target.snapshot, *snapshot.base, *snapshot.tails, *done)
         return True
+
+
+def _used(entries: list[Entry]) -> set[bytes]:
+    """Return the ids of the packs that entries write, use or name."""
+    found = {row.pack_id for entry in entries for row in entry.packs}
+    for entry in entries:
+        for joined in (*entry.uses, *(row.packs for row in entry.manifests)):
+            found.update(split_ids(joined))
+    return found

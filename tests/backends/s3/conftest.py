@@ -104,7 +104,7 @@ Opener = Callable[..., Handle]
 
 @pytest.fixture
 def open_store(endpoint: str, bucket: str) -> Iterator[Opener]:
-    """Open handles on one store. Close the open handles after the test."""
+    """Open handles on one store, whose background work the test does. Close the open handles after the test."""
     opened: list[S3Backend] = []
 
     def open_store(
@@ -113,7 +113,7 @@ def open_store(endpoint: str, bucket: str) -> Iterator[Opener]:
         where = endpoint if port is None else f"http://127.0.0.1:{port}"
         place, parsed = parse_url(StoreUrl.parse(f"s3://{bucket}/store?endpoint_url={where}&{options}"))
         client = CountingClient(place, parsed)
-        opened.append(S3Backend.connect(place, parsed, client, read_only=read_only))
+        opened.append(S3Backend.connect(place, parsed, client, read_only=read_only, background=False))
         client.take()
         return Handle(opened[-1], client)
 

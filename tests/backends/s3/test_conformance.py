@@ -39,7 +39,9 @@ class RawS3(RawStore):
         self.client.put_object(Bucket=self.bucket, Key=key, Body=whole[:start] + data + whole[stop:])
 
     def _row(self, kind: RawKind, namespace: bytes, name: bytes) -> tuple[str, bytes]:
-        return (PACKS, namespace + name) if kind is RawKind.TABLE else (MANIFESTS, manifest_row(namespace, name.decode()))
+        return (
+            (PACKS, namespace + name) if kind is RawKind.TABLE else (MANIFESTS, manifest_row(namespace, name.decode()))
+        )
 
     def _object(self, key: str) -> bytes:
         return bytes(self.client.get_object(Bucket=self.bucket, Key=key)["Body"].read())

@@ -265,10 +265,10 @@ class S3Backend(InspectableBackend):
 
     # Namespaces
 
-    def _put_identity(self, namespace: Namespace) -> None:
+    def _put_identity(self, namespace: Namespace, *, replace: bool = False) -> None:
         pieces = self._authenticator.signed(NO_NAMESPACE, "identity", [encode_namespace(namespace)])
         with suppress(ConditionFailedError):
-            self._bucket.put(self._names.identity(namespace.id), pieces, condition=ABSENT)
+            self._bucket.put(self._names.identity(namespace.id), pieces, condition=None if replace else ABSENT)
 
     def namespaces(self) -> Iterator[Namespace]:
         self._check_open()
@@ -297,6 +297,9 @@ class S3Backend(InspectableBackend):
         if found is None:
             self._put_identity(Namespace(identity, self._bucket.now()))
             found = self._namespace(identity.digest)  # another process may have been faster
+        if found is None:  # junk: the digest determines the content
+            self._put_identity(Namespace(identity, self._bucket.now()), replace=True)
+            found = self._namespace(identity.digest)
         if found is None:
             raise CorruptStoreError(f"{self._names.identity(identity.digest)} does not read")
         return found

@@ -238,7 +238,10 @@ class NamespaceSession:
                 self._unmerged = {number: entry for number, entry in self._unmerged.items() if number > merged}
 
     def _sync(self, target: NamespaceHead | None) -> None:
-        if not self.catalogue.is_of(self._head.head.store):
+        if not self.catalogue.is_of(self._head.head.store):  # own commits were perhaps deleted with the head
+            inbox = {parse_inbox(info.key) for info in self.inbox()} if self._unmerged else set()
+            kept = {n: e for n, e in self._unmerged.items() if InboxName(self._namespace, e.writer, n) in inbox}
+            self._unmerged = kept
             self._reload([], Position())
         at = self.catalogue.position
         if target is None:
@@ -366,7 +369,8 @@ class NamespaceSession:
     def read_inbox(self, found: Iterable[ObjectInfo]) -> None:
         """Apply listed commits that the feed lacks. Listed before the head was read, none is missed."""
         with self._lock:
-            infos = {name: info for info in found if (name := parse_inbox(info.key)) is not None}
+            small = (info for info in found if info.size <= MAX_INBOX_BYTES)
+            infos = {name: info for info in small if (name := parse_inbox(info.key)) is not None}
             merged = self.catalogue.merged() if infos else {}
             self._read &= infos.keys()
             new = [

@@ -289,7 +289,7 @@ def _check(record: object) -> None:
     if isinstance(record, Entry):
         entries, times = [record], []
     elif isinstance(record, Feed):
-        entries, times, names = record.entries, [record.time, record.collected], record.retired
+        entries, times, names = record.entries, [record.time, record.collected], [*record.retired]
     elif isinstance(record, Snapshot):
         entries, times, names = [], [record.time], [*record.base, *record.tails]
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -314,7 +315,7 @@ def test_sweep_deletes_what_nothing_names(engines: Engines) -> None:
     base = engines.bucket.keys("/packs/")[0].partition("packs/")[0]
     engines.bucket.replace(f"{base}packs/{'0' * 32}-{'1' * 16}", b"an upload whose engine was killed")
     engines.run(3)
-    for _ in range(13):
+    for _ in range(26):
         engines.bucket.now += 2 * HOUR_S
         store(engine, 2)
         engines.run(2)
@@ -476,3 +477,114 @@ def test_server_that_needs_etags_without_quotes_is_supported(engines: Engines) -
     store(two, 2)
     engines.run(5)
     assert held(opened(engines)) == names(1, 2)
+
+
+SECRET = "0123456789abcdef" * 4
+
+
+@pytest.fixture
+def secret(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Option of engines with a key."""
+    monkeypatch.setenv("PERSISTKV_TEST_KEY", SECRET)
+    return {"key_env": "PERSISTKV_TEST_KEY"}
+
+
+@pytest.mark.parametrize("part", ["inbox", "/feed/", "/segments/", "/snapshots/", "store/persistkv", "identities"])
+def test_unauthentic_object_is_ignored(
+    engines: Engines, secret: dict[str, str], monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.setattr(leader, "SNAPSHOT_AFTER", 4)
+    engine = opened(engines, **secret)
+    for seed in range(11):
+        store(engine, seed)
+        engines.run(2)
+    store(engine, 11)
+    key = engines.bucket.keys(part)[-1]
+    data = engines.bucket.objects[key].data
+    engines.bucket.replace(key, data[:-1] + bytes([data[-1] ^ 1]))
+    fresh = opened(engines, **secret)
+    assert held(fresh) <= names(*range(12))
+    assert (held(fresh) == names(*range(12))) == (part in ("store/persistkv", "identities"))
+    store(fresh, 12)
+    engines.run(60)
+    assert names(12) <= held(engine)
+    assert is_intact(engine, 12)
+
+
+def test_junk_in_the_inbox_is_neither_downloaded_nor_a_hindrance(
+    engines: Engines, secret: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("session", "feed.leader"):
+        monkeypatch.setattr(f"persistkv_s3.{module}.MAX_INBOX_BYTES", 1 << 20)
+    engine = opened(engines, **secret)
+    store(engine, 1)
+    inbox = engines.bucket.keys("inbox")[0].rpartition("/")[0]
+    for number in range(1, 20):
+        size = (1 << 20) + 1 if number % 2 else 1000
+        engines.bucket.replace(f"{inbox}/{NAMESPACE.hex()}-{number:032x}-{1:012x}", bytes(size))
+    engines.bucket.replace(f"{inbox}/{'f' * 32}-{1:032x}-{1:012x}", b"of no namespace")
+    engines.run(3)
+    fresh = opened(engines, **secret)
+    for reader in (engine, fresh):
+        assert held(reader) == names(1)
+    client, downloads = engines.clients[engine], list[str]()
+    client.before = lambda verb, key: downloads.append(key) if verb == "GET" and "inbox" in key else None
+    store(engine, 2)
+    engines.run(5)
+    assert held(fresh) == names(1, 2)
+    assert len(downloads) == 1, "junk that was looked at once is not fetched again"
+
+
+def test_engines_with_and_without_a_key_share_no_head(engines: Engines, secret: dict[str, str]) -> None:
+    keyed, keyless = opened(engines, **secret), opened(engines)
+    store(keyed, 1)
+    store(keyless, 2)
+    engines.run(5)
+    assert (held(keyed), held(keyless)) == (names(1), names(2))
+    keyed.set_policy(Policy(None, HOUR_S))
+    assert keyless.policy() == Policy(None, None)
+    assert len(engines.bucket.keys("store/persistkv")) == 2
+
+
+def test_reads_that_miss_while_commits_run_disturb_none(engines: Engines) -> None:
+    engine = opened(engines)
+    store(engine, *range(60))
+    found = tables(engine, NAMESPACE)
+    for key in engines.bucket.keys("/packs/"):
+        del engines.bucket.objects[key]
+    missed = list[bytes | None]()
+    readers = [
+        threading.Thread(target=lambda part=part: missed.extend(read_pack(engine, NAMESPACE, table) for table in part))
+        for part in (list(found.values())[:30], list(found.values())[30:])
+    ]
+    for reader in readers:
+        reader.start()
+    for seed in range(100, 115):
+        store(engine, seed)
+    for reader in readers:
+        reader.join()
+    assert missed == [None] * 60
+    store(engine, 115)
+    engines.run(5)
+    assert held(opened(engines)) == held(engine) == names(*range(100, 116))
+
+
+def test_uses_wait_for_a_commit_and_outlive_the_handle(engines: Engines) -> None:
+    engine, client = opened(engines), engines.clients
+    store(engine, 1)
+    engines.run(1)
+    store(engine, 2)
+    engines.run(5)
+    client[engine].take()
+    engine.commit(NAMESPACE, CommitBatch(touches=list(names(1))))
+    assert client[engine].take() == {}
+    before = [use.last_used for use in engine.uses(NAMESPACE, ["r1", "r2"]) if use is not None]
+    assert before[0] > before[1]
+    engines.kill(engine)
+    engine.close()
+    fresh = opened(engines)
+    store(fresh, 3)
+    engines.run(5)
+    uses = [use for use in fresh.uses(NAMESPACE, ["r1", "r2"]) if use is not None]
+    assert [use.reused for use in uses] == [True, False]
+    assert uses[0].last_used > uses[1].last_used

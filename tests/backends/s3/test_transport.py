@@ -224,7 +224,7 @@ def test_long_listings_and_many_deletions_are_many_operations() -> None:
     bucket.close()
 
 
-class Clock:
+class BreakerClock:
     def __init__(self) -> None:
         self.now = 100.0
 
@@ -232,7 +232,7 @@ class Clock:
         return self.now
 
 
-def make_breaker(clock: Clock) -> Breaker:
+def make_breaker(clock: BreakerClock) -> Breaker:
     return Breaker("test", 2.0, clock=clock, jitter=lambda: 1.0)
 
 
@@ -243,7 +243,7 @@ def fail(breaker: Breaker, times: int) -> None:
 
 
 def test_breaker_opens_lets_one_through_and_closes() -> None:
-    clock = Clock()
+    clock = BreakerClock()
     breaker = make_breaker(clock)
     fail(breaker, 4)
     assert breaker.admit()
@@ -267,7 +267,7 @@ def test_breaker_opens_lets_one_through_and_closes() -> None:
 
 
 def test_breaker_opens_on_slowness_and_on_half_of_the_last_answers() -> None:
-    clock = Clock()
+    clock = BreakerClock()
     slow, mixed = make_breaker(clock), make_breaker(clock)
     for _ in range(5):
         slow.record(well=True, seconds=2.1)
@@ -278,7 +278,7 @@ def test_breaker_opens_on_slowness_and_on_half_of_the_last_answers() -> None:
 
 
 def test_breaker_judges_bytes_per_second() -> None:
-    breaker = make_breaker(Clock())
+    breaker = make_breaker(BreakerClock())
     for _ in range(20):
         breaker.record(well=True, seconds=30.0, num_bytes=32 << 20)
     assert breaker.state == "closed", "more than 1 MiB/s"
@@ -302,7 +302,7 @@ def test_bucket_slow_large_transfers_leave_the_breaker_closed(verb: str) -> None
 
 
 def test_what_was_on_its_way_when_it_opened_changes_nothing() -> None:
-    clock = Clock()
+    clock = BreakerClock()
     breaker = make_breaker(clock)
     fail(breaker, 5)
     for well in (False, True):
@@ -332,7 +332,7 @@ def test_missing_objects_are_no_failure_of_the_server() -> None:
 
 
 def test_breaker_is_for_many_threads() -> None:
-    clock = Clock()
+    clock = BreakerClock()
     breaker = make_breaker(clock)
     fail(breaker, 5)
     clock.now += 2

@@ -5,9 +5,9 @@ that breaks connections. Each fault lasts ``--seconds``. The ticks during the fa
 with the same load on the same server. After the fault the engine submits lost blocks again. Then a new handle that
 bypasses the proxy checks all content.
 
-The run fails for wrong, missing or duplicate blocks, and for a breaker that does not open or close. Times are reported only. Without ``--endpoint`` the server is moto, which cannot be killed,
-because it keeps its content in memory. ``make test-faults`` runs against Ceph and puts the table into
-docs/reliability.md.
+The run fails for wrong, missing or duplicate blocks, and for a breaker that does not open or close. Times are reported
+only. Without ``--endpoint`` the server is moto, which cannot be killed, because it keeps its content in memory.
+``make test-faults`` runs against Ceph and puts the table into docs/reliability.md.
 """
 
 from __future__ import annotations

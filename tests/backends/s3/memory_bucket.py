@@ -171,7 +171,7 @@ class Engines:
         self.all: list[S3Backend] = []
         self.clients: dict[S3Backend, MemoryClient] = {}
 
-    def open(self, *, cache: str = "", read_only: bool = False, **options: object) -> S3Backend:
+    def open(self, *, cache: str = "", read_only: bool = False, **options: str | float) -> S3Backend:
         """Open an engine."""
         number = len(self.clients)
         directory = self._directory / (cache or str(number))

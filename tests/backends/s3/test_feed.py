@@ -34,7 +34,7 @@ def engines(bucket: MemoryBucket, tmp_path: Path) -> Iterator[Engines]:
     found.close()
 
 
-def opened(engines: Engines, *, cache: str = "", **options: object) -> S3Backend:
+def opened(engines: Engines, *, cache: str = "", **options: str | float) -> S3Backend:
     """Open an engine that uses the namespace."""
     engine = engines.open(cache=cache, **options)
     engine.open_namespace(sample_identity())

@@ -53,6 +53,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+MOST_COMMIT_S = 12 * 3600.0  # 12 hours from the first upload to the commit's object; a sweep spares younger objects
 _TRIES = 4
 """Maximum of attempts to reach the head's position: listed objects may be deleted before they are fetched."""
 _AT_ONCE = 4
@@ -87,6 +88,11 @@ class NamespaceSession:
         """Packs whose objects are missing, until a commit removes them for all engines."""
         self._written_at = self._clock.monotonic()
         self._lock = threading.RLock()
+
+    @property
+    def writer(self) -> bytes:
+        """Writer id of the next commit."""
+        return self._writer
 
     @property
     def is_waiting(self) -> bool:
@@ -159,6 +165,9 @@ class NamespaceSession:
             if not (error.uncertain and self._was_written(name)):
                 self._renew_writer()
                 raise
+        if self._bucket.now() - entry.time > MOST_COMMIT_S:  # the process was suspended: the leader rejects it
+            self._renew_writer()
+            raise StoreError("the commit took more than 12 hours and does not count")
         self._number = entry.number
         with self._lock:
             self._unmerged[entry.number] = entry
@@ -382,7 +391,10 @@ class NamespaceSession:
                 some = new[start : start + _AT_ONCE]
                 for name, entry in zip(some, self._bucket.all(self.read_commit, some), strict=True):
                     self._read.add(name)
-                    if entry is not None:
+                    if entry is None:  # merged and deleted since the head was read, or unreadable
+                        self._head.poll()
+                        self.sync()
+                    else:
                         self.catalogue.apply_pending(entry, self._bucket.now())
 
     def read_commit(self, name: InboxName) -> Entry | None:

@@ -44,7 +44,7 @@ from persistkv_s3.feed.format import (
     split_ids,
 )
 from persistkv_s3.feed.head import StoreHead, extended
-from persistkv_s3.session import NamespaceSession
+from persistkv_s3.session import MOST_COMMIT_S, NamespaceSession
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +52,13 @@ TAKEOVER_S = 15.0
 ROUND_S = 1.0
 """Least time between two rounds."""
 _HEARTBEAT_S = 5.0
-_RESIGN_S = 30.0  # without commits
-_REJECT_S = 12 * 3600.0  # 12 hours
+_RESIGN_S = 30.0  # without a commit of this engine
 _SWEEP_S = 24 * 3600.0  # 24 hours
 SNAPSHOT_AFTER = 64
 """Feed objects between two snapshots."""
 _NAMED_BEFORE = 128  # feed objects before a snapshot that the head still names, for readers that are a little behind
 _MOST_TAILS = 48
+_RECENT_BYTES = 1 << 20  # 1 MiB
 _LEAST_DUMP_BYTES = 4 << 20  # 4 MiB
 _SEGMENT_BYTES = 32 << 20  # 32 MiB
 _EVICTED_AT_ONCE = 256
@@ -111,6 +111,10 @@ class Leader:
         self._term = b""
         self._unpublished: dict[bytes, _Publication] = {}
         self._junk: set[str] = set()
+        self._behind: set[bytes] = set()
+        """Namespaces with listed commits that the last round did not merge."""
+        self._recent: dict[bytes, dict[int, bytes]] = {}
+        """Small feed objects that this term has published since the last snapshot, by position."""
         self._busy_at = 0.0
         self._written_at = 0.0
         self._confirmed = 0.0
@@ -145,6 +149,7 @@ class Leader:
     def _forget(self) -> None:
         self._term = b""
         self._unpublished.clear()
+        self._recent.clear()
         self._dumping.clear()
         self._sweeping.clear()
 
@@ -182,7 +187,8 @@ class Leader:
             feed = self._merged(session, namespace, found)
             if feed is not None:
                 self._unpublished[namespace] = _Publication(feed)
-                self._busy_at = self._clock.monotonic()
+                if session.writer in feed.merged:  # an engine that only merges leaves that to the others
+                    self._busy_at = self._clock.monotonic()
         self._maintain()
         self._publish()
         if self.leads:
@@ -206,8 +212,12 @@ class Leader:
     ) -> Feed | None:
         """Return a feed object with the new commits of a namespace; None if there are none."""
         merged, new = session.catalogue.merged(), list[InboxName]()
+        self._behind.discard(namespace)
         total = 0
-        for name, info in sorted(found, key=lambda pair: (pair[1].modified, pair[0])):
+        published = {name: info.modified for name, info in found}
+        for name, info in sorted(
+            found, key=lambda pair: (pair[1].modified, pair[0])
+        ):  # those of a writer stay in order
             if name.number <= merged.get(name.writer, 0):
                 continue
             if info.size > MAX_INBOX_BYTES:
@@ -215,21 +225,21 @@ class Leader:
                 continue
             total += info.size
             if new and total > _MERGED_BYTES:
+                self._behind.add(namespace)
                 break
             new.append(name)
         last: dict[bytes, int] = {}
         entries: list[Entry] = []
-        oldest = self._bucket.now() - _REJECT_S
-        new.sort(key=lambda name: name.number)  # of each writer; stable, so writers stay in the order of their uploads
         for name, entry in zip(new, self._bucket.all(session.read_commit, new), strict=True):
             if entry is None:
                 self._junk.add(self._names.inbox(name))
                 continue
             last[name.writer] = max(name.number, last.get(name.writer, 0))
-            if entry.time >= oldest:
+            took_s = published[name] - entry.time
+            if took_s <= MOST_COMMIT_S:
                 entries.append(entry)
             else:
-                logger.warning("rejected a commit that began %.0f h ago", (self._bucket.now() - entry.time) / 3600)
+                logger.warning("rejected a commit that took %.0f h", took_s / 3600)
         return self._feed(session, namespace, entries, last) if last else None
 
     def _feed(
@@ -251,7 +261,7 @@ class Leader:
         """Write the unpublished feed objects, then the head; without any, write the head if a heartbeat is due."""
         head = msgspec.structs.replace(self._head.head, namespaces=dict(self._head.head.namespaces))
         now = self._clock.monotonic()
-        resigns = not self._unpublished and now - self._busy_at > _RESIGN_S
+        resigns = now - self._busy_at > _RESIGN_S
         if not (self._unpublished or resigns or now - self._written_at >= _HEARTBEAT_S):
             return
         for namespace, held in self._unpublished.items():
@@ -259,8 +269,11 @@ class Leader:
             if session is None:
                 continue
             name = session.objects.names.feed(held.feed.position, held.feed.term)
+            data = seal(held.feed)
             with suppress(ConditionFailedError):  # an earlier attempt has written it: only this leader uses its term
-                session.objects.put(name.removeprefix(session.objects.names.base), [seal(held.feed)], condition=ABSENT)
+                session.objects.put(name.removeprefix(session.objects.names.base), [data], condition=ABSENT)
+            if len(data) <= _RECENT_BYTES:
+                self._recent.setdefault(namespace, {})[held.feed.position] = data
             head.namespaces[namespace] = self._extended(head.namespaces.get(namespace), held, session)
         if resigns:
             head.leader = b""
@@ -361,8 +374,12 @@ class Leader:
             before = Snapshot(generation=target.generation, position=0, term=bytes(TERM_BYTES), time=0.0)
         covered = range(target.snapshot_position + 1, target.position + 1)
         wanted = [(position, target.term_of(position)) for position in covered]
-        feeds = self._bucket.all(session.feed_object, wanted)
-        pieces = frame_records([seal(feed) for feed in feeds if feed is not None])
+        known = self._recent.pop(namespace, {})
+        others = [pair for pair in wanted if pair[0] not in known]
+        for feed in self._bucket.all(session.feed_object, others):
+            if feed is not None:
+                known[feed.position] = seal(feed)
+        pieces = frame_records([known[position] for position in covered if position in known])
         name = f"segments/{target.position:012x}-{self._term.hex()}"
         session.objects.put(name, pieces)
         at = session.catalogue.position
@@ -437,6 +454,8 @@ class Leader:
     def _sweep(self, namespace: bytes, session: NamespaceSession, target: NamespaceHead) -> None:
         """Delete old objects that nothing names, from one page of a listing."""
         now = self._bucket.now()
+        if namespace in self._behind:  # commits in the inbox may name old objects
+            return
         if namespace not in self._sweeping:
             if now - target.swept < _SWEEP_S or session.catalogue.position.damaged:
                 return
@@ -455,11 +474,15 @@ class Leader:
     def _is_named(self, namespace: bytes, session: NamespaceSession, name: str) -> bool:
         """Return whether the present state or the head needs an object."""
         kind = name.partition("/")[0]
+        held = self._unpublished.get(namespace)
+        entries = [] if held is None else held.feed.entries
         target = self._head.head.namespaces.get(namespace)
         if kind == "packs" and (pack := parse_pack(name)) is not None:
-            return session.catalogue.names_pack([pack])[0]
+            added = any((row.pack_id, row.nonce) == pack for entry in entries for row in entry.packs)
+            return added or session.catalogue.names_pack([pack])[0]
         if kind == "keys":
-            return session.catalogue.names_keys(name)
+            added = any(row.keys == name for entry in entries for row in entry.manifests)
+            return added or session.catalogue.names_keys(name)
         if kind == "feed" and (feed := parse_feed(name)) is not None:
             return target is None or (feed[0] > target.snapshot_position and target.term_of(feed[0]) == feed[1])
         if kind in ("snapshots", "segments"):

@@ -215,9 +215,8 @@ class Leader:
         self._behind.discard(namespace)
         total = 0
         published = {name: info.modified for name, info in found}
-        for name, info in sorted(
-            found, key=lambda pair: (pair[1].modified, pair[0])
-        ):  # those of a writer stay in order
+        in_order = sorted(found, key=lambda pair: (pair[1].modified, pair[0]))  # those of a writer stay in order
+        for name, info in in_order:
             if name.number <= merged.get(name.writer, 0):
                 continue
             if info.size > MAX_INBOX_BYTES:
@@ -261,7 +260,7 @@ class Leader:
         """Write the unpublished feed objects, then the head; without any, write the head if a heartbeat is due."""
         head = msgspec.structs.replace(self._head.head, namespaces=dict(self._head.head.namespaces))
         now = self._clock.monotonic()
-        resigns = now - self._busy_at > _RESIGN_S
+        resigns = now - self._busy_at > _RESIGN_S and not self._dumping
         if not (self._unpublished or resigns or now - self._written_at >= _HEARTBEAT_S):
             return
         for namespace, held in self._unpublished.items():

@@ -18,8 +18,11 @@ READY := $(VENV)/.ready
 WHEEL_VENV := $(VENV)-wheel
 VLLM ?= 0.32.0
 VLLM_VENV := $(VENV)-vllm-$(VLLM)
+VLLM_NEXT ?= 0.33.0
+WHEELS ?= $(HOME)/.cache/persistkv-wheels
+VLLM_NEXT_FILES := $(WHEELS)/vllm-$(VLLM_NEXT)
 
-.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs screenshots test-wheel test-ceph test-vllm test-vllm-full test-writers test-faults fuzz crash damage powerloss diskfaults bench bench-vllm bench-vllm-engine gpu-kit clean
+.PHONY: help setup setup-vllm setup-docs demo test test-slow lint docs screenshots test-wheel test-ceph test-vllm test-vllm-full test-vllm-next test-writers test-faults fuzz crash damage powerloss diskfaults bench bench-vllm bench-vllm-engine gpu-kit clean
 
 help:
 	@echo "make demo        a model answers and is killed; a new process answers from the KV that it stored"
@@ -29,6 +32,7 @@ help:
 	@echo "make screenshots render the pictures of docs/screens.md from real commands; needs Chromium"
 	@echo "make test-wheel  test the built wheel without torch and transformers"
 	@echo "make test-ceph   test the S3 driver with a real server (Ceph), which it installs, starts and stops; needs root"
+	@echo "make test-vllm-next  the tests without an engine on the files of vLLM 0.33.0, which has no build for CPUs"
 	@echo "make test-writers  eight writers on one bucket for two minutes (S3_SECONDS=120), on a Ceph server of its own"
 	@echo "make test-faults   effects of object store faults on an engine (8 minutes; FAULT_SECONDS=10);"
 	@echo "                   ARGS='--into docs/reliability.md' writes the table to that page"
@@ -96,6 +100,16 @@ test-vllm:
 
 test-vllm-full:
 	VLLM_VENV=$(VLLM_VENV) TESTS="vllm" tests/integrations/vllm/test-vllm.sh $(ARGS)
+
+test-vllm-next: $(VLLM_NEXT_FILES)
+	VLLM_VENV=$(VLLM_VENV) NEXT=$(VLLM_NEXT_FILES) tests/integrations/vllm/test-vllm.sh $(ARGS)
+
+# Only the Python files: the wheel of 0.3 GB contains code for GPUs.
+$(VLLM_NEXT_FILES):
+	$(PYTHON) -m pip download --quiet --no-deps $(PIP_FLAGS) --dest $(WHEELS) vllm==$(VLLM_NEXT)
+	rm -rf $@.part
+	unzip -q $(WHEELS)/vllm-$(VLLM_NEXT)-*.whl '*.py' -d $@.part
+	mv $@.part $@
 
 test-writers: setup
 	PYTHON=$(BIN)/python TRIAL=writers SECONDS_OF_WRITING=$(S3_SECONDS) tests/servers/test-ceph.sh $(ARGS)

@@ -17,10 +17,9 @@ import numpy as np
 from benchmarks.rig import anonymous_bytes, show
 from benchmarks.store_rig import Rig, fresh_keys
 from persistkv.config import parse_size
-from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import StoreClient
-from persistkv.storage.host.protocol import EndRequest
 from persistkv.storage.host.supervisor import ProcessHost
+from persistkv.storage.records import RequestEnd
 
 INDEX_BYTES = 180  # upper bound per block; see benchmarks.lookup
 LOADS = 4  # in flight
@@ -62,8 +61,8 @@ def flood(
         first = draw.randrange(rows // 2 - per_job + 1)
         client.submit_store(job, f"request {job // 16}", keys, range(first, first + per_job), range(per_job), job_bytes)
         if job % 16 == 0:
-            chain = (PackedKeys.of(keys),)
-            client.end_request(EndRequest(f"request {job // 16}", f"manifest {job}", chain, 16, 16, True, {}))
+            chain = (keys,)
+            client.end_request(RequestEnd(f"request {job // 16}", f"manifest {job}", chain, 16, 16))
         if stored and free:
             job += 1
             loads[job] = free.pop()

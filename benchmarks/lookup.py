@@ -56,7 +56,7 @@ def open_tier(url: str) -> tuple[PersistentTier, float]:
     fd = os.memfd_create("persistkv-benchmark")
     os.ftruncate(fd, BLOCK_BYTES)
     layout = RowLayout(BLOCK_BYTES, (GroupLayout(((0, BLOCK_BYTES),)),))
-    config = OffloadingConfig({"benchmark": BLOCK_BYTES}, 16, layout, 1, fd)
+    config = OffloadingConfig({"benchmark": BLOCK_BYTES}, 16, layout, 1, (fd,))
     begin = time.perf_counter()
     tier = PersistentTier(config, memoryview(mmap.mmap(fd, BLOCK_BYTES)), url=url)
     return tier, time.perf_counter() - begin

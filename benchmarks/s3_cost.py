@@ -79,7 +79,7 @@ def count_request(url: str, proxy: CountingProxy, model: Model, codec: str, toke
     store = Store(backend, identity, rows, options, url=url)
     proxy.take()
     assert store.read(keys, range(blocks)) == []
-    promoted, num_packs = proxy.take(), len(backend.changes(store.namespace, None).added)
+    promoted, num_packs = proxy.take(), len(list(backend.changes(store.namespace, None).added))
     store.close()
     held = stored - num_packs <= MOST_BESIDE_PACKS and promoted == num_packs and not missing
     per_1000, each = 1000 / tokens, 1000 / TOKENS_PER_BLOCK
@@ -111,7 +111,7 @@ def count_open(url: str, proxy: CountingProxy, packs: int, name: str) -> list[st
     begin = time.perf_counter()
     backend = S3Backend.open(StoreUrl.parse(url))
     backend.open_namespace(OPENED)
-    found = len(backend.changes(OPENED.digest, None).added)
+    found = len(list(backend.changes(OPENED.digest, None).added))
     seconds, opening = time.perf_counter() - begin, proxy.take()
     backend.close()
     assert found == packs

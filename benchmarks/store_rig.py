@@ -38,7 +38,7 @@ class Rig:
         self.rows: npt.NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8).reshape(num_rows, block_bytes)
         self.rows[:] = np.random.default_rng(0).integers(0, 256, self.rows.shape, dtype=np.uint8)
         if huge_pages:  # as the primary tier does
-            use_huge_pages(self._fd, len(self._memory))
+            use_huge_pages([self._fd], len(self._memory))
 
     def client(
         self, url: str, host: str = "process", *, max_queue_bytes: int = 8 << 30, **options: object
@@ -49,7 +49,7 @@ class Rig:
         :param options: fields of ``StoreOptions``.
         """
         hosts: dict[str, Callable[[], Host]] = {
-            "process": lambda: ProcessHost(self._fd, len(self._memory)),
+            "process": lambda: ProcessHost((self._fd,), len(self._memory)),
             "thread": lambda: ThreadHost(memoryview(self._memory)),
             "inline": lambda: InlineHost(memoryview(self._memory)),
         }

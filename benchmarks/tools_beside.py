@@ -26,9 +26,8 @@ from contextlib import contextmanager, suppress
 from benchmarks.rig import median_interval, show, touch_memory
 from benchmarks.store_rig import Job, fresh_keys
 from persistkv.config import parse_size
-from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import StoreClient
-from persistkv.storage.host.protocol import EndRequest
+from persistkv.storage.records import RequestEnd
 
 JOB_BYTES = 32 << 20  # 32 MiB
 BLOCK_BYTES = 64 << 10  # 64 KiB
@@ -131,7 +130,7 @@ class Engine:
         self._number += 1
         self._job.store(self._client, self._number, keys)
         request = f"request-{self._number}"
-        self._client.end_request(EndRequest(request, request, (PackedKeys.of(keys),), len(keys), 1, True, {}))
+        self._client.end_request(RequestEnd(request, request, (keys,), len(keys), 1))
 
     def close(self) -> None:
         """Close the client."""

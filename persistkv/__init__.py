@@ -1,7 +1,7 @@
 """persistkv keeps the KV cache of LLM inference on durable storage.
 
-Importing it imports neither torch nor transformers: ``Engine``, which needs the extra ``persistkv[transformers]``, is
-imported at its first use.
+Importing it imports neither torch nor transformers: all names except the errors are imported at their first use.
+``Engine``, ``load`` and ``save`` need the extra ``persistkv[transformers]``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from persistkv.errors import (
 
 if TYPE_CHECKING:
     from persistkv.integrations.transformers.engine import Engine
+    from persistkv.integrations.transformers.persistent_cache import PersistentCache, load, save
+    from persistkv_tools.options import Selection
+    from persistkv_tools.store import Store, open_store
 
 __version__ = "0.1.0"
 
@@ -31,15 +34,32 @@ __all__ = [
     "EngineClosedError",
     "IdentityMismatchError",
     "PersistKVError",
+    "PersistentCache",
     "PromptTooLongError",
+    "Selection",
+    "Store",
     "StoreError",
     "StoreUnavailableError",
     "UnsupportedModelError",
     "__version__",
+    "load",
+    "open_store",
+    "save",
 ]
+
+_LAZY = {
+    "Engine": "persistkv.integrations.transformers.engine",
+    "PersistentCache": "persistkv.integrations.transformers.persistent_cache",
+    "Selection": "persistkv_tools.options",
+    "Store": "persistkv_tools.store",
+    "load": "persistkv.integrations.transformers.persistent_cache",
+    "open_store": "persistkv_tools.store",
+    "save": "persistkv.integrations.transformers.persistent_cache",
+}
+"""The module of each name that is imported at its first use."""
 
 
 def __getattr__(name: str) -> Any:
-    if name != "Engine":
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module("persistkv.integrations.transformers.engine").Engine
+    return getattr(import_module(_LAZY[name]), name)

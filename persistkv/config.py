@@ -1,4 +1,4 @@
-"""Typed configuration. Its errors name the field, the value and the expected value."""
+"""Typed configuration, and the plug-ins that it names. Errors name the field, the value and the expected value."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import msgspec
 
 from persistkv.errors import ConfigurationError
 
+T = TypeVar("T")
 OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)
 
 PAGE_BYTES = 4 << 10  # 4 KiB: the page size of all supported platforms and the alignment that O_DIRECT requires
@@ -71,6 +74,36 @@ def parse_duration(value: str, *, name: str) -> float:
     return seconds
 
 
+def parse_durability(text: str) -> float | None:
+    """Parse the durability level; return the interval in seconds, or None for ``commit``.
+
+    ``commit`` (None): a pack is written as soon as it is large enough. Jobs of 4 MiB and more are on disk when they
+    end. Smaller jobs are written when their request ends, or when they are ``max_age_s`` old, whichever is first.
+
+    ``interval:5s`` (5.0): accepted blocks wait until the oldest is 5 s old, and are then written together: one
+    transaction and one sync, which cost little even if many requests end. A crash of the machine loses the blocks
+    accepted since the last write and nothing else: transactions are delayed, never left unsynced. A request counts as
+    persisted, and lookups find its blocks, only once they are on disk. Blocks are written earlier if the memory for
+    waiting blocks is full, or on ``flush``.
+
+    :raises ConfigurationError: the text is neither.
+    """
+    if text == "commit":
+        return None
+    kind, _, interval = text.partition(":")
+    try:
+        if kind == "interval":
+            return parse_duration(interval, name="durability")
+    except ConfigurationError:
+        pass
+    raise ConfigurationError("durability", text, "commit, or interval:5s for any positive duration")
+
+
+def store_url(store: str | Path) -> str:
+    """Return the URL of a store that is given by its URL or by the path of an LMDB store."""
+    return f"lmdb://{quote(str(store.expanduser().absolute()))}" if isinstance(store, Path) else store
+
+
 @dataclass(frozen=True)
 class StoreUrl:
     """Parsed URL of a store: ``lmdb:///var/kv?capacity=100GiB`` has a scheme, a location and options."""
@@ -86,6 +119,8 @@ class StoreUrl:
     def parse(cls, url: str) -> StoreUrl:
         """Parse a URL, or the path of an LMDB store: ``/var/kv?capacity=100GiB`` and ``~/kv`` mean ``lmdb://`` URLs.
 
+        ``~`` at the beginning of a location is the home directory.
+
         :raises ConfigurationError: if there is no scheme, no location, user information (credentials are not allowed in
             URLs), a fragment, or a repeated option.
         """
@@ -97,7 +132,7 @@ class StoreUrl:
             parts = urlsplit(url)
         except ValueError as error:
             raise ConfigurationError("url", f"{url.partition('://')[0]}://…", f"{expected} ({error})") from None
-        location = unquote(parts.netloc + parts.path)
+        location = os.path.expanduser(unquote(parts.netloc + parts.path))
         if "@" in parts.netloc:
             raise ConfigurationError(
                 "url", f"{parts.scheme}://…", "no user information: URLs must not contain credentials"
@@ -157,6 +192,60 @@ def _plain_boolean(value: Any) -> Any:
     return {"yes": True, "on": True, "no": False, "off": False}.get(value, value) if isinstance(value, str) else value
 
 
+class Registry(Generic[T]):
+    """Subclasses of one base class by name.
+
+    Plug-ins are looked up on each call and imported only when they are requested. They cannot replace a built-in class.
+    """
+
+    def __init__(
+        self, group: str, field: str, base: type[Any], built_in: Mapping[str, type[T]] = MappingProxyType({})
+    ) -> None:
+        """
+        :param group: the entry-point group of the plug-ins.
+        :param field: the setting that holds the name, for errors.
+        :param base: required base class of all classes.
+        """
+        self._group = group
+        self._field = field
+        self._base = base
+        self._built_in = built_in
+
+    def names(self) -> list[str]:
+        """Return the names of the built-in classes and of the installed plug-ins, sorted."""
+        return sorted({*self._built_in, *self._plugins()})
+
+    def get(self, name: object) -> type[T]:
+        """Return the class of a name from the user's configuration.
+
+        :raises ConfigurationError: no such name (the error lists the known ones), a plug-in that cannot be imported
+            (the error names its distribution), or one of another kind.
+        """
+        if not isinstance(name, str):
+            raise self._unknown(name)
+        if name in self._built_in:
+            return self._built_in[name]
+        point = self._plugins().get(name)
+        if point is None:
+            raise self._unknown(name)
+        source = f"{point.value} of {point.dist.name if point.dist else 'an unnamed distribution'}"
+        try:
+            found: Any = point.load()
+        except Exception as error:
+            expected = f"a plug-in that can be imported; {source} raised {type(error).__name__}: {error}"
+            raise ConfigurationError(self._field, name, expected) from error
+        if not (isinstance(found, type) and issubclass(found, self._base)):
+            raise ConfigurationError(self._field, name, f"a plug-in; {source} is no {self._base.__name__}")
+        return found
+
+    def _plugins(self) -> dict[str, EntryPoint]:
+        return {point.name: point for point in entry_points(group=self._group)}
+
+    def _unknown(self, name: object) -> ConfigurationError:
+        known = ", ".join(self.names())
+        return ConfigurationError(self._field, name, f"one of {known}" if known else f"a plug-in of {self._group}")
+
+
 class GroupLayout(msgspec.Struct, frozen=True):
     """The bytes of a primary tier row that a block of one KV cache group uses."""
 
@@ -212,8 +301,9 @@ class OffloadingConfig:
     """The bytes of each group in a row."""
     num_blocks: int
     """Rows of the primary tier."""
-    region_fd: int | None = None
-    """Descriptor of the primary tier's shared memory, which a host process maps; None if it is not available."""
+    region_fds: tuple[int, ...] = ()
+    """Descriptors of the files that are the primary tier's memory, one after the other, which a host process maps;
+    none if they are not available."""
     enable_events: bool = False
     """Whether the engine uses the tier's events."""
 

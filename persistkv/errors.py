@@ -7,6 +7,7 @@ Other modules do not catch them by name.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -39,6 +40,37 @@ class ConfigurationError(PersistKVError, ValueError):
 
     def __reduce__(self) -> tuple[type[ConfigurationError], tuple[str, object, str]]:
         return (ConfigurationError, (self.field, self.value, self.expected))
+
+
+class MissingOptionError(ConfigurationError):
+    """A required value was not given.
+
+    :param what: what requires it, such as an option or a command.
+    :param needed: the possible values.
+    """
+
+    def __init__(self, what: str, needed: str) -> None:
+        PersistKVError.__init__(self, f"{what} requires {needed}")
+        self.field, self.value, self.expected = what, None, needed
+
+    def __reduce__(self) -> tuple[type[MissingOptionError], tuple[str, str]]:  # type: ignore[override]
+        return (MissingOptionError, (self.field, self.expected))
+
+
+class FileError(ConfigurationError):
+    """A file that the caller named cannot be used.
+
+    :param action: what failed, such as ``read`` or ``write``.
+    """
+
+    def __init__(self, action: str, path: Path, error: Exception) -> None:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        where = "standard output" if str(path) == "-" else str(path)
+        PersistKVError.__init__(self, f"cannot {action} {where}: {reason}")
+        self.field, self.value, self.expected = action, str(path), reason
+
+    def __reduce__(self) -> tuple[type[FileError], tuple[str, Path, Exception]]:  # type: ignore[override]
+        return (FileError, (self.field, Path(str(self.value)), ValueError(self.expected)))
 
 
 class EngineClosedError(PersistKVError):

@@ -1,4 +1,8 @@
-"""Check after each test that no host process is left: it outlives its engine, and would outlive the tests."""
+"""Settings of all tests.
+
+After each test no host process may be left: it outlives its engine, and would outlive the tests. Generated examples
+have no deadline: a busy machine is no failure.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,11 @@ from tests.host_processes import host_processes, mark_run
 _GRACE_S = 10.0  # an orphaned host process commits the blocks that it accepted
 
 mark_run()
+with suppress(ImportError):  # the environment of vLLM's tests lacks it
+    import hypothesis
+
+    hypothesis.settings.register_profile("persistkv", deadline=None)
+    hypothesis.settings.load_profile("persistkv")
 
 
 @pytest.fixture(autouse=True)

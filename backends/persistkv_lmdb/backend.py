@@ -134,7 +134,10 @@ class LmdbBackend(CatalogBackend):
         options = convert_options(LmdbOptions, url.options, where="lmdb")
         if "\0" in url.location:
             raise ConfigurationError("url", url.location, "a path without NUL")
-        path = Path(url.location).absolute()
+        path = Path(url.location)
+        if not path.is_absolute():
+            expected = f"an absolute path: lmdb:///{url.location} (three slashes), or lmdb://{path.absolute()}"
+            raise ConfigurationError("url", f"lmdb://{url.location}", expected)
         prepare_directory(path, read_only=read_only)
         backend = cls(
             ENVIRONMENTS.acquire(path, options.policy, read_only=read_only), read_only=read_only, reads=options.reads

@@ -349,7 +349,11 @@ class Environment:
             try:
                 env.reader_check()
                 self.file_id = file_id(self.path)
-                self._databases = open_databases(env) if read_only else create_databases(env, self._policy)
+                if read_only:
+                    self._databases = open_databases(env)
+                else:
+                    with env.begin(write=True, buffers=True) as txn:
+                        self._databases = create_databases(env, txn, self._policy)
                 if not is_there:
                     files.sync_directory(self.path)
             except BaseException:

@@ -149,7 +149,8 @@ def prepare_directory(store: Path, *, read_only: bool) -> None:
     """Create a store's directory and its parents durably unless ``read_only``, and check its content.
 
     :raises StoreUnavailableError: it cannot be created, or another user may have prepared its content: it belongs to
-        another user and is opened for writing, or a file of a store is a link, a FIFO or of another type.
+        another user and is opened for writing, or a file of a store is a link, a FIFO or of another type. Also if the
+        directory holds other files and no store, or is empty and ``read_only``.
     """
     with translated_at_open(store):
         if not read_only:
@@ -172,6 +173,19 @@ def prepare_directory(store: Path, *, read_only: bool) -> None:
                 if not is_right(found):
                     what = "a symbolic link" if stat.S_ISLNK(found) else f"no {kind}"
                     raise StoreUnavailableError(f"{store / name} is {what}: move it away, or choose another directory")
+        _check_purpose(store, read_only=read_only)
+
+
+def _check_purpose(store: Path, *, read_only: bool) -> None:
+    if any((store / name).exists() for name in (DATA_FILE, GUARD_FILE)):
+        return
+    own = {*STORE_FILES, SEGMENT_DIRECTORY, STATUS_DIRECTORY, "lost+found"}  # the last one: of a file system's root
+    others = sorted(entry.name for entry in store.iterdir() if entry.name not in own)
+    if others:
+        found = f"{store} is a directory with other files ({', '.join(others[:3])}) and no store"
+        raise StoreUnavailableError(f"{found}: name a store, or a new or empty directory to create one")
+    if read_only:
+        raise StoreUnavailableError(f"{store} is an empty directory and no store")
 
 
 def sync_directory(path: Path) -> None:

@@ -103,21 +103,20 @@ class Transaction(Rows):
         return int((_META_PAGES + pages) * stats[0]["psize"])
 
 
-def create_databases(env: lmdb.Environment, policy: Policy) -> dict[str, _Database]:
-    """Open the databases of a store; create them in an empty environment that is open for writing.
+def create_databases(env: lmdb.Environment, txn: lmdb.Transaction[memoryview], policy: Policy) -> dict[str, _Database]:
+    """Open the databases of a store in a write transaction; create them in an empty environment.
 
     :param policy: recorded in a store that is created here.
     :raises CorruptStoreError: the environment has other content or another format; it was not changed.
     """
-    with env.begin(write=True, buffers=True) as txn:
-        if txn.stat()["entries"]:
-            return open_databases(env, txn)
-        databases = {name: env.open_db(name.encode(), txn=txn) for name in DATABASES}
-        transaction = Transaction(txn, databases)
-        transaction.put(META, _FORMAT_ROW, _FORMAT.pack(_MAGIC, FORMAT_VERSION))
-        write_policy(transaction, policy)
-        transaction.put(META, _PLACEMENT_ROW, str(policy.placement).encode())
-        return databases
+    if txn.stat()["entries"]:
+        return open_databases(env, txn)
+    databases = {name: env.open_db(name.encode(), txn=txn) for name in DATABASES}
+    transaction = Transaction(txn, databases)
+    transaction.put(META, _FORMAT_ROW, _FORMAT.pack(_MAGIC, FORMAT_VERSION))
+    write_policy(transaction, policy)
+    transaction.put(META, _PLACEMENT_ROW, str(policy.placement).encode())
+    return databases
 
 
 def open_databases(env: lmdb.Environment, txn: lmdb.Transaction[memoryview] | None = None) -> dict[str, _Database]:

@@ -452,7 +452,7 @@ class S3Backend(InspectableBackend):
             requests=sum(state.requests for state in states),
             raw_bytes=sum(state.raw_bytes for state in states),
             stored_bytes=sum(state.stored_bytes for state in states),
-            disk_bytes=sum(catalogue.num_bytes for catalogue in catalogues),
+            disk_bytes=sum(catalogue.disk_bytes() for catalogue in catalogues),
             capacity=self._head.head.capacity,
         )
 

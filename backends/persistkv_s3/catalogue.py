@@ -335,9 +335,8 @@ class Catalogue(Catalog):
         with self.rows() as rows:
             return rows.position
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the namespace's packs, their tables and manifests."""
+    def disk_bytes(self) -> int:
+        """Return the bytes of the namespace's packs, their tables and manifests in the bucket."""
         with self.rows() as rows:
             return rows.num_bytes
 

@@ -17,6 +17,7 @@ from persistkv.storage.extensions import Policy
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[A-Za-z0-9!_.*'()\-/]*")
 _MAX_PREFIX = 256
+_ACCOUNT = re.compile(r"[0-9]{12}")
 _CREDENTIAL = re.compile("key|secret|token|password|credential|signature", re.IGNORECASE)
 _SECRET_BYTES = 32
 _ENDPOINT = "https://host:port or http://host:port, without user, path or query"
@@ -41,6 +42,11 @@ class S3Options(msgspec.Struct, frozen=True):
     """Server-side encryption to request. None: the bucket's default."""
     sse_kms_key_id: str | None = None
     """Key for ``sse=aws:kms``. None: the account's default key."""
+    sse_bucket_key: bool | None = None
+    """Whether objects with ``sse=aws:kms`` use a bucket key, which saves most requests to KMS. None: the bucket's
+    default."""
+    expected_bucket_owner: str | None = None
+    """Account that must own the bucket; the server refuses requests to a bucket of another account. None: any."""
     read_only: bool = False
     """Look up and promote only: nothing is ever written, and permission to list and get is sufficient."""
     deadline_s: float = msgspec.field(default=30.0, name="deadline")
@@ -52,8 +58,6 @@ class S3Options(msgspec.Struct, frozen=True):
     engine. 0: at every call, and commits that no leader has merged are read, too."""
     touch_s: float = msgspec.field(default=600.0, name="touch")
     """Maximum time that uses wait for a commit that writes them; later they are written by a request of their own."""
-    bucket_owner: str | None = None
-    """Account that must own the bucket (``ExpectedBucketOwner``). None: not checked."""
     connections: int = 8
     """Maximum of concurrent requests per call."""
     capacity: int | None = None
@@ -80,6 +84,10 @@ class S3Options(msgspec.Struct, frozen=True):
             _check_endpoint(self.endpoint_url)
         if self.sse_kms_key_id is not None and self.sse != "aws:kms":
             raise ConfigurationError("s3 option sse_kms_key_id", self.sse_kms_key_id, "sse=aws:kms beside it")
+        if self.sse_bucket_key is not None and self.sse != "aws:kms":
+            raise ConfigurationError("s3 option sse_bucket_key", self.sse_bucket_key, "sse=aws:kms beside it")
+        if self.expected_bucket_owner is not None and not _ACCOUNT.fullmatch(self.expected_bucket_owner):
+            raise ConfigurationError("s3 option expected_bucket_owner", self.expected_bucket_owner, "12 digits")
         if self.key_file is not None and self.key_env is not None:
             raise ConfigurationError("s3 option key_env", self.key_env, "a file or a variable, not both")
         if not 1 <= self.connections <= 64:

@@ -69,9 +69,9 @@ def measure(model: Any, lengths: list[int], path: str, smoke: bool, results: Res
     cold, resident = [], []
     with Engine.open(model, url, **options) as engine:
         for length in lengths:
-            engine.generate(_prompt(draw, model, length), 2, reuse=False, store=False)  # warms up kernels and allocator
+            engine.generate(_prompt(draw, model, length), 2, load=False, store=False)  # warms up kernels and allocator
         for _, prompt in prompts:
-            cold.append(engine.generate(prompt, _NEW_TOKENS, reuse=False))
+            cold.append(engine.generate(prompt, _NEW_TOKENS, load=False))
             resident.append(engine.generate(prompt, _NEW_TOKENS, store=False))
             if not engine.wait_persisted(cold[-1], 120.0):
                 raise RuntimeError("a context did not become durable")

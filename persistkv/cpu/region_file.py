@@ -150,7 +150,7 @@ def _allocate(fd: int, path: str, size: int) -> None:
         logger.info("%s: waiting until %d bytes are free in %s", path, size, directory)
         while _available(directory) < size and time.monotonic() <= deadline:
             time.sleep(_POLL_SECONDS)
-    if not use_huge_pages(fd, size):
+    if not use_huge_pages([fd], size):
         logger.info("%s is not completely in huge pages: disk transfers are slower", path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Sequence
 from functools import cache
 
 MADV_POPULATE_READ = 22  # Linux 5.14
@@ -19,21 +20,25 @@ def madvise(address: int, num_bytes: int, advice: int) -> int:
     return ctypes.get_errno() if _libc().madvise(address, num_bytes, advice) else 0
 
 
-def map_shared(fd: int, num_bytes: int, alignment: int) -> int:
-    """Map a file, shared and writable, to a multiple of ``alignment``; return the address, 0 if it cannot be mapped.
+def map_shared(files: Sequence[tuple[int, int]], alignment: int) -> int:
+    """Map files one after the other, shared and writable; return the address, 0 if they cannot be mapped.
 
-    :param alignment: a multiple of the page size.
+    :param files: descriptors, and the bytes to map from the start of each: whole pages, except for the last.
+    :param alignment: of the address; a multiple of the page size.
     """
+    num_bytes = sum(size for _, size in files)
     libc, reserved = _libc(), num_bytes + alignment
     start = libc.mmap(None, reserved, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     if start == _MAP_FAILED:
         return 0
     address = -(-start // alignment) * alignment
     access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
-    if libc.mmap(address, num_bytes, access, flags, fd, 0) != address:
-        libc.munmap(start, reserved)
-        return 0
-    end = address + -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = address
+    for fd, size in files:
+        if libc.mmap(end, size, access, flags, fd, 0) != end:
+            libc.munmap(start, reserved)
+            return 0
+        end += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     libc.munmap(start, address - start)
     libc.munmap(end, start + reserved - end)
     return int(address)

@@ -12,6 +12,7 @@ import logging
 import mmap
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -26,19 +27,19 @@ _PREFAULT_BYTES = 64 << 20  # 64 MiB in one call
 logger = logging.getLogger(__name__)
 
 
-def use_huge_pages(fd: int, num_bytes: int, *, threads: int = _MAX_THREADS) -> bool:
-    """Move the content of a shared memory file into huge pages, for all processes that map it. No byte changes.
+def use_huge_pages(fds: Sequence[int], num_bytes: int, *, threads: int = _MAX_THREADS) -> bool:
+    """Move the content of shared memory files into huge pages, for all processes that map it. No byte changes.
 
     The memory may be used during the call. Memory that is registered with CUDA or in use by a transfer cannot be moved,
     so call this before. Half a gigabyte takes one thread 0.3 s, or 0.3 ms if it is in huge pages already.
 
-    :param fd: writable descriptor of a file whose memory is allocated.
-    :returns: whether the file is in huge pages now, except for a last part that is smaller than one. If False, the
-        kernel is too old or has too little contiguous memory; then all or part of the file is unchanged.
+    :param fds: as in ``map_aligned``; their memory is allocated.
+    :returns: whether the memory is in huge pages now, except for a last part that is smaller than one. If False, the
+        kernel is too old or has too little contiguous memory; then all or part of it is unchanged.
     """
     whole = num_bytes - num_bytes % HUGE_PAGE_BYTES
     try:
-        address = map_aligned(fd, whole) if whole else 0
+        address = map_aligned(fds, whole) if whole else 0
     except OSError:
         return False
     try:
@@ -59,19 +60,28 @@ def collapse(address: int, num_bytes: int, *, threads: int = _MAX_THREADS) -> bo
         return not steps or (_collapse(steps[0]) and all(pool.map(_collapse, steps[1:])))
 
 
-def map_aligned(fd: int, num_bytes: int) -> int:
-    """Map a file, shared and writable, for the life of this process, to a multiple of ``HUGE_PAGE_BYTES``.
+def map_aligned(fds: Sequence[int], num_bytes: int) -> int:
+    """Map files one after the other, shared and writable, to a multiple of ``HUGE_PAGE_BYTES``, until ``unmap``.
 
     ``mmap.mmap`` does not align. A huge page at an unaligned address takes 512 entries of the page table, which slows
     down each transfer and checksum: reading and verifying 32 MiB took 4.5 ms of processor time, and 2.1 ms if aligned.
 
+    :param fds: writable descriptors; every file is mapped completely, except that the last one may be longer.
     :returns: the address.
-    :raises OSError: the file cannot be mapped, or is smaller than ``num_bytes`` (an access after its end would kill the
-        process). Nothing stays mapped then.
+    :raises OSError: the files cannot be mapped, are smaller than ``num_bytes`` (an access after the end would kill the
+        process), or one before the last is not whole pages. Nothing stays mapped then.
     """
-    if (size := os.fstat(fd).st_size) < num_bytes:
-        raise OSError(errno.EINVAL, f"{num_bytes} bytes are to be mapped of a file of {size}")
-    address = libc.map_shared(fd, num_bytes, HUGE_PAGE_BYTES)
+    files, missing = [], num_bytes
+    for fd in fds:
+        size = min(os.fstat(fd).st_size, missing)
+        if size:
+            files.append((fd, size))
+        missing -= size
+        if missing and size % mmap.PAGESIZE:
+            raise OSError(errno.EINVAL, f"a file of {size} bytes, which is not whole pages, precedes another one")
+    if missing:
+        raise OSError(errno.EINVAL, f"{num_bytes} bytes are to be mapped of files of {num_bytes - missing}")
+    address = libc.map_shared(files, HUGE_PAGE_BYTES)
     if not address:
         raise OSError(errno.ENOMEM, f"{num_bytes} bytes of shared memory cannot be mapped")
     return address

@@ -5,9 +5,8 @@ Backends are opened by URL scheme. All of them are plug-ins, including those shi
 
 from __future__ import annotations
 
-from persistkv.config import StoreUrl
+from persistkv.config import Registry, StoreUrl
 from persistkv.errors import ConfigurationError
-from persistkv.registry import Registry
 from persistkv.storage.backend import Backend
 from persistkv.storage.extensions import InspectableBackend
 

@@ -1,8 +1,8 @@
 """Interface of storage drivers: eight methods that every driver implements. ``extensions`` has the optional ones.
 
-Contract of all methods: vendor exceptions are raised as ``StoreError``s, and after ``close`` every other call raises a
-``StoreError``. Returned objects belong to the caller. ``read`` and ``tables`` may be called from any thread,
-concurrently with themselves and with any other call. The other methods are called by one thread at a time.
+All methods raise vendor exceptions as ``StoreError``s, and a ``StoreError`` after ``close``. Returned objects belong to
+the caller. ``read`` and ``tables`` may be called from any thread, concurrently with themselves and any other call. The
+other methods are called by one thread at a time.
 
 **Eviction.** A store with a capacity evicts in ``commit``, across all its namespaces:
 
@@ -20,7 +20,7 @@ concurrently with themselves and with any other call. The other methods are call
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from persistkv.config import MAX_PACK_BYTES, StoreUrl
@@ -112,12 +112,14 @@ class Changes:
 
     cursor: bytes
     """Argument of the next call."""
-    added: Sequence[PackTable]
-    """Packs that were added and are still held."""
+    added: Iterable[PackTable]
+    """Packs that were added and are still held. Iterate once; with ``reset``, this may read, and raise a StoreError."""
     removed: Sequence[bytes] = ()
     """Ids of removed packs. Apply before ``added``: a pack may be in both."""
     reset: bool = False
     """``added`` is the whole catalogue (the first call, or a cursor that is too old)."""
+    blocks: int | None = None
+    """With ``reset``: number of blocks of ``added``, if known."""
 
 
 @dataclass(frozen=True)
@@ -175,17 +177,16 @@ class Backend(ABC):
 
     @abstractmethod
     def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
-        """Return the packs that any process added or removed after ``cursor``; the whole catalogue for None.
+        """Return the packs that any process added or removed after ``cursor``; the whole catalogue for None. Damaged
+        rows are left out: their blocks are misses.
 
-        Damaged rows are left out: their blocks are misses.
         :raises StoreError: no such namespace, or the medium failed; the cursor stays valid for a retry.
         """
 
     @abstractmethod
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
-        """Fill the spans' buffers with stored bytes, unverified; return for each span whether it was filled.
-
-        False is a miss: the pack is absent or too short. The buffers of such a span have undefined content.
+        """Fill the spans' buffers with stored bytes, unverified; return for each span whether it was filled. False is a
+        miss: the pack is absent or too short, and the buffers have undefined content.
 
         :raises StoreError: the medium failed; the content of all buffers is undefined.
         """

@@ -1,4 +1,4 @@
-"""Path from the blocks of jobs to transactions: cut into packs, stage, commit together.
+"""Path from the blocks of jobs to transactions: cut into packs, stage, divide into transactions.
 
 If the depth of blocks in their chain is known, packs are cut at fixed depths. Two engines that store the same prefix
 then cut the same packs, under the same names.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
@@ -17,18 +17,14 @@ from typing import NamedTuple
 import numpy as np
 
 from persistkv.config import MAX_PACK_BYTES
-from persistkv.errors import StoreError
 from persistkv.memory.rows import RowBlocks, Rows, StagedBlocks
-from persistkv.storage.backend import CommitBatch
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv.storage.format.pack_writer import PackWriter, Segment
-from persistkv.storage.namespace_view import NamespaceView
 from persistkv.storage.records import RequestEnd
 
 TARGET_PACK_BYTES = 32 << 20  # 32 MiB: the largest pack that a cut at fixed depths makes
 DIRECT_BYTES = 4 << 20  # 4 MiB: smaller packs wait in staging, to be written together
 FULL_BYTES = 16 << 20  # 16 MiB: a request's staged blocks become a pack at this size
-_STALE_RETRIES = 2
 _LENT_SHARE = 16  # multiple of the bound for ``lends``; limits the duration of a transaction
 
 
@@ -221,117 +217,42 @@ class Outgoing:
     """Staged copies of its blocks; None: it is written from rows."""
 
 
-class _Transaction(NamedTuple):
+class Transaction(NamedTuple):
+    """Packs and ends of requests that are committed together."""
+
     packs: Sequence[Outgoing]
     ends: Sequence[RequestEnd] = ()
     alone: bool = False
     """Part of a transaction that failed."""
 
-    @property
-    def can_split(self) -> bool:
-        return not self.alone and (bool(self.ends) or len(self.packs) > 1)
-
-    def split(self) -> list[_Transaction]:
-        alone = [_Transaction([one], alone=True) for one in self.packs]
-        return alone + [_Transaction((), [end], alone=True) for end in self.ends]
-
-    def end(self, ended: Callable[[Outgoing, bool], None], durable: bool) -> None:
-        for one in self.packs:
-            ended(one, durable)
+    def split(self) -> list[Transaction]:
+        """Return a transaction for each pack and each end; none if this one cannot be split."""
+        if self.alone or not (self.ends or len(self.packs) > 1):
+            return []
+        alone = [Transaction([one], alone=True) for one in self.packs]
+        return alone + [Transaction((), [end], alone=True) for end in self.ends]
 
 
-class CommitPipeline:
-    """Commits packs, ends of requests and uses to a namespace: together first, one by one if that fails.
-
-    A pack's blocks are read until the ``ended`` argument of ``commit`` is called with the pack. It is called once per
-    pack, also after a failure.
-    """
-
-    def __init__(self, namespace: NamespaceView, memory: int) -> None:
-        """:param memory: as in ``CommitBatch``."""
-        self._namespace = namespace
-        self._memory = memory
-
-    async def commit(
-        self,
-        slices: deque[list[Outgoing]],
-        ends: Sequence[RequestEnd],
-        uses: Sequence[bytes],
-        ended: Callable[[Outgoing, bool], None],
-    ) -> None:
-        """Write each slice in one transaction; the ends of requests are committed with the last one.
-
-        A transaction that fails is split into one for each pack and each end, so that one pack too many costs only
-        itself. A pack or end that fails in a transaction of its own is dropped.
-
-        :param slices: emptied, so that no copy of a block is kept after its transaction.
-        :param uses: ids of packs that were used, committed with the first transaction that succeeds.
-        :param ended: called with each pack, and whether it is durable, as soon as that is known.
-        """
-        last = slices.pop() if slices else []
-        waiting = deque(_Transaction(packs) for packs in slices)
-        waiting.append(_Transaction(last, ends))
-        slices.clear()
-        del last
-        while waiting:
-            transaction = waiting.popleft()
-            if await self._try_commit(transaction, uses, ended):
-                uses = ()
-            elif transaction.can_split:
-                waiting.extendleft(reversed(transaction.split()))
-            else:
-                self._namespace.news.persisted += [(end.request, False) for end in transaction.ends]
-                transaction.end(ended, False)
-
-    async def _try_commit(
-        self, transaction: _Transaction, uses: Sequence[bytes], ended: Callable[[Outgoing, bool], None]
-    ) -> bool:
-        namespace, (outgoing, ends, _) = self._namespace, transaction
-        try:
-            for retries_left in reversed(range(_STALE_RETRIES + 1)):
-                writers = [one.writer for one in outgoing if not await self._holds_all(one.writer)]
-                keys = dict.fromkeys(key for end in ends for group in end.group_keys for key in group)
-                maker = await namespace.manifest_maker(list(keys), writers)
-                manifests = [maker.make(end) for end in ends]
-                seen = namespace.cursor if retries_left else None
-                written = [manifest for manifest, _ in manifests if manifest is not None]
-                batch = CommitBatch(writers, written, touches=uses, seen=seen, memory=self._memory)
-                result = await namespace.commit(batch)
-                if not result.stale:
-                    break
-                await namespace.refresh()
-        except StoreError as error:
-            namespace.complain(error)
-            await namespace.refresh_or_complain()  # the failed commit may have evicted packs
-            return False
-        await namespace.committed(writers, result, followed=seen is not None)
-        offered = set(map(id, writers))
-        namespace.count_held([one.writer for one in outgoing if id(one.writer) not in offered])
-        transaction.end(ended, True)
-        namespace.news.persisted += [(end.request, whole) for end, (_, whole) in zip(ends, manifests, strict=True)]
-        return True
-
-    async def _holds_all(self, writer: PackWriter) -> bool:
-        keys = [key for segment in writer.segments for key in segment.keys]
-        return not self._namespace.index.absent(keys) and None not in await self._namespace.holders(keys)
-
-
-def slices_of(outgoing: Iterable[Outgoing], max_bytes: int, *, lends: bool = False) -> deque[list[Outgoing]]:
-    """Divide packs into as few transactions as the bound on their bytes allows.
+def divide(
+    outgoing: Iterable[Outgoing], ends: Sequence[RequestEnd], max_bytes: int, *, lends: bool = False
+) -> deque[Transaction]:
+    """Divide packs into as few transactions as the bound on their bytes allows, at least one. The last one commits the
+    ends of requests.
 
     :param max_bytes: raw bytes of one transaction, which may all be in memory until it ends.
     :param lends: the driver holds at most ``CommitBatch.memory`` bytes at once, so a transaction may be larger.
     """
-    slices: deque[list[Outgoing]] = deque()
+    slices: list[list[Outgoing]] = [[]]
     most = max_bytes * (_LENT_SHARE if lends else 1)
     size = 0
     for one in outgoing:
-        if not slices or size + one.writer.raw_length > most:
+        if slices[-1] and size + one.writer.raw_length > most:
             slices.append([])
             size = 0
         slices[-1].append(one)
         size += one.writer.raw_length
-    return slices
+    last = slices.pop()
+    return deque([*map(Transaction, slices), Transaction(last, ends)])
 
 
 class Blocks(NamedTuple):

@@ -34,6 +34,8 @@ from persistkv.storage.format.files import replace_file
 from persistkv.storage.format.pack import ID_BYTES
 
 IDENTITY_VERSION = 1
+MODEL_NAME = "model_name"
+"""Field of an identity that need not match."""
 _PATH_SIGNS = frozenset('.[]"')
 
 _PIECE_BYTES = 8 << 20  # 8 MiB: larger reads are not faster and take more memory
@@ -51,12 +53,13 @@ _DTYPE_BITS |= {"BOOL": 8, "U8": 8, "I8": 8, "F16": 16, "BF16": 16, "I16": 16, "
 _DTYPE_BITS |= {"F32": 32, "I32": 32, "U32": 32, "F64": 64, "I64": 64, "U64": 64, "C64": 64}
 
 
-class Identity(msgspec.Struct, frozen=True):
-    """A tree of JSON values. Two identities are the same if and only if their canonical JSON is equal."""
+class Identity(msgspec.Struct, frozen=True, eq=False):
+    """A tree of JSON values. Two identities are the same if and only if their digests are equal."""
 
     fields: dict[str, Any]
     """The properties that must match, such as
-    ``{"weights": …, "config": {…}, "dtype": …, "groups": […], "block_size": 16}``."""
+    ``{"weights": …, "config": {…}, "dtype": …, "groups": […], "block_size": 16}``, and ``model_name``: the model's name
+    or path, which is shown to people and need not match."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Identity:
@@ -85,11 +88,28 @@ class Identity(msgspec.Struct, frozen=True):
     def digest(self) -> bytes:
         """Id of the namespace, 16 bytes."""
         head = f"persistkv identity {IDENTITY_VERSION}\n".encode()
-        return hashlib.sha256(head + self.encode()).digest()[:ID_BYTES]
+        return hashlib.sha256(head + _canonical(self.properties)).digest()[:ID_BYTES]
+
+    @property
+    def properties(self) -> dict[str, Any]:
+        """``fields`` without the name."""
+        return {name: value for name, value in self.fields.items() if name != MODEL_NAME}
+
+    @property
+    def model_name(self) -> str:
+        """Name or path of the model that created the namespace, or else the model's architecture; may be empty."""
+        name = self.fields.get(MODEL_NAME) or self.fields.get("architecture")
+        return name if isinstance(name, str) else ""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
     def diff(self, other: Identity) -> list[FieldDifference]:
         """Return the fields in which ``other`` (theirs) differs from this identity (ours), named by dotted path."""
-        ours, theirs = dict(_flatten(self.fields)), dict(_flatten(other.fields))
+        ours, theirs = dict(_flatten(self.properties)), dict(_flatten(other.properties))
         return [
             FieldDifference(name, ours.get(name), theirs.get(name))
             for name in sorted(ours.keys() | theirs.keys())

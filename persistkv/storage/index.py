@@ -393,12 +393,18 @@ class Index:
 
     # Changes
 
-    def reload(self, tables: Sequence[PackTable]) -> None:
-        """Replace the whole content."""
+    def reload(self, tables: Iterable[PackTable], blocks: int | None = None) -> None:
+        """Replace the whole content.
+
+        :param blocks: number of blocks of ``tables``, an estimate; None: counted, which keeps all tables in memory.
+        """
+        if blocks is None:
+            tables = list(tables)
+            blocks = sum(len(table.keys) for table in tables)
         self._numbers.clear()
         self._ids.clear()
         self._new = None
-        new = _Table(self._size_for(sum(len(table.keys) for table in tables)))
+        new = _Table(self._size_for(blocks))
         new.prefault(0, new.slots)
         self._replace(new)
         self.add(tables)

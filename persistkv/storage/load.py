@@ -167,13 +167,14 @@ def plan_reads(
     fitting: list[FrameRead] = []
     streamed: list[list[FrameRead]] = []
     missing: list[bytes] = []
+    sizes = dict(enumerate(group.block_bytes for group in rows.layout.groups))
     for pack, some, places in _by_pack(holders, keys, block_ids):
         if pack is None:
             missing += some
             continue
         reads = []
         for read in _frames(pack, some, places):
-            if _fits(read.frame, rows):
+            if sizes.get(read.frame.group) == read.frame.block_bytes:
                 reads.append(read)
             else:
                 missing += read.wanted
@@ -256,16 +257,12 @@ def _run_of_frames(pack: HeldPack, first: int, block_ids: Sequence[int]) -> list
         stop = start + frame.block_count
         if start < end and stop > first:
             before, behind = max(0, first - start), max(0, stop - end)
-            rows = [*block_ids[start + before - first : stop - behind - first]]
-            rows = [_UNWANTED] * before + rows + [_UNWANTED] * behind
+            rows = list(block_ids[start + before - first : stop - behind - first])
+            if before or behind:
+                rows = [_UNWANTED] * before + rows + [_UNWANTED] * behind
             reads.append(FrameRead(pack, frame, pack.keys[start:stop], rows))
         start = stop
     return reads
-
-
-def _fits(frame: Frame, rows: Rows) -> bool:
-    groups = rows.layout.groups
-    return frame.group < len(groups) and groups[frame.group].block_bytes == frame.block_bytes
 
 
 def _parts(reads: Iterable[FrameRead], part_bytes: int, scratch_bytes: int) -> Iterator[list[FrameRead]]:

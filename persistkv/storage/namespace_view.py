@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -23,7 +23,7 @@ from persistkv.memory.budget import give_back, no_collections
 from persistkv.storage.backend import Backend, Changes, CommitBatch, CommitResult, ManifestWrite
 from persistkv.storage.executor import Executor
 from persistkv.storage.extensions import InspectableBackend, SupportsPolicy
-from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
+from persistkv.storage.format.manifest import ManifestKeys, RequestManifest, context_digest
 from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.format.pack_writer import NewPack, PackWriter
 from persistkv.storage.index import HeldPack, Index, set_bounded
@@ -83,18 +83,12 @@ class NamespaceView:
             raise
         give_back()  # about 50 bytes per block
 
-    async def call(self, call: Callable[[], T]) -> T:
+    def call(self, call: Callable[[], T]) -> Awaitable[T]:
         """Run a blocking call on the backend with ``Executor.write``.
 
-        :raises StoreError: the call failed. Other exceptions (no memory to encode a frame, a bug in a driver) are
-            converted to this one: they fail the call, and the store stays usable.
+        :raises StoreError: the call failed, with an exception of any kind.
         """
-        try:
-            return await self.executor.write(call)
-        except StoreError:
-            raise
-        except Exception as error:
-            raise StoreError(f"{type(error).__name__}: {error}") from error
+        return self.executor.write(_translated()(call))
 
     def commit(self, batch: CommitBatch) -> Awaitable[CommitResult]:
         """Run ``Backend.commit``. After it ends, also with an error, the blocks of its packs are no longer read."""
@@ -113,7 +107,7 @@ class NamespaceView:
 
         :raises StoreError: the medium failed; the index is unchanged.
         """
-        self._learn(await self.call(partial(self.backend.changes, self.namespace, self.cursor)))
+        self._learn(await self.call(partial(_changes, self.backend, self.namespace, self.cursor)))
 
     async def refresh_or_complain(self) -> None:
         """Refresh; log a failure instead of raising it."""
@@ -126,10 +120,10 @@ class NamespaceView:
         if changes.reset:
             self.news.lost |= self._events and len(self.index) > 0
             self._distrusted.clear()
-            self.index.reload(changes.added)
+            self.index.reload(changes.added, changes.blocks)
         else:
             self._forget(dict.fromkeys(changes.removed))
-            self._add(changes.added)
+            self._add(list(changes.added))
         self.cursor = changes.cursor
 
     def _add(self, tables: Sequence[PackTable]) -> None:
@@ -165,6 +159,12 @@ class NamespaceView:
 
         :raises StoreError: the key tables could not be read.
         """
+        if keys:  # the usual load: one pack holds all keys in this order
+            of_last = self.index.candidates(keys[-1])
+            ends = [pack_id for pack_id in self.index.candidates(keys[0]) if pack_id in of_last]
+            for held in (await self._packs(ends[:1])).values():
+                if held.start_of(keys) is not None:
+                    return [held] * len(keys)
         candidates = self.index.first_candidates(keys)
         found: list[HeldPack | None] = [None] * len(keys)
         by_pack: dict[bytes, list[int]] = {}
@@ -207,12 +207,8 @@ class NamespaceView:
         found = {pack_id: self._recent[number] for pack_id, number in numbers.items() if number in self._recent}
         unread = [pack_id for pack_id in numbers if pack_id not in found]
         if unread:
-            try:
+            with _translated():
                 (tables,) = await self.executor.read([partial(self.backend.tables, self.namespace, unread)])
-            except StoreError:
-                raise
-            except Exception as error:
-                raise StoreError(f"{type(error).__name__}: {error}") from error
             for table in tables:
                 found[table.pack_id] = self._remember(HeldPack(table, numbers[table.pack_id]))
         return found
@@ -373,6 +369,24 @@ def _most_keys(backend: Backend, layout: RowLayout) -> int | None:
     return None if capacity is None else capacity // min(group.block_bytes for group in layout.groups)
 
 
+def _changes(backend: Backend, namespace: bytes, cursor: bytes | None) -> Changes:
+    changes = backend.changes(namespace, cursor)
+    return replace(changes, added=list(changes.added))
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Convert exceptions of other kinds (no memory to encode a frame, a bug in a driver) to ``StoreError``s: they fail
+    the call, and the store stays usable.
+    """
+    try:
+        yield
+    except StoreError:
+        raise
+    except Exception as error:
+        raise StoreError(f"{type(error).__name__}: {error}") from error
+
+
 def _commit(backend: Backend, namespace: bytes, batch: CommitBatch) -> CommitResult:
     for writer in batch.packs:
         writer.restart()
@@ -412,6 +426,7 @@ class ManifestMaker:
             raw_bytes=sum(len(chain) * size for chain, size in zip(kept, self._block_bytes, strict=True)),
             ordered=end.ordered,
             labels=end.labels,
+            context=context_digest(keys),
         )
         return ManifestWrite(manifest, keys, self._packs_of(kept)), whole
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from persistkv.config import parse_duration
-from persistkv.errors import ConfigurationError
-
 _MOST_EVENTS = 65_536  # stored and removed keys that wait for the engine
+_END_BYTES = 512  # of the end of a request, without its keys
 _BYTES_OBJECT = 48  # overhead of a bytes object and of its reference in a list
 
 
@@ -24,7 +22,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_age_s: float = 2.0
     """Longest time, in seconds, that a small job waits to be written together with others."""
     durability: str = "commit"
-    """See ``parse_durability``."""
+    """See ``persistkv.config.parse_durability``."""
     io_threads: int = 2
     """Number of concurrent reads. Frames are encoded on the same threads."""
     refresh_s: float = 1.0
@@ -92,9 +90,8 @@ class News:
             self.lost, self.stored, self.removed = True, [], []
 
 
-@dataclass(frozen=True)
-class RequestEnd:
-    """End of a request, after its last store job."""
+class RequestEnd(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """End of a request, after its last store job. Also the message that tells the host."""
 
     request: str
     """The engine's request id."""
@@ -108,34 +105,10 @@ class RequestEnd:
     """Tokens of one block."""
     ordered: bool = True
     """False: the keys are in order of arrival, not of the context."""
-    labels: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, str] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Approximate memory of its keys."""
-        return sum(len(keys) * (len(keys[0]) + _BYTES_OBJECT) for keys in self.group_keys if keys)
-
-
-def parse_durability(text: str) -> float | None:
-    """Parse the durability level; return the interval in seconds, or None for ``commit``.
-
-    ``commit`` (None): a pack is written as soon as it is large enough. Jobs of 4 MiB and more are on disk when they
-    end. Smaller jobs are written when their request ends, or when they are ``max_age_s`` old, whichever is first.
-
-    ``interval:5s`` (5.0): accepted blocks wait until the oldest is 5 s old, and are then written together: one
-    transaction and one sync, which cost little even if many requests end. A crash of the machine loses the blocks
-    accepted since the last write and nothing else: transactions are delayed, never left unsynced. A request counts as
-    persisted, and lookups find its blocks, only once they are on disk. Blocks are written earlier if the memory for
-    waiting blocks is full, or on ``flush``.
-
-    :raises ConfigurationError: the text is neither.
-    """
-    if text == "commit":
-        return None
-    kind, _, interval = text.partition(":")
-    try:
-        if kind == "interval":
-            return parse_duration(interval, name="durability")
-    except ConfigurationError:
-        pass
-    raise ConfigurationError("durability", text, "commit, or interval:5s for any positive duration")
+        """Approximate memory."""
+        keys = sum(len(keys) * (len(keys[0]) + _BYTES_OBJECT) for keys in self.group_keys if keys)
+        return _END_BYTES + keys + sum(len(name) + len(value) for name, value in self.labels.items())

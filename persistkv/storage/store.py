@@ -25,19 +25,20 @@ from functools import partial
 from itertools import islice
 
 from persistkv.base import get_offload_group_indices
+from persistkv.config import parse_durability
 from persistkv.errors import IdentityMismatchError, StoreError
 from persistkv.memory.budget import MemoryShares
 from persistkv.memory.rows import Rows
-from persistkv.storage.backend import Backend
+from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.commit_pipeline import (
     DIRECT_BYTES,
     Blocks,
-    CommitPipeline,
     Outgoing,
     PlannedPack,
     Staging,
+    Transaction,
+    divide,
     plan_packs,
-    slices_of,
 )
 from persistkv.storage.executor import Executor, InPlaceExecutor
 from persistkv.storage.extensions import BackendStats, InspectableBackend, SupportsNamespaceLookup
@@ -49,8 +50,9 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.index import Index
 from persistkv.storage.load import ReadOutcome, make_scratch, part_bytes, plan_reads, read_part
 from persistkv.storage.namespace_view import NamespaceView
-from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions, parse_durability
+from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions
 
+_STALE_RETRIES = 2
 _TOUCH_S = 2.0  # seconds that uses wait for a commit of blocks
 _MAX_TOUCHED = 4096  # bound on packs with a pending use: each costs the commit about 10 µs
 _COMPARED_REMOTELY = 16  # namespaces of a remote store with which a new identity is compared: each costs a request
@@ -85,7 +87,8 @@ class Store:
         self.counters = StoreCounters()
         self.notice = _notice(backend, identity, options, url)
         """Differences from the nearest namespace if this one is new and the store has others; else empty."""
-        self.namespace = backend.open_namespace(identity).id
+        backend.open_namespace(identity)
+        self.namespace = identity.digest
         executor = executor or InPlaceExecutor()
         self.catalogue = NamespaceView(backend, self.namespace, executor, self.counters, rows.layout, options)
         self._writable = backend.capabilities.writable
@@ -95,7 +98,6 @@ class Store:
         self._scratch = make_scratch(self._shares.part)
         waits_s = options.max_age_s if self._interval_s is None else self._interval_s
         self._staging = Staging(self._shares.staged, waits_s, gather_all=self._interval_s is not None)
-        self._pipeline = CommitPipeline(self.catalogue, self._shares.transaction)
         self._direct: list[Outgoing] = []
         self._flying: set[bytes] = set()
         self._ends: list[RequestEnd] = []
@@ -244,7 +246,7 @@ class Store:
 
     def wants_commit(self) -> bool:
         """Whether packs or ends of requests are due to be written."""
-        return bool(self._direct or self._staging.due() or self._ends_due())
+        return bool(self._direct or (self._staging.num_bytes and self._staging.due()) or self._ends_due())
 
     def _ends_due(self) -> bool:
         if not self._ends or self._interval_s is None:
@@ -289,18 +291,64 @@ class Store:
             self.catalogue.executor.begin_write(self._commit())
 
     async def _commit(self) -> None:
+        """Commit the due work: together first, one by one if that fails.
+
+        A transaction that fails is split into one for each pack and each end of a request, so that one pack too many
+        costs only itself. A pack or end that fails in a transaction of its own is dropped. The first transaction that
+        succeeds also commits the uses. A pack's blocks are read until ``_ended`` is called with it.
+        """
         self._commit_waits = False
         everything, self._everything = self._everything, False
         then, self._when_committed = self._when_committed, []
-        slices, ends = self._take_out(everything)
-        if slices or ends or self._touched or not self._seconds_to_upkeep():
+        waiting = self._take_out(everything)
+        if any(waiting[0][:2]) or self._touched or not self._seconds_to_upkeep():
             uses, self._touched = list(self._touched), {}
-            await self._pipeline.commit(slices, ends, uses, self._ended)
+            while waiting:
+                transaction = waiting.popleft()  # not kept: copies of blocks are freed after their transaction
+                if await self._try_commit(transaction, uses):
+                    uses = []
+                elif alone := transaction.split():
+                    waiting.extendleft(reversed(alone))
+                else:
+                    self.news.persisted += [(end.request, False) for end in transaction.ends]
+                    for one in transaction.packs:
+                        self._ended(one, False)
             self._committed_at = time.monotonic()
         for call in then:
             call()
 
-    def _take_out(self, everything: bool) -> tuple[deque[list[Outgoing]], list[RequestEnd]]:
+    async def _try_commit(self, transaction: Transaction, uses: Sequence[bytes]) -> bool:
+        catalogue, (outgoing, ends, _) = self.catalogue, transaction
+        try:
+            for retries_left in reversed(range(_STALE_RETRIES + 1)):
+                writers = [one.writer for one in outgoing if not await self._holds_all(one.writer)]
+                keys = dict.fromkeys(key for end in ends for group in end.group_keys for key in group)
+                maker = await catalogue.manifest_maker(list(keys), writers)
+                manifests = [maker.make(end) for end in ends]
+                seen = catalogue.cursor if retries_left else None
+                written = [manifest for manifest, _ in manifests if manifest is not None]
+                batch = CommitBatch(writers, written, touches=uses, seen=seen, memory=self._shares.transaction)
+                result = await catalogue.commit(batch)
+                if not result.stale:
+                    break
+                await catalogue.refresh()
+        except StoreError as error:
+            catalogue.complain(error)
+            await catalogue.refresh_or_complain()  # the failed commit may have evicted packs
+            return False
+        await catalogue.committed(writers, result, followed=seen is not None)
+        offered = set(map(id, writers))
+        catalogue.count_held([one.writer for one in outgoing if id(one.writer) not in offered])
+        for one in outgoing:
+            self._ended(one, True)
+        self.news.persisted += [(end.request, whole) for end, (_, whole) in zip(ends, manifests, strict=True)]
+        return True
+
+    async def _holds_all(self, writer: PackWriter) -> bool:
+        keys = [key for segment in writer.segments for key in segment.keys]
+        return not self.index.absent(keys) and None not in await self.catalogue.holders(keys)
+
+    def _take_out(self, everything: bool) -> deque[Transaction]:
         ends, self._ends, self._ends_bytes = self._ends, [], 0
         staging = self._staging
         due = dict.fromkeys(staging.waiting() if everything else staging.due())
@@ -310,7 +358,7 @@ class Store:
                 due.update(dict.fromkeys(staging.owners(keys)))
         outgoing, self._direct = self._direct, []
         outgoing += [Outgoing(self._writer(staging.take(pack)), pack) for pack in due]
-        return slices_of(outgoing, self._shares.transaction, lends=self._remote), ends
+        return divide(outgoing, ends, self._shares.transaction, lends=self._remote)
 
     def _ended(self, outgoing: Outgoing, written: bool) -> None:
         self.ended_packs += 1

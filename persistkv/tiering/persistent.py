@@ -23,16 +23,15 @@ from persistkv.base import (
     RequestOffloadingContext,
     get_offload_group_idx,
 )
-from persistkv.config import OffloadingConfig, RowLayout, convert_options, parse_size
+from persistkv.config import OffloadingConfig, RowLayout, convert_options, parse_durability, parse_size
 from persistkv.errors import ConfigurationError
 from persistkv.memory.budget import BLOCKS_STAGED, MAX_IO_THREADS, MIN_STAGING_BYTES
 from persistkv.storage.format.codec import parse_codec
-from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import JobOutcome, StoreClient, StoreStats
-from persistkv.storage.host.protocol import EndRequest, Hello
+from persistkv.storage.host.protocol import Hello
 from persistkv.storage.host.supervisor import Host, InlineHost, ProcessHost, ThreadHost
 from persistkv.storage.identity import Identity
-from persistkv.storage.records import StoreOptions, parse_durability
+from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
 logger = logging.getLogger(__name__)
@@ -62,7 +61,7 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     """``commit``: blocks are written as soon as they are worth a write. ``interval:5s``: accepted blocks are written
     together when the oldest of them reaches that age; a crash of the host loses at most that interval. In both
     modes, blocks that count as persisted or that a lookup finds are on disk. See
-    ``persistkv.storage.records.parse_durability``."""
+    ``persistkv.config.parse_durability``."""
     io_threads: int = 2
     """Threads of the store's host that read, verify, encode and decode, in addition to the one that writes."""
     open_timeout_s: float = 60.0
@@ -70,6 +69,8 @@ class PersistentTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     lookups miss until it is open."""
     fingerprint_bits: int = 64
     """Significant bits of the fingerprints in the index; fewer only to test collisions."""
+    unique_request_ids: bool = False
+    """The engine's request ids are unique across restarts: requests are listed under them."""
     watchdog_s: float = 60.0
     """Seconds without an answer after which the host process is killed and restarted; at least 60 while it starts.
     Ten times as long if a call to the medium hangs, or the store does not open."""
@@ -127,9 +128,9 @@ class PersistentTier(SecondaryTierManager):
         if self.options.host == "inline":
             return InlineHost(flat)
         if self.options.host == "process":
-            if self.config.region_fd is not None:
+            if self.config.region_fds:
                 with suppress(OSError):
-                    return ProcessHost(self.config.region_fd, num_bytes)
+                    return ProcessHost(self.config.region_fds, num_bytes)
             logger.warning(
                 "no descriptor of the primary tier, or no pidfds: the store runs in a thread of this process"
             )
@@ -138,6 +139,11 @@ class PersistentTier(SecondaryTierManager):
     @staticmethod
     def get_tier_type() -> str:
         return "persistent"
+
+    @property
+    def host(self) -> str:
+        """Where the store runs: ``process``, ``thread`` or ``inline``."""
+        return self._client.host.name
 
     @property
     def notices(self) -> Sequence[str]:
@@ -223,10 +229,10 @@ class PersistentTier(SecondaryTierManager):
             self._remember(req_context.req_id, False)
             return
         self._client.end_request(
-            EndRequest(
+            RequestEnd(
                 req_context.req_id,
-                f"{self._engine}-{self._sequence}",
-                tuple(map(PackedKeys.of, chains)),
+                req_context.req_id if self.options.unique_request_ids else f"{self._engine}-{self._sequence}",
+                tuple(map(list[bytes], chains)),
                 0 if description is None else description.num_tokens,
                 self.config.block_size,
                 description is not None,

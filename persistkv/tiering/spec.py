@@ -9,11 +9,10 @@ from inspect import Parameter, signature
 from typing import Any, ClassVar
 
 from persistkv.base import OffloadingManager
-from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
+from persistkv.config import GroupLayout, OffloadingConfig, Registry, RowLayout
 from persistkv.cpu.manager import CPUPrimaryTierOffloadingManager
 from persistkv.cpu.spec import CPUOffloadingOptions, CPUOffloadingSpec
 from persistkv.errors import ConfigurationError
-from persistkv.registry import Registry
 from persistkv.tiering.base import SecondaryTierManager
 from persistkv.tiering.example import ExampleSecondaryTier
 from persistkv.tiering.manager import TieringOffloadingManager
@@ -91,7 +90,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
                 self.geometry.gpu_block_size * self.block_size_factor,
                 RowLayout(self.row_stride, groups),
                 self.num_blocks,
-                self.get_region().fd,
+                (self.get_region().fd,),
                 options.enable_events,
             )
             tiers: list[SecondaryTierManager] = []

@@ -86,7 +86,7 @@ def test_before_sees_arguments_in_order(backend: FaultyBackend[MemoryBackend], n
     seen: list[object] = []
     backend.before("changes", lambda *arguments: seen.append(arguments))
     backend.before("changes", lambda *arguments: seen.append("second"))
-    assert backend.changes(namespace, None).added == []
+    assert list(backend.changes(namespace, None).added) == []
     assert seen == [(namespace, None), "second"]
 
 

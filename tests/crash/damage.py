@@ -23,6 +23,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,7 @@ def run_case(url: str, store: Path, right: dict[bytes, bytes]) -> Counter[str]:
         if outcome.kind == "used":
             aside = any(entry.name.startswith("damaged-") for entry in store.iterdir())
             seen["moved aside" if aside else "opened with what is right"] += 1
-            seen["blocks served"] += outcome.count
+            seen["blocks served"] += outcome.total
             return seen
     raise AssertionError(f"not usable after {STARTS} starts: {dict(seen)}, {outcome.detail}")
 
@@ -178,7 +179,7 @@ def run(cases: int, seed: int, directory: Path, seconds: float) -> Counter[str]:
     """
     for placement in PLACEMENTS:
         url = f"lmdb://{directory / placement}?{_OPTIONS}&placement={placement}"
-        made = run_in_fork(lambda url=url: make_store(url), PATIENCE_S)
+        made = run_in_fork(partial(make_store, url), PATIENCE_S)
         assert made.kind == "used", made.detail
     right = expected()
     gc.freeze()

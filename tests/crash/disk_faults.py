@@ -44,12 +44,11 @@ from persistkv.errors import StoreError
 from persistkv.memory.rows import Rows
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import JobOutcome, StoreClient
-from persistkv.storage.host.protocol import EndRequest, Hello
+from persistkv.storage.host.protocol import Hello
 from persistkv.storage.host.supervisor import InlineHost, ProcessHost, State
 from persistkv.storage.identity import Identity
-from persistkv.storage.records import StoreOptions
+from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.storage.store import Store
 from persistkv.testing.conformance.suite import check_totals
 from persistkv.testing.samples import sample_blocks, sample_keys
@@ -94,13 +93,13 @@ class Fault(NamedTuple):
     name: str
     errno: int
     how: int
-    count: int = 1
+    calls: int = 1
     """Number of consecutive calls that fail, from the k-th on."""
 
     @property
     def lasts(self) -> bool:
         """Whether the disk works again only after the engine has met the fault in each of its operations."""
-        return self.count == _MANY
+        return self.calls == _MANY
 
 
 FAULTS = (
@@ -156,7 +155,7 @@ class Engine:
         os.ftruncate(region, size)
         self._rows = mmap.mmap(region, size)
         hello = Hello(url, IDENTITY.encode(), _LAYOUT, OPTIONS)
-        self._host = ProcessHost(region, size) if host == PROCESS else InlineHost(memoryview(self._rows))
+        self._host = ProcessHost((region,), size) if host == PROCESS else InlineHost(memoryview(self._rows))
         self._client = StoreClient(self._host, hello, max_queue_bytes=1 << 30)
         self._client.open()
         self._jobs = 0
@@ -173,8 +172,8 @@ class Engine:
         self._rows[: len(blocks) * BLOCK_BYTES] = b"".join(blocks.values())
         self.offered += keys
         self._client.submit_store(self._next_job(), str(request), keys, rows, rows, len(blocks) * BLOCK_BYTES)
-        chains = (PackedKeys.of(keys),)
-        self._client.end_request(EndRequest(str(request), str(request), chains, 16 * len(keys), 16, True, {}))
+        chains = (keys,)
+        self._client.end_request(RequestEnd(str(request), str(request), chains, 16 * len(keys), 16))
         assert self._client.flush(PATIENCE_S), "what was handed over does not end"
         self._end_job()
         for name, whole in self._client.take_persisted().items():
@@ -250,13 +249,13 @@ def live(url: str, root: Path, log: Path, fault: Fault, k: int, host: str) -> Ou
         at its end, as JSON.
     """
     disk = _Disk(root, log, host)
-    disk.fail(f"{k} {fault.count if k else 0} {fault.errno} {fault.how}")
+    disk.fail(f"{k} {fault.calls if k else 0} {fault.errno} {fault.how}")
     engine = _open(disk, url, fault, host)
     for request in range(LAST):
         engine.store(request)
     missed = engine.promote()
     assert fault.lasts or not missed, f"{missed} blocks that are held were not promoted"
-    mended = disk.failed(k, 1 if fault.lasts else fault.count)
+    mended = disk.failed(k, 1 if fault.lasts else fault.calls)
     dropped = engine.account()
     assert not engine.restarts, "a fault of the disk ended the store's process"
     if k and fault.lasts:
@@ -265,7 +264,7 @@ def live(url: str, root: Path, log: Path, fault: Fault, k: int, host: str) -> Ou
             engine.kill()
     engine.store(LAST)
     assert engine.persisted == LAST or not mended, "the disk is mended, and nothing is stored"
-    assert engine.removed or fault.count > 1, "nothing was evicted"
+    assert engine.removed or fault.calls > 1, "nothing was evicted"
     if not engine.restarts:
         dropped = engine.account()
     known = Known([key.hex() for key in engine.held()], engine.persisted)
@@ -304,7 +303,7 @@ class _Disk:
 
 def _open(disk: _Disk, url: str, fault: Fault, host: str) -> Engine:
     """Open an engine. Retry while opening fails, and remove a lasting fault before the last attempt."""
-    for _ in range(2 if fault.lasts else fault.count + 1):
+    for _ in range(2 if fault.lasts else fault.calls + 1):
         with suppress(StoreError):
             return Engine(url, host)
         if host == PROCESS:
@@ -387,7 +386,7 @@ def run(
     deadline = time.monotonic() + seconds
     gc.freeze()
     seen: Counter[str] = Counter()
-    calls = {fault.how: run_case(directory, placement, fault, 0).count for fault in faults}
+    calls = {fault.how: run_case(directory, placement, fault, 0).total for fault in faults}
     every = [(fault, k) for fault in faults for k in range(1, calls[fault.how] + 1)]
     seen["possible"] = len(every)
     for fault, k in random.Random(seed).sample(every, min(cases, len(every))):

@@ -19,7 +19,7 @@ class Outcome(NamedTuple):
 
     kind: str
     """Given by the function, or ``raised``, ``hung``, or the name of a signal."""
-    count: int = 0
+    total: int = 0
     detail: str = ""
 
 

@@ -22,6 +22,7 @@ import time
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from persistkv.config import StoreUrl
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
@@ -55,7 +56,7 @@ class Expected:
     acknowledged: int = 0
     evicted: int = 0
 
-    def hear(self, line: dict[str, object]) -> None:
+    def hear(self, line: dict[str, Any]) -> None:
         """Process one line of the writer's output."""
         if "intent" in line:
             if line["failed"]:

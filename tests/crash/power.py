@@ -27,13 +27,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from persistkv.storage import open_backend
-from persistkv.storage.backend import Backend, CommitBatch
+from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import check_totals, read_pack
 from persistkv.testing.samples import payload_of
+from persistkv_lmdb import LmdbBackend
 from tests.crash.disk import FAILED, Disk, Record, read_log
 from tests.crash.forks import Outcome, run_in_fork
 from tests.crash.loop import CAPACITY, NUMBERS_A_ROUND, PLACEMENTS, Expected, check, payload
@@ -128,12 +130,12 @@ class _Heard(Expected):
         super().__init__(IDENTITY.digest)
         self.namespace_promised = False
 
-    def hear(self, line: dict[str, object]) -> None:
+    def hear(self, line: dict[str, Any]) -> None:
         self.namespace_promised = True
         if "held" in line:
             unknown = [number for group in (*self.failed, self.running) for number in group]
             names = {make_pack(self.namespace, number).pack_id: number for number in unknown} | self.packs
-            held = {bytes.fromhex(str(pack_id)) for pack_id in list(line["held"])}  # type: ignore[call-overload]
+            held = {bytes.fromhex(str(pack_id)) for pack_id in line["held"]}
             assert held <= set(names), "a writer found packs that nobody wrote"
             self.packs = {pack_id: names[pack_id] for pack_id in held}
         super().hear(line)
@@ -142,6 +144,7 @@ class _Heard(Expected):
 def open_and_check(url: str, store: Path, expected: _Heard) -> Outcome:
     """Open, check and write the store, as the first process after a power loss would."""
     backend = open_backend(url)
+    assert isinstance(backend, LmdbBackend)
     promised = expected.namespace_promised
     assert not promised or not list(store.glob("damaged-*")), "the store was moved aside"
     if promised:
@@ -152,7 +155,7 @@ def open_and_check(url: str, store: Path, expected: _Heard) -> Outcome:
     return Outcome("right", len(expected.packs))
 
 
-def _write_more(backend: Backend) -> None:
+def _write_more(backend: LmdbBackend) -> None:
     namespace = backend.open_namespace(IDENTITY).id
     pack = make_pack(namespace, 10 * NUMBERS_A_ROUND)
     backend.commit(namespace, CommitBatch([pack]))
@@ -182,7 +185,7 @@ def _moments(records: Sequence[Record], cuts: int, draw: random.Random) -> list[
     return sorted(moment() for _ in range(cuts))
 
 
-def _lines(record: Record) -> Iterator[dict[str, object]]:
+def _lines(record: Record) -> Iterator[dict[str, Any]]:
     for line in bytes(record.data).splitlines():
         yield json.loads(line)
 
@@ -214,9 +217,9 @@ def run(cuts: int, seed: int, directory: Path, seconds: float, placement: str) -
         url = f"lmdb://{target / STORE}?capacity={CAPACITY}&placement={placement}"
         for pack in expected.packs.values():
             payload(expected.namespace, pack)  # computed here once instead of in each fork
-        outcome = run_in_fork(lambda url=url: open_and_check(url, target / STORE, expected), PATIENCE_S)
+        outcome = run_in_fork(partial(open_and_check, url, target / STORE, expected), PATIENCE_S)
         assert outcome.kind == "right", f"seed {seed}, {moment} of {len(records)}: {outcome.kind}: {outcome.detail}"
-        compared += outcome.count
+        compared += outcome.total
         shutil.rmtree(target)
     return cut, compared
 

@@ -70,15 +70,14 @@ def work(backend: Backend, first: int, seed: int, commits: int | None = None) ->
     """Commit until the process is killed, or ``commits`` times. Pack numbers start at ``first``."""
     draw = random.Random(seed)
     namespace = insist(lambda: backend.open_namespace(IDENTITY)).id
-    changes = insist(lambda: backend.changes(namespace, None))
-    held = [table.pack_id for table in changes.added]
-    say(done=[], evicted=[], cursor=changes.cursor.hex(), held=[pack_id.hex() for pack_id in held])
-    failures = 0
+    cursor, held = insist(lambda: _all_packs(backend, namespace))
+    say(done=[], evicted=[], cursor=cursor.hex(), held=[pack_id.hex() for pack_id in held])
+    was_empty, failures = not held, 0
     while commits is None or commits > 0:
         numbers = list(range(first, first + draw.randint(1, 4)))
         first += len(numbers)
         packs = [make_pack(namespace, number) for number in numbers]
-        pinned = not changes.added and numbers[0] == 0
+        pinned = was_empty and numbers[0] == 0
         name = PINNED if pinned else f"r{numbers[0]}"
         batch = CommitBatch(
             packs,
@@ -99,11 +98,15 @@ def work(backend: Backend, first: int, seed: int, commits: int | None = None) ->
         held = [pack_id for pack_id in [*held, *(pack.pack_id for pack in packs)] if pack_id not in gone]
         found = {}
         if failures:  # failed commits may have been applied, and may have evicted packs
-            now = insist(lambda: backend.changes(namespace, None))
-            held = [table.pack_id for table in now.added]
+            _, held = insist(lambda: _all_packs(backend, namespace))
             found = {"held": [pack_id.hex() for pack_id in held]}
             failures = 0
         say(done=numbers, evicted=[pack_id.hex() for pack_id in gone], cursor=result.cursor.hex(), **found)
+
+
+def _all_packs(backend: Backend, namespace: bytes) -> tuple[bytes, list[bytes]]:
+    changes = backend.changes(namespace, None)
+    return changes.cursor, [table.pack_id for table in changes.added]
 
 
 def _see(backend: LmdbBackend) -> None:

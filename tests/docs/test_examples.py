@@ -69,7 +69,9 @@ def examples(page: str, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", ["README.md", pytest.param("docs/getting-started.md", marks=pytest.mark.slow)])
-def test_python_then_the_command(page: str, here: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_then_the_command(
+    page: str, here: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (example,) = examples(page, "python")
     restored = []
     for _ in range(2):
@@ -78,6 +80,8 @@ def test_python_then_the_command(page: str, here: Any, capsys: pytest.CaptureFix
     assert restored == [0, 96], "the second process restores all whole blocks before the last token"
 
     lines = "".join(examples(page, "")).replace("$ ", "").splitlines()
+    for name, value in (line.split()[1].split("=") for line in lines if line.startswith("export ")):
+        monkeypatch.setenv(name, here(value))
     commands = [line.partition("#")[0].split()[1:] for line in lines if line.startswith("persistkv ")]
     assert len(commands) >= 2
     for command in commands:
@@ -88,10 +92,28 @@ def test_python_then_the_command(page: str, here: Any, capsys: pytest.CaptureFix
 
 @pytest.mark.slow
 def test_all_options_of_the_engine(here: Any) -> None:
-    (example,) = examples("docs/transformers.md", "python")
+    example, _ = examples("docs/transformers.md", "python")
     after: dict[str, Any] = {"token_ids": PROMPT}
     exec(compile(here(example), "docs/transformers.md", "exec"), after)
     assert len(after["result"].tokens) == 64
+
+
+def test_plain_transformers(here: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    _, example = examples("docs/transformers.md", "python")
+    for restored in (0, 96):
+        exec(compile(here(example), "docs/transformers.md", "exec"), {"token_ids": PROMPT})
+        assert capsys.readouterr().out == f"{restored} tokens came from the store\n"
+
+
+def test_a_store_from_python(here: Any, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = examples("docs/operating.md", "python")
+    with Engine.open(checkpoint, here("/var/cache/kv")) as engine:
+        engine.generate(PROMPT, labels={"user": "anna"})
+    exec(compile(here(example), "docs/operating.md", "exec"), after := {"__name__": "example"})
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 3
+    assert shown[-1] == "0 requests deleted"
+    assert after["problems"] == []
 
 
 def test_configuration_of_tiers() -> None:

@@ -7,31 +7,36 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+RunEngine = Callable[..., dict[str, Any]]
 
 SCRIPT = Path(__file__).with_name("engine_process.py")
 
 
 @pytest.fixture
-def environment(tmp_path):
+def environment(tmp_path: Path) -> dict[str, str]:
     return os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
 
 
 @pytest.fixture
-def url(tmp_path):
+def url(tmp_path: Path) -> str:
     return f"lmdb://{tmp_path}/store?capacity=256MiB"
 
 
 @pytest.fixture
-def run_engine(checkpoint, url, environment):
+def run_engine(checkpoint: Path, url: str, environment: dict[str, str]) -> RunEngine:
     """Run an engine until it has printed its report. Kill it in every mode other than ``warm``."""
 
-    def run(mode, checkpoint=checkpoint):
+    def run(mode: str, checkpoint: Path = checkpoint) -> dict[str, Any]:
         command = [sys.executable, str(SCRIPT), str(checkpoint), url, mode]
         with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
             try:
+                assert process.stdout is not None
                 line = process.stdout.readline()
                 if mode != "warm":
                     process.send_signal(signal.SIGKILL)
@@ -39,12 +44,13 @@ def run_engine(checkpoint, url, environment):
             finally:
                 process.kill()
         assert code == (0 if mode == "warm" else -signal.SIGKILL)
-        return json.loads(line)
+        report: dict[str, Any] = json.loads(line)
+        return report
 
     return run
 
 
-def test_a_killed_process_leaves_a_warm_start(run_engine):
+def test_a_killed_process_leaves_a_warm_start(run_engine: RunEngine) -> None:
     killed = run_engine("cold")
     assert killed["durable"]
     warm = run_engine("warm")
@@ -54,7 +60,9 @@ def test_a_killed_process_leaves_a_warm_start(run_engine):
 
 
 @pytest.mark.slow
-def test_a_killed_process_leaves_a_warm_start_for_a_hybrid_model(run_engine, hybrid_checkpoint):
+def test_a_killed_process_leaves_a_warm_start_for_a_hybrid_model(
+    run_engine: RunEngine, hybrid_checkpoint: Path
+) -> None:
     killed = run_engine("cold", hybrid_checkpoint)
     assert killed["durable"]
     warm = run_engine("warm", hybrid_checkpoint)
@@ -68,7 +76,7 @@ def test_a_killed_process_leaves_a_warm_start_for_a_hybrid_model(run_engine, hyb
 
 
 @pytest.mark.slow
-def test_killed_before_anything_was_waited_for_the_store_is_whole(run_engine):
+def test_killed_before_anything_was_waited_for_the_store_is_whole(run_engine: RunEngine) -> None:
     killed = run_engine("unwaited")
     for _ in range(2):
         warm = run_engine("warm")
@@ -76,7 +84,7 @@ def test_killed_before_anything_was_waited_for_the_store_is_whole(run_engine):
     assert warm["restored"] == 688
 
 
-def run_demo(environment, directory, *arguments):
+def run_demo(environment: dict[str, str], directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "persistkv_tools", "demo", "--tokens", "600", *arguments],
         capture_output=True,
@@ -89,7 +97,7 @@ def run_demo(environment, directory, *arguments):
 
 
 @pytest.mark.slow
-def test_the_demo_for_programs(environment, checkpoint, tmp_path, url):
+def test_the_demo_for_programs(environment: dict[str, str], checkpoint: Path, tmp_path: Path, url: str) -> None:
     done = run_demo(environment, tmp_path, "--json", "--model", str(checkpoint), "--store", url, "--codec", "zstd")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -109,7 +117,7 @@ def test_the_demo_for_programs(environment, checkpoint, tmp_path, url):
 
 
 @pytest.mark.slow
-def test_the_demo_for_people(environment, checkpoint, tmp_path):
+def test_the_demo_for_people(environment: dict[str, str], checkpoint: Path, tmp_path: Path) -> None:
     done = run_demo(environment, tmp_path, "--model", str(checkpoint))
     assert done.returncode == 0, done.stderr
     assert "restored pages bit-identical" in done.stdout

@@ -339,9 +339,10 @@ class S3Feeds(Target):
             feed.position = 1
             catalogue.apply_feed(feed)
             changes = catalogue.changes(IDENTITY.digest, None)
-            for table in changes.added:
+            added = list(changes.added)
+            for table in added:
                 require(any(table == pack.table for pack in PACKS), "a table that no writer wrote")
-            require(catalogue.states()[0].packs == len(changes.added) and catalogue.num_bytes >= 0, "totals")
+            require(catalogue.states()[0].packs == len(added) and catalogue.disk_bytes() >= 0, "totals")
             catalogue.close()
         return True
 

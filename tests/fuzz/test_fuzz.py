@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def fuzz(*arguments, prelude=""):
+def fuzz(*arguments: str, prelude: str = "") -> subprocess.CompletedProcess[str]:
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{prelude}\n"
     program += (
         f"sys.argv = ['fuzz', *{list(arguments)!r}]\nimport runpy; runpy.run_module('tests.fuzz', run_name='__main__')"
@@ -17,7 +17,7 @@ def fuzz(*arguments, prelude=""):
     return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=170)
 
 
-def test_a_few_thousand_cases_find_nothing():
+def test_a_few_thousand_cases_find_nothing() -> None:
     run = fuzz("--cases", "4000", "--seed", "1", "--limit-s", "60")
     assert run.returncode == 0, run.stderr
     assert "nothing found" in run.stdout
@@ -39,7 +39,7 @@ SABOTAGE = {
 
 
 @pytest.mark.parametrize("name", SABOTAGE)
-def test_finds_a_check_that_is_missing(name):
+def test_finds_a_check_that_is_missing(name: str) -> None:
     target, prelude = SABOTAGE[name]
     run = fuzz("--cases", "20000", "--target", target, prelude=prelude)
     assert run.returncode != 0

@@ -22,7 +22,7 @@ def test_kernel_says_why_it_refuses() -> None:
 def test_map_shared_file_is_mapped_at_the_alignment_until_unmap(alignment: int) -> None:
     fd = os.memfd_create("test")
     os.truncate(fd, mmap.PAGESIZE)
-    address = libc.map_shared(fd, mmap.PAGESIZE, alignment)
+    address = libc.map_shared([(fd, mmap.PAGESIZE)], alignment)
     assert address
     assert not address % alignment
     libc.memory_at(address, 1)[:] = b"x"
@@ -34,7 +34,7 @@ def test_map_shared_file_is_mapped_at_the_alignment_until_unmap(alignment: int) 
 
 def test_map_shared_more_than_there_are_addresses_is_0() -> None:
     fd = os.memfd_create("test")
-    assert libc.map_shared(fd, 1 << 62, mmap.PAGESIZE) == 0
+    assert libc.map_shared([(fd, 1 << 62)], mmap.PAGESIZE) == 0
     os.close(fd)
 
 

@@ -47,10 +47,10 @@ def bytes_of(memory: mmap.mmap) -> npt.NDArray[np.uint8]:
 def test_bytes_stay(make_file: MakeFile, num_bytes: int) -> None:
     fd, memory = make_file(num_bytes)
     before = bytes_of(memory).copy()
-    use_huge_pages(fd, num_bytes)
+    use_huge_pages([fd], num_bytes)
     assert np.array_equal(bytes_of(memory), before)
     bytes_of(memory)[::4096] ^= 255
-    use_huge_pages(fd, num_bytes)
+    use_huge_pages([fd], num_bytes)
     assert not np.array_equal(bytes_of(memory), before)
     bytes_of(memory)[::4096] ^= 255
     assert np.array_equal(bytes_of(memory), before)
@@ -59,7 +59,7 @@ def test_bytes_stay(make_file: MakeFile, num_bytes: int) -> None:
 
 def test_pages_are_huge_where_it_says_so(make_file: MakeFile) -> None:
     fd, memory = make_file(4 * HUGE_PAGE_BYTES)
-    if not use_huge_pages(fd, len(memory)):
+    if not use_huge_pages([fd], len(memory)):
         pytest.skip("the kernel gives no huge pages")
     assert held_in_huge_pages(memory) >= 4 * HUGE_PAGE_BYTES // 1024
 
@@ -74,17 +74,17 @@ def test_what_is_no_memory_stays_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(range(256)) * (4 * HUGE_PAGE_BYTES // 256))
     with open(path, "r+b") as file:
-        use_huge_pages(file.fileno(), 4 * HUGE_PAGE_BYTES)
+        use_huge_pages([file.fileno()], 4 * HUGE_PAGE_BYTES)
     assert path.read_bytes() == bytes(range(256)) * (4 * HUGE_PAGE_BYTES // 256)
     fd = os.open(path, os.O_RDONLY)
-    assert not use_huge_pages(fd, 4 * HUGE_PAGE_BYTES)
+    assert not use_huge_pages([fd], 4 * HUGE_PAGE_BYTES)
     os.close(fd)
 
 
 @pytest.mark.parametrize("num_bytes", [mmap.PAGESIZE, 3 * HUGE_PAGE_BYTES + mmap.PAGESIZE])
 def test_mapping_begins_with_a_huge_page_and_is_shared(make_file: MakeFile, num_bytes: int) -> None:
     fd, memory = make_file(num_bytes)
-    address = map_aligned(fd, num_bytes)
+    address = map_aligned([fd], num_bytes)
     assert not address % HUGE_PAGE_BYTES
     assert ctypes.string_at(address, num_bytes) == memory[:]
     ctypes.memset(address + num_bytes - 1, 7, 1)
@@ -93,20 +93,20 @@ def test_mapping_begins_with_a_huge_page_and_is_shared(make_file: MakeFile, num_
 
 def test_mapping_that_cannot_be(make_file: MakeFile) -> None:
     fd, _ = make_file(mmap.PAGESIZE)
-    with pytest.raises(OSError, match=f"of a file of {mmap.PAGESIZE}"):
-        map_aligned(fd, mmap.PAGESIZE + 1)
+    with pytest.raises(OSError, match=f"of files of {mmap.PAGESIZE}"):
+        map_aligned([fd], mmap.PAGESIZE + 1)
     os.ftruncate(fd, 1 << 62)
     with pytest.raises(OSError, match="cannot be mapped"):
-        map_aligned(fd, 1 << 62)
+        map_aligned([fd], 1 << 62)
     read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
     with pytest.raises(OSError, match="cannot be mapped"):
-        map_aligned(read_only, mmap.PAGESIZE)
+        map_aligned([read_only], mmap.PAGESIZE)
     os.close(read_only)
 
 
 def test_huge_pages_are_mapped_as_such(make_file: MakeFile) -> None:
     fd, memory = make_file(4 * HUGE_PAGE_BYTES)
-    address = map_aligned(fd, len(memory))
+    address = map_aligned([fd], len(memory))
     if not collapse(address, len(memory)):
         pytest.skip("the kernel gives no huge pages")
     assert mapped_in_huge_pages(address) == 4 * HUGE_PAGE_BYTES // 1024
@@ -126,7 +126,7 @@ def mapped_in_huge_pages(address: int) -> int:
 def test_rows_of_a_store_are_the_engines_and_their_descriptor_is_closed(make_file: MakeFile, num_bytes: int) -> None:
     fd, memory = make_file(num_bytes)
     given = os.dup(fd)
-    rows = map_rows(given, num_bytes)
+    rows = map_rows([given], num_bytes)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(given)
     assert (rows.format, rows.nbytes, rows.readonly) == ("B", num_bytes, False)
@@ -187,3 +187,18 @@ def test_without_the_kernels_help_pages_are_read(
     assert all(resident(memory))
     assert errno.errorcode[errno.EINVAL] in caplog.text
     assert "prefaulted" in caplog.text
+
+
+def test_rows_of_several_files_follow_each_other(make_file: MakeFile) -> None:
+    files = [make_file(size) for size in (2 * mmap.PAGESIZE, HUGE_PAGE_BYTES, 3 * mmap.PAGESIZE)]
+    num_bytes = HUGE_PAGE_BYTES + 4 * mmap.PAGESIZE
+    rows = map_rows([os.dup(fd) for fd, _ in files], num_bytes)
+    assert bytes(rows) == b"".join(bytes(memory[:]) for _, memory in files)[:num_bytes]
+    rows[-1] ^= 255
+    assert files[2][1][2 * mmap.PAGESIZE - 1] == rows[-1]
+
+
+def test_file_before_another_that_is_not_whole_pages_is_refused(make_file: MakeFile) -> None:
+    fds = [make_file(size)[0] for size in (mmap.PAGESIZE + 1, mmap.PAGESIZE)]
+    with pytest.raises(OSError, match="not whole pages"):
+        map_aligned(fds, 2 * mmap.PAGESIZE)

@@ -210,7 +210,7 @@ def check(world: World, load: Load) -> tuple[int, int, int]:
     wrong = 0
     backend.changes(namespace, None)
     wait_until_merged(backend, world.client, world.bucket)
-    tables = backend.changes(namespace, None).added
+    tables = list(backend.changes(namespace, None).added)
     for table in tables:
         keys = table.keys.unpack()
         holders.update(keys)

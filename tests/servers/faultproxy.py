@@ -24,13 +24,16 @@ import contextlib
 import socket
 import struct
 import sys
+from asyncio import StreamReader as Reader
+from asyncio import StreamWriter as Writer
+from typing import Any
 
 SLOW_DOWN = (
     b'<?xml version="1.0"?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>'
 )
 
 
-def reset(writer: asyncio.StreamWriter) -> None:
+def reset(writer: Writer) -> None:
     with contextlib.suppress(Exception):
         linger = struct.pack("ii", 1, 0)
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
@@ -47,9 +50,9 @@ class FaultProxy:
         self.slow_downs = 0
         self.connections = 0
         self.exists_already = False
-        self.live: set[asyncio.Task] = set()
+        self.live: set[asyncio.Task[Any] | None] = set()
 
-    async def refuse(self, data: bytes, writer: asyncio.StreamWriter) -> bool:
+    async def refuse(self, data: bytes, writer: Writer) -> bool:
         """Answer a request that would change the bucket with a refusal. Return whether the request was refused."""
         if not data.startswith((b"PUT ", b"POST ", b"DELETE ")):
             return False
@@ -61,7 +64,7 @@ class FaultProxy:
         writer.close()
         return True
 
-    async def pump(self, reader, writer, is_request: bool, client_writer) -> None:
+    async def pump(self, reader: Reader, writer: Writer, is_request: bool, client_writer: Writer) -> None:
         sent = 0
         while data := await reader.read(65536):
             name, *args = self.mode
@@ -95,7 +98,7 @@ class FaultProxy:
             await writer.drain()
         writer.close()
 
-    async def answer(self, reader, writer, status: bytes, body: bytes) -> None:
+    async def answer(self, reader: Reader, writer: Writer, status: bytes, body: bytes) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
         if b"100-continue" in head:
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -109,7 +112,7 @@ class FaultProxy:
         await writer.drain()
         writer.close()
 
-    async def serve(self, reader, writer) -> None:
+    async def serve(self, reader: Reader, writer: Writer) -> None:
         self.connections += 1
         self.live.add(asyncio.current_task())
         try:
@@ -141,14 +144,14 @@ class FaultProxy:
         finally:
             self.live.discard(asyncio.current_task())
 
-    async def control(self, reader, writer) -> None:
+    async def control(self, reader: Reader, writer: Writer) -> None:
         words = (await reader.readline()).decode().split() or ["conns"]
         if words[0] == "s503":
             self.mode, self.slow_downs = ["ok"], int(words[1])
         elif words[0] != "conns":
             self.mode, self.slow_downs = words, 0
         if words[0] != "conns":  # drop kept-alive connections, so that the new mode applies to fresh ones
-            for task in list(self.live):
+            for task in filter(None, list(self.live)):
                 task.cancel()
         writer.write(b"%d\n" % self.connections)
         self.connections = 0

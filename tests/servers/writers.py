@@ -166,13 +166,14 @@ def problems_of(url: str, bucket: str, client: object, reports: list[Report]) ->
         came, wrong = came + found, wrong + bad
     if came < len(durable) or wrong:
         problems.append(f"of {len(durable)} durable blocks {came} came, {wrong} of them wrong")
-    tables = backend.changes(store.namespace, None).added
+    tables = list(backend.changes(store.namespace, None).added)
     holders = Counter(key for table in tables for key in table.keys.unpack())
     twice = [key for key, count in holders.items() if count > 1]
     if twice:
         problems.append(f"{len(twice)} blocks lie in more than one pack")
     prefix = Names("store/", store.namespace).packs_prefix
-    objects = {found[0] for key in stored_objects(client, bucket, prefix) if (found := parse_pack(key)) is not None}
+    names = filter(None, map(parse_pack, stored_objects(client, bucket, prefix)))
+    objects = {pack_id for pack_id, _ in names}
     if lost := {table.pack_id for table in tables} - objects:
         problems.append(f"{len(lost)} packs of the catalogue have no object")
     store.close()

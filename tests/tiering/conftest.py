@@ -102,7 +102,7 @@ def make_stack() -> Iterator[MakeStack]:
         region = SharedOffloadRegion(uuid.uuid4().hex, num_blocks * STRIDE, num_blocks, 0, 1, STRIDE)
         primary = CPUPrimaryTierOffloadingManager(num_blocks, region, enable_events=True)
         view = primary.get_kv_memoryview()
-        config = OffloadingConfig({"weights": "w"}, 16, RowLayout(STRIDE, GROUPS), num_blocks, region.fd, True)
+        config = OffloadingConfig({"weights": "w"}, 16, RowLayout(STRIDE, GROUPS), num_blocks, (region.fd,), True)
         options.setdefault("cascade_share", 1.0)
         with ExitStack() as undo:
             undo.callback(primary.shutdown)

@@ -62,7 +62,9 @@ def test_without_a_descriptor_or_pidfds_the_store_runs_in_a_thread(
     if missing == "pidfds":
         fd = os.memfd_create("rows")
         monkeypatch.setattr(os, "pidfd_open", refuse)
-    config = OffloadingConfig({"a": 1}, 16, RowLayout(4096, (GroupLayout(((0, 4096),)),)), 4, fd)
+    config = OffloadingConfig(
+        {"a": 1}, 16, RowLayout(4096, (GroupLayout(((0, 4096),)),)), 4, () if fd is None else (fd,)
+    )
     with caplog.at_level(logging.WARNING):
         tier = lmdb(tmp_path)(config, memory)
     assert caplog.text.count("runs in a thread") == 1
@@ -185,7 +187,7 @@ def test_strict_identity_refuses(make_stack: MakeStack, tmp_path: Path) -> None:
 
     def other_weights(config: OffloadingConfig, view: memoryview) -> PersistentTier:
         changed = OffloadingConfig(
-            {"weights": "v"}, config.block_size, config.layout, config.num_blocks, config.region_fd
+            {"weights": "v"}, config.block_size, config.layout, config.num_blocks, config.region_fds
         )
         return lmdb(tmp_path, strict_identity=True)(changed, view)
 

@@ -14,6 +14,7 @@ from persistkv.storage.identity import Identity
 from persistkv.testing.samples import sample_manifest, sample_pack
 from persistkv_tools.cli import main
 from tests.tools.contexts import Contexts
+from tests.tools.terminals import TESTED_CODE
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -48,7 +49,7 @@ def start(tmp_path: Path) -> Run:
 
     def run_cli(*arguments: str, python: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *python, "-m", "persistkv_tools", *arguments]
-        base = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "LANG": "C.UTF-8", "TZ": "UTC"}
+        base = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "LANG": "C.UTF-8", "TZ": "UTC", **TESTED_CODE}
         return subprocess.run(
             command, capture_output=True, text=True, cwd=tmp_path, env=base | environment, timeout=120, check=False
         )

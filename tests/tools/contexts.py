@@ -12,7 +12,7 @@ from persistkv.base import make_offload_key
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.codec import Codec, RawCodec
-from persistkv.storage.format.manifest import RequestManifest
+from persistkv.storage.format.manifest import RequestManifest, context_digest
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.identity import Identity
@@ -87,7 +87,7 @@ class Contexts:
     def _manifest(
         self, name: str, chains: Sequence[list[bytes]], labels: dict[str, str], created: float
     ) -> ManifestWrite:
-        blocks = tuple(map(len, chains))
+        blocks, keys = tuple(map(len, chains)), tuple(map(PackedKeys.of, chains))
         manifest = RequestManifest(
             id=name,
             created=created,
@@ -95,6 +95,7 @@ class Contexts:
             group_blocks=blocks,
             raw_bytes=sum(blocks) * self._block_bytes,
             labels=labels,
+            context=context_digest(keys),
         )
         packs = dict.fromkeys(self._where[key] for keys in zip(*chains, strict=True) for key in keys)
-        return ManifestWrite(manifest, tuple(map(PackedKeys.of, chains)), list(packs))
+        return ManifestWrite(manifest, keys, list(packs))

@@ -9,9 +9,8 @@ import numpy as np
 
 from benchmarks.store_rig import Job, finish, fresh_keys
 from persistkv.storage import open_backend
-from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import StoreClient
-from persistkv.storage.host.protocol import EndRequest
+from persistkv.storage.records import RequestEnd
 
 BLOCKS = 2
 """Number of blocks in each pack."""
@@ -34,7 +33,7 @@ class MiddlePack:
                 self._job.store(client, number, keys)
             for name, parts in (("whole", self._parts), ("begin", self._parts[:1]), ("lost", self._parts[1:2])):
                 keys = [key for part in parts for key in part]
-                client.end_request(EndRequest(name, name, (PackedKeys.of(keys),), 16 * len(keys), 16, True, {}))
+                client.end_request(RequestEnd(name, name, (keys,), 16 * len(keys), 16))
         with closing(open_backend(url, read_only=True)) as backend:
             (space,) = backend.namespaces()
             self.namespace = space.id

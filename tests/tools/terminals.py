@@ -14,6 +14,8 @@ import termios
 import time
 from pathlib import Path
 
+TESTED_CODE = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+"""Environment of commands that run in processes of their own: they import what this process imports."""
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
 
 
@@ -26,7 +28,7 @@ def on_terminal(
     """
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
-    basic = {"PATH": "/usr/bin:/bin", "HOME": str(cwd), "LANG": "C.UTF-8", "TERM": "xterm-256color"}
+    basic = {"PATH": "/usr/bin:/bin", "HOME": str(cwd), "LANG": "C.UTF-8", "TERM": "xterm-256color", **TESTED_CODE}
     command = [sys.executable, "-m", "persistkv_tools", *arguments]
     process = subprocess.Popen(
         command, stdin=slave, stdout=slave, stderr=slave, cwd=cwd, env=basic | (environment or {})

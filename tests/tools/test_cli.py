@@ -50,6 +50,28 @@ class TestBadInput:
         (tmp_path / "other" / "data.mdb").write_bytes(os.urandom(100_000))
         one_line_error(start("ls", f"lmdb://{tmp_path}/other"), "other", code=3)
 
+    def test_directory_of_other_files_is_no_store_and_stays_as_it_was(self, run, filled, tmp_path):
+        (tmp_path / "home").mkdir()
+        (tmp_path / "home" / "notes.txt").touch()
+        (tmp_path / "trace.jsonl").write_text('{"hash_ids": [1, 2]}\n')
+        home, commands = (
+            str(tmp_path / "home"),
+            (("ls",), ("set", "ttl=7d"), ("verify",), ("prune", "--orphans", "--yes")),
+        )
+        for command, *options in commands:
+            one_line_error(run(command, home, *options), "home", "notes.txt", "no store", code=3)
+        for made in (("push", filled, home), ("pull", home, filled), ("replay", home, str(tmp_path / "trace.jsonl"))):
+            one_line_error(run(*made), "notes.txt", code=3)
+        assert [entry.name for entry in (tmp_path / "home").iterdir()] == ["notes.txt"]
+
+    def test_empty_directory_is_no_store(self, run, tmp_path):
+        (tmp_path / "empty").mkdir()
+        one_line_error(run("ls", f"{tmp_path}/empty"), "empty", "no store", code=3)
+
+    def test_relative_path_is_refused_with_the_likely_one(self, run, tmp_path):
+        one_line_error(run("ls", "lmdb://var/cache/kv"), "lmdb:///var/cache/kv", f"lmdb://{tmp_path}/var/cache/kv")
+        assert not (tmp_path / "var").exists()
+
     def test_a_path_without_permission(self):
         """The command runs as an ordinary user, because root can open every path."""
         with tempfile.TemporaryDirectory() as home:
@@ -80,6 +102,79 @@ class TestBadInput:
         (tmp_path / "file").touch()
         one_line_error(start("demo", *(argument.format(tmp=tmp_path) for argument in arguments)), part)
         assert not (tmp_path / ".persistkv-demo" / "model").exists()
+
+
+class TestStoreNamedOnce:
+    """``PERSISTKV_STORE`` takes the place of a store that is left out, wherever the command has it."""
+
+    @pytest.fixture
+    def here(self, monkeypatch, filled, tmp_path):
+        monkeypatch.setenv("PERSISTKV_STORE", f"{tmp_path}/store")
+        return tmp_path
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ("ls",),
+            ("stat", "--json"),
+            ("show", "engine-0-0", "--tree"),
+            ("--debug", "show", "--keys", "1", "engine-0-0"),
+            ("label", "engine-0-0", "a=/b"),
+            ("pin", "engine-0-0"),
+            ("set",),
+            ("set", "ttl=7d", "--dry-run"),
+            ("prune", "--older-than", "1000d", "--dry-run"),
+            ("export", "engine-0-0", "-o", "{here}/all.pkv"),
+            ("push", "{here}/pushed"),
+            ("warm", "engine-0-0"),
+            ("verify",),
+        ],
+        ids=lambda arguments: arguments[0],
+    )
+    def test_left_out_store_is_that_of_the_environment(self, run, here, arguments):
+        done = run(*(argument.format(here=here) for argument in arguments))
+        assert done.returncode == 0, done.stderr
+
+    def test_pull_and_import_write_to_the_store_of_the_environment(self, run, here, monkeypatch):
+        assert run("export", "--all", "-o", f"{here}/all.pkv").returncode == 0
+        monkeypatch.setenv("PERSISTKV_STORE", f"lmdb://{here}/new")
+        assert run("import", f"{here}/all.pkv").returncode == 0
+        assert run("pull", f"{here}/store").returncode == 0
+        assert "3 requests" in run("ls").stdout
+
+    def test_given_store_has_priority(self, run, here):
+        one_line_error(run("ls", f"{here}/other"), "other", code=3)
+        one_line_error(run("show", f"{here}/other", "engine-0-0"), "other", code=3)
+
+    def test_replay_never_writes_to_the_store_of_the_environment(self, run, here):
+        done = run("replay", f"{here}/trace.jsonl")
+        assert (done.returncode, "TRACE" in done.stderr) == (2, True)
+
+    def test_without_variable_the_error_names_it(self, run, monkeypatch):
+        monkeypatch.delenv("PERSISTKV_STORE", raising=False)
+        one_line_error(run("ls"), "ls requires a store", "PERSISTKV_STORE")
+        one_line_error(run("show", "0c4d"), "'0c4d'", "scheme://")
+
+    def test_home_directory_and_plain_paths_name_a_store(self, run, filled, monkeypatch, tmp_path):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        for store in ("~/store", "lmdb://~/store", f"{tmp_path}/store", f"{tmp_path}/store?capacity=1GiB"):
+            assert "3 requests" in run("ls", store).stdout
+
+
+def test_debug_shows_causes(start, tmp_path):
+    for arguments in (("--debug", "ls", f"{tmp_path}/absent"), ("ls", f"{tmp_path}/absent", "--debug")):
+        done = start(*arguments)
+        assert done.returncode == 3
+        assert "FileNotFoundError" in done.stderr
+        assert done.stderr.splitlines()[-1].startswith("persistkv: ")
+    assert "Traceback" not in start("ls", f"{tmp_path}/absent").stderr
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_has_a_short_option(run, option):
+    for command in ((), ("show",)):
+        done = run(*command, option)
+        assert (done.returncode, "Usage: persistkv" in done.stdout) == (0, True)
 
 
 def run_script(script, *arguments):

@@ -8,21 +8,27 @@ why.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from functools import wraps
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from persistkv import __version__
-from persistkv.errors import PersistKVError, ProcessIdInUseError, StoreError, printable
+from persistkv.config import StoreUrl
+from persistkv.errors import MissingOptionError, PersistKVError, ProcessIdInUseError, StoreError, printable
+from persistkv_tools.options import STORE_VARIABLE
 
 _BAD_INPUT = 2
 _STORE_FAILED = 3
 _INTERRUPTED = 130
+_DEBUG = "--debug"
 RETRY = 75  # exit code for ``entry``: run the command again in another process (EX_TEMPFAIL)
 
 COMMANDS: dict[str, str] = {
@@ -59,12 +65,13 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
         help="Look into persistkv stores, check and bound them, carry contexts, and see them at work.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_options)
     asked = next((argument for argument in arguments if not argument.startswith("-")), None)
     for name in [asked] if asked in COMMANDS else COMMANDS:
         module, _, function = COMMANDS[name].partition(":")
-        app.command(name)(_interruptible(getattr(import_module(module), function)))
+        app.command(name, cls=_Command)(_interruptible(getattr(import_module(module), function)))
     return app
 
 
@@ -74,20 +81,57 @@ def main(arguments: Sequence[str] | None = None, *, may_retry: bool = False) -> 
     :param may_retry: exit with ``RETRY`` if another process uses the store with this process's PID.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
-    _log_to_stderr()
+    debug = _DEBUG in given  # accepted before and after the command
+    given = [argument for argument in given if argument != _DEBUG]
+    _log_to_stderr(logging.DEBUG if debug else logging.WARNING)
     try:
         build_app(given)(args=given, prog_name="persistkv")
     except PersistKVError as error:
+        if debug:
+            typer.echo("\n".join(map(printable, "".join(traceback.format_exception(error)).splitlines())), err=True)
         if may_retry and isinstance(error, ProcessIdInUseError):
             sys.exit(RETRY)
         typer.echo(f"persistkv: {printable(' '.join(str(error).split()))}", err=True)
         sys.exit(_STORE_FAILED if isinstance(error, StoreError) else _BAD_INPUT)
 
 
-def _log_to_stderr() -> None:
+class _Command(TyperCommand):
+    """A command whose store, the argument with the variable ``PERSISTKV_STORE``, may be left out.
+
+    The parser alone would take the argument after it for the store. Stores differ from other arguments by their form.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        arguments = [param for param in self.params if param.param_type_name == "argument"]
+        self._store = next((param for param in arguments if param.envvar == STORE_VARIABLE), None)
+        if self._store is not None:
+            self._is_needed = self._store.required
+            self._store.required = False  # in the help, too
+            self._is_last = len(arguments) > 1 and self._store is arguments[-1]
+            self._others = [param.name for param in arguments if param.required]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing:  # completion: bash breaks words at colons
+            args = "\n".join(args).replace("\n:\n//", "://").splitlines()
+        if self._store is not None:
+            given, _, _ = self.make_parser(ctx).parse_args(list(args))
+            store, default = given.get(self._store.name), os.environ.get(STORE_VARIABLE)
+            is_store = isinstance(store, str) and ("://" in store or store.startswith(("/", "~")))
+            if default and not (is_store and all(isinstance(given.get(name), str) for name in self._others)):
+                args = [*args, default] if self._is_last else [default, *args]
+            elif not (is_store or given.get("help") or ctx.resilient_parsing):
+                if isinstance(store, str):
+                    StoreUrl.parse(store)
+                elif self._is_needed:
+                    raise MissingOptionError(str(self.name), f"a store: URL, path, or {STORE_VARIABLE}")
+        return super().parse_args(ctx, args)
+
+
+def _log_to_stderr(level: int) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_PrintableFormatter())
-    logging.basicConfig(handlers=[handler])
+    logging.basicConfig(handlers=[handler], level=level)
 
 
 class _PrintableFormatter(logging.Formatter):
@@ -125,6 +169,9 @@ def _print_version(wanted: bool) -> None:
 def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option(_DEBUG, help="Show log messages, and the causes of errors; also after a command.")
     ] = False,
 ) -> None:
     """Look into persistkv stores, check and bound them, carry contexts, and see them at work."""

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
+from hashlib import blake2b
 from itertools import islice
 from typing import Annotated, NamedTuple
 
@@ -18,19 +19,55 @@ from persistkv.storage import open_inspectable
 from persistkv.storage.backend import Namespace
 from persistkv.storage.extensions import InspectableBackend, RequestUse
 from persistkv.storage.format.manifest import RequestManifest
+from persistkv_tools import render
 from persistkv_tools.progress import Throttle
 from persistkv_tools.render import view_of
 
 _NAMED_AT_MOST = 5
+_SHORT = 8  # characters of an id in tables
+_COMPLETIONS = 100
 _AT_ONCE = 256
 
-Url = Annotated[str, typer.Argument(metavar="URL", help="The store, e.g. lmdb:///var/cache/kv", show_default=False)]
+STORE_VARIABLE = "PERSISTKV_STORE"
+"""Environment variable with the store of commands that are given none."""
+_STORE_HELP = "The store: a URL such as lmdb:///var/cache/kv, or a path."
+Url = Annotated[str, typer.Argument(metavar="URL", help=_STORE_HELP, envvar=STORE_VARIABLE, show_default=False)]
+
+
+def _complete_request(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Ids for the shell: long ones that begin so, or else short ones; with age and labels."""
+    try:
+        with opened(ctx.params.get("url") or ctx.params.get("source") or "") as backend:
+            found = [
+                (name, f"{render.format_age(manifest.created)} ago, {manifest.tokens:,} tokens {labels}".strip())
+                for space in backend.namespaces()
+                for manifest in backend.manifests(space.id)
+                for name in (manifest.id, short_id(manifest.id))
+                for labels in [render.format_labels(manifest.labels)]
+                if name.startswith(incomplete)
+            ]
+    except PersistKVError:
+        return []
+    long = [one for one in found if len(one[0]) != _SHORT]
+    return sorted(long or found)[:_COMPLETIONS]
+
+
 RequestId = Annotated[
     str,
-    typer.Argument(metavar="REQUEST", help="The request's id; its first letters are enough.", show_default=False),
+    typer.Argument(
+        metavar="REQUEST",
+        help="The request's id: as ls shows it, or its first letters.",
+        show_default=False,
+        autocompletion=_complete_request,
+    ),
 ]
 RequestIds = Annotated[
-    list[str] | None, typer.Argument(metavar="[REQUEST]...", help="Ids; their first letters are enough.")
+    list[str] | None,
+    typer.Argument(
+        metavar="[REQUEST]...",
+        help="Ids: as ls shows them, or their first letters.",
+        autocompletion=_complete_request,
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, sizes in bytes.")]
 InNamespace = Annotated[
@@ -95,12 +132,16 @@ def opened_if_there(url: str) -> Iterator[InspectableBackend | None]:
 
 
 @contextmanager
-def opened(url: str, *, writable: bool = False) -> Iterator[InspectableBackend]:
-    """Open an existing store for the length of the block."""
-    with closing(open_inspectable(url, read_only=True)) as backend:
-        if not writable:
-            yield backend
-            return
+def opened(url: str, *, writable: bool = False, exists: bool = False) -> Iterator[InspectableBackend]:
+    """Open an existing store for the length of the block.
+
+    :param exists: the store is known to exist: opening it for writing cannot create it.
+    """
+    if not (writable and exists):
+        with closing(open_inspectable(url, read_only=True)) as backend:
+            if not writable:
+                yield backend
+                return
     with closing(open_inspectable(url)) as backend:
         yield backend
 
@@ -110,6 +151,11 @@ class FoundRequest(NamedTuple):
 
     namespace: Namespace
     manifest: RequestManifest
+
+
+def short_id(request: str) -> str:
+    """Return 8 characters that tell a request from others: engines' ids begin, or end, alike."""
+    return request if len(request) <= _SHORT else blake2b(request.encode(), digest_size=_SHORT // 2).hexdigest()
 
 
 class RequestView(msgspec.Struct, frozen=True):
@@ -138,11 +184,19 @@ class RequestView(msgspec.Struct, frozen=True):
     """Of those, the ones that were stored after it: its hits by requests that are still held."""
     stored_bytes: int | None = None
     """Size of its blocks at rest, by the codec ratio of its packs."""
+    short_id: str = ""
+    """8 characters that the commands accept in place of the id."""
+    context: str = ""
+    """Digest of its keys, hexadecimal: equal for requests of the same context; empty: unknown."""
+    copies: int = 1
+    """Requests of the same context and labels that a listing shows as this one."""
 
     @classmethod
     def of(cls, namespace: bytes, manifest: RequestManifest, use: RequestUse | None) -> RequestView:
         """The view of a manifest's head, and of what the store knows of its use."""
-        return view_of(cls, manifest, namespace=namespace.hex()).with_use(use)
+        return view_of(
+            cls, manifest, namespace=namespace.hex(), short_id=short_id(manifest.id), context=manifest.context.hex()
+        ).with_use(use)
 
     def with_use(self, use: RequestUse | None) -> RequestView:
         """The same request with what the store knows of its use."""
@@ -232,7 +286,7 @@ def chosen_namespaces(backend: InspectableBackend, wanted: str | None, option: s
 
 
 def find_request(backend: InspectableBackend, wanted: str, namespace: str | None = None) -> FoundRequest:
-    """The request of this id, or the only one whose id begins so.
+    """The request of this id or short id, or the only one whose id begins so.
 
     :raises NotFoundError: there is none, or more than one.
     """
@@ -240,7 +294,7 @@ def find_request(backend: InspectableBackend, wanted: str, namespace: str | None
         FoundRequest(space, manifest)
         for space in chosen_namespaces(backend, namespace)
         for manifest in backend.manifests(space.id)
-        if manifest.id.startswith(wanted)
+        if manifest.id.startswith(wanted) or short_id(manifest.id) == wanted
     ]
     candidates = [found for found in similar if found.manifest.id == wanted] or similar
     if len(candidates) == 1:

@@ -6,7 +6,8 @@ import sys
 import time
 from collections.abc import Callable
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from persistkv_tools import render
 
@@ -14,13 +15,22 @@ _LONGEST_S = 1.0
 _FAST = 2 << 30  # bytes a second: assumed speed of a disk if only a share of its time is given
 
 
+class _Bytes(ProgressColumn):
+    """Done, total and rate, in the units of all commands."""
+
+    def render(self, task: Task) -> Text:
+        total = "" if task.total is None else f" of {render.format_size(round(task.total))}"
+        rate = "" if task.speed is None else f", {render.format_size(round(task.speed))}/s"
+        return render.plain(f"{render.format_size(round(task.completed))}{total}{rate}")
+
+
 def byte_progress() -> Progress:
-    """A bar that goes away at the end."""
+    """A bar with total, rate and remaining time on standard error; it disappears at the end."""
     console = render.console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
     return Progress(
-        *columns,
-        TransferSpeedColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        _Bytes(),
         TimeRemainingColumn(),
         console=console,
         transient=True,
@@ -29,16 +39,18 @@ def byte_progress() -> Progress:
 
 
 def counted(
-    progress: Progress, what: str, total: int | None, throttle: Throttle | None = None
+    progress: Progress | None, what: str, total: int | None, throttle: Throttle | None = None
 ) -> Callable[[int], None]:
     """Return a function to call with the bytes of each read: it moves a bar, and sleeps as the throttle requires.
 
+    :param progress: display of the bar; None: no bar.
     :param total: bytes in all; None if unknown.
     """
-    task = progress.add_task(what, total=total)
+    task = None if progress is None else progress.add_task(what, total=total)
 
     def took(num_bytes: int) -> None:
-        progress.advance(task, num_bytes)
+        if progress is not None and task is not None:
+            progress.advance(task, num_bytes)
         if throttle is not None:
             throttle.took(num_bytes)
 

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from persistkv.errors import printable
 
-_PIPE_CLOSED = 141  # as of a process that SIGPIPE ended
+PIPE_CLOSED = 141  # as of a process that SIGPIPE ended
 _PLAIN_WIDTH = 1000  # a pipe or file has no width; rich would take 80 and cut
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _AGES = ((86_400, "d"), (3600, "h"), (60, "m"))
@@ -39,6 +39,11 @@ def format_size(num_bytes: int) -> str:
             break
         size /= 1024
     return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def format_pace(num_bytes: int, seconds: float) -> str:
+    """Time and rate of a transfer, for a person: ``in 1.5 s (8.0 MiB/s)``."""
+    return f"in {seconds:.1f} s ({format_size(round(num_bytes / max(seconds, 1e-3)))}/s)"
 
 
 def format_age(created: float, now: float | None = None) -> str:
@@ -110,8 +115,8 @@ def _escaped_json(line: str) -> str:
     return "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in line)
 
 
-def say(text: str) -> None:
-    console().print(plain(text))
+def say(text: str, *, stderr: bool = False) -> None:
+    console(stderr=stderr).print(plain(text))
 
 
 Columns = Mapping[str, str | Callable[[Any], str]]
@@ -179,16 +184,16 @@ def show_table(
         if header in columns and not any(row[list(columns).index(header)].strip("-0") for row in rows):
             columns = {name: column for name, column in columns.items() if name != header}
             rows = cells(columns, records[:most])
-    console().print(table(columns, rows, title=title, left=left))
+    if title is not None:
+        say(title)
+    console().print(table(columns, rows, left=left))
     if most is not None and len(records) > most:
         say(f"and {len(records) - most:,} more; --json lists all")
 
 
-def table(headers: Iterable[str], rows: Iterable[Sequence[str]], *, title: str | None = None, left: str = "") -> Table:
+def table(headers: Iterable[str], rows: Iterable[Sequence[str]], *, left: str = "") -> Table:
     """A table with right-aligned numbers; see ``show_table``."""
-    made = Table(
-        title=None if title is None else plain(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
-    )
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for position, header in enumerate(headers):
         if position == 0 or header in left.split(","):
             made.add_column(header, overflow="fold")
@@ -201,8 +206,9 @@ def table(headers: Iterable[str], rows: Iterable[Sequence[str]], *, title: str |
 
 def show_pairs(rows: dict[str, str], *, title: str | None = None) -> None:
     """Print a table of names and values."""
-    heading = None if title is None else plain(title)
-    made = Table(show_header=False, title=heading, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    if title is not None:
+        say(title)
+    made = Table(show_header=False, box=box.SIMPLE, pad_edge=False)
     made.add_column(no_wrap=True)
     made.add_column(overflow="fold")
     for name, value in rows.items():
@@ -229,4 +235,4 @@ class _Console(Console):
 def _nobody_reads() -> NoReturn:
     """Exit after the reader of the output closed it, as ``head`` does; the exit code must not mean a finding."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest of the buffer is discarded
-    raise SystemExit(_PIPE_CLOSED)
+    raise SystemExit(PIPE_CLOSED)

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from email.utils import parsedate_to_datetime
+from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -58,10 +59,12 @@ class BotoClient(Transport):
 
     def __init__(self, place: Place, options: S3Options) -> None:
         self._place = place
-        encryption = {"ServerSideEncryption": options.sse, "SSEKMSKeyId": options.sse_kms_key_id}
-        self._extra = {name: value for name, value in encryption.items() if value is not None}
-        self._owner = {} if options.bucket_owner is None else {"ExpectedBucketOwner": options.bucket_owner}
-        self._versions_noted = False
+        self._target = _given(Bucket=place.bucket, ExpectedBucketOwner=options.expected_bucket_owner)
+        self._encryption = _given(
+            ServerSideEncryption=options.sse,
+            SSEKMSKeyId=options.sse_kms_key_id,
+            BucketKeyEnabled=options.sse_bucket_key,
+        )
         self._client = _make_client(options)
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
@@ -72,9 +75,11 @@ class BotoClient(Transport):
         self._client.meta.events.register("after-call.s3", self._compare_clocks)
         server = urlsplit(self._client.meta.endpoint_url)
         self._where = f"{place} at {server.scheme}://{server.netloc.rpartition('@')[2]}"
-        if server.scheme == "http" and server.hostname not in ("localhost", "127.0.0.1", "::1"):
+        self._versions_reported = False
+        if server.scheme == "http" and not _is_loopback(server.hostname or ""):
             logger.warning(
-                "%s: http does not protect content in transit; use https outside a trusted network", self._where
+                "%s: connections are not encrypted, so the network can read and change content; use https://",
+                self._where,
             )
 
     @property
@@ -98,23 +103,26 @@ class BotoClient(Transport):
 
     def put(self, key: str, body: Body, deadline: Deadline, *, condition: str | None = None) -> str:
         conditions = {} if condition is None else {"IfNoneMatch" if condition == ABSENT else "IfMatch": condition}
-        target = {"Bucket": self._place.bucket, "Key": key, **conditions, **self._owner, **self._extra}
+        target = {"Key": key, **conditions, **self._target, **self._encryption}
         with self._translated("PUT", key, deadline):
             answer = self._client.put_object(Body=body, ContentLength=len(body), **target)
-        if answer.get("VersionId", "null") != "null" and not self._versions_noted:
-            self._versions_noted = True
-            text = "%s keeps versions of deleted objects: add the lifecycle rule of docs/s3.md"
-            logger.warning(text, self._place)
+        if "VersionId" in answer and not self._versions_reported:
+            self._versions_reported = True
+            logger.warning(
+                "%s: the bucket keeps old versions, so deleted content takes space until a lifecycle rule "
+                "expires noncurrent versions (docs/s3.md)",
+                self._where,
+            )
         return str(answer.get("ETag", ""))
 
     def get(
         self, key: str, start: int | None, stop: int | None, sink: Sink, deadline: Deadline, *, known: str | None = None
     ) -> str:
-        wanted = {**self._owner} if known is None else {**self._owner, "IfNoneMatch": known}
+        wanted = {} if known is None else {"IfNoneMatch": known}
         if stop is not None:
             wanted["Range"] = f"bytes=-{stop}" if start is None else f"bytes={start}-{stop - 1}"
         with self._translated("GET", key, deadline):
-            answer = self._client.get_object(Bucket=self._place.bucket, Key=key, **wanted)
+            answer = self._client.get_object(**self._target, Key=key, **wanted)
             with closing(answer["Body"]) as body:
                 size = answer.get("ContentRange", "").rpartition("/")[2]
                 if start is not None and stop is not None and size.isdigit() and int(size) < stop:
@@ -126,13 +134,13 @@ class BotoClient(Transport):
 
     def head(self, key: str, deadline: Deadline) -> ObjectInfo:
         with self._translated("HEAD", key, deadline):
-            found = self._client.head_object(Bucket=self._place.bucket, Key=key, **self._owner)
+            found = self._client.head_object(**self._target, Key=key)
         return ObjectInfo(key, found["ContentLength"], found["LastModified"].timestamp())
 
     def list(self, prefix: str, page: str | None, deadline: Deadline) -> ListPage:
         more = {} if page is None else {"ContinuationToken": page}
         with self._translated("LIST", prefix, deadline):
-            answer = self._client.list_objects_v2(Bucket=self._place.bucket, Prefix=prefix, **more, **self._owner)
+            answer = self._client.list_objects_v2(**self._target, Prefix=prefix, **more)
         entries = answer.get("Contents", ())
         found = [ObjectInfo(entry["Key"], entry["Size"], entry["LastModified"].timestamp()) for entry in entries]
         return ListPage(found, answer["NextContinuationToken"] if answer.get("IsTruncated") else None)
@@ -141,13 +149,13 @@ class BotoClient(Transport):
         wanted = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
         try:
             with self._translated("DELETE", f"{keys[0]} and {len(keys) - 1} more", deadline):
-                answer = self._client.delete_objects(Bucket=self._place.bucket, Delete=wanted, **self._owner)
+                answer = self._client.delete_objects(**self._target, Delete=wanted)
             for error in answer.get("Errors", ()):
                 raise _of_answer({"Error": error}, f"{self._where}: DELETE {error.get('Key')}")
         except RefusedError:  # Ceph requires permission to delete the whole bucket for this
             for key in keys:
                 with self._translated("DELETE", key, deadline):
-                    self._client.delete_object(Bucket=self._place.bucket, Key=key, **self._owner)
+                    self._client.delete_object(**self._target, Key=key)
 
     def close(self) -> None:
         self._client.close()
@@ -174,13 +182,13 @@ class PlainBucket(BotoClient, PlainMedium):
     def write(self, buffers: Sequence[memoryview]) -> None:
         key = f"{self._place.prefix}plain-{len(self._written)}"
         with self._translated("PUT", key, Deadline(self._deadline_s)):
-            self._client.put_object(Bucket=self._place.bucket, Key=key, Body=b"".join(buffers), **self._extra)
+            self._client.put_object(Key=key, Body=b"".join(buffers), **self._target, **self._encryption)
         self._written.append(key)
 
     def read(self, buffers: Sequence[memoryview]) -> None:
         key = self._written[-1]
         with self._translated("GET", key, Deadline(self._deadline_s)):
-            found = memoryview(self._client.get_object(Bucket=self._place.bucket, Key=key)["Body"].read())
+            found = memoryview(self._client.get_object(**self._target, Key=key)["Body"].read())
         for buffer in buffers:
             buffer[:], found = found[: len(buffer)], found[len(buffer) :]
 
@@ -191,6 +199,20 @@ class PlainBucket(BotoClient, PlainMedium):
                 self._written = []
         finally:
             super().close()
+
+
+def _given(**options: str | bool | None) -> dict[str, str | bool]:
+    """Return the options that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _receive(body: Any, sink: Sink) -> None:

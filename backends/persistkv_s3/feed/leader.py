@@ -290,7 +290,7 @@ class Leader:
         head = NamespaceHead(generation=feed.generation) if before is None else msgspec.structs.replace(before)
         head.position = feed.position
         head.spans = extended(head.spans, feed.position, feed.term)
-        head.num_bytes, head.oldest = session.catalogue.num_bytes, session.catalogue.oldest
+        head.num_bytes, head.oldest = session.catalogue.disk_bytes(), session.catalogue.oldest
         head.swept = max(head.swept, held.swept) or self._bucket.now()
         if held.snapshot:
             head.snapshot, head.snapshot_position = held.snapshot, held.snapshot_position
@@ -359,7 +359,7 @@ class Leader:
         session = self._opened.get(namespace)
         if session is None or session.catalogue.position.position != held.position:
             return held.num_bytes, held.oldest
-        return session.catalogue.num_bytes, session.catalogue.oldest
+        return session.catalogue.disk_bytes(), session.catalogue.oldest
 
     def _take_snapshot(self, namespace: bytes, session: NamespaceSession, target: NamespaceHead) -> None:
         """Write a snapshot with the latest feed objects, or continue one with all rows."""

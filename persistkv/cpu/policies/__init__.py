@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from persistkv.config import Registry
 from persistkv.cpu.policies.arc import ARCCachePolicy
 from persistkv.cpu.policies.base import CachePolicy
 from persistkv.cpu.policies.lru import LRUCachePolicy
-from persistkv.registry import Registry
 
 CACHE_POLICIES = Registry[CachePolicy](
     "persistkv.cache_policies", "eviction_policy", CachePolicy, {"lru": LRUCachePolicy, "arc": ARCCachePolicy}

@@ -99,7 +99,7 @@ def _warm_up(engine: Engine, num_tokens: int) -> None:
 def _answer_cold(engine: Engine, task: Task) -> Report:
     """Compute all answers in full, answer again on the resident cache, and wait until all is durable."""
     prompts = build_prompts(task.tokens)
-    results, since_start = _generate(engine, task, {question: prompts[question] for question in FIRST}, reuse=False)
+    results, since_start = _generate(engine, task, {question: prompts[question] for question in FIRST}, load=False)
     _log("the same on the resident cache")
     resident = {
         question: engine.generate(token_ids, _NEW_TOKENS, store=False) for question, token_ids in prompts.items()
@@ -112,7 +112,7 @@ def _answer_cold(engine: Engine, task: Task) -> Report:
 
 
 def _answer_warm(engine: Engine, task: Task) -> Report:
-    results, since_start = _generate(engine, task, build_prompts(task.tokens), reuse=True)
+    results, since_start = _generate(engine, task, build_prompts(task.tokens), load=True)
     restored = {
         block_hash
         for result in results.values()
@@ -127,7 +127,7 @@ def _answer_warm(engine: Engine, task: Task) -> Report:
 
 
 def _generate(
-    engine: Engine, task: Task, prompts: dict[str, list[int]], *, reuse: bool
+    engine: Engine, task: Task, prompts: dict[str, list[int]], *, load: bool
 ) -> tuple[dict[str, GenerateResult], float]:
     """Return the results by question, and the seconds from the start of the process to the first token."""
     results: dict[str, GenerateResult] = {}
@@ -135,7 +135,7 @@ def _generate(
     for question, token_ids in prompts.items():
         _log(question)
         begin = time.monotonic()
-        result = engine.generate(token_ids, _NEW_TOKENS, reuse=reuse, labels={"question": question})
+        result = engine.generate(token_ids, _NEW_TOKENS, load=load, labels={"question": question})
         results[question] = result
         since_start = since_start or begin + result.stats.ttft_s - task.started
     return results, since_start

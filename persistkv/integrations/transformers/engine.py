@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import operator
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
@@ -14,20 +13,17 @@ from typing import Any
 
 import torch
 
-from persistkv.config import StoreUrl, parse_size
+from persistkv.config import StoreUrl, parse_size, store_url
 from persistkv.errors import ConfigurationError, EngineClosedError, PromptTooLongError
+from persistkv.integrations.request_options import RequestOptions
 from persistkv.integrations.transformers.kv_cache import KVGeometry, PagedKVCache
 from persistkv.integrations.transformers.model import load_model, model_identity, probe_model
-from persistkv.integrations.transformers.request import Request, Sampler
+from persistkv.integrations.transformers.request import Request, Sampler, TokenIds, one_row
 from persistkv.integrations.transformers.results import EngineStats, GenerateResult
 from persistkv.integrations.transformers.tiers import Tiers
 from persistkv.storage import BACKENDS
 
 _DEFAULT_DEVICE_TOKENS = 8192
-LOOKUP_PARAM = "persistkv.lookup"
-STORE_PARAM = "persistkv.store"
-
-TokenIds = Sequence[int] | torch.Tensor | Mapping[str, Any]
 
 
 class Engine:
@@ -39,7 +35,6 @@ class Engine:
 
     def __init__(self, model: Any, device: PagedKVCache, tiers: Tiers) -> None:
         """Use ``Engine.open``."""
-        self._id = uuid.uuid4().hex
         self._num_requests = 0
         self._closed = False
         self._model, self._device, self._tiers = model, device, tiers
@@ -60,6 +55,7 @@ class Engine:
         host: str = "process",
         strict_identity: bool = False,
         lookup_deadline_s: float = 10.0,
+        prewarm_share: float = 0.0,
         dtype: torch.dtype | str = "auto",
         attn_implementation: str | None = None,
         device: torch.device | str | None = None,
@@ -81,6 +77,8 @@ class Engine:
         :param host: execution context of the store: ``process``, ``thread`` or ``inline``.
         :param strict_identity: refuse a store that contains only KV of other identities.
         :param lookup_deadline_s: seconds that a request waits for blocks being promoted from the store.
+        :param prewarm_share: part of the primary tier, 0 to 1, to fill with the store's most recently used contexts
+            before this returns, which takes up to a minute.
         :param dtype: data type of a model that is loaded by name; ``attn_implementation`` and ``device`` likewise.
         :raises ConfigurationError: an option is invalid.
         :raises UnsupportedModelError: the model uses a kind of cache that this engine does not support.
@@ -92,7 +90,7 @@ class Engine:
             if value <= 0:
                 raise ConfigurationError(name, value, "a positive number")
         stores = (store,) if isinstance(store, (str, Path)) else store or ()
-        urls = [str(one.absolute()) if isinstance(one, Path) else one for one in stores]
+        urls = list(map(store_url, stores))
         for url in urls:
             BACKENDS.get(StoreUrl.parse(url).scheme)
         num_bytes = parse_size(cpu_bytes, name="cpu_bytes")
@@ -109,10 +107,13 @@ class Engine:
             urls,
             cpu_bytes=num_bytes,
             lookup_deadline_s=lookup_deadline_s,
+            prewarm_share=prewarm_share,
             codec=codec,
             host=host,
             strict_identity=strict_identity,
         )
+        if prewarm_share:
+            tiers.prewarm()
         return cls(model, cache, tiers)
 
     def generate(
@@ -127,7 +128,7 @@ class Engine:
         stop_token_ids: Collection[int] | None = None,
         salt: str | None = None,
         labels: Mapping[str, str] | None = None,
-        reuse: bool = True,
+        load: bool = True,
         store: bool = True,
         kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> GenerateResult:
@@ -142,9 +143,10 @@ class Engine:
         :param stop_token_ids: tokens that end the generation; by default the model's own.
         :param salt: contexts of different salts share no blocks.
         :param labels: stored with the context and shown by tools.
-        :param reuse: False computes the whole prompt; also available as the key ``persistkv.lookup`` of
-            ``kv_transfer_params``, for an engine behind a server.
-        :param store: False stores no block of this request in the tiers; also available as the key ``persistkv.store``.
+        :param load: False computes the whole prompt.
+        :param store: False stores no block of this request in the tiers.
+        :param kv_transfer_params: ``labels``, ``load`` and ``store`` in the form of vLLM's requests, for an engine
+            behind a server: ``{"persistkv": {"load": False}}``. An option is off if either form sets it to False.
         :raises ConfigurationError: an option is invalid. Nothing was run.
         :raises PromptTooLongError: prompt and answer do not fit the device cache. Nothing was run.
         :raises EngineClosedError: the engine is closed; other methods raise it, too.
@@ -153,10 +155,9 @@ class Engine:
         prompt = self._checked_prompt(token_ids, max_new_tokens)
         stop = self._stop_tokens() if stop_token_ids is None else frozenset(stop_token_ids)
         sampler = Sampler(temperature, top_p, top_k, seed, self._model.device)
-        params = kv_transfer_params or {}
-        reuse = reuse and bool(params.get(LOOKUP_PARAM, True))
-        store = store and bool(params.get(STORE_PARAM, True))
-        req_id = f"{self._id}-{self._num_requests}"
+        options = RequestOptions.parse(kv_transfer_params)
+        load, store, labels = load and options.load, store and options.store, {**(labels or {}), **options.labels}
+        req_id = uuid.uuid4().hex
         self._num_requests += 1
         self._tiers.step()  # rows of stores that ended since the last step are free for this request
         self._tiers.scheduler.on_new_request(req_id, kv_transfer_params, labels, store=store)
@@ -164,7 +165,7 @@ class Engine:
         self._tiers.begin(req_id, request.release)
         try:
             with torch.no_grad():
-                return request.run(prompt, max_new_tokens, sampler, stop, reuse)
+                return request.run(prompt, max_new_tokens, sampler, stop, load)
         finally:
             self._tiers.scheduler.request_finished(req_id)
             self._tiers.step()
@@ -258,7 +259,7 @@ class Engine:
         self.close()
 
     def _checked_prompt(self, token_ids: TokenIds, max_new_tokens: int) -> list[int]:
-        prompt = _one_row(token_ids)
+        prompt = one_row(token_ids)
         vocabulary = self._model.get_input_embeddings().num_embeddings
         if not prompt or min(prompt) < 0 or max(prompt) >= vocabulary:
             shown = f"{len(prompt)} tokens" if prompt else "no tokens"
@@ -281,19 +282,3 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError
-
-
-def _one_row(token_ids: TokenIds) -> list[int]:
-    """Return the tokens of one prompt.
-
-    :raises ConfigurationError: there are several prompts, or tokens that are no integers.
-    """
-    rows: Any = token_ids["input_ids"] if isinstance(token_ids, Mapping) else token_ids
-    if isinstance(rows, torch.Tensor):
-        rows = rows.tolist()
-    if len(rows) == 1 and isinstance(rows[0], Sequence):
-        rows = rows[0]
-    try:
-        return [operator.index(token) for token in rows]
-    except TypeError:
-        raise ConfigurationError("token_ids", type(token_ids).__name__, "one prompt: integers in one row") from None

@@ -49,12 +49,17 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
     def __init__(self, buffer: torch.Tensor, sliding_window: int | None) -> None:
         """:param buffer: shape (2, kv_heads, capacity, head_dim): keys, then values."""
         super().__init__()
-        self._buffer = buffer.unsqueeze(1)
+        self._length = 0
+        self.set_buffer(buffer)
         self.dtype, self.device = buffer.dtype, buffer.device
         self.sliding_window = sliding_window
         self.is_sliding = sliding_window is not None
         self.is_initialized = True
         self.set_length(0)
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Continue in another buffer that holds the same tokens."""
+        self._buffer = buffer.unsqueeze(1)
 
     def set_length(self, length: int) -> None:
         """Set the number of tokens in the layer."""
@@ -77,6 +82,10 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
         num_new = query_length if isinstance(query_length, int) else len(query_length)
         first = self._first_visible(self._length)
         return self._length - first + num_new, first
+
+    def crop(self, max_length: int) -> None:
+        """Keep the first ``max_length`` tokens; a negative number drops as many from the end."""
+        self.set_length(min(self._length, max_length) if max_length >= 0 else max(0, self._length + max_length))
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the buffer is allocated already."""
@@ -107,20 +116,35 @@ class RequestCache(Cache):  # type: ignore[misc]
 
     def __init__(self, geometry: KVGeometry, capacity: int) -> None:
         """:param capacity: maximum number of tokens."""
-        self.buffers = [
-            torch.empty(
-                (len(group.layers), 2, group.num_heads, capacity, group.head_dim),
-                dtype=group.dtype,
-                device=group.device,
-            )
-            for group in geometry
-        ]
+        self._geometry = geometry
+        self.buffers = self._allocate(capacity)
         layers = {
             layer_idx: RequestLayer(layer, group.sliding_window)
             for group, buffer in zip(geometry, self.buffers, strict=True)
             for layer_idx, layer in zip(group.layers, buffer, strict=True)
         }
         super().__init__(layers=[layers[layer_idx] for layer_idx in sorted(layers)])
+
+    def grow(self, capacity: int) -> None:
+        """Move the tokens to buffers of another capacity, which must hold them."""
+        old, self.buffers = self.buffers, self._allocate(capacity)
+        for group, before, after in zip(self._geometry, old, self.buffers, strict=True):
+            kept = max(self.layers[layer_idx].get_seq_length() for layer_idx in group.layers)
+            after[:, :, :, :kept] = before[:, :, :, :kept]
+            for layer_idx, buffer in zip(group.layers, after, strict=True):
+                layer = self.layers[layer_idx]
+                layer.set_buffer(buffer)
+                layer.set_length(layer.get_seq_length())
+
+    def _allocate(self, capacity: int) -> list[torch.Tensor]:
+        return [
+            torch.empty(
+                (len(group.layers), 2, group.num_heads, capacity, group.head_dim),
+                dtype=group.dtype,
+                device=group.device,
+            )
+            for group in self._geometry
+        ]
 
     def set_length(self, length: int) -> None:
         """Set the number of tokens in the layers."""

@@ -12,20 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import cached_file
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from persistkv.errors import ConfigurationError, UnsupportedModelError
 from persistkv.integrations.model_config import plain_config
 from persistkv.integrations.transformers.kv_cache import KVGeometry, KVGroupGeometry
 from persistkv.integrations.transformers.request import HASH_NAME
 from persistkv.storage.format.codec import Buffer
-from persistkv.storage.identity import fingerprint_checkpoint, fingerprint_tensors
+from persistkv.storage.identity import MODEL_NAME, fingerprint_checkpoint, fingerprint_tensors
 
 IDENTITY_VERSION = 1
 KV_LAYOUT = "per group: block, layer, key or value, head, token, head size"
 
+_SHOWN_KEYS = 3
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -41,18 +43,35 @@ def load_model(
     :returns: the model and the directory of its weights. The directory is None if adapters were loaded on top of them:
         such weights can be identified by their state dict only.
     :raises ConfigurationError: if no model can be loaded from there.
+    :raises UnsupportedModelError: if it is not a whole causal language model.
     """
     extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **extra)
+        saved = None if find_adapter_config_file(source) else AutoConfig.from_pretrained(source)
+        if saved is not None and saved.is_encoder_decoder:  # the causal class would load the decoder alone
+            raise UnsupportedModelError(_encoder_decoder(_saved_as(saved)))
+        model, loading = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **extra)
         directory = Path(source) if Path(source).is_dir() else Path(cached_file(str(source), "config.json")).parent
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigurationError("model", str(source), f"a decoder-only checkpoint ({reason})") from error
+    if loading["missing_keys"]:  # they would be random
+        name = _saved_as(saved or model.config)
+        missing = ", ".join(sorted(loading["missing_keys"])[:_SHOWN_KEYS])
+        raise UnsupportedModelError(f"{source} holds a {name} without {missing}: not a whole {type(model).__name__}")
     if device is not None:
         model = model.to(device)
     adapted = getattr(model, "_hf_peft_config_loaded", False)
     return model, None if adapted else directory
+
+
+def _saved_as(config: Any) -> str:
+    """Return the class of a checkpoint's model."""
+    return str((config.architectures or [config.model_type])[0])
+
+
+def _encoder_decoder(name: str) -> str:
+    return f"{name} is an encoder-decoder: its cross-attention cache belongs to no token"
 
 
 def probe_model(model: Any) -> KVGeometry:
@@ -63,18 +82,25 @@ def probe_model(model: Any) -> KVGeometry:
     """
     config = model.config.get_text_config(decoder=True)
     _check_config(model, config)
-    return _grouped(_sliding_windows(model, config), _record_one_token(model, config))
+    return _grouped(type(model).__name__, _sliding_windows(model, config), _record_one_token(model, config))
 
 
 def _check_config(model: Any, config: Any) -> None:
     name = type(model).__name__
     if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(f"{name} is an encoder-decoder: its cross-attention cache belongs to no token")
+        raise UnsupportedModelError(_encoder_decoder(name))
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         raise UnsupportedModelError(f"{name} takes no past_key_values: its state is no KV cache")
+    can_generate = getattr(model, "can_generate", None)
+    if can_generate is None or not can_generate():
+        raise UnsupportedModelError(f"{name} is not a causal language model: it has no head that predicts tokens")
+    if getattr(config, "kv_lora_rank", None):
+        raise UnsupportedModelError(f"{name} has multi-head latent attention (MLA): its keys and values differ in size")
     if getattr(config, "num_kv_shared_layers", 0):
         raise UnsupportedModelError(f"{name} shares KV between layers ({config.num_kv_shared_layers} of them)")
-    if getattr(config, "use_bidirectional_attention", None) in (True, "all") or not getattr(config, "is_causal", True):
+    causal = {getattr(module, "is_causal", None) for module in model.modules() if hasattr(module, "layer_idx")}
+    bidirectional = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    if bidirectional or not getattr(config, "is_causal", True) or (False in causal and True not in causal):
         raise UnsupportedModelError(f"{name} attends to later tokens: its KV is not that of a prefix")
     for rope_type in sorted(_rope_types(config)):
         if rope_type in _LENGTH_DEPENDENT_ROPE:
@@ -145,24 +171,24 @@ def _record_one_token(model: Any, config: Any) -> list[_RecordingLayer]:
     return layers
 
 
-def _grouped(windows: list[int | None], layers: list[_RecordingLayer]) -> KVGeometry:
+def _grouped(name: str, windows: list[int | None], layers: list[_RecordingLayer]) -> KVGeometry:
     kinds: dict[tuple[int, int, int | None, torch.dtype, torch.device], list[int]] = {}
     for layer_idx, (window, layer) in enumerate(zip(windows, layers, strict=True)):
         if len(layer.seen) != 1:
             raise UnsupportedModelError(
-                f"layer {layer_idx} wrote its KV {len(layer.seen)} times for one token, not once"
+                f"{name}: layer {layer_idx} wrote its KV {len(layer.seen)} times for one token, not once"
             )
         keys, values = layer.seen[0]
         if keys.shape != values.shape or keys.dtype != values.dtype or keys.shape[:1] + keys.shape[2:3] != (1, 1):
             raise UnsupportedModelError(
-                f"layer {layer_idx} has keys of {tuple(keys.shape)} and values of {tuple(values.shape)}; "
+                f"{name}: layer {layer_idx} has keys of {tuple(keys.shape)} and values of {tuple(values.shape)}; "
                 "(1, heads, 1, head size) is needed for both"
             )
         kinds.setdefault((keys.shape[1], keys.shape[3], window, keys.dtype, keys.device), []).append(layer_idx)
     groups = tuple(KVGroupGeometry(tuple(members), *kind) for kind, members in kinds.items())
     places = sorted({f"{group.dtype} on {group.device}" for group in groups})
     if len(places) != 1:
-        raise UnsupportedModelError(f"layers differ in the type or device of their KV: {', '.join(places)}")
+        raise UnsupportedModelError(f"{name}: layers differ in the type or device of their KV: {', '.join(places)}")
     return groups
 
 
@@ -176,6 +202,7 @@ def model_identity(model: Any, checkpoint: Path | None, geometry: KVGeometry, bl
     weights = fingerprint_checkpoint(checkpoint) if checkpoint else fingerprint_tensors(_state(model))
     return {
         "version": IDENTITY_VERSION,
+        MODEL_NAME: str(checkpoint or model.config.name_or_path or type(model).__name__),
         "weights": weights,
         "config": plain_config(model.config.to_dict()),
         "architecture": type(model).__name__,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,24 @@ from persistkv.integrations.transformers.tiers import Tiers
 
 HASH_NAME = "sha256 over parent and tokens as little-endian u32, salt at the root"
 _ROOT = b"persistkv block chain 1\n"
+
+TokenIds = Sequence[int] | torch.Tensor | Mapping[str, Any]
+
+
+def one_row(token_ids: TokenIds) -> list[int]:
+    """Return the tokens of one prompt.
+
+    :raises ConfigurationError: there are several prompts, or tokens that are no integers.
+    """
+    rows: Any = token_ids["input_ids"] if isinstance(token_ids, Mapping) else token_ids
+    if isinstance(rows, torch.Tensor):
+        rows = rows.tolist()
+    if len(rows) == 1 and isinstance(rows[0], Sequence):
+        rows = rows[0]
+    try:
+        return [operator.index(token) for token in rows]
+    except TypeError:
+        raise ConfigurationError("token_ids", type(token_ids).__name__, "one prompt: integers in one row") from None
 
 
 class BlockHashChain:
@@ -110,13 +129,13 @@ class Request:
         self._stats = RequestStats()
 
     def run(
-        self, prompt: Sequence[int], max_new_tokens: int, sampler: Sampler, stop: Collection[int], reuse: bool
+        self, prompt: Sequence[int], max_new_tokens: int, sampler: Sampler, stop: Collection[int], load: bool
     ) -> GenerateResult:
         """Run the request. The caller has announced it to the connector, and must finish it even if this raises."""
         begin = time.perf_counter()
         self._stats.prompt_tokens = len(prompt)
         self._announce(prompt, len(prompt))
-        restored = self._restore(len(prompt)) if reuse else 0
+        restored = self._restore(len(prompt)) if load else 0
         self._stats.lookup_s = time.perf_counter() - begin - self._stats.load_s
         cache = RequestCache(self._device.geometry, len(prompt) + max_new_tokens)
         self._gather(cache)

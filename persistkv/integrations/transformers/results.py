@@ -48,6 +48,7 @@ class GenerateResult:
     """Result of one request."""
 
     req_id: str
+    """Id of the request, also in ``persistkv ls``."""
     tokens: Sequence[int]
     """The generated tokens."""
     logits: torch.Tensor = field(repr=False)

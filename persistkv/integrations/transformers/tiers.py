@@ -20,6 +20,7 @@ from persistkv.tiering.manager import TieringOffloadingManager
 from persistkv.tiering.persistent import PersistentTier
 from persistkv.tiering.spec import TieringOffloadingSpec
 
+_PREWARM_S = 60.0
 _POLL_S = 0.0005  # far below the time of a forward pass, far above the time of a poll
 
 
@@ -48,6 +49,7 @@ class Tiers:
         *,
         cpu_bytes: int,
         lookup_deadline_s: float,
+        prewarm_share: float = 0.0,
         **options: Any,
     ) -> None:
         """Build the tiers behind a paged cache. If one part cannot be built, the others are released.
@@ -56,6 +58,7 @@ class Tiers:
         :param urls: the stores, nearest first.
         :param cpu_bytes: size of the primary tier, rounded down to whole rows.
         :param lookup_deadline_s: maximum seconds that a request waits for blocks that are not ready yet.
+        :param prewarm_share: part of the primary tier that ``prewarm`` fills.
         :param options: further options of ``PersistentTier``.
         :raises ConfigurationError: if the primary tier is too small for one block, or an option is invalid.
         """
@@ -65,8 +68,10 @@ class Tiers:
             spec = TieringOffloadingSpec(
                 extra_config={
                     "cpu_bytes_to_use": cpu_bytes,
+                    "prewarm_share": prewarm_share,
                     "secondary_tiers": [
-                        {"type": PersistentTier.get_tier_type(), "url": url, **options} for url in urls
+                        {"type": PersistentTier.get_tier_type(), "url": url, "unique_request_ids": True, **options}
+                        for url in urls
                     ],
                 },
                 geometry=WorkerGeometry(
@@ -86,10 +91,18 @@ class Tiers:
         except BaseException:
             spec.shutdown()
             raise
-        tiers = manager.secondary_tiers if isinstance(manager, TieringOffloadingManager) else []
+        self._tiering = manager if isinstance(manager, TieringOffloadingManager) else None
+        tiers = self._tiering.secondary_tiers if self._tiering else []
         self.persistent = [tier for tier in tiers if isinstance(tier, PersistentTier)]
         self._lookup_deadline_s = lookup_deadline_s
         self._live: dict[str, Callable[[], None]] = {}
+
+    def prewarm(self) -> None:
+        """Promote recently used contexts, for a minute at most."""
+        deadline = time.monotonic() + _PREWARM_S
+        while self._tiering and self._tiering.has_pending_work() and time.monotonic() < deadline:
+            self.step()
+            time.sleep(_POLL_S)
 
     def begin(self, req_id: str, on_released: Callable[[], None]) -> None:
         """Register a request.

@@ -1,7 +1,7 @@
 """The identity of KV bytes in vLLM, from its configuration.
 
-A model's path and name are not part of it; the bytes of its weights are. vLLM's release is part of it, because the
-meaning of a block's bytes is internal to vLLM and changes without notice.
+A model's path or name is recorded and need not match; the bytes of its weights must. vLLM's release is part of it,
+because the meaning of a block's bytes is internal to vLLM and changes without notice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from persistkv.errors import ConfigurationError
 from persistkv.integrations.model_config import plain, plain_config
-from persistkv.storage.identity import fingerprint_checkpoint
+from persistkv.storage.identity import MODEL_NAME, fingerprint_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -83,13 +83,6 @@ def _cpu_flags() -> list[str]:
     return sorted(set(_CPU_FLAGS).intersection(flags.split()))
 
 
-def fixes_hash_seed() -> bool:
-    """Return whether this vLLM release fixes the seed of cryptographic block hashes if the environment sets none."""
-    from vllm.v1.core import kv_cache_utils
-
-    return hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
-
-
 def engine_identity(
     config: Any, offloading: Any, facts: Mapping[str, Any], *, weights: str | None = None, adapters: str | None = None
 ) -> dict[str, Any]:
@@ -106,6 +99,7 @@ def engine_identity(
     backend = getattr(getattr(config, "attention_config", None), "backend", None)
     return {
         "version": IDENTITY_VERSION,
+        MODEL_NAME: str(model.model),
         "engine": dict(facts),
         "weights": _weights(model, config.load_config, weights),
         "code_revision": plain(getattr(model, "code_revision", None)),

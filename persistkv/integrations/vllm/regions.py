@@ -1,6 +1,7 @@
-"""vLLM's regions under /dev/shm: the file behind the primary tier's memory, and files that killed engines left.
+"""vLLM's regions under /dev/shm: the files behind the primary tier's memory, and files that killed engines left.
 
-1. vLLM does not pass the descriptor of its region, so the file is found by its mapping.
+1. vLLM does not pass the descriptors of its region, so its files are found by their mappings. From 0.33 on a region may
+   consist of several, and they may be unlinked.
 2. Only a file of this user that no process maps is removed.
 3. Processes of other containers may share /dev/shm and be invisible here. If this is possible, a file is removed only
    if it has not been modified for ten minutes: an engine maps its region while it starts, and a mapping stays valid
@@ -12,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -43,22 +44,38 @@ class _Mapping(NamedTuple):
     """Empty for memory without a file; ends in ``(deleted)`` if the file was unlinked."""
 
 
-def open_region(rows: memoryview) -> int | None:
-    """Open the file from which the rows are mapped, starting at its first byte. The caller closes the descriptor.
+def open_region(rows: memoryview) -> tuple[int, ...]:
+    """Open the files from which the rows are mapped, in order. The caller closes the descriptors.
 
     :param rows: the whole region, contiguous, writable.
-    :returns: None if the rows are not a shared mapping of exactly one file.
+    :returns: none if the rows are not shared mappings of whole files, one after the other; the last may be longer.
     """
-    source = _source(address_of(rows), rows.nbytes)
-    if source is None:
-        return None
+    fds: list[int] = []
+    parts = _sources(address_of(rows), rows.nbytes)
+    for index, (source, size) in enumerate(parts):
+        fd = _open(source, size, is_last=index == len(parts) - 1)
+        if fd is None:
+            close_region(fds)
+            return ()
+        fds.append(fd)
+    return tuple(fds)
+
+
+def close_region(fds: Iterable[int]) -> None:
+    """Close the descriptors of ``open_region``."""
+    for fd in fds:
+        os.close(fd)
+
+
+def _open(source: _Mapping, size: int, *, is_last: bool) -> int | None:
+    """Open the file of a mapping; None if it cannot be opened or is not mapped to its end."""
     for candidate in (source.path, *(path for path, file in _descriptors("self") if file == source.file)):
         try:
             fd = os.open(candidate, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             continue
         status = os.fstat(fd)
-        if _file_id(status) == source.file and status.st_size >= rows.nbytes:
+        if _file_id(status) == source.file and (status.st_size == size or (is_last and status.st_size > size)):
             return fd
         os.close(fd)
     return None
@@ -73,13 +90,13 @@ def ready(rows: memoryview) -> None:
 
     :param rows: as in ``open_region``. They may be used during the call; no byte changes.
     """
-    fd = open_region(rows)
-    if fd is None:
+    fds = open_region(rows)
+    if not fds:
         return
     try:
-        use_huge_pages(fd, rows.nbytes)
+        use_huge_pages(fds, rows.nbytes)
     finally:
-        os.close(fd)
+        close_region(fds)
     madvise(address_of(rows), rows.nbytes, MADV_POPULATE_WRITE)  # if it fails, the first use of each row does it
 
 
@@ -120,20 +137,27 @@ def _is_in_first_namespace() -> bool:
         return False
 
 
-def _source(address: int, num_bytes: int) -> _Mapping | None:
-    """Return the first of the mappings that cover the bytes with one file from its start, in order; None: none do."""
-    first: _Mapping | None = None
-    covered = address
+def _sources(address: int, num_bytes: int) -> list[tuple[_Mapping, int]]:
+    """Return the files that the bytes are mapped from, in order: the first mapping of each, and its bytes.
+
+    Empty if part of the bytes is other memory, or a file is not mapped from its start.
+    """
+    found: list[tuple[_Mapping, int]] = []
+    covered, end = address, address + num_bytes
     for mapping in _mappings("self"):
         if not mapping.start <= covered < mapping.stop:
             continue
-        first = first or mapping
-        if not mapping.file[1] or mapping.file != first.file or mapping.start - mapping.offset != address:
-            return None
-        covered = mapping.stop
-        if covered >= address + num_bytes:
-            return first
-    return None
+        size = min(mapping.stop, end) - covered
+        if found and mapping.file == found[-1][0].file and mapping.offset == found[-1][1]:
+            found[-1] = found[-1][0], found[-1][1] + size
+        elif mapping.file[1] and mapping.start == covered and not mapping.offset:
+            found.append((mapping, size))
+        else:
+            return []
+        covered += size
+        if covered == end:
+            return found
+    return []
 
 
 def _used_files() -> set[FileId]:

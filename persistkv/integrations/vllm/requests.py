@@ -3,48 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from persistkv.base import OffloadKey, ReqContext, RequestDescription, get_offload_group_idx
+from persistkv.errors import ConfigurationError
+from persistkv.integrations.request_options import RequestOptions
+from persistkv.integrations.vllm.releases import Position
 
 logger = logging.getLogger(__name__)
-
-REQUEST_PARAMETER = "persistkv"
-"""Key of this tier's options in a request's ``kv_transfer_params``."""
-
-Position = Callable[[OffloadKey], "int | None"]
-"""The number of tokens up to the end of a key's chunk; None if the engine does not know it."""
-
-
-class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``kv_transfer_params={"persistkv": {"store": false}}``; ``{"persistkv": false}`` sets both options to false."""
-
-    store: bool = True
-    """Whether the request's context may be persisted."""
-    load: bool = True
-    """Whether the request may be served from the store."""
 
 
 def request_options(req_id: str, parameters: Mapping[str, Any] | None) -> RequestOptions:
     """Return a request's options. If they are invalid, log a warning and use neither stores nor loads: the request
-    does not want the default, and must not fail because of its options."""
-    asked = parameters.get(REQUEST_PARAMETER, True) if parameters else True
-    if isinstance(asked, bool):
-        return RequestOptions(asked, asked)
+    does not want the default, and must not fail because of its options.
+    """
     try:
-        return msgspec.convert(asked, RequestOptions)
-    except msgspec.ValidationError:
-        expected = 'true, false, or {"store": true, "load": true}'
-        logger.warning(
-            "request %s neither uses nor fills the store: kv_transfer_params.%s must be %s, not %r",
-            req_id,
-            REQUEST_PARAMETER,
-            expected,
-            asked,
-        )
+        return RequestOptions.parse(parameters)
+    except ConfigurationError as error:
+        logger.warning("request %s neither uses nor fills the store: %s", req_id, error)
         return RequestOptions(False, False)
 
 
@@ -53,6 +30,7 @@ class LiveRequest:
 
     :param position: function of the engine; None if it has none.
     :param group_tokens: tokens of one chunk, per group.
+    :param labels: of all requests; the request's own take precedence.
     """
 
     def __init__(
@@ -64,6 +42,7 @@ class LiveRequest:
         labels: Mapping[str, str],
     ) -> None:
         self.options = options
+        labels = {**labels, **options.labels}
         self._description = None if position is None else _Description(position, group_tokens, labels)
         self.context = ReqContext(req_id, description=self._description)
         self._is_long: bool | None = None

@@ -65,7 +65,8 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is no
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         return self._submit(self._stores, job_id, src_spec, dst_spec)
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
+        """Copy at once, also loads that are not expedited."""
         return self._submit(self._loads, job_id, dst_spec, src_spec)
 
     def _submit(self, engine: CPUCopyEngine, job_id: int, blocks: Any, chunks: Any) -> bool:

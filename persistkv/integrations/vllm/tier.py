@@ -7,13 +7,13 @@
 | ``JobResult.successful_keys`` | ``JobResult.failed_keys``, the others |
 | positions of keys, as requests grow | ``RequestDescription`` |
 
-Called from the scheduler's thread. Only the constructor, ``drain_jobs`` and ``shutdown`` wait.
+vLLM makes one call at a time, in 0.33 also from its second thread. Only the constructor, ``drain_jobs`` and
+``shutdown`` wait.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -38,15 +38,16 @@ from persistkv.integrations.vllm.identity import (
     engine_facts,
     engine_identity,
     find_vllm_config,
-    fixes_hash_seed,
     has_random_hashes,
 )
 from persistkv.integrations.vllm.metrics import MetricsReader, Observed, metric_definitions
 from persistkv.integrations.vllm.options import vllm_options
-from persistkv.integrations.vllm.regions import open_region
+from persistkv.integrations.vllm.regions import close_region, open_region
+from persistkv.integrations.vllm.releases import fixes_hash_seed, key_position
 from persistkv.integrations.vllm.requests import LiveRequest, request_options
 from persistkv.isolation import Isolation
 from persistkv.storage import BACKENDS
+from persistkv.storage.identity import Identity
 from persistkv.tiering.base import JobMetadata
 from persistkv.tiering.base import JobResult as TierResult
 from persistkv.tiering.persistent import PersistentTier
@@ -54,6 +55,9 @@ from persistkv.tiering.persistent import PersistentTier
 logger = logging.getLogger(__name__)
 
 _DRAIN_S = 60.0
+
+CONFIG_INFO = ("store", "namespace", "codec", "durability", "policy", "host")
+"""Labels of ``config_info``."""
 
 
 class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed where types are checked
@@ -80,9 +84,10 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         is_remote = BACKENDS.get(scheme).capabilities.remote
         self.locality = Locality(self.options.locality or ("REMOTE" if is_remote else "LOCAL"))
         self._group_tokens = _chunk_tokens(offloading_spec.config)
-        self._region_fd = open_region(primary_kv_view) if self.options.host == "process" else None
+        self._region_fds = open_region(primary_kv_view) if self.options.host == "process" else ()
         try:
             config = self._tier_config(offloading_spec.config, primary_kv_view)
+            self._namespace = Identity.of(config.identity).digest.hex()
             self._tier = PersistentTier(config, primary_kv_view, **self.options.tier_options)
         except BaseException:
             self._close_region()
@@ -95,7 +100,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         self._passed_over: list[int] = []
         self._observed = Observed()
         self._metrics = MetricsReader(scheme)
-        persistent_tiers(offloading_spec).append(self._tier)
+        self._tiers = persistent_tiers(offloading_spec)
+        self._tiers.append(self._tier)
 
     def _tier_config(self, offloading: Any, rows: memoryview) -> OffloadingConfig:
         engine = find_vllm_config()
@@ -114,7 +120,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         stride = rows.nbytes // len(rows)
         layout = RowLayout(stride, (GroupLayout(((0, stride),)),) * len(self._group_tokens))
         events = bool(offloading.enable_kv_cache_events)
-        return OffloadingConfig(identity, tokens, layout, len(rows), self._region_fd, events)
+        return OffloadingConfig(identity, tokens, layout, len(rows), self._region_fds, events)
 
     # Lookups and jobs
 
@@ -185,8 +191,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         request = self._requests.get(context.req_id)
         if request is None:
             options = request_options(context.req_id, context.kv_transfer_params)
-            position = getattr(context, "get_offload_key_position", None)
-            request = LiveRequest(context.req_id, options, position, self._group_tokens, self._labels)
+            request = LiveRequest(context.req_id, options, key_position(context), self._group_tokens, self._labels)
             self._requests[context.req_id] = request
         return request
 
@@ -210,6 +215,16 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         return metric_definitions()
 
+    @classmethod
+    def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
+        return CONFIG_INFO
+
+    def config_info(self) -> dict[str, str]:
+        """Return the labels of the metric ``vllm:kv_offload_config_info``."""
+        options = self.options
+        values = (options.scheme, self._namespace, options.codec, options.durability, options.policy, self._tier.host)
+        return dict(zip(CONFIG_INFO, values, strict=True))
+
     def get_stats(self) -> Any:
         """Return metrics; None if the tier's totals have not changed since the last reading, which is under 1 s old."""
         if not self._metrics.is_due(self._observed, time.monotonic()):
@@ -227,14 +242,15 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
                 if request.has_stored:
                     self._tier.on_request_finished(request.end())
         self._requests.clear()
+        if self._tier in self._tiers:  # an engine may build its tiers again, over the same spec
+            self._tiers.remove(self._tier)
         with isolation.guard("shutdown", "its resources may not be released"):
             self._tier.shutdown()
         self._close_region()
 
     def _close_region(self) -> None:
-        fd, self._region_fd = self._region_fd, None
-        if fd is not None:
-            os.close(fd)
+        fds, self._region_fds = self._region_fds, ()
+        close_region(fds)
 
 
 def _job(job: TransferJob, keys: Sequence[OffloadKey], context: ours.ReqContext) -> JobMetadata:

@@ -47,6 +47,8 @@ from persistkv.storage.format.pack import ID_BYTES, PackTable, table_lengths
 from persistkv.storage.identity import Identity
 
 _AT_ONCE = 256  # manifests or tables per read transaction
+_KEY_BYTES = 16  # of each block's key in its pack's table, at least
+_TABLES_AT_ONCE = 4_096  # while a whole namespace is read
 _EXPIRED_AT_ONCE = 128  # packs and manifests that one commit expires, at less than 1 ms each
 
 
@@ -66,6 +68,10 @@ class Catalog(ABC):
         :raises StoreError: the store is closed, the medium failed, or ``write`` on a store that is open read-only.
         """
 
+    @abstractmethod
+    def disk_bytes(self) -> int:
+        """Return the bytes that the store takes on the medium."""
+
     def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
         with self.rows() as rows:
             row = rows.get(STATES, namespace)
@@ -74,11 +80,20 @@ class Catalog(ABC):
             state = NamespaceState.decode(row)
             since = None if cursor is None else cursor_sequence(state, cursor)
             moved = None if since is None else _moved(rows, namespace, since, state.sequence)
-            if moved is None:
-                found = [pack_table(key, row) for key, row in rows.starting_with(PACKS, namespace)]
-                return Changes(state.cursor, [table for table in found if table is not None], reset=True)
-            added, removed = moved
-            return Changes(state.cursor, _find_tables(rows, namespace, added), removed)
+            if moved is not None:
+                added, removed = moved
+                return Changes(state.cursor, _find_tables(rows, namespace, added), removed)
+        most = self.disk_bytes() // _KEY_BYTES  # the count may be damaged
+        return Changes(state.cursor, self._all_tables(namespace), reset=True, blocks=min(state.blocks, most))
+
+    def _all_tables(self, namespace: bytes) -> Iterator[PackTable]:
+        start = namespace
+        while start:
+            with self.rows() as rows:
+                found = islice(rows.range(PACKS, start), _TABLES_AT_ONCE)
+                some = [(bytes(key), pack_table(key, row)) for key, row in found if key[:ID_BYTES] == namespace]
+            yield from (table for _, table in some if table is not None)
+            start = some[-1][0] + b"\0" if len(some) == _TABLES_AT_ONCE else b""
 
     def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
         found: list[PackTable] = []
@@ -137,10 +152,6 @@ class Catalog(ABC):
 
 class CatalogBackend(Catalog, InspectableBackend):
     """Base class of drivers over ordered rows. It lacks ``open``, ``commit``, ``read`` and ``close``."""
-
-    @abstractmethod
-    def disk_bytes(self) -> int:
-        """Return the bytes that the store takes on the medium."""
 
     def namespaces(self) -> Iterator[Namespace]:
         with self.rows() as rows:

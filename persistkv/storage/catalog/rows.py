@@ -252,8 +252,8 @@ def decode_namespace(key: Buffer, row: Buffer) -> Namespace | None:
     if len(row) < _CREATED.size:
         return None
     try:
-        namespace = Namespace(Identity.decode(bytes(row[_CREATED.size :])), _CREATED.unpack_from(row)[0])
-        return namespace if namespace.id == key else None
+        identity = Identity.decode(bytes(row[_CREATED.size :]))
+        return Namespace(identity, _CREATED.unpack_from(row)[0]) if identity.digest == key else None
     except (ValueError, RecursionError):
         return None
 

@@ -38,6 +38,8 @@ class RequestManifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True
     """Whether the keys are in the order of the context; False if the engine sent no description: the keys are then in
     order of arrival."""
     labels: dict[str, str] = {}
+    context: bytes = b""
+    """Digest of the keys (``context_digest``), equal for requests of the same context; empty: unknown."""
 
     @property
     def blocks(self) -> int:
@@ -47,6 +49,15 @@ class RequestManifest(msgspec.Struct, frozen=True, kw_only=True, array_like=True
 
 ManifestKeys = tuple[PackedKeys, ...]
 """For each KV cache group, the keys in order."""
+
+
+def context_digest(keys: ManifestKeys) -> bytes:
+    """Return the xxh3-64 of all keys, 8 bytes."""
+    digest = xxhash.xxh3_64()
+    for group in keys:
+        digest.update(len(group).to_bytes(4, "little"))
+        digest.update(group.data)
+    return digest.digest()
 
 
 def encode_manifest(manifest: RequestManifest) -> bytes:

@@ -13,6 +13,7 @@ import resource
 import signal
 import socket
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 
 from persistkv.memory import libc
@@ -28,7 +29,7 @@ _REMOTE_END_S = 60
 _RAISED_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_DATA, resource.RLIMIT_NOFILE)
 
 
-def main(engine_pidfd: int, socket_fd: int, region_fd: int, region_bytes: int) -> None:
+def main(region_bytes: int, engine_pidfd: int, socket_fd: int, *region_fds: int) -> None:
     """Serve until the engine ends the connection or dies, then end.
 
     :raises OSError: the rows cannot be mapped.
@@ -36,7 +37,7 @@ def main(engine_pidfd: int, socket_fd: int, region_fd: int, region_bytes: int) -
     for fd in (engine_pidfd, socket_fd):
         os.set_inheritable(fd, False)
     _reset()
-    rows = map_rows(region_fd, region_bytes)
+    rows = map_rows(region_fds, region_bytes)
     engine = socket.socket(fileno=socket_fd)
     own_pidfd = os.pidfd_open(os.getpid())
     with suppress(BrokenPipeError):  # the loop finds the end of the connection
@@ -93,18 +94,21 @@ def _reset() -> None:
         logging.getLogger(__name__).info("the host process keeps its CPU affinity or scheduling class: %s", error)
 
 
-def map_rows(region_fd: int, region_bytes: int) -> memoryview:
+def map_rows(region_fds: Sequence[int], region_bytes: int) -> memoryview:
     """Map the rows.
 
-    :param region_fd: inherited descriptor, closed here: it shares the engine's flock and would keep it locked.
+    :param region_fds: inherited descriptors, closed here: they share the engine's flock and would keep it locked.
     :raises OSError: the rows cannot be mapped.
     """
-    own = os.open(f"/proc/self/fd/{region_fd}", os.O_RDWR | os.O_CLOEXEC)
-    os.close(region_fd)
+    own = []
+    for fd in region_fds:
+        own.append(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+        os.close(fd)
     try:
         address = map_aligned(own, region_bytes)
     finally:
-        os.close(own)
+        for fd in own:
+            os.close(fd)
     return libc.memory_at(address, region_bytes)
 
 

@@ -32,13 +32,12 @@ from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host import protocol
 from persistkv.storage.host.supervisor import KILL_S, Host, State, Supervisor
 from persistkv.storage.index import LookupTable
-from persistkv.storage.records import News
+from persistkv.storage.records import News, RequestEnd
 
 logger = logging.getLogger(__name__)
 
 _OPEN_ATTEMPTS = 4
-_END_BYTES = 512  # of the end of a request, without its keys
-_MOST_ENDING_BYTES = 16 << 20  # 16 MiB of keys in ends of requests: the host keeps their manifests in memory
+_MOST_ENDING_BYTES = 32 << 20  # 32 MiB of ends of requests: the host keeps them until it writes their manifests
 _GLANCE_S = 5.0  # seconds between the requests for totals of ``glance``
 _TOUCHED_A_STEP = 2_048  # keys in the message of one step: about 75 KB
 _MOST_TOUCHED = 65_536  # bound on keys with a use that is not sent yet
@@ -257,7 +256,9 @@ class StoreClient:
             for attempt in range(_OPEN_ATTEMPTS):
                 self._open_error = None
                 supervisor.start()
-                self._await_open(deadline)
+                while self.state is State.OPENING and time.monotonic() < deadline:
+                    if not self._receive():
+                        time.sleep(_NAP_S)
                 if supervisor.state is State.OPEN:
                     return
                 if supervisor.state is State.OPENING and supervisor.host.restartable:
@@ -284,11 +285,6 @@ class StoreClient:
         if self._open_error is None or isinstance(self._open_error, ProcessIdInUseError):
             return True
         return attempt == 0 and isinstance(self._open_error, CorruptStoreError)
-
-    def _await_open(self, deadline: float) -> None:
-        while self.state is State.OPENING and time.monotonic() < deadline:
-            if not self._receive():
-                time.sleep(_NAP_S)
 
     @property
     def host(self) -> Host:
@@ -363,7 +359,7 @@ class StoreClient:
             keys = list(keys)
             self._touched.update(compress(keys, self.table.held(keys)))
 
-    def end_request(self, end: protocol.EndRequest) -> None:
+    def end_request(self, end: RequestEnd) -> None:
         """End a request: its staged blocks and its manifest are written.
 
         :raises HostError: after a fork.
@@ -373,7 +369,7 @@ class StoreClient:
             self._in_flight.refuse_end(end.request)
             return
         self._owe()
-        if self._in_flight.begin_end(end.request, _end_bytes(end)):
+        if self._in_flight.begin_end(end.request, end.num_bytes):
             self.supervisor.connection.send(end)
 
     def _owe(self) -> None:
@@ -587,12 +583,6 @@ class StoreClient:
         if not self.supervisor.uses_rows:
             self._in_flight.lose_all()
         return exited
-
-
-def _end_bytes(end: protocol.EndRequest) -> int:
-    """Return the approximate memory of the message."""
-    keys = sum(len(keys.data) + len(keys.lengths) for keys in end.group_keys)
-    return _END_BYTES + keys + sum(len(name) + len(value) for name, value in end.labels.items())
 
 
 def _joined(values: Sequence[int]) -> bytes:

@@ -23,7 +23,7 @@ from persistkv.errors import (
     StoreUnavailableError,
 )
 from persistkv.storage.format.pack import PackedKeys
-from persistkv.storage.records import StoreCounters, StoreOptions
+from persistkv.storage.records import RequestEnd, StoreCounters, StoreOptions
 
 _ERRORS: dict[str, type[PersistKVError]] = {
     kind.__name__: kind
@@ -46,6 +46,8 @@ class Hello(_Message):
     """Canonical JSON."""
     layout: RowLayout
     options: StoreOptions
+    engine_pid: int = msgspec.field(default_factory=os.getpid)
+    """Id of the process that runs the model."""
 
 
 class StoreJob(_Message):
@@ -66,18 +68,6 @@ class LoadJob(_Message):
     job_id: int
     keys: PackedKeys
     block_ids: bytes
-
-
-class EndRequest(_Message):
-    """End of a request, after its last store job."""
-
-    request: str
-    manifest_id: str
-    group_keys: tuple[PackedKeys, ...]
-    tokens: int
-    block_size: int
-    ordered: bool
-    labels: dict[str, str]
 
 
 class Touch(_Message):
@@ -265,7 +255,7 @@ class Notice(_Message):
     text: str
 
 
-ToStore = Hello | StoreJob | LoadJob | EndRequest | Touch | Mapped | Flush | AskStats | AskRecent | Ping | End
+ToStore = Hello | StoreJob | LoadJob | RequestEnd | Touch | Mapped | Flush | AskStats | AskRecent | Ping | End
 ToEngine = (
     Table
     | Opened

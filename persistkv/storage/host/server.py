@@ -105,7 +105,7 @@ class StoreServer:
         self._status: StatusPublisher | None = None
         self._loads: deque[protocol.LoadJob] = deque()
         self._loading = 0
-        self._queue: deque[protocol.StoreJob | protocol.EndRequest | protocol.Flush] = deque()
+        self._queue: deque[protocol.StoreJob | RequestEnd | protocol.Flush] = deque()
         self._writing: list[_Job] = []
         self._ended_packs = 0
         self._flushing: protocol.Flush | None = None
@@ -116,8 +116,12 @@ class StoreServer:
     def handle(self, message: Any) -> None:
         """Process one message; long work is queued for ``step``."""
         match message:
+            case protocol.Hello() if self._store is not None or self._opening:
+                self._send(protocol.OpenFailed.of(HostError("a store is opened once, before it is closed")))
             case protocol.Hello():
-                self._begin_opening(message)
+                self._opening = True
+                self._executor = self._make_executor(1)
+                self._executor.begin(self._open(message))
             case protocol.LoadJob():
                 self._loads.append(message)
             case protocol.Touch():
@@ -139,14 +143,6 @@ class StoreServer:
             case _:
                 self._queue.append(message)
 
-    def _begin_opening(self, hello: protocol.Hello) -> None:
-        if self._store is not None or self._opening:
-            self._send(protocol.OpenFailed.of(HostError("a store is opened once, before it is closed")))
-            return
-        self._opening = True
-        self._executor = self._make_executor(1)
-        self._executor.begin(self._open(hello))
-
     async def _open(self, hello: protocol.Hello) -> None:
         opener = self._executor
         try:
@@ -157,7 +153,7 @@ class StoreServer:
         else:
             self._store, self._executor = store, store.catalogue.executor
             opener.close()
-            self._status = StatusPublisher(store, self._executor)
+            self._status = StatusPublisher(store, self._executor, hello.engine_pid)
             self._send(protocol.Opened(self._share_table(store), store.namespace, store.notice))
             self._lifecycle.opened()
         finally:
@@ -306,12 +302,12 @@ class StoreServer:
             logger.error("load job %d is refused: %s", message.job_id, error)
             done(ReadOutcome(keys))
 
-    def _take(self, store: Store, message: protocol.StoreJob | protocol.EndRequest | protocol.Flush) -> None:
+    def _take(self, store: Store, message: protocol.StoreJob | RequestEnd | protocol.Flush) -> None:
         match message:
             case protocol.StoreJob():
                 job = _Job(message, message.keys.unpack(), time.perf_counter())
                 self._put(store, job, job.keys, numbers(message.block_ids), numbers(message.depths) or None)
-            case protocol.EndRequest():
+            case RequestEnd():
                 self._end_request(store, message)
             case protocol.Flush():
                 self._flushing = message
@@ -340,9 +336,9 @@ class StoreServer:
             job.failed = job.keys
             done(True, set())
 
-    def _end_request(self, store: Store, message: protocol.EndRequest) -> None:
+    def _end_request(self, store: Store, message: RequestEnd) -> None:
         try:
-            store.end_request(_request_end(message))
+            store.end_request(message)
         except ValueError as error:
             logger.error("the end of request %s is refused: %s", message.request, error)
             self._send(protocol.Persisted(message.request, False))
@@ -430,7 +426,7 @@ class StoreServer:
         queue, self._queue = self._queue, deque()
         store.drop_direct()
         for message in queue:
-            if isinstance(message, protocol.EndRequest):
+            if isinstance(message, RequestEnd):
                 self._end_request(store, message)
         store.begin_commit(everything=True)  # also while a read hangs
 
@@ -453,18 +449,6 @@ def numbers(data: bytes) -> Sequence[int]:
     values = array("I")
     values.frombytes(data)
     return values
-
-
-def _request_end(message: protocol.EndRequest) -> RequestEnd:
-    return RequestEnd(
-        message.request,
-        message.manifest_id,
-        tuple(keys.unpack() for keys in message.group_keys),
-        message.tokens,
-        message.block_size,
-        message.ordered,
-        message.labels,
-    )
 
 
 class NoticeHandler(logging.Handler):

@@ -60,6 +60,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Load jobs that are queued or being read."""
     breaker: str | None = None
     """See ``SupportsCounters.breaker_state``; None if the backend has no counters."""
+    engine_pid: int | None = None
+    """Id of the process that runs the model; None: unknown."""
 
     def encode(self) -> bytes:
         """Return the row."""
@@ -87,8 +89,9 @@ def read_statuses(backend: Backend) -> list[EngineStatus]:
 class StatusPublisher:
     """Publishes status rows at the backend's interval. A failure is logged, and the next row is published as usual."""
 
-    def __init__(self, store: Store, executor: Executor) -> None:
+    def __init__(self, store: Store, executor: Executor, engine_pid: int) -> None:
         self._store = store
+        self._engine_pid = engine_pid
         self._executor = executor
         backend = store.catalogue.backend
         self._backend = backend if isinstance(backend, SupportsStatus) else None
@@ -109,6 +112,7 @@ class StatusPublisher:
             engine=self.engine,
             host=socket.gethostname(),
             pid=os.getpid(),
+            engine_pid=self._engine_pid,
             namespace=self._store.namespace.hex(),
             started=self._started,
             time=time.time(),

@@ -21,7 +21,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
@@ -98,11 +98,11 @@ class ProcessHost(Host):
     restartable = True
     idle_look_s = 0.05  # a poll is a system call: with cold caches about 25 us of an engine's step
 
-    def __init__(self, region_fd: int, region_bytes: int) -> None:
-        """:param region_fd: descriptor of the primary tier's memory; the caller closes it."""
+    def __init__(self, region_fds: Sequence[int], region_bytes: int) -> None:
+        """:param region_fds: descriptors of the primary tier's memory, see ``map_aligned``; the caller closes them."""
         self.pid: int | None = None
         """Process id of the last host that was ready; None before."""
-        self._region_fd = region_fd
+        self._region_fds = tuple(region_fds)
         self._region_bytes = region_bytes
         self._engine_pidfd = os.pidfd_open(os.getpid())
         self._pidfd: int | None = None
@@ -113,9 +113,9 @@ class ProcessHost(Host):
         self._forget()
         ours, theirs = _socket_pair()
         with theirs:
-            inherited = (self._engine_pidfd, theirs.fileno(), self._region_fd)
+            inherited = (self._engine_pidfd, theirs.fileno(), *self._region_fds)
             path = [os.path.abspath(entry) for entry in sys.path]
-            program = _PROGRAM.format(start_s=_START_S, path=path, arguments=(*inherited, self._region_bytes))
+            program = _PROGRAM.format(start_s=_START_S, path=path, arguments=(self._region_bytes, *inherited))
             try:
                 self._spawner = subprocess.Popen(
                     [sys.executable, "-I", "-c", program, "persistkv-host"],

@@ -167,7 +167,7 @@ class ReadTests(BackendSuite):
     def test_what_was_read_outlives_the_pack(self, backend: InspectableBackend, namespace: bytes) -> None:
         pack = sample_pack(namespace, 1, blocks=8, block_bytes=100_000)
         backend.commit(namespace, CommitBatch([pack]))
-        held = backend.changes(namespace, None).added
+        held = list(backend.changes(namespace, None).added)
         bytes_read = read_pack(backend, namespace, pack.table)
         backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))
         for seed in range(2, 6):

@@ -234,7 +234,7 @@ class EvictionTests(BackendSuite):
         assert len(result.evicted) == (1301 if kind == "deletions" else 1)
         assert [manifest.id for manifest in backend.manifests(namespace)] == ["kept"]
         assert other.pack_id in tables(backend, namespace)
-        assert backend.changes(namespace, result.cursor).added == []
+        assert list(backend.changes(namespace, result.cursor).added) == []
         check_totals(backend)
 
     def test_bad_pack_goes_alone(self, backend: InspectableBackend, namespace: bytes) -> None:

@@ -37,7 +37,7 @@ class OpeningTests(BackendSuite):
         assert read_pack(again, opened.id, pack.table) == payload_of(pack)
         assert list(again.manifests(opened.id)) == [manifest.manifest]
         assert again.manifest_keys(opened.id, ["r1"])[0] == manifest.keys
-        assert again.changes(opened.id, cursor).added == []
+        assert list(again.changes(opened.id, cursor).added) == []
         assert check_totals(again) == stats
         again.close()
 

@@ -265,7 +265,7 @@ for _ in range(3):
         backend.commit(namespace, CommitBatch([large], [sample_manifest("r")], [held.pack_id]))
     except StoreFullError:
         print("full")
-assert backend.changes(namespace, None).added == [held.table]
+assert list(backend.changes(namespace, None).added) == [held.table]
 backend.commit(namespace, CommitBatch([sample_pack(namespace, 3)]))
 print(backend.stats().packs, backend.stats().requests)
 """

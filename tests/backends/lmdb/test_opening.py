@@ -11,7 +11,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from persistkv.errors import CorruptStoreError, StoreUnavailableError
+from persistkv.errors import ConfigurationError, CorruptStoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.samples import sample_pack
 from persistkv_lmdb import opening
@@ -54,10 +54,33 @@ def test_files_and_directories_are_private(open_store, tmp_path):
     assert {entry.name: mode(entry) for entry in store.iterdir()} == dict.fromkeys(FILES, 0o600)
 
 
-def test_relative_path(open_store, tmp_path, monkeypatch):
+def test_relative_path_is_refused_with_the_likely_one(open_store, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    open_store(location="rel/store")
-    assert (tmp_path / "rel" / "store" / "data.mdb").exists()
+    with pytest.raises(ConfigurationError, match=f"lmdb:///rel/store .* lmdb://{tmp_path}/rel/store"):
+        open_store(location="rel/store")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_directory_of_other_files_gets_no_store(open_store, path, read_only):
+    path.mkdir()
+    (path / "notes.txt").touch()
+    with pytest.raises(StoreUnavailableError, match=r"other files \(notes.txt\) and no store") as caught:
+        open_store(read_only=read_only)
+    assert one_line(caught)
+    assert [entry.name for entry in path.iterdir()] == ["notes.txt"]
+
+
+def test_root_of_a_file_system_gets_a_store(open_store, path):
+    (path / "lost+found").mkdir(parents=True)
+    open_store()
+    assert (path / "data.mdb").exists()
+
+
+def test_store_among_later_files_opens(open_store, path):
+    open_store().close()
+    (path / "notes.txt").touch()
+    open_store()
 
 
 @pytest.mark.parametrize("read_only", [False, True])
@@ -75,7 +98,7 @@ def test_file_where_the_directory_belongs(open_store, path, read_only):
 def test_read_only_creates_nothing(open_store, path, made):
     if made:
         path.mkdir()
-    with pytest.raises(StoreUnavailableError, match="No such file"):
+    with pytest.raises(StoreUnavailableError, match=r"No such file|no store"):
         open_store(read_only=True)
     assert path.exists() == made
     assert not made or not list(path.iterdir())

@@ -79,11 +79,14 @@ class CountingClient(BotoClient):
     def __init__(self, place: Place, options: S3Options) -> None:
         super().__init__(place, options)
         self.counts: Counter[str] = Counter()
+        self.sent: list[tuple[str, dict[str, Any]]] = []
+        """Method and headers of each request."""
         self.before: Callable[[str, str], None] = lambda verb, key: None
         self._client.meta.events.register("before-send.s3", self._count)
 
     def _count(self, request: Any, **_: Any) -> None:
         self.counts[request.method] += 1
+        self.sent.append((request.method, dict(request.headers)))
         self.before(request.method, request.url)
 
     def take(self) -> dict[str, int]:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from hashlib import md5
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from persistkv_s3 import S3Backend
 from persistkv_s3.client.transport import (
@@ -171,11 +171,11 @@ class Engines:
         self.all: list[S3Backend] = []
         self.clients: dict[S3Backend, MemoryClient] = {}
 
-    def open(self, *, cache: str = "", read_only: bool = False, **options: str | float) -> S3Backend:
+    def open(self, *, cache: str = "", read_only: bool = False, **options: Any) -> S3Backend:
         """Open an engine."""
         number = len(self.clients)
         directory = self._directory / (cache or str(number))
-        settings = S3Options(cache=str(directory), connections=1, **options)  # type: ignore[arg-type]
+        settings = S3Options(cache=str(directory), connections=1, **options)
         client, clock = MemoryClient(self.bucket), BucketClock(self.bucket, number)
         place = Place("bucket", "store/")
         engine = S3Backend.connect(place, settings, client, read_only=read_only, clock=clock, background=False)

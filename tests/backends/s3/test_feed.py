@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ def engines(bucket: MemoryBucket, tmp_path: Path) -> Iterator[Engines]:
     found.close()
 
 
-def opened(engines: Engines, *, cache: str = "", **options: str | float) -> S3Backend:
+def opened(engines: Engines, *, cache: str = "", **options: Any) -> S3Backend:
     """Open an engine that uses the namespace."""
     engine = engines.open(cache=cache, **options)
     engine.open_namespace(sample_identity())

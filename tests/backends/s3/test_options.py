@@ -66,6 +66,8 @@ def test_bodies_are_signed_where_nothing_else_guards_them(options: str, signed: 
         ("checksum=md5", "checksum"),
         ("sse=none", "sse"),
         ("sse=AES256&sse_kms_key_id=k", "sse_kms_key_id"),
+        ("sse=AES256&sse_bucket_key=yes", "sse_bucket_key"),
+        ("expected_bucket_owner=me", "expected_bucket_owner"),
         ("deadline=0s", "deadline"),
         ("deadline=soon", "deadline"),
         ("slow=-1s", "slow"),

@@ -217,7 +217,7 @@ def test_bucket_that_was_emptied_is_begun_anew(open_store: Opener, raw_client: A
     for key in keys_under(raw_client, bucket, ""):
         raw_client.delete_object(Bucket=bucket, Key=key)
     news = backend.changes(NAMESPACE, cursor)
-    assert (news.reset, news.added) == (True, [])
+    assert (news.reset, [*news.added]) == (True, [])
     commit_many(backend, range(commits, commits + 2))
     (fresh, _) = open_store("refresh=0s&cache=no")
     assert [namespace.id for namespace in fresh.namespaces()] == [NAMESPACE]

@@ -342,7 +342,7 @@ def test_rows_in_huge_pages_are_pinned_and_copied(shared_memory: str, copier: Pa
     total = num_rows * HUGE_PAGE_BYTES
     region = SharedOffloadRegion("engine", total, num_rows, 0, 1, HUGE_PAGE_BYTES, directory=shared_memory)
     try:
-        if not use_huge_pages(region.fd, total):
+        if not use_huge_pages([region.fd], total):
             pytest.skip("the kernel gives no huge pages for shared memory")
         assert region.pin()
         pages = random_bytes(num_rows, HUGE_PAGE_BYTES)

@@ -60,7 +60,7 @@ class TestAnswers:
 
     def test_do_not_depend_on_where_the_prefix_came_from(self, open_engine, prompt):
         engine = open_engine()
-        cold = engine.generate(prompt, 8, reuse=False)
+        cold = engine.generate(prompt, 8, load=False)
         resident = engine.generate(prompt, 8)
         engine.forget_device()
         restored = engine.generate(prompt, 8)
@@ -128,20 +128,27 @@ class TestReuse:
     def test_can_be_declined_by_request_parameters(self, open_engine, prompt):
         engine = open_engine()
         engine.generate(prompt, 1)
-        params = {"persistkv.lookup": False}
+        params = {"persistkv": {"load": False}}
         assert engine.generate(prompt, 1, kv_transfer_params=params).stats.restored_tokens == 0
 
     def test_storing_can_be_declined(self, open_engine, prompt):
         engine = open_engine()
         engine.generate(prompt, 1, store=False)
-        engine.generate(prompt[::-1], 1, kv_transfer_params={"persistkv.store": False})
+        engine.generate(prompt[::-1], 1, kv_transfer_params={"persistkv": {"store": False}})
         assert engine.flush()
         assert engine.stats().connector.stored_blocks == 0
+
+    @pytest.mark.parametrize("given", ["off", {"stores": False}, {"load": "never"}, {"labels": {"user": 1}}])
+    def test_invalid_request_parameters_run_nothing(self, open_engine, prompt, given):
+        engine = open_engine()
+        with pytest.raises(ConfigurationError, match=r"kv_transfer_params\.persistkv"):
+            engine.generate(prompt, 1, kv_transfer_params={"persistkv": given})
+        assert engine.stats().requests == 0
 
     def test_equal_blocks_are_stored_once(self, open_engine, prompt):
         engine = open_engine()
         for _ in range(3):
-            engine.generate(prompt, 1, reuse=False)
+            engine.generate(prompt, 1, load=False)
         assert engine.flush()
         assert engine.stats().connector.stored_blocks == 25
         assert engine.stats().resident_blocks == 25

@@ -5,6 +5,11 @@ import json
 import pytest
 import torch
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BartModel,
+    BertConfig,
+    BertLMHeadModel,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
@@ -13,6 +18,9 @@ from transformers import (
     GPTNeoXForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    LlamaModel,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
@@ -27,9 +35,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from persistkv.errors import UnsupportedModelError
+from persistkv.errors import ConfigurationError, UnsupportedModelError
 from persistkv.integrations.transformers.kv_cache import KVGroupGeometry
-from persistkv.integrations.transformers.model import model_identity, probe_model
+from persistkv.integrations.transformers.model import load_model, model_identity, probe_model
 from persistkv.storage.identity import Identity
 
 SMALL = {
@@ -40,6 +48,14 @@ SMALL = {
     "num_attention_heads": 4,
     "pad_token_id": None,
 }
+
+
+def tiny_bart():
+    sizes = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in BART_SIDE.items()}
+    return BartConfig(vocab_size=64, d_model=32, max_position_embeddings=64, **sizes)
+
+
+BART_SIDE = {"layers": 1, "attention_heads": 4, "ffn_dim": 48}
 LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -128,13 +144,42 @@ def test_groups_layers_by_their_kind(config, kind, groups):
                     first_k_dense_replace=2,
                 )
             ),
-            "keys of",
+            r"DeepseekV3ForCausalLM has multi-head latent attention \(MLA\)",
         ),
+        (lambda: LlamaModel(LlamaConfig(**SMALL)), "LlamaModel is not a causal language model"),
+        (
+            lambda: LlamaForSequenceClassification(LlamaConfig(**SMALL)),
+            "LlamaForSequenceClassification is not a causal",
+        ),
+        (lambda: BartForConditionalGeneration(tiny_bart()), "BartForConditionalGeneration is an encoder-decoder"),
+        (lambda: BertLMHeadModel(BertConfig(**SMALL)), "BertLMHeadModel attends to later tokens"),
     ],
 )
 def test_refuses_other_caches_by_name(make, part):
     with pytest.raises(UnsupportedModelError, match=part):
         probe_model(make().eval())
+
+
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        (lambda: BartForConditionalGeneration(tiny_bart()), "BartForConditionalGeneration is an encoder-decoder"),
+        (lambda: BartModel(tiny_bart()), "BartModel is an encoder-decoder"),
+        (
+            lambda: LlamaModel(LlamaConfig(**SMALL)),
+            r"a LlamaModel without lm_head.weight: not a whole LlamaForCausalLM",
+        ),
+    ],
+)
+def test_load_checkpoint_of_no_causal_model_is_refused_by_name(make, part, tmp_path):
+    make().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=part):
+        load_model(tmp_path)
+
+
+def test_load_missing_checkpoint_names_its_path(tmp_path):
+    with pytest.raises(ConfigurationError, match="absent"):
+        load_model(tmp_path / "absent")
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])

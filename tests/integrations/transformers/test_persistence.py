@@ -9,7 +9,8 @@ import time
 import pytest
 import torch
 
-from persistkv.errors import IdentityMismatchError
+import persistkv
+from persistkv.errors import ConfigurationError, IdentityMismatchError
 from persistkv.integrations.transformers import Engine
 from tests.host_processes import host_processes
 
@@ -52,6 +53,32 @@ def test_a_new_engine_starts_warm(model, url, prompt, host, codec):
         restored = second.resident_pages()
         assert all(torch.equal(restored[block_hash], pages[block_hash]) for block_hash in warm.block_hashes[:24])
         assert second.notices == ()
+
+
+def test_prewarm_share_promotes_recent_contexts_before_the_first_request(model, url, prompt):
+    other = [(token + 1) % 256 for token in prompt]
+    with open_engine(model, url) as first:
+        for one in (other, prompt):
+            assert first.wait_persisted(first.generate(one, 2))
+            time.sleep(1.1)  # uses are recorded in whole seconds
+        row_bytes = -(-first.stats().block_bytes // 4096) * 4096
+    with open_engine(model, url, cpu_bytes=60 * row_bytes, prewarm_share=0.5) as second:
+        warm = second.generate(prompt, 8)
+        assert (warm.stats.cpu_tokens, warm.stats.persistent_tokens, warm.stats.computed_tokens) == (96, 0, 4)
+        cut = second.generate(other, 8).stats
+        assert (cut.cpu_tokens, cut.persistent_tokens) == (20, 76), (
+            "30 rows hold 25 blocks of one context and 5 of another"
+        )
+    with pytest.raises(ConfigurationError, match="prewarm_share"):
+        open_engine(model, url, prewarm_share=2)
+
+
+def test_result_ids_are_those_of_the_listed_requests(model, url, prompt):
+    with open_engine(model, url, host="inline") as engine:
+        results = [engine.generate(prompt[start:], 2) for start in range(3)]
+        assert all(map(engine.wait_persisted, results))
+    with persistkv.open_store(url) as store:
+        assert {request.id for request in store.requests().requests} == {result.req_id for result in results}
 
 
 def test_prompt_after_a_wait_is_stored_whole_in_rows_for_little_more_than_one(model, url, prompt):
@@ -206,7 +233,7 @@ def test_goes_on_when_the_io_process_is_killed(model, url, prompt):
         os.kill(pid, signal.SIGKILL)
         for number in range(3):
             fresh = [number, *prompt[1:]]
-            assert engine.generate(fresh, 8, reuse=False).tokens == answer_without_store(model, fresh).tokens
+            assert engine.generate(fresh, 8, load=False).tokens == answer_without_store(model, fresh).tokens
         deadline = time.monotonic() + 60.0
         while engine.stats().persistent[0].state != "open":
             assert time.monotonic() < deadline

@@ -23,7 +23,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     installed = importlib.util.find_spec("vllm") is not None
     for item in items:
         if item.get_closest_marker("vllm") is not None:
-            item.add_marker(pytest.mark.timeout(1200))
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(1200))
             if not installed:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed: make test-vllm"))
 

@@ -25,7 +25,7 @@ class Server:
         from vllm import LLM
 
         options: dict[str, Any] = {"max_model_len": 2048, "dtype": "float32", "seed": 0, "block_size": 32} | engine
-        options["distributed_executor_backend"] = "uni"
+        options.setdefault("distributed_executor_backend", "uni")
         if connector is not None:
             options["kv_transfer_config"] = {
                 "kv_connector": "OffloadingConnector",

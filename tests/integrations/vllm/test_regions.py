@@ -9,7 +9,8 @@ import sys
 import numpy as np
 import pytest
 
-from persistkv.integrations.vllm.regions import open_region, ready, remove_leftovers
+from persistkv.integrations.vllm.regions import close_region, open_region, ready, remove_leftovers
+from persistkv.memory.libc import map_shared, memory_at, unmap
 
 ROWS, STRIDE = 4, 4096
 
@@ -26,12 +27,13 @@ def rows_of(memory):
     return memoryview(np.frombuffer(memory, np.int8).reshape(ROWS, STRIDE))
 
 
-def check_leads_to(fd, rows):
+def check_leads_to(fds, rows):
     try:
+        (fd,) = fds
         os.pwrite(fd, b"\x05", 2 * STRIDE)
         assert rows[2, 0] == 5
     finally:
-        os.close(fd)
+        close_region(fds)
 
 
 @pytest.mark.parametrize("unlinked", [False, True])
@@ -40,17 +42,43 @@ def test_finds_the_file_behind_a_mapping(file, unlinked):
         rows = rows_of(mmap.mmap(opened.fileno(), ROWS * STRIDE))
         if unlinked:
             file.unlink()
-        fd = open_region(rows)
-        assert fd is not None
-        check_leads_to(fd, rows)
+        check_leads_to(open_region(rows), rows)
 
 
 def test_finds_a_file_whose_descriptor_was_closed(file):
     with file.open("r+b") as opened:
         rows = rows_of(mmap.mmap(opened.fileno(), ROWS * STRIDE))
-    fd = open_region(rows)
-    assert fd is not None
-    check_leads_to(fd, rows)
+    check_leads_to(open_region(rows), rows)
+
+
+@pytest.fixture
+def segments():
+    """Three unlinked files, the last longer than its part of the rows, and the rows that are mapped from them."""
+    sizes = [2 * STRIDE, STRIDE, STRIDE]
+    fds = [os.memfd_create(f"segment-{index}") for index in range(3)]
+    for fd, size in zip(fds, [2 * STRIDE, STRIDE, 2 * STRIDE], strict=True):
+        os.ftruncate(fd, size)
+    address = map_shared(list(zip(fds, sizes, strict=True)), mmap.PAGESIZE)
+    yield fds, memoryview(np.frombuffer(memory_at(address, ROWS * STRIDE), np.int8).reshape(ROWS, STRIDE))
+    unmap(address, ROWS * STRIDE)
+    for fd in fds:
+        os.close(fd)
+
+
+def test_finds_the_segments_of_a_region_in_order(segments):
+    fds, rows = segments
+    found = open_region(rows)
+    assert [os.fstat(fd).st_ino for fd in found] == [os.fstat(fd).st_ino for fd in fds]
+    os.pwrite(found[1], b"\x05", 0)
+    os.pwrite(found[2], b"\x06", STRIDE - 1)
+    assert (rows[2, 0], rows[3, -1]) == (5, 6)
+    close_region(found)
+
+
+def test_segments_that_are_longer_than_their_part_of_the_rows_are_not_taken(segments):
+    fds, rows = segments
+    os.ftruncate(fds[1], 2 * STRIDE)
+    assert open_region(rows) == ()
 
 
 def test_rows_that_are_ready_keep_their_bytes_and_are_written_without_faults():
@@ -77,13 +105,13 @@ def test_memory_that_is_no_file_is_left_as_it_is():
 
 
 def test_memory_of_this_process_alone_has_no_file():
-    assert open_region(memoryview(np.zeros((ROWS, STRIDE), np.int8))) is None
+    assert open_region(memoryview(np.zeros((ROWS, STRIDE), np.int8))) == ()
 
 
 def test_a_mapping_that_does_not_begin_with_the_file_is_not_taken(file):
     with file.open("r+b") as opened:
         memory = mmap.mmap(opened.fileno(), (ROWS - 1) * STRIDE, offset=STRIDE)
-    assert open_region(memoryview(np.frombuffer(memory, np.int8).reshape(ROWS - 1, STRIDE))) is None
+    assert open_region(memoryview(np.frombuffer(memory, np.int8).reshape(ROWS - 1, STRIDE))) == ()
 
 
 def test_removes_what_nobody_maps(file, tmp_path):

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from persistkv.base import make_offload_key
-from persistkv.integrations.vllm.requests import LiveRequest, RequestOptions, request_options
+from persistkv.integrations.request_options import RequestOptions
+from persistkv.integrations.vllm.requests import LiveRequest, request_options
 
 CHUNK = 16
 
@@ -68,6 +69,12 @@ def test_a_request_that_opted_out_wants_nothing():
 def test_a_request_opts_out(parameters, store, load):
     options = request_options("a", parameters)
     assert (options.store, options.load) == (store, load)
+
+
+def test_labels_of_a_request_are_added_to_those_of_the_tier():
+    options = request_options("a", {"persistkv": {"labels": {"user": "anna"}}})
+    live = LiveRequest("a", options, positions_of(keys_of(0, 1)).get, (CHUNK,), {"model": "tiny", "user": "all"})
+    assert live.end().description.labels == {"model": "tiny", "user": "anna"}
 
 
 @pytest.mark.parametrize("asked", ["off", {"stores": False}, {"store": "never"}, 3])

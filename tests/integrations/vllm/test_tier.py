@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from types import SimpleNamespace
@@ -33,9 +34,9 @@ def make_tier(rows, url, monkeypatch):
     monkeypatch.setattr(module, "engine_identity", lambda *_, **__: {"test": 1})
     built = []
 
-    def make(*, url=url, **options):
+    def make(*, url=url, view=None, **options):
         spec = SimpleNamespace(config=offloading_config(STRIDE, CHUNK), blocks_per_chunk=1)
-        built.append(module.PersistKVTier(spec, memoryview(rows), "persistkv", url=url, **options))
+        built.append(module.PersistKVTier(spec, view or memoryview(rows), "persistkv", url=url, **options))
         return built[-1]
 
     yield make
@@ -209,6 +210,48 @@ def test_shutdown_ends_the_requests_that_live_and_may_come_twice(make_tier, url)
     tier.shutdown()
     tier.shutdown()
     assert stored_contexts(url) == 1
+
+
+def test_region_of_several_segments_is_served_by_a_host_process(make_tier):
+    from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+
+    if "num_segments" not in inspect.signature(SharedOffloadRegion).parameters:
+        pytest.skip("regions of this release are one file")
+    name = f"segments-{os.getpid()}"
+    region = SharedOffloadRegion(name, ROWS, 0, STRIDE, STRIDE, num_segments=3)
+    try:
+        view = region.create_kv_memoryview()
+        rows = np.frombuffer(view, np.int8).reshape(ROWS, STRIDE)
+        rows[:8] = np.random.default_rng(1).integers(-128, 128, (8, STRIDE), dtype=np.int8)
+        tier, keys = make_tier(view=view), keys_of(8)
+        context = context_of(keys)
+        assert tier.config_info()["host"] == "process"
+        store(tier, keys, context)
+        tier.submit_load(job_of(2, keys, 8, context, is_promotion=True))
+        assert results_of(tier)[0].success
+        assert np.array_equal(rows[8:], rows[:8])
+        tier.shutdown()
+        del rows, view
+    finally:
+        region.cleanup()
+
+
+def test_refused_stores_put_a_tier_under_pressure_and_skipped_ones_do_not(make_tier):
+    from vllm.v1.kv_offload.tiering.backpressure import EMABackpressureDetector
+
+    if not hasattr(EMABackpressureDetector, "on_store_failed"):
+        pytest.skip("detectors of this release do not count failures")
+    tier, keys = make_tier(queue_bytes=STRIDE), keys_of(8)
+    detector = EMABackpressureDetector(0.05, 0.01, failure_threshold=2)
+    skipped, stored = context_of(keys, {"persistkv": {"store": False}}), context_of(keys)
+    for context in (skipped, stored):
+        tier.on_new_request(context)
+        for number in range(8):  # the queue has room for one
+            tier.submit_store(job_of(number, keys[number : number + 1], number, context))
+        for result in results_of(tier, 8):
+            if not result.success:
+                detector.on_store_failed()
+        assert detector.is_under_pressure() == (context is stored)
 
 
 def test_is_found_by_its_short_name_and_by_its_module():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import xxhash
 from hypothesis import example, given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from persistkv.errors import CorruptPackError
 from persistkv.storage.format.manifest import (
     RequestManifest,
+    context_digest,
     decode_manifest,
     decode_manifest_keys,
     encode_manifest,
@@ -39,10 +41,23 @@ def test_round_trip() -> None:
         raw_bytes=st.integers(0, 1 << 60),
         ordered=st.booleans(),
         labels=st.dictionaries(st.text(), st.text()),
+        context=st.binary(max_size=8),
     )
 )
 def test_any_manifest(manifest: RequestManifest) -> None:
     assert decode_manifest(encode_manifest(manifest)) == manifest
+
+
+def test_head_without_context_reads() -> None:
+    body = msgspec.msgpack.encode(("engine/7", 1.5, 40, (2, 1), 99, True, {"user": "größe"}))
+    assert decode_manifest(b"\1" + xxhash.xxh3_64_digest(body) + body) == MANIFEST
+
+
+def test_context_digest_covers_each_group() -> None:
+    one, other = PackedKeys.of([b"a" * 36, b"b" * 36]), PackedKeys.of([b"a" * 36])
+    found = {context_digest(keys) for keys in ((one,), (other,), (other, PackedKeys.of([b"b" * 36])), (one, other), ())}
+    assert len(found) == 5
+    assert context_digest((one, other)) == context_digest((PackedKeys.of(one.unpack()), other))
 
 
 @pytest.mark.parametrize(

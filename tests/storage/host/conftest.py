@@ -45,7 +45,7 @@ class Hosted:
     ) -> StoreClient:
         """Return a client that is not open yet."""
         hosts: dict[str, Callable[[], Host]] = {
-            "process": lambda: ProcessHost(self.fd, len(self.memory)),
+            "process": lambda: ProcessHost((self.fd,), len(self.memory)),
             "thread": lambda: ThreadHost(memoryview(self.memory)),
             "inline": lambda: InlineHost(memoryview(self.memory)),
         }

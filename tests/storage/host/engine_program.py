@@ -30,7 +30,7 @@ def main(url: str, first: str, sizes: str) -> None:
     fd = os.memfd_create("rows")
     for number in range(int(first), int(first) + sum(counts)):
         os.write(fd, content(number))
-    host = ProcessHost(fd, sum(counts) * BLOCK)
+    host = ProcessHost((fd,), sum(counts) * BLOCK)
     layout = RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)),))
     hello = Hello(url, Identity.of({"weights": "w"}).encode(), layout, StoreOptions(max_age_s=1e6))
     client = StoreClient(host, hello, max_queue_bytes=1 << 30)

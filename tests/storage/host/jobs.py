@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.connection import Connection
-from persistkv.storage.host.protocol import EndRequest
 from persistkv.storage.host.supervisor import ProcessHost, State
+from persistkv.storage.records import RequestEnd
 
 KINDS = ["process", "thread", "inline"]
 BLOCK = 64 << 10
@@ -21,8 +21,8 @@ def names(count: int, start: int = 0) -> list[bytes]:
     return [number.to_bytes(32, "little") + bytes(4) for number in range(start, start + count)]
 
 
-def end(request: str, keys: list[bytes]) -> EndRequest:
-    return EndRequest(request, f"m-{request}", (PackedKeys.of(keys),), 16 * len(keys), 16, True, {})
+def end(request: str, keys: list[bytes]) -> RequestEnd:
+    return RequestEnd(request, f"m-{request}", (keys,), 16 * len(keys), 16)
 
 
 def pid_of(hosted: Any) -> int:
@@ -37,8 +37,8 @@ class SignalledHost(ProcessHost):
 
     started = 0
 
-    def __init__(self, region_fd: int, region_bytes: int, number: signal.Signals, processes: int) -> None:
-        super().__init__(region_fd, region_bytes)
+    def __init__(self, region_fds: Sequence[int], region_bytes: int, number: signal.Signals, processes: int) -> None:
+        super().__init__(region_fds, region_bytes)
         self._number = number
         self._processes = processes
 
@@ -76,7 +76,7 @@ fd = os.memfd_create("rows")
 os.ftruncate(fd, 1 << 20)
 layout = RowLayout(1 << 16, (GroupLayout(((0, 1 << 16),)),))
 hello = Hello(sys.argv[1], Identity.of({"weights": "w"}).encode(), layout, StoreOptions())
-client = StoreClient(ProcessHost(fd, 1 << 20), hello, max_queue_bytes=1 << 30)
+client = StoreClient(ProcessHost((fd,), 1 << 20), hello, max_queue_bytes=1 << 30)
 client.open()
 """
 """Beginning of a program that is PID 1 of its namespace and opens the store of its first argument."""

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import StoreClient
-from persistkv.storage.host.protocol import EndRequest, Touch
+from persistkv.storage.host.protocol import Touch
 from persistkv.storage.host.supervisor import State
-from persistkv.storage.records import News
+from persistkv.storage.records import News, RequestEnd
 from tests.storage.host.jobs import BLOCK, names, pid_of
 
 
@@ -124,11 +123,11 @@ def test_an_end_that_finds_no_room_is_refused(hosted: Any, tmp_path: Path, monke
     """The queue of manifests is bounded while the store accepts nothing and long contexts end."""
     client = hosted.connect(f"lmdb://{tmp_path}/store", "inline")
     client.open()
-    long = PackedKeys.of(names(200_000))
+    long = names(180_000)
     with monkeypatch.context() as patch:
         patch.setattr(client.supervisor.connection, "send", lambda message: None)
         for number in range(4):
-            client.end_request(EndRequest(f"r{number}", f"m{number}", (long,), 1, 16, True, {}))
+            client.end_request(RequestEnd(f"r{number}", f"m{number}", (long,), 1, 16))
     assert client.take_persisted() == {"r2": False, "r3": False}
     assert client.counters.refused_ends == 2
 
@@ -139,9 +138,9 @@ def test_short_ends_are_bounded_too(hosted: Any, tmp_path: Path, monkeypatch: py
     client.open()
     with monkeypatch.context() as patch:
         patch.setattr(client.supervisor.connection, "send", lambda message: None)
-        for number in range(40_000):
-            client.end_request(EndRequest(f"r{number}", f"m{number}", (PackedKeys(),), 0, 16, True, {}))
-        client.end_request(EndRequest("long", "long", (PackedKeys(),), 0, 16, True, {"label": "x" * (16 << 20)}))
+        for number in range(80_000):
+            client.end_request(RequestEnd(f"r{number}", f"m{number}", ([],), 0, 16))
+        client.end_request(RequestEnd("long", "long", ([],), 0, 16, True, {"label": "x" * (32 << 20)}))
     assert client.counters.refused_ends > 1000
     assert "long" in client.take_persisted()
 

@@ -11,9 +11,8 @@ import pytest
 
 from persistkv.errors import StoreError
 from persistkv.storage.backend import ReadSpan
-from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import StoreClient
-from persistkv.storage.host.protocol import EndRequest
+from persistkv.storage.records import RequestEnd
 from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv.testing.conformance.suite import tables
 from tests.memory_rows import flip
@@ -194,8 +193,8 @@ def test_whoever_offers_a_staged_block_again_gets_it_stored(hosted: Any, client:
     assert stats.host.staged_bytes == 0
 
 
-def end(request: str, keys: list[bytes]) -> EndRequest:
-    return EndRequest(request, f"m-{request}", (PackedKeys.of(keys),), 16 * len(keys), 16, True, {})
+def end(request: str, keys: list[bytes]) -> RequestEnd:
+    return RequestEnd(request, f"m-{request}", (keys,), 16 * len(keys), 16)
 
 
 def test_rows_are_free_only_when_the_slowest_part_has_ended(hosted: Any, client: StoreClient, medium: Medium) -> None:

@@ -146,7 +146,7 @@ def end_and_reuse(hosted: Any, tmp_path: Path, side: str, repeats: int, kind: st
     if client.state is State.CLOSED:
         client = hosted.connect(url, kind)
         client.open()
-    wait_for(client, State.OPEN)
+    wait_until_answered(client, hosted, held[:1])
     client.submit_load(4, held, range(64))
     assert hosted.finish(client, 4).failed == []
     assert (hosted.array[:64] == 1).all()
@@ -190,7 +190,7 @@ def test_open_with_a_region_that_is_too_short_fails(hosted: Any, tmp_path: Path)
     """The host process dies before it replies; it and its replacements are dead when the call returns."""
     template = hosted.connect(f"lmdb://{tmp_path}/store")
     os.ftruncate(hosted.fd, BLOCK)
-    host = ProcessHost(hosted.fd, len(hosted.memory))
+    host = ProcessHost((hosted.fd,), len(hosted.memory))
     client = StoreClient(host, template.supervisor.hello, max_queue_bytes=1 << 30)
     with pytest.raises(HostError, match="died while it opened"):
         client.open()
@@ -215,7 +215,7 @@ def test_a_region_truncated_in_use_costs_misses(hosted: Any, tmp_path: Path) -> 
     found = client.contains(held[0])
     assert not found
     os.ftruncate(hosted.fd, len(hosted.memory))
-    wait_for(client, State.OPEN)
+    wait_until_answered(client, hosted, held[:1])
     client.submit_load(4, held, range(64))
     assert hosted.finish(client, 4).failed == []
     assert (hosted.array[:64] == expected).all()
@@ -241,7 +241,7 @@ def full_region(tmp_path: Path) -> Iterator[int]:
 
 def test_a_region_on_a_full_tmpfs_costs_misses(hosted: Any, tmp_path: Path, full_region: int) -> None:
     hello = hosted.connect(f"lmdb://{tmp_path}/store").supervisor.hello
-    client = StoreClient(ProcessHost(full_region, 128 * BLOCK), hello, max_queue_bytes=1 << 30)
+    client = StoreClient(ProcessHost((full_region,), 128 * BLOCK), hello, max_queue_bytes=1 << 30)
     hosted.clients.append(client)
     client.open()
     held = names(64)

@@ -20,7 +20,7 @@ def test_a_row_that_failed_is_followed_by_the_next(
     store = open_store(f"lmdb://{tmp_path}/store")
     monkeypatch.setattr(store.catalogue.backend, "status_interval_s", 0.0)
     backend = inject_faults(store)
-    publisher = StatusPublisher(store, store.catalogue.executor)
+    publisher = StatusPublisher(store, store.catalogue.executor, 1)
     backend.fail("publish_status", StoreError("the disk is full"))
     for _ in range(3):
         publisher.tick(waiting_jobs=0, writing_jobs=0, loading_jobs=0)

@@ -29,6 +29,15 @@ def test_round_trip_keeps_the_digest(tree: dict[str, Any]) -> None:
     assert identity.diff(again) == []
 
 
+def test_model_name_is_recorded_and_need_not_match() -> None:
+    one, other = (Identity.of({"weights": "w", "model_name": name}) for name in ("/models/a", "org/a"))
+    assert (one, hash(one), one.digest) == (other, hash(other), Identity.of({"weights": "w"}).digest)
+    assert one.diff(other) == []
+    assert Identity.decode(one.encode()).model_name == "/models/a"
+    assert Identity.of({"architecture": "LlamaForCausalLM"}).model_name == "LlamaForCausalLM"
+    assert Identity.of({"model_name": 7}).model_name == Identity.of({}).model_name == ""
+
+
 @given(fields, fields)
 def test_differences_tell_identities_apart(one: dict[str, Any], other: dict[str, Any]) -> None:
     ours, theirs = Identity.of(one), Identity.of(other)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import json
 import time
 from contextlib import closing
@@ -12,15 +13,16 @@ from persistkv.storage.identity import Identity
 from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv.testing.samples import sample_manifest
 from persistkv_tools.inspect.ls import Sort, list_requests
-from persistkv_tools.options import Selection
+from persistkv_tools.options import Selection, short_id
 from tests.tools.contexts import Contexts
 
 
 def test_lists_requests_while_the_store_is_open_elsewhere(start, filled):
     done = start("ls", filled)
     assert done.returncode == 0, done.stderr
-    for request in ("engine-0-0", "engine-0-1", "engine-1-0"):
-        assert request in done.stdout
+    assert [line.split()[0] for line in done.stdout.splitlines()[3:6]] == [
+        short_id(request) for request in ("engine-1-0", "engine-0-1", "engine-0-0")
+    ]
     assert "12.0 KiB" in done.stdout
     assert "3 requests in 2 namespaces" in done.stdout
     assert "\x1b" not in done.stdout
@@ -47,7 +49,132 @@ def test_json_is_exact(run, filled):
         "pinned": False,
         "hits": 0,
         "stored_bytes": None,
+        "short_id": short_id("engine-0-0"),
+        "context": "",
+        "copies": 1,
     }
+
+
+class TestIds:
+    LONG = tuple(f"0c4de6a0b1f24c7e8d9a0b1c2d3e4f50-{number:06d}" for number in range(12))
+
+    @pytest.fixture
+    def store(self, contexts):
+        url, writer = contexts
+        for number, name in enumerate(self.LONG):
+            writer.add(name, f"a b{number}", labels={"user": "anna"}, age_s=100.0 + number)
+        return url
+
+    def test_short_ids_have_8_characters_that_differ(self, run, store):
+        rows = run("ls", store).stdout.splitlines()[3:15]
+        shown = [row.split()[0] for row in rows]
+        assert [len(name) for name in shown] == [8] * 12
+        assert len(set(shown)) == 12
+
+    @pytest.mark.parametrize("command", ["show", "pin", "label", "warm", "export", "prune"])
+    def test_every_command_accepts_short_and_long_ids(self, run, store, tmp_path, command):
+        for name in (short_id(self.LONG[3]), self.LONG[3]):
+            chosen = ("--request", name, "--dry-run") if command == "prune" else (name,)
+            more = {"label": ("a=b",), "export": ("-o", f"{tmp_path}/{name}.pkv")}.get(command, ())
+            done = run(command, store, *chosen, *more, "--json")
+            assert done.returncode == 0, done.stderr
+            assert self.LONG[3] in done.stdout or command == "export"
+
+    def test_ids_and_csv_are_for_programs(self, run, store):
+        assert run("ls", store, "--ids").stdout.split() == list(self.LONG)
+        assert run("ls", store, "--ids", "--limit", "2").stdout.split() == list(self.LONG[:2])
+        rows = list(csv.DictReader(run("ls", store, "--csv").stdout.splitlines()))
+        assert [row["id"] for row in rows] == list(self.LONG)
+        assert (rows[0]["labels"], rows[0]["tokens"], rows[0]["group_blocks"]) == ("user=anna", "32", "2")
+        assert run("ls", store, "--ids", "--csv").returncode == 2
+
+    @pytest.mark.parametrize("words", [("{url}",), ()])
+    def test_shell_completes_long_ids_and_short_ones(self, start, store, words):
+        def completed(incomplete: str) -> list[str]:
+            typed = ["persistkv", "show", *(word.format(url=place) for word in words), incomplete]
+            done = start(
+                _PERSISTKV_COMPLETE="complete_bash",
+                COMP_WORDS="\n".join(typed),
+                COMP_CWORD=str(len(typed) - 1),
+                **({} if words else {"PERSISTKV_STORE": place}),
+            )
+            return done.stdout.split()
+
+        place = store.partition("?")[0].removeprefix("lmdb://")
+        assert completed("0c4d") == list(self.LONG)
+        assert completed(short_id(self.LONG[7])[:6]) == [short_id(self.LONG[7])]
+        assert completed("nothing") == []
+
+    def test_bash_breaks_urls_at_colons(self, start, store):
+        typed = ["persistkv", "show", "lmdb", ":", store.partition("?")[0].removeprefix("lmdb:"), "0c4d"]
+        done = start(_PERSISTKV_COMPLETE="complete_bash", COMP_WORDS="\n".join(typed), COMP_CWORD="5")
+        assert done.stdout.split() == list(self.LONG)
+
+
+class TestCopies:
+    """Requests of the same context and labels are one row of the table."""
+
+    @pytest.fixture
+    def store(self, contexts):
+        url, writer = contexts
+        for number in range(150):
+            writer.add(f"engine-same-{number:03d}", "a b c", age_s=500.0 - number)
+        writer.add("engine-other", "a b d", age_s=400.0)
+        writer.add("engine-labelled", "a b c", labels={"user": "anna"}, age_s=10.0)
+        return url
+
+    def test_same_context_is_one_row_with_a_count(self, run, store):
+        rows = run("ls", store).stdout.splitlines()
+        assert "copies" in rows[1]
+        shown = {row.split()[0]: row for row in rows[3:6]}
+        assert list(shown) == list(map(short_id, ("engine-labelled", "engine-same-149", "engine-other")))
+        assert " 150 " in shown[short_id("engine-same-149")]
+        assert "152 requests" in run("ls", store).stdout
+
+    @pytest.mark.parametrize("sort", list(Sort))
+    @pytest.mark.parametrize("reverse", [False, True])
+    def test_pages_show_each_context_once(self, contexts, store, sort, reverse):
+        backend, found = contexts[1].backend, []
+        for offset in range(3):
+            page = list_requests(
+                "", backend, Selection(), sort=sort, reverse=reverse, offset=offset, limit=1, merge_copies=True
+            )
+            found += page.requests
+        whole = list_requests("", backend, Selection(), sort=sort, reverse=reverse, merge_copies=True)
+        assert (page.matched, page.rows, whole.rows) == (152, 3, 3)
+        assert [(view.id, view.copies) for view in found] == [(view.id, view.copies) for view in whole.requests]
+        assert sorted(view.copies for view in found) == [1, 1, 150]
+
+    def test_programs_get_every_request(self, run, store):
+        assert len(json.loads(run("ls", store, "--json").stdout)["requests"]) == 152
+        assert len(run("ls", store, "--ids").stdout.split()) == 152
+
+
+class TestModels:
+    @pytest.fixture
+    def store(self, url):
+        with closing(open_backend(url)) as backend:
+            for number, name in enumerate(("/models/llama", "/models/llama", "org/qwen")):
+                identity = Identity.of({"block_size": number, "model_name": name})
+                Contexts(backend, identity).add(f"request{number}", "a b c")
+        return url
+
+    def test_namespaces_show_their_model(self, run, store):
+        text = run("ls", store).stdout
+        assert {line.split()[0]: line.split()[-2] for line in text.splitlines()[3:6]} == {
+            short_id("request0"): "/models/llama",
+            short_id("request1"): "/models/llama",
+            short_id("request2"): "org/qwen",
+        }
+        assert "org/qwen" in run("show", store, "request2").stdout
+
+    def test_totals_for_each_model(self, run, store):
+        found = {one["model"]: one for one in json.loads(run("stat", store, "--json").stdout)["models"]}
+        llama = found["/models/llama"]
+        assert (llama["namespaces"], llama["requests"], llama["blocks"]) == (2, 2, 6)
+        assert found["org/qwen"]["stored_bytes"] * 2 == llama["stored_bytes"]
+        rows = [line.split() for line in run("stat", store).stdout.splitlines()]
+        assert ["/models/llama", "2", "2", "2", "6", "24.0", "KiB", "24.0", "KiB"] in rows
 
 
 class TestUse:

@@ -14,12 +14,11 @@ import pytest
 
 from benchmarks.store_rig import Job, fresh_keys
 from persistkv.storage import open_backend
-from persistkv.storage.format.pack import PackedKeys
-from persistkv.storage.host.protocol import EndRequest
 from persistkv.storage.host.status import read_statuses
-from persistkv.storage.records import StoreCounters
+from persistkv.storage.identity import Identity
+from persistkv.storage.records import RequestEnd, StoreCounters
 from persistkv.testing import FaultyBackend, MemoryBackend
-from persistkv_tools.inspect.top import Watch, hit_rate
+from persistkv_tools.inspect.top import Watch, engine_name, hit_rate
 from tests.storage.statuses import make_status
 from tests.tools.signals import obey_ctrl_c
 
@@ -35,7 +34,7 @@ def engine(url):
         client.open()
         keys = fresh_keys(BLOCKS)
         job.store(client, 1, keys)
-        client.end_request(EndRequest("r", "r", (PackedKeys.of(keys),), BLOCKS, 1, True, {}))
+        client.end_request(RequestEnd("r", "r", (keys,), BLOCKS, 1))
         assert client.flush(60)
         job.load(client, 2, keys)
         wait_for(url, lambda statuses: any(status.counters.loaded_blocks == BLOCKS for status in statuses))
@@ -55,7 +54,7 @@ def test_an_engine_shows_what_it_did_and_takes_its_row_away(run, url, engine):
     found = json.loads(run("top", url, "--interval", "1s", "--json").stdout)
     (view,) = found["engines"]
     assert (view["live"], view["hit_rate"], view["breaker"]) == (True, 0.5, None)
-    assert view["pid"] == engine.host.pid
+    assert (view["pid"], view["engine_pid"]) == (engine.host.pid, os.getpid())
     assert view["indexed_blocks"] == BLOCKS
     assert (view["counters"]["stored_raw_bytes"], view["counters"]["loaded_bytes"]) == (JOB_BYTES, JOB_BYTES)
     assert found["requests"] == 1
@@ -119,6 +118,16 @@ class TestValues:
             ("new", True),
             ("old", False),
         ]
+
+    def test_engine_shows_its_model_and_the_pid_of_the_process_that_runs_it(self):
+        rows = {}
+        backend = showing(rows)
+        namespace = backend.open_namespace(Identity.of({"model_name": "/models/llama"})).id.hex()
+        rows["e1"] = make_status(namespace=namespace, pid=7, engine_pid=6, host="here", time=time.time())
+        rows["e2"] = make_status("e2", pid=9, host="here", time=time.time())
+        views = {view.engine: view for view in Watch("", backend).look().engines}
+        assert (views["e1"].model, engine_name(views["e1"])) == ("/models/llama", "here:6")
+        assert (views["e2"].model, engine_name(views["e2"])) == ("", "here:9")
 
     def test_hit_rate(self):
         assert hit_rate(StoreCounters()) is None

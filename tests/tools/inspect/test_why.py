@@ -95,6 +95,29 @@ def test_two_namespaces_of_a_store(run, store):
     }
 
 
+def test_without_against_namespaces_are_compared_with_each_other(run, store):
+    url, fields = store
+    done = run("why", url, "--json")
+    assert done.returncode == 0
+    (found,) = json.loads(done.stdout)["comparisons"]
+    assert {found["ours"], found["theirs"]} == {
+        Identity.of(fields).digest.hex(),
+        Identity.of(fields | {"block_size": 32, "weights": "checkpoint:other"}).digest.hex(),
+    }
+    assert [row["field"] for row in found["differences"]] == ["block_size", "weights"]
+    with closing(open_backend(url)) as backend:
+        third = backend.open_namespace(Identity.of(fields | {"block_size": 8})).id.hex()
+    shown = run("why", url).stdout
+    assert f"{third[:8]} and its nearest namespace {Identity.of(fields).digest.hex()[:8]} differ in 1 field" in shown
+    (found,) = json.loads(run("why", url, "--namespace", third[:8], "--json").stdout)["comparisons"]
+    assert (found["ours"], found["theirs"]) == (third, Identity.of(fields).digest.hex())
+
+
+def test_store_by_its_path(run, store, url):
+    path = url.partition("?")[0].removeprefix("lmdb://")
+    assert [found["matches"] for found in compared(run, url, path, code=0)] == [True, True]
+
+
 def test_two_stores(run, store, tmp_path):
     url, fields = store
     other = f"lmdb://{tmp_path}/other"

@@ -30,7 +30,8 @@ def test_it_asks_the_engines_of_the_store(run, store):
     url, writer = store
     done = run("warm", url, "on", "--ttl", "10m")
     assert done.returncode == 0, done.stderr
-    assert "engines that pre-warm and start within 10m read it first" in done.stdout
+    assert "no engine of this model shows itself" in done.stdout
+    assert "engines that start within 10m and prewarm" in done.stdout
     (asked,) = pending_warm(writer.backend, writer.namespace, "e1")
     assert (asked.request, asked.ttl_s) == ("one", 600.0)
     assert run("warm", url, "one", "--withdraw").returncode == 0
@@ -76,4 +77,7 @@ def test_it_waits_for_an_engine_to_take_it_up(run, store, missing, code):
 def test_an_engine_that_does_not_answer_is_a_finding(run, store):
     url, writer = store
     show_engine(writer.backend, writer.namespace)
-    assert run("warm", url, "one", "--wait", "1s").returncode == 1
+    done = run("warm", url, "one", "--wait", "1s")
+    assert done.returncode == 1
+    assert "no engine answered: engines prewarm only if told so (prewarm_share" in done.stdout
+    assert "--wait 1m shows answers" in run("warm", url, "one").stdout

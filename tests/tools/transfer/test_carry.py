@@ -4,6 +4,8 @@ import json
 import random
 import resource
 import signal
+import subprocess
+import sys
 from contextlib import closing
 
 import pytest
@@ -90,7 +92,7 @@ def all_requests(backend):
 
 def exported(backend, path, found=None):
     with ArchiveWriter(path) as writer:
-        return export_requests(backend, all_requests(backend) if found is None else found, writer, ignore)
+        return export_requests(backend, all_requests(backend) if found is None else found, writer, lambda total: ignore)
 
 
 class TestArchive:
@@ -175,7 +177,7 @@ class TestArchive:
         damaged[0] ^= 1
         ghost = sample_manifest("ghost")
         wrong = {
-            "namespace that it stands in": lambda archive: archive.pack(table, stored),
+            "is not of its section's namespace": lambda archive: archive.pack(table, stored),
             "payload": lambda archive: archive.pack(sample_table(other.id), bytes(4096)),
             "not in the file": lambda archive: archive.request(ghost.manifest, ghost.keys),
             "other blocks": lambda archive: archive.request(ghost.manifest, (*ghost.keys, *ghost.keys)),
@@ -471,6 +473,43 @@ class TestCommands:
         assert (tmp_path / "out.pkv").read_text() == "mine"
         assert run("export", store[0], "--all", "-o", "out.pkv", "--force").returncode == 0
 
+    def test_export_to_standard_output_is_a_file_for_import(self, start, store, tmp_path):
+        command = [sys.executable, "-m", "persistkv_tools", "export", store[0], "--all", "-o", "-"]
+        done = subprocess.run(command, capture_output=True, timeout=100, check=True)
+        assert b"2 requests with 2 packs" in done.stderr
+        (tmp_path / "piped.pkv").write_bytes(done.stdout)
+        assert start("import", "piped.pkv", f"{tmp_path}/copy").returncode == 0
+        assert start("verify", f"{tmp_path}/copy").returncode == 0
+        assert start("export", store[0], "--all", "-o", "-", "--json").returncode == 2
+        closed = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        assert closed.stdout is not None
+        closed.stdout.close()
+        assert closed.wait(100) == 141
+
+    @pytest.mark.parametrize("target", ["absent", "present", "small"])
+    def test_dry_run_tells_what_push_copies_and_writes_nothing(self, run, store, tmp_path, target):
+        url, writer = store
+        writer.add("carl-1", "c1 c2", age_s=1.0)
+        place = f"lmdb://{tmp_path}/target?capacity={'1MiB' if target == 'small' else '1GiB'}"
+        if target == "present":
+            assert run("push", url, place, "--label", "user").returncode == 0
+        before = sorted(path.name for path in tmp_path.rglob("*"))
+        planned = run("push", url, place, "--dry-run", "--json")
+        assert sorted(path.name for path in tmp_path.rglob("*")) == before
+        shown = run("push", url, place, "--dry-run")
+        done = run("push", url, place, "--json")
+        assert planned.returncode == shown.returncode == done.returncode
+        if target == "small":
+            assert planned.stderr == done.stderr
+            return
+        plan, outcome = json.loads(planned.stdout), json.loads(done.stdout)
+        assert (plan["dry_run"], outcome["dry_run"]) == (True, False)
+        assert plan["received"] == outcome["received"]
+        assert plan["capacity"] == outcome["capacity"]
+        assert f"to copy to {place}: {outcome['received']['requests']} requests" in shown.stdout
+        again = run("push", url, place, "--dry-run")
+        assert "0 requests" in again.stdout
+
     def test_a_full_disk_leaves_no_half_file(self, store, tmp_path):
         """A limit on file sizes interrupts a write as a full disk does."""
         _, writer = store
@@ -478,7 +517,7 @@ class TestCommands:
         handled = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
         try:
-            with pytest.raises(ConfigurationError, match="room to write"):
+            with pytest.raises(ConfigurationError, match=r"cannot write .*o\.pkv: File too large"):
                 exported(writer.backend, tmp_path / "o.pkv")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)

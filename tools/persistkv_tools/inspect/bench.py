@@ -358,7 +358,7 @@ class _Job:
         self._count = len(self._rows) // 2
         self._rows[: self._count] = random.integers(0, 256, (self._count, _BLOCK_BYTES), dtype=np.uint8)
         self.clear()
-        use_huge_pages(self._fd, 2 * num_bytes)  # as the primary tier does
+        use_huge_pages([self._fd], 2 * num_bytes)  # as the primary tier does
         self._order = [int(row) for row in random.permutation(self._count)]
         self.source = [self._rows[row].data for row in self._order]
         self.target = [self._rows[row + self._count].data for row in self._order]
@@ -375,7 +375,7 @@ class _Job:
     @contextmanager
     def client(self, url: str, codec: str = "raw") -> Iterator[StoreClient]:
         """Open a client of a store whose host process uses these rows."""
-        with closing(store_client(url, ProcessHost(self._fd, 2 * self.num_bytes), _BLOCK_BYTES, codec)) as client:
+        with closing(store_client(url, ProcessHost((self._fd,), 2 * self.num_bytes), _BLOCK_BYTES, codec)) as client:
             client.open()
             yield client
 

@@ -29,7 +29,7 @@ from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.format.pack import FRAME_BYTES, Frame, PackTable, align, decode_frame
 from persistkv_tools import render
-from persistkv_tools.options import Json
+from persistkv_tools.options import STORE_VARIABLE, Json
 
 CODECS = ("raw", "zstd:1", "planes:2", "planes:4")
 LEAST_GAIN = 1.1
@@ -76,7 +76,9 @@ class Check(msgspec.Struct, frozen=True):
 
 
 def doctor(
-    url: Annotated[str | None, typer.Argument(metavar="[URL]", help="Check this store, too.")] = None,
+    url: Annotated[
+        str | None, typer.Argument(metavar="URL", help="Check this store, too.", envvar=STORE_VARIABLE)
+    ] = None,
     json: Json = False,
 ) -> None:
     """Check this machine, and a store, for problems. Exit code 1: a warning or a problem.

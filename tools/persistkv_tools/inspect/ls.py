@@ -8,13 +8,18 @@ from __future__ import annotations
 import enum
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from csv import DictWriter
+from io import StringIO
 from itertools import repeat
 from typing import Annotated, Any
 
 import msgspec
 import typer
+from msgspec.structs import asdict
 
+from persistkv import open_store
+from persistkv.errors import ConfigurationError
 from persistkv.storage.backend import Namespace
 from persistkv.storage.extensions import InspectableBackend, RequestUse
 from persistkv_tools import render
@@ -31,13 +36,15 @@ from persistkv_tools.options import (
     SmallerThan,
     Url,
     chosen_namespaces,
-    opened,
     with_uses,
 )
 
 _PAGE = 50
 _WIDE = 120  # columns
+_AT_ONCE = 1024
 _Key = Callable[[RequestView], tuple[Any, ...]]
+_Context = tuple[str, str, frozenset[tuple[str, str]]]
+_Best = Callable[[int, Iterable[RequestView]], list[RequestView]]
 
 
 class NamespaceView(msgspec.Struct, frozen=True):
@@ -47,6 +54,14 @@ class NamespaceView(msgspec.Struct, frozen=True):
     """The identity's digest, hexadecimal."""
     created: float
     identity: dict[str, Any]
+    model: str
+    """Name or path of the model, as the engine gave it that created the namespace; may be empty."""
+
+    @classmethod
+    def of(cls, namespace: Namespace) -> NamespaceView:
+        """The view of a namespace."""
+        identity = namespace.identity
+        return cls(namespace.id.hex(), namespace.created, identity.properties, identity.model_name)
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -57,8 +72,10 @@ class Page(msgspec.Struct, frozen=True):
     """Requests in the selected namespaces."""
     matched: int
     """Of these, the requests that match the selection."""
+    rows: int
+    """Of these, the ones that a listing shows: requests of the same context and labels may count as one."""
     offset: int
-    """Matching requests before this page."""
+    """Rows before this page."""
     requests: list[RequestView]
     namespaces: list[NamespaceView]
     """Oldest first."""
@@ -105,50 +122,88 @@ def ls(
         typer.Option(min=0, help=f"Requests to show; 0: all. Tables show {_PAGE}, JSON all.", show_default=False),
     ] = None,
     offset: Annotated[int, typer.Option(min=0, help="Requests to pass over: the next page.")] = 0,
+    ids: Annotated[bool, typer.Option("--ids", help="Only the full ids, one in a line.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Comma-separated values with a header, sizes in bytes.")] = False,
     json: Json = False,
 ) -> None:
-    """List the requests that a store holds, newest first.
+    """List the requests that a store holds, newest first. The table shows requests of the same context as one row.
 
     Example: persistkv ls lmdb:///var/cache/kv --sort size --label user=anna
     """
     selection = Selection.parse(label, older_than, newer_than, larger_than, smaller_than, never_hit=never_hit)
-    shown = (None if json else _PAGE) if limit is None else limit or None
-    with opened(url) as backend:
-        page = list_requests(
-            url, backend, selection, namespace=namespace, sort=sort, reverse=reverse, offset=offset, limit=shown
+    if ids + csv + json > 1:
+        raise ConfigurationError("ls", "several formats", "one of --ids, --csv and --json")
+    for_programs = ids or csv or json
+    shown = (None if for_programs else _PAGE) if limit is None else limit or None
+    with open_store(url) as store:
+        page = store.requests(
+            selection,
+            namespace=namespace,
+            sort=sort,
+            reverse=reverse,
+            offset=offset,
+            limit=shown,
+            merge_copies=not for_programs,
         )
     if json:
         render.print_json(page)
+    elif ids:
+        render.print_exact("".join(f"{request.id}\n" for request in page.requests))
+    elif csv:
+        render.print_exact(_csv(page))
     else:
         _print(page)
 
 
+def _csv(page: Page) -> str:
+    text, columns = StringIO(), [name for name in RequestView.__struct_fields__ if name != "copies"]
+    writer = DictWriter(text, [*columns, "model"], extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    models = {space.id: space.model for space in page.namespaces}
+    for request in page.requests:
+        blocks, labels = "+".join(map(str, request.group_blocks)), render.format_labels(request.labels)
+        writer.writerow(
+            {**asdict(request), "group_blocks": blocks, "labels": labels, "model": models[request.namespace]}
+        )
+    return text.getvalue()
+
+
 def _print(page: Page) -> None:
     wide = render.console().width >= _WIDE
+    models = {space.id: space.model or "-" for space in page.namespaces}
+    distinct, shorts = len(set(models.values())), Counter(request.short_id for request in page.requests)
     columns = render.columns(
-        "request=id age=created used=last_used tokens blocks"
-        + " by_group size=raw_bytes stored=stored_bytes" * wide
-        + " size=raw_bytes" * (not wide)
-        + " hits pinned labels"
-        + " namespace" * (len(page.namespaces) > 1),
+        "request=short age=created used=last_used tokens blocks"
+        + " by_group" * wide
+        + " size=raw_bytes"
+        + " stored=stored_bytes" * wide
+        + " copies hits pinned labels"
+        + " model" * (distinct > 1)
+        + " namespace" * (len(models) > distinct),
+        short=lambda request: request.short_id if shorts[request.short_id] == 1 else request.id,
         by_group=lambda request: "+".join(f"{n:,}" for n in request.group_blocks) * (len(request.group_blocks) > 1),
+        copies=lambda request: f"{request.copies:,}" * (request.copies > 1),
         hits=_hits,
+        model=lambda request: models[request.namespace],
     )
-    optional = "by group,stored,hits,pinned,labels"
-    render.show_table(columns, page.requests, left="pinned,labels,namespace", optional=optional)
-    namespaces = render.count(len(page.namespaces), "namespace")
-    held = f"{render.count(page.total, 'request')} in {namespaces} of {page.url}"
+    optional = "by group,stored,copies,hits,pinned,labels"
+    render.show_table(columns, page.requests, left="pinned,labels,model,namespace", optional=optional)
+    held = f"{render.count(page.total, 'request')} in {render.count(len(models), 'namespace')} of {page.url}"
+    if distinct == 1 and models:
+        held += f", of {min(models.values())}"
     matched = "" if page.matched == page.total else f"; {page.matched:,} match"
     render.say(held + matched)
     end = page.offset + len(page.requests)
-    if page.requests and (page.offset or end < page.matched):
-        following = f"; --offset {end} shows the next" if end < page.matched else ""
-        render.say(f"shown: {page.offset + 1:,} to {end:,} of {page.matched:,}{following}")
+    if page.requests and (page.offset or end < page.rows):
+        following = f"; --offset {end} shows the next" if end < page.rows else ""
+        render.say(f"shown: {page.offset + 1:,} to {end:,} of {page.rows:,}{following}")
 
 
 def _hits(request: RequestView) -> str:
     """At least one if it was used: the request that used it may be evicted, or may not have ended."""
-    return "-" if request.hits is None else f"{max(request.hits, int(request.reused or False)):,}"
+    if request.hits is None:
+        return "-"
+    return f"{max(request.hits + request.copies - 1, int(request.reused or False)):,}"
 
 
 def list_requests(
@@ -161,11 +216,13 @@ def list_requests(
     reverse: bool = False,
     offset: int = 0,
     limit: int | None = None,
+    merge_copies: bool = False,
 ) -> Page:
     """One page. All heads are read, but only those of the page, and of the pages before it, are kept; and it is asked
     for the use of no others, unless they are sorted or selected by it.
 
     :param limit: requests of a page; None: all.
+    :param merge_copies: count requests of the same context and labels as one, the first of them by ``sort``.
     :raises NotFoundError: no such namespace.
     """
     namespaces = chosen_namespaces(backend, namespace)
@@ -173,19 +230,51 @@ def list_requests(
     by_use = sort in (Sort.USED, Sort.HITS) or selection.never_hit
     views = _matching(backend, namespaces, selection, counts, by_use=by_use)
     key, largest_first = _KEYS[sort], (sort in (Sort.ID, Sort.NAMESPACE)) == reverse
-    if limit is None:
-        found = sorted(views, key=key, reverse=largest_first)
-    else:
-        found = (heapq.nlargest if largest_first else heapq.nsmallest)(offset + limit, views, key=key)
-    shown = [view.with_use(use) for view, use in _uses(backend, found[offset:])]
+    keep, choose = None if limit is None else offset + limit, heapq.nlargest if largest_first else heapq.nsmallest
+    copies = Counter[_Context]()
+
+    def best(number: int, views: Iterable[RequestView]) -> list[RequestView]:
+        return choose(number, views, key=key)
+
+    if merge_copies:
+        views = iter(_merged(views, copies, best, keep))
+    found = sorted(views, key=key, reverse=largest_first) if keep is None else best(keep, views)
+    shown = [
+        msgspec.structs.replace(view.with_use(use), copies=copies[_context(view)] or 1)
+        for view, use in _uses(backend, found[offset:])
+    ]
     return Page(
         url,
         counts["total"],
         counts["matched"],
+        len(copies) or counts["matched"],
         offset,
         shown,
-        [NamespaceView(space.id.hex(), space.created, space.identity.fields) for space in namespaces],
+        list(map(NamespaceView.of, namespaces)),
     )
+
+
+def _context(view: RequestView) -> _Context:
+    """What requests of the same row have in common."""
+    return view.namespace, view.context or view.id, frozenset(view.labels.items())
+
+
+def _merged(
+    views: Iterable[RequestView], copies: Counter[_Context], best: _Best, keep: int | None
+) -> list[RequestView]:
+    """The best request of each context; of contexts that are no candidates for a page, only some.
+
+    :param copies: is counted up.
+    :param keep: contexts that are candidates; None: all.
+    """
+    found: dict[_Context, RequestView] = {}
+    for view in views:
+        context = _context(view)
+        copies[context] += 1
+        found[context] = best(1, [found[context], view])[0] if context in found else view
+        if keep is not None and len(found) > 2 * keep + _AT_ONCE:  # a context whose best request follows comes back
+            found = {_context(one): one for one in best(keep, found.values())}
+    return list(found.values())
 
 
 def _uses(backend: InspectableBackend, views: list[RequestView]) -> Iterator[tuple[RequestView, RequestUse | None]]:

@@ -32,9 +32,9 @@ from rich.progress import Progress
 from persistkv.config import PAGE_BYTES, StoreUrl, parse_size
 from persistkv.errors import ConfigurationError, StoreError
 from persistkv.storage import open_inspectable
-from persistkv.storage.format.pack import PackedKeys
-from persistkv.storage.host.protocol import EndRequest, HostStats
+from persistkv.storage.host.protocol import HostStats
 from persistkv.storage.host.supervisor import InlineHost
+from persistkv.storage.records import RequestEnd
 from persistkv_tools import render
 from persistkv_tools.inspect.bench import finish, store_client
 from persistkv_tools.options import Json
@@ -276,8 +276,8 @@ class _Replay:
             name = f"{request}, from {start}"
             size = len(part) * self._block_bytes
             self._client.submit_store(self._job, name, keys[part.start : part.stop], part, part, size)
-        groups, tokens = (PackedKeys.of(keys),), len(keys) * _TOKENS_PER_BLOCK
-        self._client.end_request(EndRequest(request, request, groups, tokens, _TOKENS_PER_BLOCK, True, {}))
+        groups, tokens = (keys,), len(keys) * _TOKENS_PER_BLOCK
+        self._client.end_request(RequestEnd(request, request, groups, tokens, _TOKENS_PER_BLOCK))
         finish(self._client, self._job)  # one step takes all of them, and writes them
 
     def look(self) -> HostStats:

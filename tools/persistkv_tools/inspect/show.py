@@ -89,6 +89,8 @@ class ContextView(msgspec.Struct, frozen=True):
     """One request's whole context."""
 
     url: str
+    model: str
+    """Name or path of the model, as the engine gave it that created the namespace; may be empty."""
     request: RequestView
     groups: list[GroupView]
     packs: list[PackView]
@@ -174,7 +176,8 @@ def _print(context: ContextView) -> None:
     request = context.request
     sharing = f"{context.shared_blocks:,} of {request.blocks:,} blocks are in other requests too"
     rows = {
-        "request": request.id,
+        "request": request.id + f" (short: {request.short_id})" * (request.short_id != request.id),
+        "model": context.model or "-",
         "namespace": request.namespace,
         "made": f"{render.format_time(request.created)} ({render.format_age(request.created)} ago)",
         "used": "-" if request.last_used is None else f"{render.format_age(request.last_used)} ago",
@@ -233,6 +236,7 @@ def show_context(url: str, backend: InspectableBackend, found: FoundRequest, *, 
     sharers = _sharers(backend, namespace, others, chains)
     return ContextView(
         url,
+        found.namespace.identity.model_name,
         RequestView.of(namespace, manifest, backend.uses(namespace, [manifest.id])[0]),
         [_group_view(number, keys, places, key_limit) for number, keys in enumerate(chains)],
         _pack_views(chains, places, sharers),

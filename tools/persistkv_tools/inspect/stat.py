@@ -10,12 +10,13 @@ from types import SimpleNamespace
 
 import msgspec
 
+from persistkv import open_store
 from persistkv.storage.backend import Namespace
 from persistkv.storage.extensions import InspectableBackend, SupportsCompaction
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.format.pack import PackTable
 from persistkv_tools import render
-from persistkv_tools.options import Json, Url, chosen_namespaces, opened
+from persistkv_tools.options import Json, Url, chosen_namespaces
 
 _AGES = ((3600, "1h"), (86_400, "1d"), (7 * 86_400, "7d"), (30 * 86_400, "30d"), (90 * 86_400, "90d"))
 _SIZES = ((1 << 20, "1MiB"), (16 << 20, "16MiB"), (256 << 20, "256MiB"), (1 << 30, "1GiB"), (16 << 30, "16GiB"))
@@ -35,10 +36,25 @@ class GroupTotals(msgspec.Struct):
     """Codecs of its frames; ``raw`` for frames that did not shrink."""
 
 
+class ModelTotals(msgspec.Struct, kw_only=True):
+    """All namespaces of one model."""
+
+    model: str
+    """Name or path, as in ``NamespaceTotals.model``."""
+    namespaces: int = 0
+    requests: int = 0
+    packs: int = 0
+    blocks: int = 0
+    raw_bytes: int = 0
+    stored_bytes: int = 0
+
+
 class NamespaceTotals(msgspec.Struct, frozen=True, kw_only=True):
     """One namespace."""
 
     id: str
+    model: str
+    """Name or path of the model, as the engine gave it that created the namespace; may be empty."""
     created: float
     requests: int
     packs: int
@@ -102,6 +118,8 @@ class StoreTotals(msgspec.Struct, frozen=True, kw_only=True):
     """None where the medium has no space of its own, as a bucket has not."""
     namespaces: list[NamespaceTotals]
     """Oldest first."""
+    models: list[ModelTotals]
+    """The one with the most stored bytes first."""
     ages: list[Bin]
     sizes: list[Bin]
     quarantined: tuple[str, ...]
@@ -109,10 +127,16 @@ class StoreTotals(msgspec.Struct, frozen=True, kw_only=True):
     quarantined_bytes: int
 
 
+def _model(totals: NamespaceTotals | ModelTotals) -> str:
+    return totals.model or "-"
+
+
 _NAMESPACES = render.columns(
-    "namespace=short age=created requests packs blocks raw=raw_bytes stored=stored_bytes dedup=dedup_ratio",
+    "model namespace=short age=created requests packs blocks raw=raw_bytes stored=stored_bytes dedup=dedup_ratio",
     short=lambda space: space.id[:8],
+    model=_model,
 )
+_MODELS = render.columns("model namespaces requests packs blocks raw=raw_bytes stored=stored_bytes", model=_model)
 _GROUPS = render.columns("namespace group blocks raw=raw_bytes stored=stored_bytes ratio=codec_ratio codecs")
 
 
@@ -121,8 +145,8 @@ def stat(url: Url, json: Json = False) -> None:
 
     Example: persistkv stat lmdb:///var/cache/kv
     """
-    with opened(url) as backend:
-        totals = store_totals(url, backend)
+    with open_store(url) as store:
+        totals = store.stats()
     if json:
         render.print_json(totals)
     else:
@@ -150,7 +174,9 @@ def _print(store: StoreTotals) -> None:
             f"{size} outside of the capacity in {' '.join(store.quarantined)}; prune --quarantined deletes them"
         )
     render.show_pairs(rows, title=store.url)
-    render.show_table(_NAMESPACES, store.namespaces)
+    render.show_table(_NAMESPACES, store.namespaces, left="namespace")
+    if len(store.models) < len(store.namespaces):
+        render.show_table(_MODELS, store.models)
     groups = [
         SimpleNamespace(namespace=space.id, **msgspec.structs.asdict(group))
         for space in store.namespaces
@@ -212,6 +238,7 @@ def store_totals(url: str, backend: InspectableBackend) -> StoreTotals:
         fill=_ratio(stats.disk_bytes, stats.capacity or 0),
         free=free,
         namespaces=spaces,
+        models=_model_totals(spaces),
         ages=ages,
         sizes=sizes,
     )
@@ -227,38 +254,47 @@ def _namespace_totals(
         referenced += manifest.blocks
         _add(ages, _AGES, now - manifest.created, manifest.raw_bytes)
         _add(sizes, _SIZES, manifest.raw_bytes, manifest.raw_bytes)
-    tables = backend.changes(namespace.id, None).added
-    blocks = sum(len(table.keys) for table in tables)
-    raw, stored = sum(table.raw_length for table in tables), sum(table.payload_length for table in tables)
+    groups: dict[int, GroupTotals] = {}
+    packs = blocks = raw = stored = 0
+    for table in backend.changes(namespace.id, None).added:
+        packs, blocks = packs + 1, blocks + len(table.keys)
+        raw, stored = raw + table.raw_length, stored + table.payload_length
+        _add_groups(groups, table)
     return NamespaceTotals(
         id=namespace.id.hex(),
+        model=namespace.identity.model_name,
         created=namespace.created,
         requests=requests,
-        packs=len(tables),
+        packs=packs,
         blocks=blocks,
         raw_bytes=raw,
         stored_bytes=stored,
         codec_ratio=_ratio(raw, stored),
         referenced_blocks=referenced,
         dedup_ratio=_ratio(referenced, blocks),
-        groups=_group_totals(tables),
+        groups=[groups[number] for number in sorted(groups)],
     )
 
 
-def _group_totals(tables: Iterable[PackTable]) -> list[GroupTotals]:
-    groups: dict[int, GroupTotals] = {}
-    codecs: dict[int, set[str]] = {}
-    for table in tables:
-        for frame in table.frames:
-            group = groups.setdefault(frame.group, GroupTotals(frame.group))
-            group.blocks += frame.block_count
-            group.raw_bytes += frame.block_count * frame.block_bytes
-            group.stored_bytes += frame.stored_length
-            codecs.setdefault(frame.group, set()).add(table.codec if frame.encoded else RawCodec.name)
-    for number, group in groups.items():
+def _model_totals(spaces: Iterable[NamespaceTotals]) -> list[ModelTotals]:
+    models: dict[str, ModelTotals] = {}
+    for space in spaces:
+        totals = models.setdefault(space.model, ModelTotals(model=space.model))
+        totals.namespaces += 1
+        for name in ("requests", "packs", "blocks", "raw_bytes", "stored_bytes"):
+            setattr(totals, name, getattr(totals, name) + getattr(space, name))
+    return sorted(models.values(), key=lambda totals: totals.stored_bytes, reverse=True)
+
+
+def _add_groups(groups: dict[int, GroupTotals], table: PackTable) -> None:
+    """Add the frames of a pack to the totals of their groups."""
+    for frame in table.frames:
+        group = groups.setdefault(frame.group, GroupTotals(frame.group))
+        group.blocks += frame.block_count
+        group.raw_bytes += frame.block_count * frame.block_bytes
+        group.stored_bytes += frame.stored_length
         group.codec_ratio = _ratio(group.raw_bytes, group.stored_bytes)
-        group.codecs = sorted(codecs[number])
-    return [groups[number] for number in sorted(groups)]
+        group.codecs = sorted({*group.codecs, table.codec if frame.encoded else RawCodec.name})
 
 
 def _add(bins: list[Bin], bounds: Sequence[tuple[int, str]], value: float, raw_bytes: int) -> None:

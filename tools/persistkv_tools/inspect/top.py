@@ -39,7 +39,12 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     host: str
     pid: int
+    """Id of the process that does the I/O."""
+    engine_pid: int | None
+    """Id of the process that runs the model; null: unknown."""
     namespace: str
+    model: str
+    """Name or path of the model; may be empty."""
     live: bool
     """False: it stopped without a word, or its clock differs from ours."""
     started: float
@@ -79,7 +84,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 def engine_name(view: EngineView) -> str:
     """How an engine is called in tables."""
-    return f"{view.host}:{view.pid}" + ("" if view.live else " (gone)")
+    return f"{view.host}:{view.engine_pid or view.pid}" + ("" if view.live else " (gone)")
 
 
 def _rate(name: str) -> Callable[[EngineView], str]:
@@ -94,21 +99,20 @@ def _rate(name: str) -> Callable[[EngineView], str]:
     return text
 
 
-_TRAFFIC = render.columns(
-    "engine seen=updated hits=hit_rate in/s=written out/s=read queue staged=staged_bytes",
-    engine=engine_name,
-    written=_rate("stored_raw_bytes"),
-    read=_rate("loaded_bytes"),
-    queue=lambda view: f"{view.waiting_jobs + view.writing_jobs + view.loading_jobs:,}",
-)
-_HEALTH = render.columns(
-    "engine blocks=indexed_blocks commits/s=commits evicted/s=evicted dropped bad breaker",
-    engine=engine_name,
-    commits=_rate("commits"),
-    evicted=_rate("evicted_blocks"),
-    dropped=lambda view: f"{view.counters.dropped_blocks:,}",
-    bad=lambda view: f"{view.counters.verification_failures:,}",
-)
+_TRAFFIC = "engine seen=updated hits=hit_rate in/s=written out/s=read queue staged=staged_bytes"
+_HEALTH = "blocks=indexed_blocks commits/s=commits evicted/s=evicted dropped bad breaker"
+_CELLS: dict[str, Callable[[EngineView], str]] = {
+    "engine": engine_name,
+    "model": lambda view: view.model or "-",
+    "written": _rate("stored_raw_bytes"),
+    "read": _rate("loaded_bytes"),
+    "queue": lambda view: f"{view.waiting_jobs + view.writing_jobs + view.loading_jobs:,}",
+    "commits": _rate("commits"),
+    "evicted": _rate("evicted_blocks"),
+    "dropped": lambda view: f"{view.counters.dropped_blocks:,}",
+    "bad": lambda view: f"{view.counters.verification_failures:,}",
+}
+_WIDE = 150  # columns of a terminal that fit one table
 
 
 def top(
@@ -164,11 +168,11 @@ def _drawn(look: Snapshot) -> Group:
     head = Group(render.plain(f"{look.url} at {render.format_time(look.time)}"), render.plain(held))
     if not look.engines:
         return Group(head, render.plain("no engine shows itself"))
-    return Group(
-        head,
-        render.table(_TRAFFIC, render.cells(_TRAFFIC, look.engines)),
-        render.table(_HEALTH, render.cells(_HEALTH, look.engines), left="breaker"),
-    )
+    wide = render.console().width >= _WIDE
+    parts = [f"{_TRAFFIC} {_HEALTH} model"] if wide else [_TRAFFIC, f"engine {_HEALTH}", "engine model"]
+    shown = [render.columns(part, **_CELLS) for part in parts]
+    tables = [render.table(part, render.cells(part, look.engines), left="model,breaker") for part in shown]
+    return Group(head, *tables)
 
 
 class Watch:
@@ -187,6 +191,7 @@ class Watch:
         """
         now = time.time()
         statuses = read_statuses(self._backend)
+        models = {space.id.hex(): space.identity.model_name for space in self._backend.namespaces()} if statuses else {}
         for status in statuses:
             before = self._before.get(status.engine)
             if before is not None and status.time > before.time:
@@ -198,6 +203,7 @@ class Watch:
                 status,
                 live=status.is_live(now),
                 updated=status.time,
+                model=models.get(status.namespace, ""),
                 hit_rate=hit_rate(status.counters),
                 rates=self._rates.get(status.engine),
             )

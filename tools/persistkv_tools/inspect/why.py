@@ -55,24 +55,55 @@ _COLUMNS = render.columns(
 def why(
     url: Url,
     against: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="WHAT", help="A model's directory, another store's URL, or a namespace's id.", show_default=False
+            metavar="WHAT",
+            help="A model's directory, another store, or a namespace's id.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     namespace: InNamespace = None,
     json: Json = False,
 ) -> None:
-    """Show why a store does or does not serve something: the fields in which identities differ. Exit code 1: no match.
+    """Show why a store does or does not serve something: the fields in which identities differ.
+
+    Each namespace is compared with the nearest one before it or, with --against, each model or namespace with the
+    nearest one of the store. Exit code 1: with --against, nothing matches.
 
     Example: persistkv why lmdb:///var/cache/kv --against ./Llama-3.1-8B
     """
-    other_store, is_model = "://" in against, Path(against).is_dir()
-    ours: list[Namespace] = []
+    if against is None:
+        with opened(url) as backend:
+            spaces = chosen_namespaces(backend, None)
+            chosen = chosen_namespaces(backend, namespace) if namespace else spaces
+        pairs = [
+            [compare_namespaces(own, other) for other in (spaces if namespace else spaces[:place]) if other != own]
+            for place, own in enumerate(chosen)
+        ]
+        pairs = [others for others in pairs if others]
+    else:
+        pairs = _against(url, against, namespace)
+    if not pairs:
+        raise NotFoundError(f"{url} holds no other namespace to compare with")
+    comparisons = [min(found, key=lambda comparison: len(comparison.differences)) for found in pairs]
+    if json:
+        render.print_json({"url": url, "against": against, "comparisons": comparisons})
+    else:
+        for comparison in comparisons:
+            _print(comparison)
+    if against is not None and not any(comparison.matches for comparison in comparisons):
+        raise typer.Exit(1)
+
+
+def _against(url: str, against: str, namespace: str | None) -> list[list[ComparisonView]]:
+    """Each thing that is compared, with each namespace of the store."""
+    path = Path(against)
+    is_model = path.is_dir() and not (path / "data.mdb").exists()  # a store may be named by its path, too
+    other_store = not is_model and ("://" in against or against.startswith(("/", "~")))
     with opened(url) as backend:
-        theirs = chosen_namespaces(backend, namespace)
+        theirs, ours = chosen_namespaces(backend, namespace), list[Namespace]()
         if not (other_store or is_model):
-            ours = chosen_namespaces(backend, against, "--against (no directory, no URL)")
+            ours = chosen_namespaces(backend, against, "--against (no model's directory, no store)")
             theirs = [space for space in theirs if space not in ours]
     if other_store:
         with opened(against) as other:
@@ -80,28 +111,19 @@ def why(
         if not ours:
             raise NotFoundError(f"{against} holds no namespace")
     if not theirs:
-        raise NotFoundError(f"{url} holds no {'other ' if ours else ''}namespace to compare with")
-    if is_model and not other_store:
-        pairs = [[compare_model(Path(against), space) for space in theirs]]
-    else:
-        pairs = [[compare_namespaces(own, space) for space in theirs] for own in ours]
-    comparisons = [min(found, key=lambda comparison: len(comparison.differences)) for found in pairs]
-    if json:
-        render.print_json({"url": url, "against": against, "comparisons": comparisons})
-    else:
-        for comparison in comparisons:
-            _print(comparison)
-    if not any(comparison.matches for comparison in comparisons):
-        raise typer.Exit(1)
+        return []
+    if is_model:
+        return [[compare_model(path, space) for space in theirs]]
+    return [[compare_namespaces(own, space) for space in theirs] for own in ours]
 
 
 def _print(comparison: ComparisonView) -> None:
-    ours = comparison.ours[:12] if len(comparison.ours) == 32 else comparison.ours
+    ours = f"namespace {comparison.ours[:8]}" if len(comparison.ours) == 32 else comparison.ours
     if comparison.matches:
-        render.say(f"{ours} matches namespace {comparison.theirs[:12]} in all {comparison.compared} fields compared")
+        render.say(f"{ours} matches namespace {comparison.theirs[:8]} in all {comparison.compared} fields compared")
     else:
         fields = render.count(len(comparison.differences), "field")
-        title = f"{ours} and its nearest namespace {comparison.theirs[:12]} differ in {fields}"
+        title = f"{ours} and its nearest namespace {comparison.theirs[:8]} differ in {fields}"
         render.show_table(_COLUMNS, comparison.differences, title=title, left="ours,stored")
     if comparison.not_compared:
         render.say(f"not compared, because only a loaded model tells: {', '.join(comparison.not_compared)}")
@@ -124,7 +146,7 @@ def compare_model(directory: Path, theirs: Namespace) -> ComparisonView:
 
     :raises ConfigurationError: there are no weights or no readable config.json.
     """
-    stored = theirs.identity.fields
+    stored = theirs.identity.properties
     ours: dict[str, Any] = {"weights": fingerprint_checkpoint(directory)}
     config = _read_config(directory)
     for name in _DTYPES:

@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from persistkv import open_store
 from persistkv.errors import ConfigurationError, StoreError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.extensions import InspectableBackend
@@ -20,7 +21,6 @@ from persistkv_tools.options import (
     RequestId,
     Url,
     find_request,
-    opened,
 )
 from persistkv_tools.packs import NamespacePacks
 
@@ -48,14 +48,12 @@ def label(
     given = parse_labels(labels or [])
     if both := given.keys() & set(remove or []):
         raise ConfigurationError("--remove", min(both), "another name than one that is given")
-    with opened(url, writable=True) as backend:
-        found = find_request(backend, request, namespace)
-        now = relabel(backend, found, given, remove or [])
-    name, space = found.manifest.id, found.namespace.id.hex()
+    with open_store(url, read_only=False) as store:
+        now = store.label(request, given, remove=remove or [], namespace=namespace)
     if json:
-        render.print_json({"url": url, "request": name, "namespace": space, "labels": now})
+        render.print_json({"url": url, "request": now.id, "namespace": now.namespace, "labels": now.labels})
     else:
-        render.say(f"{name} (namespace {space[:8]}): {render.format_labels(now) or 'no labels'}")
+        render.say(f"{now.id} (namespace {now.namespace[:8]}): {render.format_labels(now.labels) or 'no labels'}")
 
 
 def pin(url: Url, request: RequestId, namespace: InNamespace = None, json: Json = False) -> None:
@@ -75,14 +73,12 @@ def unpin(url: Url, request: RequestId, namespace: InNamespace = None, json: Jso
 
 
 def _pin(url: str, request: str, namespace: str | None, json: bool, *, pinned: bool) -> None:
-    with opened(url, writable=True) as backend:
-        found = find_request(backend, request, namespace)
-        backend.commit(found.namespace.id, CommitBatch(pins=[(found.manifest.id, pinned)]))
-    name, space = found.manifest.id, found.namespace.id.hex()
+    with open_store(url, read_only=False) as store:
+        found = store.pin(request, namespace=namespace, pinned=pinned)
     if json:
-        render.print_json({"url": url, "request": name, "namespace": space, "pinned": pinned})
+        render.print_json({"url": url, "request": found.id, "namespace": found.namespace, "pinned": pinned})
     else:
-        render.say(f"{'pinned' if pinned else 'unpinned'} {name} (namespace {space[:8]})")
+        render.say(f"{'pinned' if pinned else 'unpinned'} {found.id} (namespace {found.namespace[:8]})")
 
 
 def parse_labels(texts: Iterable[str]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Annotated
@@ -22,6 +22,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from persistkv import open_store
 from persistkv.config import parse_size
 from persistkv.errors import ConfigurationError, StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch, Namespace
@@ -30,6 +31,7 @@ from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackTable
 from persistkv_tools import render
 from persistkv_tools.options import (
+    FoundRequest,
     InNamespace,
     Json,
     Labels,
@@ -40,17 +42,14 @@ from persistkv_tools.options import (
     Selection,
     Url,
     Yes,
-    chosen_namespaces,
     ensure_consent,
-    find_request,
-    opened,
     with_uses,
 )
 from persistkv_tools.packs import NamespacePacks, all_keys, keys_of
 from persistkv_tools.progress import byte_progress
 
 _SHOWN = 20
-_COLUMNS = render.columns("request=id age=created tokens size=raw_bytes pinned labels namespace")
+_COLUMNS = render.columns("request=short_id age=created tokens size=raw_bytes pinned labels namespace")
 _ONE_OF = (
     "at least one of --request, --older-than, --label, --larger-than, --never-hit, --namespace, --keep-size,"
     " --orphans, --quarantined and --compact"
@@ -161,41 +160,35 @@ def prune(
     if not (names_requests or orphans or quarantined or compact):
         raise ConfigurationError("prune", url, _ONE_OF)
     ensure_consent("prune", url, "--yes or --dry-run", yes=yes or dry_run, json=json)
-    with opened(url) as backend:
-        found = [find_request(backend, name, namespace) for name in request or []]
-        ids = {space.id for space, _ in found}
-        pruning = Pruning(
-            backend, [space for space in chosen_namespaces(backend, namespace) if not found or space.id in ids]
+    done, failure, freed, disk = None, None, None, None
+    with open_store(url, read_only=dry_run) as store:
+        pruning = store.plan_prune(
+            selection if names_requests else None,
+            requests=request or [],
+            namespace=namespace,
+            keep_size=keep_size,
+            orphans=orphans,
+            shared_packs=shared_packs,
+            quarantined=quarantined,
         )
-        if names_requests:
-            pruning.choose(selection, {(space.id, manifest.id) for space, manifest in found} or None)
-        if keep_bytes is not None:
-            pruning.shrink_to(keep_bytes)
-        plan, stats = pruning.plan(orphans=orphans, shared=shared_packs), backend.stats()
-        damaged = Quarantine(stats.quarantined, stats.quarantined_bytes) if quarantined else Quarantine()
+        plan, damaged = pruning.plan, pruning.quarantined
         if not json:
             _print_plan(plan)
             if damaged.directories:
                 render.say(f"to delete: {render.format_size(damaged.num_bytes)} of damaged stores:")
             for directory in damaged.directories:
                 render.say(f"  {directory}")
-        done, failure = None, None
-        if not dry_run and plan.goes.packs == 0 and not damaged.directories:
-            pruning.run(backend, done := Done())
-        elif not dry_run and (yes or typer.confirm("Delete them?")):
-            done = Done()
+        if not dry_run and (not pruning.deletes or yes or typer.confirm("Delete them?")):
+            done = pruning.done
             try:
-                with opened(url, writable=True) as writer:
-                    pruning.run(writer, done)
-                    if damaged.directories and isinstance(writer, SupportsQuarantine):
-                        damaged.deleted_bytes = writer.delete_quarantined()
+                pruning.run()
             except StoreError as error:
                 failure = error
-    freed, disk, packs_bytes = None, None, 0
-    if done is not None and failure is None:
-        freed = _compact(url) if compact else None
-        with opened(url) as backend:
-            disk, packs_bytes = _disk(backend), backend.stats().stored_bytes
+        if done is not None and failure is None:
+            if compact:
+                with byte_progress() as progress:
+                    freed = store.compact(progress)
+            disk, packs_bytes = _disk(store.backend), store.backend.stats().stored_bytes
     if json:
         sizes = {"disk_bytes": disk and disk.total_bytes, "free_bytes": disk and disk.free_bytes}
         what = {"plan": plan, "done": done, "quarantined": damaged}
@@ -209,7 +202,7 @@ def prune(
             render.say(f"still there: {staying} of those that were to go" if must_all_go else until)
         if damaged.directories:
             render.say(f"deleted files of damaged stores: {render.format_size(damaged.deleted_bytes)}")
-        if keep_bytes is not None and packs_bytes > keep_bytes:
+        if disk is not None and keep_bytes is not None and packs_bytes > keep_bytes:
             left = f"{render.format_size(packs_bytes)} of packs are left, more than --keep-size"
             render.say(f"{left}: of requests that were not chosen, or of none (--orphans)")
         if disk is not None:
@@ -239,16 +232,6 @@ def _print_disk(url: str, disk: Disk, freed: int | None) -> None:
         line += f"; to give {render.format_size(disk.compactable_bytes)} of it back: "
         line += f"persistkv prune {shlex.quote(url)} --compact"
     render.say(line)
-
-
-def _compact(url: str) -> int:
-    """Bytes on disk that it saved."""
-    with opened(url, writable=True) as backend, byte_progress() as progress:
-        before = backend.stats().disk_bytes
-        task = progress.add_task("compact", total=None)
-        for step in backend.compact() if isinstance(backend, SupportsCompaction) else ():
-            progress.update(task, completed=step.moved_bytes, total=step.total_bytes)
-        return max(0, before - backend.stats().disk_bytes)
 
 
 def _print_plan(plan: Plan) -> None:
@@ -413,6 +396,58 @@ class Pruning:
         fresh = [found.id for found in self._backend.manifests(namespace) if found.id not in usage.manifests]
         keys = keys_of(self._backend, namespace, fresh)
         return set().union(*(usage.held.holding(all_keys(found)) for _, found in keys if found is not None))
+
+
+class Prune:
+    """A planned prune of a store, made by ``Store.plan_prune``.
+
+    :ivar plan: requests and packs to delete.
+    :ivar quarantined: files of damaged stores to delete, and the bytes that were deleted.
+    :ivar done: totals of ``run``, updated by each commit.
+    """
+
+    def __init__(
+        self,
+        backend: InspectableBackend,
+        writable: Callable[[], InspectableBackend],
+        selection: Selection | None,
+        requests: Sequence[FoundRequest],
+        namespaces: Iterable[Namespace],
+        keep_bytes: int | None,
+        *,
+        orphans: bool,
+        shared_packs: bool,
+        quarantined: bool,
+    ) -> None:
+        """:param writable: returns the same store, open for writing."""
+        self._backend, self._writable = backend, writable
+        ids = {space.id for space, _ in requests}
+        self._pruning = Pruning(backend, [space for space in namespaces if not ids or space.id in ids])
+        if selection is not None or requests:
+            named = {(space.id, manifest.id) for space, manifest in requests}
+            self._pruning.choose(selection or Selection(), named or None)
+        if keep_bytes is not None:
+            self._pruning.shrink_to(keep_bytes)
+        self.plan = self._pruning.plan(orphans=orphans, shared=shared_packs)
+        stats = backend.stats()
+        self.quarantined = Quarantine(stats.quarantined, stats.quarantined_bytes) if quarantined else Quarantine()
+        self.done = Done()
+
+    @property
+    def deletes(self) -> bool:
+        """Whether anything is to be deleted."""
+        return bool(self.plan.goes.packs or self.quarantined.directories)
+
+    def run(self) -> Done:
+        """Delete what the plan names.
+
+        :raises StoreError: the store is open read-only, or a commit failed; ``done`` counts the commits before it.
+        """
+        backend = self._writable() if self.deletes else self._backend
+        self._pruning.run(backend, self.done)
+        if self.quarantined.directories and isinstance(backend, SupportsQuarantine):
+            self.quarantined.deleted_bytes = backend.delete_quarantined()
+        return self.done
 
 
 def _count_requests(backend: InspectableBackend, usage: Usage, done: Done) -> None:

@@ -13,16 +13,18 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
+from rich.progress import Progress
 
+from persistkv import open_store
 from persistkv.config import parse_size
-from persistkv.errors import StoreError
+from persistkv.errors import ConfigurationError, StoreError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.manifest import RequestManifest
@@ -45,7 +47,7 @@ from persistkv_tools.maintain.integrity import (
     packs_left,
     read_catalogues,
 )
-from persistkv_tools.options import Json, Rate, Url, Yes, ensure_consent, opened
+from persistkv_tools.options import Json, Rate, Url, Yes, ensure_consent
 from persistkv_tools.packs import Finding, NamespacePacks, Took, check_pack
 from persistkv_tools.progress import Throttle, byte_progress, counted
 
@@ -78,13 +80,13 @@ class Summary(Tally, kw_only=True):
     """Engines that use the store: if there are any, and no --rate, it reads a twentieth of the time."""
     problems: int
     by_problem: dict[str, int]
-    deleted_packs: int
+    deleted_packs: int = 0
     """By --repair."""
-    shortened_requests: int
+    shortened_requests: int = 0
     """Requests that named these packs and keep the blocks before them."""
-    deleted_requests: int
+    deleted_requests: int = 0
     """Requests without a block left."""
-    repair: RepairPlan | None
+    repair: RepairPlan | None = None
     """Plan of --repair; null without --repair, or if no pack is bad."""
 
 
@@ -158,51 +160,77 @@ def verify(
 
     Example: persistkv verify lmdb:///var/cache/kv --rate 200MiB --resume /var/tmp/kv.verify
     """
-    if not 0 < sample <= 1:
-        raise typer.BadParameter(f"{sample:g} is no share above 0 and up to 1", param_hint="--sample")
     if repair:
         ensure_consent("verify --repair", url, "--yes", yes=yes, json=json)
-    bytes_per_s = None if rate is None else parse_size(rate, name="--rate")
-    state = VerifyState.begin(url, sample) if resume is None else VerifyState.load(resume, url, sample)
-    begin, resumed = time.monotonic(), (state.packs, state.stored_bytes)
-    plan, repaired, failure = None, Repaired(), None
-    with opened(url, writable=repair) as backend:
-        now = time.time()
-        engines = sum(status.is_live(now) for status in read_statuses(backend))
-        throttle = Throttle(bytes_per_s, share=_SHARE_BESIDE_ENGINES if engines and bytes_per_s is None else 1)
-        spaces = read_catalogues(backend)
+    failure = None
+    with open_store(url, read_only=not repair) as store:
         with byte_progress() as progress:
-            total = sum(space.tables[pack].payload_length for space, pack in packs_left(spaces, state))
-            took = counted(progress, "verify", total, throttle)
-            portion = None if resume is None else min(_PORTION_BYTES, throttle.bytes_in(_SAVE_S))
-            if throttle.bounded:  # small reads, so that those of an engine get between them
-                verifier = Verifier(backend, spaces, state, took, 0, portion, _BOUNDED_BATCH_BYTES)
-            else:
-                verifier = Verifier(backend, spaces, state, took, _THREADS, portion)
-            with closing(verifier), _prompt_threads():
-                if not throttle.bounded:
-                    verifier.begin()
-                rows = count_rows(backend, spaces)
-                requests, of_manifests = check_manifests(backend, spaces, took)
-                _read_packs(verifier, state, resume)
-        if repair and any(finding.pack for finding in state.findings):
-            plan = plan_repair(backend, spaces, state.findings)
+            summary = store.verify(sample=sample, rate=rate, resume=resume, progress=progress)
+        bad = [finding for finding in summary.findings if finding.pack]
+        if repair and bad:
+            plan, repaired = store.plan_repair(bad), Repaired()
             if plan.packs and not json:
                 _print_plan(plan)
             question = f"Delete {render.count(len(plan.packs), 'bad pack')}, and shorten requests to the blocks before?"
             if plan.packs and (yes or typer.confirm(question)):
                 try:
-                    repair_packs(backend, spaces, state.findings, took, repaired)
+                    store.repair(bad, repaired)
                 except StoreError as error:
                     failure = error
+            summary = msgspec.structs.replace(
+                summary,
+                repair=plan,
+                deleted_packs=len(repaired.packs),
+                shortened_requests=len(repaired.shortened),
+                deleted_requests=len(repaired.deleted),
+            )
     if resume is not None:
-        with suppress(FileNotFoundError):
-            resume.unlink()
+        resume.unlink(missing_ok=True)
+    if json:
+        render.print_json(summary)
+    else:
+        _print(summary, rate)
+    if failure is not None:
+        raise failure
+    if summary.problems:
+        raise typer.Exit(1)
+
+
+def check_store(
+    url: str,
+    backend: InspectableBackend,
+    sample: float,
+    bytes_per_s: int | None,
+    resume: Path | None,
+    progress: Progress | None,
+) -> Summary:
+    """Read and check a store; parameters as for ``Store.verify``."""
+    if not 0 < sample <= 1:
+        raise ConfigurationError("--sample", sample, "a share above 0 and up to 1")
+    state = VerifyState.begin(url, sample) if resume is None else VerifyState.load(resume, url, sample)
+    begin, resumed = time.monotonic(), (state.packs, state.stored_bytes)
+    now = time.time()
+    engines = sum(status.is_live(now) for status in read_statuses(backend))
+    throttle = Throttle(bytes_per_s, share=_SHARE_BESIDE_ENGINES if engines and bytes_per_s is None else 1)
+    spaces = read_catalogues(backend)
+    total = sum(space.tables[pack].payload_length for space, pack in packs_left(spaces, state))
+    took = counted(progress, "verify", total, throttle)
+    portion = None if resume is None else min(_PORTION_BYTES, throttle.bytes_in(_SAVE_S))
+    if throttle.bounded:  # small reads, so that those of an engine get between them
+        verifier = Verifier(backend, spaces, state, took, 0, portion, _BOUNDED_BATCH_BYTES)
+    else:
+        verifier = Verifier(backend, spaces, state, took, _THREADS, portion)
+    with closing(verifier), _prompt_threads():
+        if not throttle.bounded:
+            verifier.begin()
+        rows = count_rows(backend, spaces)
+        requests, of_manifests = check_manifests(backend, spaces, took)
+        _read_packs(verifier, state, resume)
     findings = [*(rows or []), *of_manifests, *state.findings]
     by_problem: Counter[str] = Counter()
     for finding in findings:
         by_problem[finding.problem.value] += finding.count
-    summary = render.view_of(
+    return render.view_of(
         Summary,
         state,
         url=url,
@@ -214,20 +242,8 @@ def verify(
         beside_engines=engines,
         problems=sum(by_problem.values()),
         by_problem=dict(by_problem),
-        deleted_packs=len(repaired.packs),
-        shortened_requests=len(repaired.shortened),
-        deleted_requests=len(repaired.deleted),
-        repair=plan,
         findings=findings,
     )
-    if json:
-        render.print_json(summary)
-    else:
-        _print(summary, bytes_per_s)
-    if failure is not None:
-        raise failure
-    if summary.problems:
-        raise typer.Exit(1)
 
 
 @contextmanager
@@ -274,7 +290,7 @@ def _print_plan(plan: RepairPlan) -> None:
     )
 
 
-def _print(summary: Summary, bytes_per_s: int | None) -> None:
+def _print(summary: Summary, rate: str | None) -> None:
     if summary.findings:
         render.show_table(_FINDINGS, summary.findings, left="where,namespace,what", most=_SHOWN)
     read_bytes = summary.stored_bytes - summary.resumed_bytes
@@ -287,7 +303,9 @@ def _print(summary: Summary, bytes_per_s: int | None) -> None:
     if summary.beside_engines:
         engines = render.count(summary.beside_engines, "engine")
         bound = (
-            "a twentieth of the time" if bytes_per_s is None else f"{render.format_size(bytes_per_s)} a second at most"
+            "a twentieth of the time"
+            if rate is None
+            else f"{render.format_size(parse_size(rate, name='--rate'))} a second at most"
         )
         render.say(f"beside {engines}, it read {bound}")
     if summary.went_meanwhile:

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from persistkv.config import parse_duration
-from persistkv.errors import ConfigurationError
+from persistkv.errors import MissingOptionError
 from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.host.prewarm import WarmAnswer, WarmRequest, request_warm, warm_answers, withdraw_warm
 from persistkv.storage.host.status import read_statuses
@@ -28,6 +28,7 @@ from persistkv_tools.options import (
 
 _LOOK_S = 0.5
 _SHOWN = 20
+_PREWARMING = "prewarm_share; in vLLM the tier persistkv-prewarm"
 
 
 class Warmed(msgspec.Struct, frozen=True):
@@ -63,12 +64,13 @@ def warm(
 ) -> None:
     """Have engines read contexts into memory, those that run and those that start.
 
-    Engines that pre-warm find the asking in the store. Exit code 1: with --wait, no engine took all of it up.
+    Only engines that prewarm do so (prewarm_share; in vLLM the tier persistkv-prewarm). Exit code 1: with --wait, no
+    engine promotes all of it.
 
     Example: persistkv warm lmdb:///var/cache/kv 0c4de6a0 --ttl 10m
     """
     if not requests and not label:
-        raise ConfigurationError("REQUEST", "none", "a request's id, or --label")
+        raise MissingOptionError("warm", "ids of requests, or --label")
     ttl_s = parse_duration(ttl, name="--ttl")
     wait_s = None if wait is None else parse_duration(wait, name="--wait")
     with opened(url, writable=True) as backend:
@@ -88,7 +90,7 @@ def warm(
     elif withdraw:
         render.say(f"{render.count(len(chosen), 'request')} no longer asked for")
     else:
-        _print(warmed, ttl)
+        _print(warmed, ttl, waited=wait_s is not None)
     if wait_s is not None and not all(map(_is_warm, warmed)):
         raise typer.Exit(1)
 
@@ -104,16 +106,27 @@ def _is_warm(warmed: Warmed) -> bool:
     return bool(warmed.answers) and not any(answer.missing for answer in warmed.answers)
 
 
-def _print(warmed: list[Warmed], ttl: str) -> None:
+def _print(warmed: list[Warmed], ttl: str, *, waited: bool) -> None:
     for one in warmed[:_SHOWN]:
         size = f"{render.count(one.blocks, 'block')}, {render.format_size(one.raw_bytes)}"
         render.say(f"asked for {one.request} ({size})")
         for answer in one.answers:
-            missing = f", {answer.missing:,} missing" if answer.missing else ""
+            lacks = "are not stored, or exceed the engine's prewarm share"
+            missing = f"; {render.count(answer.missing, 'block')} {lacks}" if answer.missing else ""
             render.say(f"  engine {answer.engine[:8]} promotes {render.count(answer.blocks, 'block')}{missing}")
     if len(warmed) > _SHOWN:
         render.say(f"and {len(warmed) - _SHOWN:,} more; --json lists all")
     if not warmed:
         render.say("no request has these labels")
     elif not any(one.answers for one in warmed):
-        render.say(f"engines that pre-warm and start within {ttl} read it first")
+        render.say(_silence(sum(one.live_engines for one in warmed), waited=waited))
+        render.say(f"engines that start within {ttl} and prewarm ({_PREWARMING}) read it first")
+
+
+def _silence(live_engines: int, *, waited: bool) -> str:
+    """Say why no engine has answered."""
+    if not live_engines:
+        return "nothing was promoted: no engine of this model shows itself on the store (on S3 only with ?status=10s)"
+    if not waited:
+        return "engines that run and prewarm look for it every 5 s while they serve requests; --wait 1m shows answers"
+    return f"no engine answered: engines prewarm only if told so ({_PREWARMING}), and look while they serve requests"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,7 +22,7 @@ import msgspec
 import xxhash
 
 from persistkv import __version__
-from persistkv.errors import ConfigurationError, CorruptPackError, PersistKVError
+from persistkv.errors import CorruptPackError, FileError, PersistKVError
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.manifest import (
     ManifestKeys,
@@ -34,8 +35,10 @@ from persistkv.storage.format.manifest import (
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.identity import Identity
 from persistkv_tools.packs import Took
+from persistkv_tools.render import PIPE_CLOSED
 
 ARCHIVE_VERSION = 1
+STANDARD_OUTPUT = Path("-")
 _MAGIC = b"PKVARCH1"
 _RECORD = struct.Struct("<4sIQQ")
 _HEAD_LENGTH = struct.Struct("<I")
@@ -80,18 +83,25 @@ M = TypeVar("M", _Head, _End)
 class ArchiveWriter:
     """Writes a temporary file, which replaces the target at the end of a block that raised nothing.
 
-    The file has mode 0600: contexts are private.
+    The file has mode 0600: contexts are private. Standard output is written directly; if the block raised, what was
+    written lacks its end and is refused by ``ArchiveReader``.
     """
 
     def __init__(self, path: Path) -> None:
-        """:raises ConfigurationError: the file cannot be written; so do all methods, and the end of the block."""
+        """:param path: the target; ``-``: standard output.
+
+        :raises ConfigurationError: the file cannot be written; so do all methods, and the end of the block.
+        """
         self._path = path
-        self._part = path.with_name(path.name + ".part")
+        self._part = None if path == STANDARD_OUTPUT else path.with_name(path.name + ".part")
         self._records = 0
         self._heads = xxhash.xxh3_64()
         try:
-            self._part.unlink(missing_ok=True)
-            descriptor = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            if self._part is None:
+                descriptor = os.dup(sys.stdout.fileno())
+            else:
+                self._part.unlink(missing_ok=True)
+                descriptor = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise self._failed(error) from None
         self._file: BinaryIO = os.fdopen(descriptor, "wb")
@@ -111,7 +121,8 @@ class ArchiveWriter:
         finally:
             with suppress(OSError):  # flush of a file that is abandoned
                 self._file.close()
-            self._part.unlink(missing_ok=True)
+            if self._part is not None:
+                self._part.unlink(missing_ok=True)
 
     def namespace(self, identity: Identity) -> None:
         """Begin a namespace: packs and requests that follow belong to it."""
@@ -142,13 +153,16 @@ class ArchiveWriter:
     def _finish(self) -> None:
         try:
             self._file.flush()
-            os.fsync(self._file.fileno())
-            os.replace(self._part, self._path)
+            if self._part is not None:
+                os.fsync(self._file.fileno())
+                os.replace(self._part, self._path)
         except OSError as error:
             raise self._failed(error) from None
 
-    def _failed(self, error: OSError) -> ConfigurationError:
-        return ConfigurationError("--output", str(self._path), f"a place with room to write to ({error.strerror})")
+    def _failed(self, error: OSError) -> BaseException:
+        if isinstance(error, BrokenPipeError):
+            return SystemExit(PIPE_CLOSED)
+        return FileError("write", self._path, error)
 
 
 class ArchiveReader:
@@ -160,7 +174,7 @@ class ArchiveReader:
         try:
             self._file = path.open("rb")
         except OSError as error:
-            raise ConfigurationError("file", str(path), f"a readable file ({error.strerror})") from None
+            raise FileError("read", path, error) from None
         self._size = os.fstat(self._file.fileno()).st_size
         self._heads: dict[int, bytes] = {}
         """Head of each record, by its position."""

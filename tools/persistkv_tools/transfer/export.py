@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -10,7 +12,8 @@ from typing import Annotated, NamedTuple
 import msgspec
 import typer
 
-from persistkv.errors import ConfigurationError
+from persistkv import open_store
+from persistkv.errors import ConfigurationError, MissingOptionError
 from persistkv.storage.backend import Namespace
 from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.codec import Buffer
@@ -27,13 +30,10 @@ from persistkv_tools.options import (
     RequestIds,
     Selection,
     Url,
-    chosen_requests,
-    opened,
-    throttle_of,
 )
 from persistkv_tools.packs import NamespacePacks, OtherReleaseError, Packs, Took, all_keys, check_pack
-from persistkv_tools.progress import byte_progress, counted
-from persistkv_tools.transfer.archive import ArchiveWriter
+from persistkv_tools.progress import byte_progress
+from persistkv_tools.transfer.archive import STANDARD_OUTPUT, ArchiveWriter
 
 
 class Source(NamedTuple):
@@ -61,6 +61,12 @@ class Source(NamedTuple):
             partial(_read_pack, backend),
         )
 
+    def stored_bytes(self, backend: InspectableBackend) -> int:
+        """Payload bytes of the packs that the requests name in a store."""
+        chains = (backend.chain(self.identity.digest, manifest.id) or () for manifest in self.requests)
+        tables = self.packs.tables
+        return sum(tables[pack].payload_length for pack in set().union(*chains) if pack in tables)
+
     def complete(self, keys: ManifestKeys | None) -> bool:
         """Whether there are keys, and a pack for each of them."""
         return keys is not None and self.packs.hold(all_keys(keys))
@@ -79,7 +85,9 @@ class Sent(msgspec.Struct):
 
 def export(
     url: Url,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write; -: to standard output.")
+    ],
     requests: RequestIds = None,
     everything: Annotated[bool, typer.Option("--all", help="All requests.")] = False,
     label: Labels = None,
@@ -93,39 +101,46 @@ def export(
     Example: persistkv export lmdb:///var/cache/kv 0c4de6a0 -o context.pkv
     """
     if not (requests or everything or label):
-        raise ConfigurationError("export", url, "requests, --label or --all")
-    if output.exists() and not force:
+        raise MissingOptionError("export", "requests, --label or --all")
+    to_pipe = output == STANDARD_OUTPUT
+    if to_pipe and (json or sys.stdout.isatty()):
+        raise ConfigurationError("--output", "-", "a file with --json or on a terminal, which would show the bytes")
+    if output.exists() and not force and not to_pipe:
         raise ConfigurationError("--output", str(output), "a file that is not there yet, or --force")
-    throttle = throttle_of(rate)
-    with opened(url) as backend:
-        found = chosen_requests(backend, requests or [], Selection.parse(label), namespace)
-        with byte_progress() as progress, ArchiveWriter(output) as writer:
-            sent = export_requests(backend, found, writer, counted(progress, "export", None, throttle))
+    selection, begin = Selection.parse(label), time.monotonic()
+    with open_store(url) as store, byte_progress() as progress:
+        sent = store.export(
+            output, selection, requests=requests or [], namespace=namespace, rate=rate, progress=progress
+        )
     if json:
         render.print_json({"url": url, "file": str(output), "exported": sent})
     else:
         packs = f"{render.count(sent.packs, 'pack')}, {render.format_size(sent.stored_bytes)}"
-        render.say(f"{render.count(sent.requests, 'request')} with {packs} to {output}")
-        print_incomplete(sent.incomplete)
+        to = "standard output" if to_pipe else output
+        spent = render.format_pace(sent.stored_bytes, time.monotonic() - begin)
+        render.say(f"{render.count(sent.requests, 'request')} with {packs} to {to} {spent}", stderr=to_pipe)
+        print_incomplete(sent.incomplete, stderr=to_pipe)
     if sent.incomplete:
         raise typer.Exit(1)
 
 
 def export_requests(
-    backend: InspectableBackend, found: Iterable[FoundRequest], writer: ArchiveWriter, took: Took
+    backend: InspectableBackend, found: Iterable[FoundRequest], writer: ArchiveWriter, begin: Callable[[int], Took]
 ) -> Sent:
     """Write requests with their packs, each pack once. A pack is written whole, including blocks of other requests.
 
+    :param begin: called with the number of bytes to read; returns the function to call with those of each read.
     :raises StoreError: the medium failed.
     """
     sent = Sent()
     by_namespace: dict[bytes, tuple[Namespace, list[RequestManifest]]] = {}
     for request in found:
         by_namespace.setdefault(request.namespace.id, (request.namespace, []))[1].append(request.manifest)
-    for namespace, manifests in by_namespace.values():
-        writer.namespace(namespace.identity)
+    sources = [Source.of(backend, namespace, manifests) for namespace, manifests in by_namespace.values()]
+    took = begin(sum(source.stored_bytes(backend) for source in sources))
+    for source in sources:
+        writer.namespace(source.identity)
         sent.namespaces += 1
-        source = Source.of(backend, namespace, manifests)
         written: dict[bytes, bool] = {}
         for manifest in source.requests:
             keys = source.keys(manifest.id)
@@ -156,7 +171,7 @@ def _read_pack(backend: InspectableBackend, table: PackTable, took: Took) -> Buf
         return None
 
 
-def print_incomplete(names: list[str]) -> None:
+def print_incomplete(names: list[str], *, stderr: bool = False) -> None:
     """Print the requests that were left out."""
     for name in names:
-        render.say(f"left out, because some of its blocks are damaged or gone: {name}")
+        render.say(f"left out, because some of its blocks are damaged or gone: {name}", stderr=stderr)

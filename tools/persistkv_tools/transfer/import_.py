@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -40,11 +41,12 @@ def import_(
     Example: persistkv import context.pkv lmdb:///var/cache/kv
     """
     StoreUrl.parse(url)
+    begin = time.monotonic()
     with closing(ArchiveReader(file)) as archive, byte_progress() as progress:
         sources = verify_archive(archive, counted(progress, "verify", file.stat().st_size))
         with opened_if_there(url) as there:
             transfer = Transfer(sources, there, url)
-            place = transfer.place(there, None, newest=newest)
+            place, _, _ = transfer.place(there, None, newest=newest)
         with closing(open_inspectable(place)) as backend:
             differences = new_identities(backend, url, sources, strict=strict)
             took = counted(progress, "import", transfer.content.payload_bytes)
@@ -59,7 +61,7 @@ def import_(
         for found in differences:
             fields = "; ".join(map(str, found))
             render.say(f"{url} held nothing of this identity; its nearest namespace differs in {fields}")
-        print_received(received, url, place, capacity)
+        print_received(received, url, place, capacity, time.monotonic() - begin)
     if not received.complete:
         raise typer.Exit(1)
 

@@ -12,13 +12,16 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from typing import Annotated, NamedTuple
 
 import msgspec
 import typer
+from rich.progress import Progress
 
+from persistkv import open_store
 from persistkv.config import MAX_PACK_BYTES, StoreUrl
 from persistkv.errors import ConfigurationError, PersistKVError
 from persistkv.storage import BACKENDS, open_inspectable
@@ -29,6 +32,7 @@ from persistkv.storage.format.pack import PackTable
 from persistkv.storage.format.pack_writer import PackCopy
 from persistkv_tools import render
 from persistkv_tools.options import (
+    STORE_VARIABLE,
     InNamespace,
     Json,
     Labels,
@@ -36,13 +40,10 @@ from persistkv_tools.options import (
     OlderThan,
     Rate,
     Selection,
-    chosen_namespaces,
-    opened,
     opened_if_there,
-    throttle_of,
 )
 from persistkv_tools.packs import NamespacePacks, Packs, Took, all_keys
-from persistkv_tools.progress import byte_progress, counted
+from persistkv_tools.progress import Throttle, byte_progress, counted
 from persistkv_tools.transfer.export import Source, print_incomplete
 
 _SHOWN = 20
@@ -54,6 +55,7 @@ _EMPTY_BYTES = 256 << 10  # 256 KiB: files of an empty store
 _COMMIT_SHARE, _MOST_COMMIT_BYTES = 16, 256 << 20  # 256 MiB
 _CATALOGUE_SHARES, _SMALL_CATALOGUE_BYTES = (32, 256), 8 << 20  # 8 MiB
 _PAGES_BYTES = 2 << 20  # 2 MiB: catalogue pages freed by the last commits, not yet reusable
+_TARGET_HELP = "The store to copy to, made where it is absent."
 Newest = Annotated[
     bool,
     typer.Option("--newest", help="Where not all fits, copy the newest requests that do. Exit code 1: not all did."),
@@ -65,14 +67,17 @@ class StoreTooSmallError(PersistKVError):
 
 
 def push(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="The store to copy from.")],
-    target: Annotated[str, typer.Argument(metavar="DST", help="The store to copy to, made where it is absent.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="The store to copy from.", envvar=STORE_VARIABLE, show_default=False)
+    ],
+    target: Annotated[str, typer.Argument(metavar="DST", help=_TARGET_HELP)],
     namespace: InNamespace = None,
     label: Labels = None,
     older_than: OlderThan = None,
     newer_than: NewerThan = None,
     newest: Newest = False,
     rate: Rate = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be copied.")] = False,
     json: Json = False,
 ) -> None:
     """Copy what another store lacks; run it again where it was cut off. Exit code 1: some requests did not get there.
@@ -81,38 +86,68 @@ def push(
 
     Example: persistkv push lmdb:///var/cache/kv lmdb:///mnt/backup/kv?capacity=1TiB
     """
-    ends = [StoreUrl.parse(url) for url in (source, target)]
-    if (ends[0].scheme, ends[0].location) == (ends[1].scheme, ends[1].location):
-        raise ConfigurationError("DST", target, "another store than SRC")
-    selection, throttle = Selection.parse(label, older_than, newer_than), throttle_of(rate)
-    with opened(source) as reading:
-        sources = sources_of(reading, chosen_namespaces(reading, namespace), selection)
-        with opened_if_there(target) as there:
-            transfer = Transfer(sources, there, target, everything=selection == Selection())
-            place = transfer.place(there, reading.stats().capacity, newest=newest)
-        with closing(open_inspectable(place)) as writing, byte_progress() as progress:
-            took = counted(progress, "copy", transfer.content.payload_bytes, throttle)
-            received = transfer.run(writing, took, newest=newest)
-            capacity = writing.stats().capacity
+    selection, begin = Selection.parse(label, older_than, newer_than), time.monotonic()
+    with open_store(source) as store, byte_progress() as progress:
+        pushed = store.push(
+            target, selection, namespace=namespace, newest=newest, rate=rate, dry_run=dry_run, progress=progress
+        )
     if json:
-        render.print_json({"source": source, "target": target, "received": received, "capacity": capacity})
+        totals = {"dry_run": dry_run, "received": pushed.received, "capacity": pushed.capacity}
+        render.print_json({"source": source, "target": target, **totals})
     else:
-        print_received(received, target, place, capacity)
-    if not received.complete:
+        print_received(
+            pushed.received, target, pushed.url, pushed.capacity, None if dry_run else time.monotonic() - begin
+        )
+    if not pushed.received.complete:
         raise typer.Exit(1)
 
 
-def pull(**options: object) -> None:
+def pull(
+    target: Annotated[str, typer.Argument(metavar="DST", help=_TARGET_HELP, envvar=STORE_VARIABLE, show_default=False)],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="The store to copy from.")],
+    **options: object,
+) -> None:
     """Copy what this store lacks and another one has: push, seen from the other end.
 
     Example: persistkv pull lmdb:///var/cache/kv s3://my-bucket/kv --label user=anna --rate 100MiB
     """
-    push(**options)  # type: ignore[arg-type]
+    push(source, target, **options)  # type: ignore[arg-type]
 
 
-_push = inspect.signature(push, eval_str=True)
-_source, _target, *_others = _push.parameters.values()
-pull.__signature__ = _push.replace(parameters=[_target, _source, *_others])  # type: ignore[attr-defined]
+_push, _pull = (inspect.signature(function, eval_str=True) for function in (push, pull))
+pull.__signature__ = _pull.replace(  # type: ignore[attr-defined]
+    parameters=[*list(_pull.parameters.values())[:2], *list(_push.parameters.values())[2:]]
+)
+
+
+def copy_requests(
+    url: str,
+    backend: InspectableBackend,
+    namespaces: Iterable[Namespace],
+    target: str,
+    selection: Selection,
+    throttle: Throttle,
+    progress: Progress | None,
+    *,
+    newest: bool,
+    dry_run: bool,
+) -> Pushed:
+    """Copy what another store lacks; see ``Store.push``.
+
+    :param url: of the store to copy from.
+    """
+    ends = [StoreUrl.parse(end) for end in (url, target)]
+    if (ends[0].scheme, ends[0].location) == (ends[1].scheme, ends[1].location):
+        raise ConfigurationError("target", target, "another store than the source")
+    sources = sources_of(backend, namespaces, selection)
+    with opened_if_there(target) as there:
+        transfer = Transfer(sources, there, target, everything=selection == Selection())
+        place, capacity, choice = transfer.place(there, backend.stats().capacity, newest=newest)
+    if dry_run:
+        return Pushed(transfer.planned(choice), place, capacity)
+    with closing(open_inspectable(place)) as writing:
+        took = counted(progress, "copy", transfer.content.payload_bytes, throttle)
+        return Pushed(transfer.run(writing, took, newest=newest), place, writing.stats().capacity)
 
 
 def sources_of(backend: InspectableBackend, namespaces: Iterable[Namespace], selection: Selection) -> list[Source]:
@@ -216,6 +251,16 @@ class Received(msgspec.Struct):
         """Whether the store holds all that it was to receive."""
         left_out = self.incomplete or self.missing or self.missing_packs
         return not (left_out or self.lost or self.lost_packs)
+
+
+class Pushed(NamedTuple):
+    """Outcome of a push."""
+
+    received: Received
+    url: str
+    """The target as it was opened: a target that was created has a capacity that holds the content."""
+    capacity: int | None
+    """Capacity of the target."""
 
 
 class Candidate(NamedTuple):
@@ -335,16 +380,19 @@ class Transfer:
                 missing.append(candidate.manifest.id)
         return Choice(sorted(chosen, key=_age), [], content, missing)
 
-    def place(self, there: InspectableBackend | None, least: int | None, *, newest: bool) -> str:
-        """The URL to open for writing: a store that is to be created gets a capacity that holds all of it.
+    def place(
+        self, there: InspectableBackend | None, least: int | None, *, newest: bool
+    ) -> tuple[str, int | None, Choice]:
+        """The URL to open for writing, the capacity of the store, and the content to copy. A store that is to be
+        created gets a capacity that holds all of it.
 
         :param there: the target as it is; None: it is to be created.
         :param least: its capacity, unless the URL names one.
         :raises StoreTooSmallError: it does not fit, and not ``newest``; nothing was created or written.
         """
         if there is not None:
-            self.choose(Room.of(there), newest=newest)
-            return self._url
+            room = Room.of(there)
+            return self._url, None if room is None else room.capacity, self.choose(room, newest=newest)
         url, parsed = self._url, StoreUrl.parse(self._url)
         driver = BACKENDS.get(parsed.scheme)
         capacity = driver.new_policy(parsed).capacity if issubclass(driver, SupportsPolicy) else None
@@ -352,8 +400,19 @@ class Transfer:
         if capacity is not None and capacity < wanted and "capacity" not in parsed.options:
             url += f"{'&' if '?' in url else '?'}capacity={wanted}"
             capacity = wanted
-        self.choose(None if capacity is None else Room(capacity), newest=newest)
-        return url
+        return url, capacity, self.choose(None if capacity is None else Room(capacity), newest=newest)
+
+    def planned(self, choice: Choice) -> Received:
+        """Outcome of ``run``, if no store changes meanwhile and no pack is damaged."""
+        content = choice.content
+        return msgspec.structs.replace(
+            self._received,
+            packs=content.packs,
+            stored_bytes=content.payload_bytes,
+            requests=content.requests,
+            missing=list(choice.missing),
+            missing_packs=len(self._everything.orphans) - len(choice.orphans),
+        )
 
     def run(self, target: InspectableBackend, took: Took, *, newest: bool = False) -> Received:
         """Copy all of it, or the newest requests that fit. Requests follow packs of no request, the oldest first.
@@ -471,15 +530,22 @@ class _Receiver:
         self._packs.refresh()
 
 
-def print_received(received: Received, url: str, place: str, capacity: int | None) -> None:
+def print_received(
+    received: Received, url: str, place: str, capacity: int | None, seconds: float | None = None
+) -> None:
     """Print the outcome of a transfer.
 
     :param place: the URL that was opened; another one than ``url`` for a store that was created with a capacity of its
         content, which neither ``url`` nor the driver's default explains.
     :param capacity: of the store.
+    :param seconds: that it took; None: it is a plan.
     """
     requests, packs = _counts(received.requests, received.packs)
-    render.say(f"{requests} and {packs}, {render.format_size(received.stored_bytes)} came to {url}")
+    what, size = f"{requests} and {packs}", render.format_size(received.stored_bytes)
+    if seconds is None:
+        render.say(f"to copy to {url}: {what}, {size}")
+    else:
+        render.say(f"copied to {url}: {what}, {size} {render.format_pace(received.stored_bytes, seconds)}")
     if received.requests_held or received.packs_held:
         render.say(f"{' and '.join(_counts(received.requests_held, received.packs_held))} were there already")
     if received.evicted_packs:
@@ -493,7 +559,8 @@ def print_received(received: Received, url: str, place: str, capacity: int | Non
         lost = " and ".join(_counts(len(received.lost), received.lost_packs))
         _print_names(f"{lost} that came were evicted again:", received.lost)
     if place != url and capacity is not None:
-        render.say(f"{url} was created with a capacity of {render.format_size(capacity)}")
+        created = "would be" if seconds is None else "was"
+        render.say(f"{url} {created} created with a capacity of {render.format_size(capacity)}")
 
 
 def _counts(requests: int, packs: int) -> tuple[str, str]:

@@ -1,0 +1,234 @@
+"""Stored KV for plain ``transformers``: ``load`` fills a cache for ``model.generate``, ``save`` stores it.
+
+Contexts are the same as those of ``Engine``: with the same weights, options and block size, each finds what the other
+stored. Both functions open the store, work in the caller's thread, and close the store.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from persistkv.base import OffloadKey, make_offload_key
+from persistkv.config import GroupLayout, RowLayout, store_url
+from persistkv.connector.common import KVCacheGroupSpec
+from persistkv.connector.matching import GroupBlocks, GroupGeometry, longest_match
+from persistkv.cpu.shared_offload_region import row_stride_bytes
+from persistkv.errors import ConfigurationError, StoreError
+from persistkv.integrations.transformers.kv_cache import KVGeometry, RequestCache
+from persistkv.integrations.transformers.model import model_identity, probe_model
+from persistkv.integrations.transformers.request import BlockHashChain, TokenIds, one_row
+from persistkv.memory.budget import BLOCKS_STAGED
+from persistkv.memory.pages import huge_memory
+from persistkv.memory.rows import Rows
+from persistkv.storage import open_backend
+from persistkv.storage.identity import Identity
+from persistkv.storage.records import RequestEnd, StoreOptions
+from persistkv.storage.store import Store
+
+_ROWS_BYTES = 64 << 20  # 64 MiB of blocks are copied at a time
+_SPARE_TOKENS = 256  # capacity after the prompt
+_GROWTH = 2  # factor of the capacity when the cache is full
+
+
+class PersistentCache(RequestCache):
+    """The KV cache of one sequence, for ``model.generate(..., past_key_values=cache)``. Made by ``load``.
+
+    :ivar restored_tokens: the first tokens of the sequence, whose KV came from the store.
+    """
+
+    def __init__(
+        self, geometry: KVGeometry, url: str, identity: Mapping[str, Any], capacity: int, salt: str | None
+    ) -> None:
+        """Use ``load``."""
+        super().__init__(geometry, capacity)
+        self.restored_tokens: Sequence[int] = ()
+        self._url, self._identity, self._salt = url, Identity.of(identity), salt
+        self._block_size: int = identity["block_size"]
+        specs = [KVCacheGroupSpec(self._block_size, group.sliding_window) for group in geometry]
+        self._groups = [GroupGeometry(spec, factor=1) for spec in specs]
+        self._block_bytes = [group.token_bytes * self._block_size for group in geometry]
+        self._first_present = [0] * len(geometry)
+        """For each group, the first block in the cache: blocks before it were outside of the window at the load."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append tokens to a layer; called by the model.
+
+        :raises ConfigurationError: there is more than one sequence, as in a batch or beam search.
+        """
+        if key_states.shape[0] != 1:
+            raise ConfigurationError("past_key_values", f"{key_states.shape[0]} sequences", "one sequence")
+        capacity = self.buffers[0].shape[3]
+        needed = self.layers[layer_idx].get_seq_length() + key_states.shape[-2]
+        if needed > capacity:
+            self.grow(max(needed, _GROWTH * capacity))
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return keys, values
+
+    def load(self, tokens: Sequence[int]) -> None:
+        """Fill an empty cache with the longest stored prefix that leaves a token to compute.
+
+        :raises StoreError: the store failed; the cache is empty.
+        """
+        chains, failed = self._chains(tokens), set[bytes]()
+        with self._open_store("raw") as store:
+            while True:
+                groups = [
+                    GroupBlocks(group, keys, lambda key: key not in failed and store.contains(key))
+                    for group, keys in zip(self._groups, chains, strict=True)
+                ]
+                length = longest_match(groups, self._block_size, 0, len(tokens) - 1)
+                needed = [group.device_blocks(length) for group in self._groups]
+                lost = self._read(store, chains, needed)
+                if not lost:
+                    break
+                failed.update(lost)
+        self.restored_tokens = tuple(tokens[:length])
+        self._first_present = [positions.start for positions in needed]
+        self.set_length(length)
+
+    def save(self, tokens: Sequence[int], labels: Mapping[str, str], codec: str) -> str:
+        """Store the whole blocks of a context; see the function ``save``."""
+        if tuple(tokens[: len(self.restored_tokens)]) != self.restored_tokens[: len(tokens)]:
+            raise ConfigurationError("token_ids", f"{len(tokens)} tokens", "the tokens that the cache was loaded for")
+        num_tokens = min(len(tokens), self.get_seq_length())
+        chains, request = self._chains(tokens[:num_tokens]), uuid.uuid4().hex
+        present = [keys[first:] for keys, first in zip(chains, self._first_present, strict=True)]
+        with self._open_store(codec) as store:
+            absent = [
+                (group, position)
+                for group, keys in enumerate(chains)
+                for position, key in enumerate(keys)
+                if position >= self._first_present[group] and not store.contains(key)
+            ]
+            for start in range(0, len(absent), len(store.rows)):
+                batch = absent[start : start + len(store.rows)]
+                for row, place in enumerate(batch):
+                    self._row(store, row, place[0]).copy_(self._block(*place))
+                keys = [chains[group][position] for group, position in batch]
+                store.put(request, keys, range(len(batch)), [position for _, position in batch])
+                store.flush()  # before the rows are overwritten
+            store.end_request(
+                RequestEnd(
+                    request, request, tuple(map(list, chains)), num_tokens, self._block_size, labels=dict(labels)
+                )
+            )
+            store.flush()
+            whole = dict(store.take_news().persisted)[request]
+            if not whole and (not _holds(store, present) or _holds(store, chains)):
+                raise StoreError(f"{self._url}: not the whole context could be stored")
+        return request
+
+    def _chains(self, tokens: Sequence[int]) -> list[list[OffloadKey]]:
+        """Return the keys of the context's full blocks, for each group."""
+        hashes = BlockHashChain(self._block_size, self._salt).extend(tokens)
+        return [[make_offload_key(block_hash, group) for block_hash in hashes] for group in range(len(self._groups))]
+
+    def _read(self, store: Store, chains: Sequence[Sequence[bytes]], needed: Sequence[range]) -> list[bytes]:
+        """Copy blocks of the store to the buffers. Stop at the first that cannot be read; return their keys."""
+        wanted = [(group, position) for group, positions in enumerate(needed) for position in positions]
+        for start in range(0, len(wanted), len(store.rows)):
+            batch = wanted[start : start + len(store.rows)]
+            failed = store.read([chains[group][position] for group, position in batch], range(len(batch)))
+            if failed:
+                return failed
+            for row, place in enumerate(batch):
+                self._block(*place).copy_(self._row(store, row, place[0]))
+        return []
+
+    def _block(self, group: int, position: int) -> torch.Tensor:
+        """Return a view of one block, shape (layers, 2, kv_heads, block_size, head_dim)."""
+        return self.buffers[group][:, :, :, position * self._block_size : (position + 1) * self._block_size]
+
+    def _row(self, store: Store, row: int, group: int) -> torch.Tensor:
+        """Return a view of one row in the same shape."""
+        stored = torch.from_numpy(store.rows.array[row, : self._block_bytes[group]])
+        return stored.view(self.buffers[group].dtype).view(self._block(group, 0).shape)
+
+    @contextmanager
+    def _open_store(self, codec: str) -> Iterator[Store]:
+        stride = row_stride_bytes(1, max(self._block_bytes))
+        layout = RowLayout(stride, tuple(GroupLayout(((0, size),)) for size in self._block_bytes))
+        num_bytes = max(1, _ROWS_BYTES // stride) * stride
+        options = StoreOptions(codec=codec)
+        staging_bytes = max(options.staging_bytes, BLOCKS_STAGED * stride)
+        options = msgspec.structs.replace(options, staging_bytes=staging_bytes)
+        rows = Rows(memoryview(huge_memory(num_bytes))[:num_bytes], layout)
+        backend = open_backend(self._url)
+        try:
+            store = Store(backend, self._identity, rows, options, url=self._url)
+        except BaseException:
+            backend.close()
+            raise
+        with closing(store):
+            yield store
+
+
+def load(
+    model: Any,
+    token_ids: TokenIds,
+    store: str | Path,
+    *,
+    block_size: int = 16,
+    checkpoint: str | Path | None = None,
+    salt: str | None = None,
+) -> PersistentCache:
+    """Return a cache with the KV of the longest stored prefix of a prompt; empty if the store has none for this model.
+
+    Pass it to ``model.generate`` with the whole prompt: ``generate(input_ids, past_key_values=cache)``.
+
+    :param model: a Hugging Face decoder-only model on its device.
+    :param token_ids: the prompt: integers, a tensor of shape (tokens,) or (1, tokens), or a tokenizer's output.
+    :param store: URL of the store, or the path of an LMDB store; it is created if absent.
+    :param block_size: tokens in a block.
+    :param checkpoint: directory that the model was loaded from, if its weights were not changed since. Their
+        fingerprint, which is cached, then identifies the model. By default each call hashes the state dict, which takes
+        seconds if the model is large.
+    :param salt: contexts of different salts share no blocks.
+    :raises ConfigurationError: an argument is invalid.
+    :raises UnsupportedModelError: the model uses a kind of cache that persistkv does not support.
+    :raises StoreError: the store cannot be opened or read.
+    """
+    tokens = one_row(token_ids)
+    if not tokens:
+        raise ConfigurationError("token_ids", "no tokens", "at least one token")
+    if block_size <= 0:
+        raise ConfigurationError("block_size", block_size, "a positive number")
+    geometry = probe_model(model)
+    identity = model_identity(model, None if checkpoint is None else Path(checkpoint), geometry, block_size)
+    cache = PersistentCache(geometry, store_url(store), identity, len(tokens) + _SPARE_TOKENS, salt)
+    cache.load(tokens)
+    return cache
+
+
+def save(
+    cache: PersistentCache,
+    token_ids: TokenIds,
+    *,
+    labels: Mapping[str, str] | None = None,
+    codec: str = "raw",
+) -> str:
+    """Store a cache's whole blocks in the store that it was loaded from. They are durable on return.
+
+    :param cache: a cache of ``load``, after ``model.generate`` or a forward pass.
+    :param token_ids: the tokens in the cache, in order, such as a row of ``generate``'s output; the last one, whose KV
+        was not computed, is ignored.
+    :param labels: stored with the context and shown by ``persistkv ls``.
+    :param codec: codec of new packs, as in ``Engine.open``.
+    :returns: the id of the request in ``persistkv ls``. A context shorter than a block stores nothing.
+    :raises ConfigurationError: the tokens do not begin with those that were restored, or an option is invalid.
+    :raises StoreError: the store failed, or did not take all of it; a part may be stored.
+    """
+    return cache.save(one_row(token_ids), labels or {}, codec)
+
+
+def _holds(store: Store, chains: Sequence[Sequence[bytes]]) -> bool:
+    return all(store.contains(key) for keys in chains for key in keys)

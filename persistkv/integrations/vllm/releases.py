@@ -1,0 +1,26 @@
+"""What the supported releases of vLLM, 0.31 to 0.33, have or lack; the rest of the plugin uses only what all have.
+
+Hooks that only newer releases call need nothing here: older ones ignore the method or the argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from persistkv.base import OffloadKey
+
+Position = Callable[[OffloadKey], "int | None"]
+"""The number of tokens up to the end of a key's chunk; None if the engine does not know it."""
+
+
+def key_position(context: Any) -> Position | None:
+    """Return the function of a ``ReqContext`` for its keys' positions; None in a release without positions."""
+    return getattr(context, "get_offload_key_position", None)
+
+
+def fixes_hash_seed() -> bool:
+    """Return whether this release fixes the seed of cryptographic block hashes if the environment sets none."""
+    from vllm.v1.core import kv_cache_utils
+
+    return hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")

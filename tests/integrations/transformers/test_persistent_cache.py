@@ -1,0 +1,177 @@
+"""``load`` and ``save`` compared with plain transformers, across processes, and with the engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+import persistkv
+from persistkv import ConfigurationError, Engine, PersistentCache
+from tests.integrations.transformers.conftest import tiny_llama
+
+NEW_TOKENS = 40
+
+
+@pytest.fixture(autouse=True)
+def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+def generate(
+    model: PreTrainedModel, prompt: list[int], cache: PersistentCache | None = None, **options: Any
+) -> list[int]:
+    inputs = torch.tensor([prompt])
+    output = model.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        past_key_values=cache,
+        **{"max_new_tokens": NEW_TOKENS, "do_sample": False} | options,
+    )
+    tokens: list[int] = output[0].tolist()
+    return tokens
+
+
+def save_answer(model: PreTrainedModel, prompt: list[int], store: Path, **options: Any) -> list[int]:
+    cache = persistkv.load(model, prompt, store)
+    tokens = generate(model, prompt, cache)
+    persistkv.save(cache, tokens, **options)
+    return tokens
+
+
+def test_generate_with_stored_prefix_returns_the_tokens_of_plain_transformers(
+    model: LlamaForCausalLM, prompt: list[int], store: Path
+) -> None:
+    expected = generate(model, prompt)
+    assert save_answer(model, prompt, store) == expected, "an empty cache"
+    cache = persistkv.load(model, prompt, store)
+    assert list(cache.restored_tokens) == prompt[:96]
+    assert generate(model, prompt, cache) == expected
+    longer = [*expected, *prompt[:30]]
+    cache = persistkv.load(model, longer, store)
+    assert len(cache.restored_tokens) == 128, "KV of generated tokens is restored, too"
+    assert generate(model, longer, cache) == generate(model, longer)
+
+
+def test_generate_hybrid_model_returns_the_tokens_of_plain_transformers(
+    windowed: PreTrainedModel, prompt: list[int], store: Path
+) -> None:
+    expected = save_answer(windowed, prompt, store)
+    assert expected == generate(windowed, prompt)
+    for _ in range(2):
+        cache = persistkv.load(windowed, prompt, store)
+        assert len(cache.restored_tokens) == 96
+        assert generate(windowed, prompt, cache) == expected
+        persistkv.save(cache, expected)  # of a cache that has no blocks before the window
+
+
+def test_cache_longer_than_its_capacity_grows(model: LlamaForCausalLM, prompt: list[int], store: Path) -> None:
+    cache = persistkv.load(model, prompt, store)
+    assert generate(model, prompt, cache, max_new_tokens=600) == generate(model, prompt, max_new_tokens=600)
+
+
+def test_cropped_cache_continues_from_its_last_token(model: LlamaForCausalLM, prompt: list[int], store: Path) -> None:
+    cache = persistkv.load(model, prompt, store)
+    tokens = generate(model, prompt, cache)
+    cache.crop(50)
+    assert generate(model, prompt, cache) == tokens
+
+
+RESTARTED = """
+import sys, torch, persistkv
+from transformers import AutoModelForCausalLM
+path, store, *prompt = sys.argv[1:]
+torch.set_num_threads(1)
+model, prompt = AutoModelForCausalLM.from_pretrained(path).eval(), [int(token) for token in prompt]
+cache = persistkv.load(model, prompt, store, checkpoint=path)
+inputs = torch.tensor([prompt])
+output = model.generate(
+    inputs, attention_mask=torch.ones_like(inputs), past_key_values=cache, max_new_tokens=20, do_sample=False
+)
+persistkv.save(cache, output)
+print(len(cache.restored_tokens), *output[0].tolist())
+"""
+
+
+def test_load_in_a_new_process_restores_what_another_saved(
+    model: LlamaForCausalLM, prompt: list[int], store: Path, tmp_path: Path
+) -> None:
+    model.save_pretrained(tmp_path / "checkpoint")
+    command = [sys.executable, "-c", RESTARTED, str(tmp_path / "checkpoint"), str(store), *map(str, prompt)]
+    cold, warm = (
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.split()
+        for _ in range(2)
+    )
+    assert (cold[0], warm[0]) == ("0", "96")
+    assert warm[1:] == cold[1:] == [str(token) for token in generate(model, prompt, max_new_tokens=20)]
+
+
+def test_load_other_weights_or_salt_misses(model: LlamaForCausalLM, prompt: list[int], store: Path) -> None:
+    save_answer(model, prompt, store)
+    other = tiny_llama(seed=1)
+    assert persistkv.load(other, prompt, store).restored_tokens == ()
+    assert persistkv.load(model, prompt, store, salt="tenant").restored_tokens == ()
+    assert persistkv.load(model, prompt, store, block_size=8).restored_tokens == ()
+    with torch.no_grad():
+        changed = tiny_llama()
+        changed.lm_head.weight[0] += 1
+    assert persistkv.load(changed, prompt, store).restored_tokens == (), "weights that were changed after loading"
+    assert generate(other, prompt, persistkv.load(other, prompt, store)) == generate(other, prompt)
+
+
+def test_engine_and_load_find_each_others_contexts(model: LlamaForCausalLM, prompt: list[int], store: Path) -> None:
+    tokens = save_answer(model, prompt, store, labels={"user": "anna"})
+    options: dict[str, Any] = {"cpu_bytes": "8MiB", "device_blocks": 32, "host": "inline"}
+    with Engine.open(model, store, **options) as engine:
+        found = engine.generate(prompt, NEW_TOKENS)
+        assert found.stats.persistent_tokens == 96
+        assert [*prompt, *found.tokens] == tokens
+        other = [token ^ 1 for token in prompt]
+        assert engine.wait_persisted(engine.generate(other, 2))
+    assert len(persistkv.load(model, other, store).restored_tokens) == 96
+
+
+def test_save_returns_the_id_of_the_listed_request(model: LlamaForCausalLM, prompt: list[int], store: Path) -> None:
+    cache = persistkv.load(model, prompt, store)
+    tokens = generate(model, prompt, cache)
+    saved = persistkv.save(cache, torch.tensor([tokens]), labels={"user": "anna"}, codec="zstd")
+    with persistkv.open_store(store) as opened:
+        (request,) = opened.requests().requests
+    assert (request.id, request.labels, request.tokens) == (saved, {"user": "anna"}, len(tokens) - 1)
+
+
+def test_load_damaged_block_restores_the_blocks_before_it(
+    model: LlamaForCausalLM, prompt: list[int], store: Path
+) -> None:
+    tokens = save_answer(model, prompt, store)
+    segment = max(store.rglob("*.seg"))
+    data = bytearray(segment.read_bytes())
+    last = max(index for index, byte in enumerate(data) if byte)
+    data[last] ^= 1
+    segment.write_bytes(data)
+    longer = [*tokens, 1]
+    cache = persistkv.load(model, longer, store)
+    assert len(cache.restored_tokens) < 128
+    assert generate(model, longer, cache) == generate(model, longer)
+
+
+def test_save_other_tokens_or_several_sequences_raises(model: LlamaForCausalLM, prompt: list[int], store: Path) -> None:
+    save_answer(model, prompt, store)
+    cache = persistkv.load(model, prompt, store)
+    with pytest.raises(ConfigurationError, match="loaded for"):
+        persistkv.save(cache, [token ^ 1 for token in prompt])
+    with pytest.raises(ConfigurationError, match="one sequence"):
+        generate(model, prompt, cache, num_beams=2)
+    for wrong in ([], [[1, 2], [3, 4]]):
+        with pytest.raises(ConfigurationError, match="token_ids"):
+            persistkv.load(model, wrong, store)  # type: ignore[arg-type]

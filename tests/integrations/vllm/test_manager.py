@@ -1,0 +1,284 @@
+"""vLLM's tiering manager and the spec's worker over a store, without an engine: the calls that an engine makes.
+
+These also run on the files of releases that have no build for CPUs (``make test-vllm-next``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.integrations.vllm.offloading import offloading_config
+
+pytestmark = pytest.mark.vllm
+
+CHUNKS, CHUNK_BYTES, CHUNK_TOKENS = 16, 8192, 16
+TIMEOUT_S = 60
+
+
+class Engine:
+    """The scheduler's side of an engine and one worker of it, over one spec."""
+
+    def __init__(self, url):
+        from persistkv.integrations.vllm.plugin import register
+        from persistkv.integrations.vllm.spec import PersistKVSpec
+
+        register()
+        config = dataclasses.replace(
+            offloading_config(CHUNK_BYTES, CHUNK_TOKENS),
+            engine_id=f"test-{os.getpid()}-{time.monotonic_ns()}",
+            extra_config={
+                "cpu_bytes_to_use": CHUNKS * CHUNK_BYTES,
+                "secondary_tiers": [{"type": "persistkv", "url": url}],
+            },
+        )
+        self.spec = PersistKVSpec(config)
+        self.manager = self.spec.get_manager()
+        self.lock = getattr(self.manager, "lock", threading.Lock())
+        self.requests = self.jobs = 0
+        self.register(torch.randint(-128, 128, (2 * CHUNKS, CHUNK_BYTES), dtype=torch.int8))
+
+    def register(self, pages):
+        from vllm.v1.kv_offload import base
+
+        self.pages = pages
+        caches = base.CanonicalKVCaches(
+            [base.CanonicalKVCacheTensor(pages, CHUNK_BYTES)], [[base.CanonicalKVCacheRef(0, CHUNK_BYTES)]]
+        )
+        self.worker = self.spec.get_worker(caches)
+
+    def request(self, keys):
+        from vllm.v1.kv_offload.base import ReqContext
+
+        self.requests += 1
+        context = ReqContext(f"request-{self.requests}")
+        for index, key in enumerate(keys):
+            context.set_offload_key_position(key, (index + 1) * CHUNK_TOKENS)
+        with self.lock:
+            self.manager.on_new_request(context)
+        return context
+
+    def step(self):
+        from vllm.v1.kv_offload.base import ScheduleEndContext
+
+        with self.lock:
+            self.manager.on_schedule_end(ScheduleEndContext([], []))
+
+    def store(self, keys):
+        """Store the first pages under these keys and wait until the tier has taken them."""
+        context = self.request(keys)
+        with self.lock:
+            output = self.manager.prepare_store(keys, context)
+        if absent := output.keys_to_store:  # those that the primary tier does not hold
+            pages = [keys.index(key) for key in absent]
+            assert self.worker.submit_store(self._job(), self._blocks(pages), output.store_spec)
+        with self.lock:
+            if absent:
+                self.manager.complete_store(absent, context, True)
+            self.manager.on_request_finished(context)
+        self.settle()
+
+    def settle(self):
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.manager.has_pending_work():
+            assert time.monotonic() < deadline
+            self.step()
+            time.sleep(0.001)
+
+    def load(self, keys, first_page, **arguments):
+        """Promote the keys, copy them to pages and return whether all were found."""
+        from vllm.v1.kv_offload.base import LookupResult
+
+        context = self.request(keys)
+        deadline = time.monotonic() + TIMEOUT_S
+        source = None
+        while source is None:
+            with self.lock:
+                found = {self.manager.lookup(key, context) for key in keys}
+                if found == {LookupResult.HIT}:
+                    source = self.manager.prepare_load(keys, context)
+            if LookupResult.MISS in found:
+                return False
+            assert time.monotonic() < deadline
+            self.step()
+            time.sleep(0.001)
+        assert self.worker.submit_load(
+            self._job(), source, self._blocks(range(first_page, first_page + len(keys))), **arguments
+        )
+        with self.lock:
+            self.manager.complete_load(keys, context)
+            self.manager.on_request_finished(context)
+        return True
+
+    def look_up(self, keys, context):
+        with self.lock:
+            return [self.manager.lookup(key, context) for key in keys]
+
+    def _job(self):
+        self.jobs += 1
+        return self.jobs
+
+    @staticmethod
+    def _blocks(pages):
+        from vllm.v1.kv_offload.base import GPULoadStoreSpec
+
+        return GPULoadStoreSpec(list(pages), [len(pages)], [0])
+
+    def close(self):
+        self.manager.shutdown()
+        self.worker.shutdown()
+
+
+@pytest.fixture
+def start(url, monkeypatch):
+    from persistkv.integrations.vllm import tier
+
+    config = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"))
+    monkeypatch.setattr(tier, "find_vllm_config", lambda: config)
+    monkeypatch.setattr(tier, "engine_identity", lambda *_, **__: {"test": 1})
+    running = []
+
+    def start():
+        running.append(Engine(url))
+        return running[-1]
+
+    yield start
+    for engine in running:
+        engine.close()
+
+
+def keys_of(count, first=0):
+    return [bytes([first + index]) * 32 + bytes(4) for index in range(count)]
+
+
+def same(engine, count, first_page):
+    return bool((engine.pages[:count] == engine.pages[first_page : first_page + count]).all())
+
+
+def test_restart_loads_what_the_last_engine_stored(start):
+    engine, keys = start(), keys_of(4)
+    engine.store(keys)
+    before = engine.pages[:4].clone()
+    engine.close()
+    engine = start()
+    assert engine.load(keys, 8)
+    assert bool((engine.pages[8:12] == before).all())
+
+
+def test_expedited_load_is_finished_when_it_was_submitted(start):
+    engine, keys = start(), keys_of(2)
+    engine.store(keys)
+    assert engine.load(keys, 8, expedited=True)
+    assert same(engine, 2, 8)
+    assert [result.success for result in engine.worker.get_finished()] == [True, True]
+
+
+def test_reset_cache_keeps_the_store_and_promotes_again_after_it_was_flushed(start):
+    from vllm.v1.kv_offload.base import LookupResult
+
+    engine, keys = start(), keys_of(4)
+    engine.store(keys)
+    with engine.lock:
+        engine.manager.reset_cache()
+    if hasattr(engine.manager, "on_reset_flushed"):
+        assert engine.look_up(keys, engine.request(keys)) == [LookupResult.MISS] * 4
+        with engine.lock:
+            engine.manager.on_reset_flushed()
+    assert engine.load(keys, 8)
+    assert same(engine, 4, 8)
+
+
+def test_reset_cache_during_a_store_and_a_promotion_leaves_no_job_behind(start):
+    engine, keys = start(), keys_of(4)
+    engine.store(keys)
+    with engine.lock:
+        engine.manager.reset_cache()
+        getattr(engine.manager, "on_reset_flushed", lambda: None)()
+    context = engine.request(keys)
+    engine.look_up(keys, context)
+    engine.step()  # submits the promotion
+    with engine.lock:
+        engine.manager.reset_cache()
+        engine.manager.on_request_finished(context)
+        getattr(engine.manager, "on_reset_flushed", lambda: None)()
+    engine.settle()
+    assert engine.load(keys, 8)
+    assert same(engine, 4, 8)
+
+
+def test_lookups_and_polls_of_a_second_thread(start):
+    engine = start()
+    contexts = [keys_of(3, 3 * number) for number in range(5)]
+    ended, problems = threading.Event(), []
+
+    def poll():
+        """What vLLM's thread does for peers: lookups for other requests, and steps in between."""
+        try:
+            while not ended.is_set():
+                keys = contexts[len(problems) % 5]
+                context = engine.request(keys)
+                engine.look_up(keys, context)
+                engine.step()
+                with engine.lock:
+                    engine.manager.on_request_finished(context)
+        except BaseException as error:
+            problems.append(error)
+
+    engine.lock = threading.Lock()
+    thread = threading.Thread(target=poll)
+    thread.start()
+    try:
+        for _ in range(3):
+            for keys in contexts:
+                engine.store(keys)
+                with engine.lock:
+                    engine.manager.reset_cache()
+                    getattr(engine.manager, "on_reset_flushed", lambda: None)()
+                assert engine.load(keys, 8)
+                assert same(engine, 3, 8)
+    finally:
+        ended.set()
+        thread.join()
+    assert not problems
+
+
+def test_wake_with_new_pages_loads_what_was_stored_before_the_sleep(start):
+    engine, keys = start(), keys_of(4)
+    engine.store(keys)
+    before = engine.pages[:4].clone()
+    engine.worker.shutdown()
+    engine.register(torch.zeros((2 * CHUNKS, CHUNK_BYTES), dtype=torch.int8))
+    assert engine.load(keys, 8)
+    assert bool((engine.pages[8:12] == before).all())
+
+
+def test_manager_is_built_again_over_the_same_spec(start):
+    from persistkv.integrations.vllm.tier import persistent_tiers
+
+    engine = start()
+    assert len(persistent_tiers(engine.spec)) == 1
+    engine.manager.shutdown()
+    assert not persistent_tiers(engine.spec)
+
+
+def test_config_info_names_the_store(start):
+    engine = start()
+    if not hasattr(engine.manager, "config_info"):
+        pytest.skip("this release has no config_info")
+    (labels,) = [labels for labels in engine.manager.config_info() if labels["tier"].endswith(":persistkv")]
+    assert labels == {
+        "tier": labels["tier"],
+        "store": "lmdb",
+        "namespace": labels["namespace"],
+        "codec": "raw",
+        "durability": "commit",
+        "policy": "request",
+        "host": "process",
+    }
+    assert set(labels) <= set(type(engine.spec).config_info_keys(engine.spec.extra_config))

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import persistkv
+from persistkv import ConfigurationError, Selection, StoreError, StoreUnavailableError, open_store
+from persistkv.storage import open_backend
+from persistkv_tools.options import NotFoundError
+from tests.tools.contexts import BLOCK_BYTES, Contexts
+from tests.tools.damage import Damage
+
+
+@pytest.fixture
+def filled(url: str) -> str:
+    """Return the URL of a store with four requests, of which two share a prefix."""
+    with closing(open_backend(url)) as backend:
+        contexts = Contexts(backend)
+        contexts.add("anna-1", "a b c", labels={"user": "anna"}, age_s=3600)
+        contexts.add("anna-2", "a b d", labels={"user": "anna"}, age_s=60)
+        contexts.add("bert-1", "x y", labels={"user": "bert"}, age_s=7200)
+        contexts.add("carl", "m n o p", age_s=10)
+    return url
+
+
+def ids(store: persistkv.Store, *arguments: Any, **options: Any) -> list[str]:
+    return [request.id for request in store.requests(*arguments, **options).requests]
+
+
+def test_open_store_absent_store_raises_and_creates_nothing(tmp_path: Path) -> None:
+    for read_only in (True, False):
+        with pytest.raises(StoreUnavailableError):
+            open_store(tmp_path / "absent", read_only=read_only)
+    assert not (tmp_path / "absent").exists()
+
+
+def test_open_store_path_opens_the_same_store(filled: str) -> None:
+    path = Path(filled.partition("://")[2].partition("?")[0])
+    with open_store(path) as store:
+        assert len(ids(store)) == 4
+
+
+def test_requests_returns_the_selected_ones_in_order(filled: str) -> None:
+    with open_store(filled) as store:
+        assert ids(store) == ["carl", "anna-2", "anna-1", "bert-1"]
+        assert ids(store, Selection.parse(["user=anna"])) == ["anna-2", "anna-1"]
+        assert ids(store, Selection.parse(older_than="30m"), sort="tokens", limit=1) == ["anna-1"]
+        assert ids(store, namespace=store.namespaces()[0].id[:4], offset=3) == ["bert-1"]
+        with pytest.raises(ValueError, match="colour"):
+            store.requests(sort="colour")
+
+
+def test_stats_and_namespaces_return_totals(filled: str) -> None:
+    with open_store(filled) as store:
+        totals, (namespace,) = store.stats(), store.namespaces()
+    assert (totals.requests, totals.packs, totals.raw_bytes) == (4, 4, 10 * BLOCK_BYTES)
+    assert (totals.namespaces[0].id, namespace.identity["weights"]) == (namespace.id, "checkpoint:1")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda store: store.pin("carl"),
+        lambda store: store.label("carl", {"a": "b"}),
+        lambda store: store.prune(Selection()),
+        lambda store: store.compact(),
+    ],
+)
+def test_read_only_store_refuses_changes(filled: str, change: Any) -> None:
+    with open_store(filled) as store:
+        with pytest.raises(StoreError, match="read_only=False"):
+            change(store)
+        assert len(ids(store)) == 4
+
+
+def test_pin_and_label_return_the_changed_request(filled: str) -> None:
+    with open_store(filled, read_only=False) as store:
+        assert store.pin("carl").pinned
+        assert not store.pin("carl", pinned=False).pinned
+        assert store.label("anna-1", {"draft": "1"}, remove=["user"]).labels == {"draft": "1"}
+        assert ids(store, Selection.parse(["draft"])) == ["anna-1"]
+        with pytest.raises(NotFoundError, match="2 requests"):
+            store.pin("anna")
+
+
+def test_prune_deletes_what_it_planned(filled: str) -> None:
+    with open_store(filled, read_only=False) as store:
+        planned = store.plan_prune(Selection.parse(["user=anna"]))
+        assert [request.id for request in planned.plan.requests] == ["anna-1", "anna-2"]
+        assert len(ids(store)) == 4, "a plan deletes nothing"
+        assert store.prune().done.requests == 0, "no selection chooses nothing"
+        assert store.prune(requests=["bert"]).done.requests == 1
+        assert planned.run().requests == 2
+        assert ids(store) == ["carl"]
+        assert store.compact() >= 0
+
+
+def test_verify_and_repair_delete_bad_packs(filled: str, tmp_path: Path) -> None:
+    with open_store(filled) as store:
+        (namespace,) = store.backend.namespaces()
+        (pack,) = store.backend.chain(namespace.id, "carl") or []
+    with Damage(filled, namespace.id) as damage:
+        damage.flip_payload(pack, 10)
+    with open_store(filled, read_only=False) as store:
+        found = store.verify(sample=1.0)
+        assert (found.problems, found.packs) == (1, 4)
+        assert [row.request for row in store.plan_repair(found.findings).requests] == ["carl"]
+        assert len(store.repair(found.findings).packs) == 1
+        assert store.verify(resume=tmp_path / "progress").problems == 0
+        with pytest.raises(ConfigurationError, match="share"):
+            store.verify(sample=2)
+
+
+def test_export_and_push_copy_the_selected_requests(filled: str, tmp_path: Path, run: Any) -> None:
+    anna = Selection.parse(["user=anna"])
+    with open_store(filled) as store:
+        sent = store.export(tmp_path / "anna.pkv", anna)
+        assert (sent.requests, sent.incomplete) == (2, [])
+        pushed = store.push(f"lmdb://{tmp_path}/pushed", anna)
+        assert (pushed.received.requests, pushed.received.complete) == (2, True)
+        with pytest.raises(ConfigurationError, match="another store"):
+            store.push(filled)
+    assert run("import", str(tmp_path / "anna.pkv"), f"lmdb://{tmp_path}/imported").returncode == 0
+    for name in ("pushed", "imported"):
+        with open_store(tmp_path / name) as store:
+            assert ids(store) == ["anna-2", "anna-1"]
+
+
+def test_requests_are_those_of_the_command(filled: str, run: Any) -> None:
+    with open_store(filled) as store:
+        listed = json.loads(run("ls", filled, "--json").stdout)["requests"]
+        assert [request["id"] for request in listed] == ids(store)

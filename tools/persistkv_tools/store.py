@@ -1,0 +1,347 @@
+"""``persistkv.open_store``: a store for programs, with the operations of the command line as methods.
+
+Each operation is implemented in the module of its command, which is imported when the operation is first called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from persistkv.config import parse_size, store_url
+from persistkv.errors import StoreError
+from persistkv.storage.backend import CommitBatch
+from persistkv.storage.extensions import InspectableBackend, SupportsCompaction
+from persistkv_tools.options import (
+    FoundRequest,
+    RequestView,
+    Selection,
+    chosen_namespaces,
+    chosen_requests,
+    find_request,
+    opened,
+    throttle_of,
+)
+from persistkv_tools.progress import counted
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from persistkv_tools.inspect.ls import NamespaceView, Page, Sort
+    from persistkv_tools.inspect.stat import StoreTotals
+    from persistkv_tools.maintain.prune import Prune
+    from persistkv_tools.maintain.verify import Repaired, RepairPlan, Summary
+    from persistkv_tools.packs import Finding
+    from persistkv_tools.transfer.export import Sent
+    from persistkv_tools.transfer.push import Pushed
+
+_ALL = Selection()
+
+
+def open_store(url: str | Path, *, read_only: bool = True) -> Store:
+    """Open an existing store. Engines may use it meanwhile.
+
+    :param url: URL of the store, such as ``lmdb:///var/cache/kv``, or the path of an LMDB store.
+    :param read_only: refuse the methods that change the store.
+    :raises ConfigurationError: the URL is invalid, or its driver cannot list requests.
+    :raises StoreUnavailableError: there is no store, or it cannot be reached.
+    """
+    return Store(store_url(url), read_only=read_only)
+
+
+class Store:
+    """An open store. Must be closed, or used in a ``with`` statement. Called from one thread.
+
+    Requests and namespaces are named by their ids or the first characters of these; ``NotFoundError`` is raised if none
+    or several match. Every method raises ``StoreError`` if the medium fails. What a method committed before stays in
+    effect.
+
+    :ivar url: the URL of the store.
+    """
+
+    def __init__(self, url: str, *, read_only: bool = True) -> None:
+        """Use ``open_store``."""
+        self.url = url
+        self._read_only = read_only
+        self._resources = ExitStack()
+        self._reader = self._resources.enter_context(opened(url))
+        self._writer: InspectableBackend | None = None
+
+    @property
+    def backend(self) -> InspectableBackend:
+        """The driver's store, for operations that have no method here; open for writing once a method wrote."""
+        return self._writer or self._reader
+
+    # Inspection
+
+    def requests(
+        self,
+        selection: Selection = _ALL,
+        *,
+        namespace: str | None = None,
+        sort: Sort | str = "created",
+        reverse: bool = False,
+        offset: int = 0,
+        limit: int | None = None,
+        merge_copies: bool = False,
+    ) -> Page:
+        """Return stored requests, the newest or largest first, and the store's namespaces.
+
+        :param sort: ``created``, ``used``, ``tokens``, ``blocks``, ``size``, ``hits``, ``id`` or ``namespace``.
+        :param offset: requests to skip.
+        :param limit: requests to return; None: all.
+        :param merge_copies: return one of the requests with the same context and labels, with their number.
+        """
+        from persistkv_tools.inspect.ls import Sort, list_requests
+
+        return list_requests(
+            self.url,
+            self.backend,
+            selection,
+            namespace=namespace,
+            sort=Sort(sort),
+            reverse=reverse,
+            offset=offset,
+            limit=limit,
+            merge_copies=merge_copies,
+        )
+
+    def namespaces(self) -> list[NamespaceView]:
+        """Return the identities that the store holds KV of, oldest first."""
+        from persistkv_tools.inspect.ls import NamespaceView
+
+        return [NamespaceView.of(namespace) for namespace in chosen_namespaces(self.backend, None)]
+
+    def stats(self) -> StoreTotals:
+        """Return totals of the store and of each namespace. Reads all tables and heads of requests, no payload."""
+        from persistkv_tools.inspect.stat import store_totals
+
+        return store_totals(self.url, self.backend)
+
+    def verify(
+        self,
+        *,
+        sample: float = 1.0,
+        rate: str | None = None,
+        resume: Path | None = None,
+        progress: Progress | None = None,
+    ) -> Summary:
+        """Read the store and check every byte. Without ``rate``, reads a twentieth of the time while engines use it.
+
+        :param sample: random share of the packs to read, above 0 and up to 1.
+        :param rate: bytes to read in a second at most, e.g. ``200MiB``.
+        :param resume: file of the progress. A run that was interrupted resumes from it; the caller deletes it.
+        :param progress: display that shows the progress.
+        :raises ConfigurationError: the rate is invalid, or the file is of another run or cannot be written.
+        """
+        from persistkv_tools.maintain.verify import check_store
+
+        bytes_per_s = None if rate is None else parse_size(rate, name="--rate")
+        return check_store(self.url, self.backend, sample, bytes_per_s, resume, progress)
+
+    # Changes
+
+    def plan_repair(self, findings: Iterable[Finding]) -> RepairPlan:
+        """Return the packs that ``repair`` would delete, and the requests that it would shorten."""
+        from persistkv_tools.maintain.integrity import read_catalogues
+        from persistkv_tools.maintain.verify import plan_repair
+
+        return plan_repair(self.backend, read_catalogues(self.backend), findings)
+
+    def repair(self, findings: Iterable[Finding], done: Repaired | None = None) -> Repaired:
+        """Delete packs that ``verify`` found bad and that still are; requests keep the blocks before them.
+
+        :param done: updated by each commit, and returned.
+        """
+        from persistkv_tools.maintain.integrity import read_catalogues
+        from persistkv_tools.maintain.verify import Repaired, repair_packs
+
+        done = Repaired() if done is None else done
+        backend = self._writable()
+        repair_packs(backend, read_catalogues(backend), findings, lambda num_bytes: None, done)
+        return done
+
+    def plan_prune(
+        self,
+        selection: Selection | None = None,
+        *,
+        requests: Iterable[str] = (),
+        namespace: str | None = None,
+        keep_size: int | str | None = None,
+        orphans: bool = False,
+        shared_packs: bool = False,
+        quarantined: bool = False,
+    ) -> Prune:
+        """Plan deletions of requests and of the packs that only they use; ``run`` of the result deletes them.
+
+        :param selection: requests to delete; ``Selection()``: all; None: none, or those named in ``requests``.
+        :param requests: only these.
+        :param keep_size: delete only as many requests as needed, oldest first, until packs take this.
+        :param orphans: also delete packs that no request names.
+        :param shared_packs: also delete packs that others use, if only deleted requests name a block in them.
+        :param quarantined: also delete the files of damaged stores that were renamed.
+        :raises ConfigurationError: the size is invalid.
+        """
+        from persistkv_tools.maintain.prune import Prune
+
+        keep_bytes = None if keep_size is None else parse_size(keep_size, name="--keep-size")
+        found = [find_request(self.backend, name, namespace) for name in requests]
+        return Prune(
+            self.backend,
+            self._writable,
+            selection,
+            found,
+            chosen_namespaces(self.backend, namespace),
+            keep_bytes,
+            orphans=orphans,
+            shared_packs=shared_packs,
+            quarantined=quarantined,
+        )
+
+    def prune(
+        self,
+        selection: Selection | None = None,
+        *,
+        requests: Iterable[str] = (),
+        namespace: str | None = None,
+        keep_size: int | str | None = None,
+        orphans: bool = False,
+        shared_packs: bool = False,
+        quarantined: bool = False,
+    ) -> Prune:
+        """Delete requests and the packs that only they use; parameters as for ``plan_prune``.
+
+        :returns: the plan that was carried out, and in ``done`` its outcome.
+        """
+        prune = self.plan_prune(
+            selection,
+            requests=requests,
+            namespace=namespace,
+            keep_size=keep_size,
+            orphans=orphans,
+            shared_packs=shared_packs,
+            quarantined=quarantined,
+        )
+        prune.run()
+        return prune
+
+    def compact(self, progress: Progress | None = None) -> int:
+        """Return free space within the store to the medium; return the bytes that were freed."""
+        backend = self._writable()
+        before = backend.stats().disk_bytes
+        task = None if progress is None else progress.add_task("compact", total=None)
+        for step in backend.compact() if isinstance(backend, SupportsCompaction) else ():
+            if progress is not None and task is not None:
+                progress.update(task, completed=step.moved_bytes, total=step.total_bytes)
+        return max(0, before - backend.stats().disk_bytes)
+
+    def pin(self, request: str, *, namespace: str | None = None, pinned: bool = True) -> RequestView:
+        """Protect a request and its packs from eviction and expiry, or end that; return the request."""
+        found = find_request(self.backend, request, namespace)
+        self._writable().commit(found.namespace.id, CommitBatch(pins=[(found.manifest.id, pinned)]))
+        return self._view(found)
+
+    def label(
+        self,
+        request: str,
+        labels: Mapping[str, str] | None = None,
+        *,
+        remove: Iterable[str] = (),
+        namespace: str | None = None,
+    ) -> RequestView:
+        """Set labels of a request and remove others; return the request. This counts as a use of it."""
+        from persistkv_tools.maintain.label import relabel
+
+        found = find_request(self.backend, request, namespace)
+        relabel(self._writable(), found, labels or {}, remove)
+        return self._view(find_request(self.backend, found.manifest.id, found.namespace.id.hex()))
+
+    # Copies
+
+    def export(
+        self,
+        output: Path,
+        selection: Selection = _ALL,
+        *,
+        requests: Iterable[str] = (),
+        namespace: str | None = None,
+        rate: str | None = None,
+        progress: Progress | None = None,
+    ) -> Sent:
+        """Write requests with their packs to one file, which any store can import; replaces a file of this name.
+
+        :param output: the file; ``-``: standard output.
+        :param requests: only these; ``selection`` does not apply to them.
+        :param rate: bytes to read in a second at most, e.g. ``200MiB``.
+        :raises ConfigurationError: the file cannot be written, or the rate is invalid.
+        """
+        from persistkv_tools.transfer.archive import ArchiveWriter
+        from persistkv_tools.transfer.export import export_requests
+
+        throttle = throttle_of(rate)
+        found = chosen_requests(self.backend, requests, selection, namespace)
+        with ArchiveWriter(output) as writer:
+            return export_requests(
+                self.backend, found, writer, lambda total: counted(progress, "export", total, throttle)
+            )
+
+    def push(
+        self,
+        target: str,
+        selection: Selection = _ALL,
+        *,
+        namespace: str | None = None,
+        newest: bool = False,
+        rate: str | None = None,
+        dry_run: bool = False,
+        progress: Progress | None = None,
+    ) -> Pushed:
+        """Copy requests that another store lacks, and with the default selection packs of no request, too.
+
+        :param target: URL of the other store, which is created if absent.
+        :param newest: if not all fit its capacity, copy the newest that do.
+        :param rate: bytes to copy in a second at most, e.g. ``200MiB``.
+        :param dry_run: write nothing; return what would be copied.
+        :raises ConfigurationError: the target is this store, or an argument is invalid.
+        :raises StoreTooSmallError: the content does not fit, and not ``newest``; nothing was written.
+        """
+        from persistkv_tools.transfer.push import copy_requests
+
+        spaces = chosen_namespaces(self.backend, namespace)
+        return copy_requests(
+            self.url,
+            self.backend,
+            spaces,
+            target,
+            selection,
+            throttle_of(rate),
+            progress,
+            newest=newest,
+            dry_run=dry_run,
+        )
+
+    def close(self) -> None:
+        """Release the store. Idempotent."""
+        self._resources.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _view(self, found: FoundRequest) -> RequestView:
+        namespace, manifest = found.namespace.id, found.manifest
+        return RequestView.of(namespace, manifest, self.backend.uses(namespace, [manifest.id])[0])
+
+    def _writable(self) -> InspectableBackend:
+        if self._read_only:
+            raise StoreError(f"{self.url} is open read-only: open it with read_only=False")
+        if self._writer is None:
+            self._writer = self._resources.enter_context(opened(self.url, writable=True, exists=True))
+        return self._writer

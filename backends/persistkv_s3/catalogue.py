@@ -3,9 +3,9 @@
 1. The file is a cache. It is kept between runs and validated against the head; a damaged or foreign file is replaced.
 2. A feed object is applied in one transaction, together with its position. Processes that share the file each apply
    what the others have not.
-3. Commits that the feed does not contain yet are applied as *pending*. When the feed contains a commit, it is applied
-   again: of several objects for one pack, the first in the feed stays, so all engines agree. A commit that was merged
-   without its packs (the leader rejected it) is undone.
+3. Commits that the feed does not contain yet are applied as *pending*, with an undo log. They are undone before a feed
+   object is applied, and the remaining ones are applied again afterwards. So the state without them is a function of the
+   feed alone: of several objects for one pack, all engines keep the same one. Rejected commits just disappear.
 4. A pack is removed together with the nonce of its object; under another nonce it stays.
 """
 
@@ -25,11 +25,13 @@ import msgspec
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptPackError, StoreBusyError, StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
-from persistkv.storage.catalog import TABLES, Catalog, CatalogTransaction, Rows
+from persistkv.storage.catalog import LOG_ENTRIES, TABLES, Catalog, CatalogTransaction, Rows
 from persistkv.storage.catalog.order import Reading, StoreClock, read_clock, write_clock
 from persistkv.storage.catalog.rows import (
+    ADDED,
     CHAINS,
     LOG,
+    LOG_KEY,
     MANIFEST,
     MANIFEST_KEYS,
     MANIFESTS,
@@ -38,6 +40,7 @@ from persistkv.storage.catalog.rows import (
     ORDER_KEY,
     PACKS,
     PIECES,
+    REMOVED,
     STATES,
     USES,
     Chain,
@@ -51,7 +54,7 @@ from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.manifest import decode_manifest
 from persistkv.storage.format.pack import ID_BYTES, PackTable
 from persistkv.storage.format.pack_writer import NewPack, PackCopy
-from persistkv_s3.feed.format import NONCE_BYTES, Dump, Entry, Feed, PackRow, split_ids, tags_before
+from persistkv_s3.feed.format import NONCE_BYTES, Dump, Entry, Feed, PackRow, seal, split_ids, tags_before, unseal
 
 APPLICATION_ID = 0x504B5333  # "PKS3"
 VERSION = 1
@@ -60,23 +63,26 @@ _WAIT_S = 60.0  # for another thread's transaction, which may load a snapshot
 OBJECTS = "objects"
 """namespace, pack id → nonce, u64 bytes of the object and its table, tags."""
 PENDING = "pending"
-"""``+`` or ``-``, pack id, nonce → writer, u64 number: additions and removals that the feed does not contain yet."""
+"""u64 big-endian number of the row → writer, u64 number, f64 time, sealed commit: not in the feed yet."""
+UNDO = "undo"
+"""u64 big-endian number of the row → a row before a pending commit changed it, see ``_Before``."""
 WRITERS = "writers"
 """writer → u64 number of its last merged commit, f64 time of the merge."""
 GARBAGE = "garbage"
 """f64 big-endian time, object name → empty: objects that the feed has removed."""
 KEY_OBJECTS = "key_objects"
 """object name, ``\\0``, digest of a manifest's id → empty: manifests whose keys are in the object."""
-_TABLES = (*(name for name in TABLES if name != PIECES), OBJECTS, PENDING, WRITERS, GARBAGE, KEY_OBJECTS)
-_DUMPED = tuple(name for name in _TABLES if name not in (LOG, META))
+_TABLES = (*(name for name in TABLES if name != PIECES), OBJECTS, PENDING, UNDO, WRITERS, GARBAGE, KEY_OBJECTS)
+_DUMPED = tuple(name for name in _TABLES if name not in (LOG, META, PENDING))
 _DUMPED_META = (b"clock", b"bytes")
 _OBJECT = struct.Struct(f"<{NONCE_BYTES}sQ")
 _WRITER = struct.Struct("<Qd")
-_PENDING = struct.Struct("<16sQ")
+_NUMBER = struct.Struct(">Q")
+_PENDING = struct.Struct("<16sQd")
 _KEYS = struct.Struct("<QQQ")
 _BYTES = struct.Struct("<Q")
 _TIME = struct.Struct(">d")
-_ADD, _REMOVE = b"+", b"-"
+_MISSING_OBJECT = b"\xff" * 16  # writer of pending commits that remove packs without objects
 _POSITION_ROW, _BYTES_ROW, _STORE_ROW = b"feed", b"bytes", b"store"
 
 
@@ -89,6 +95,15 @@ class Position(msgspec.Struct, frozen=True, array_like=True):
     time: float = 0.0
     damaged: bool = False
     """A feed object was unreadable: the catalogue may lack packs."""
+
+
+class _Before(msgspec.Struct, frozen=True, array_like=True):
+    """A row before a change."""
+
+    table: str
+    key: bytes
+    value: bytes | None
+    """None: there was no such row."""
 
 
 class PackObject(NamedTuple):
@@ -143,6 +158,10 @@ class LocalRows(Rows):
         """Rows of manifests that were deleted."""
         self.garbage_at: float | None = None
         """Time at which objects that are no longer named become garbage; None: they do not."""
+        self.undoable = False
+        """Whether changes are recorded in the undo log."""
+        self.nonces: dict[bytes, bytes] | None = None
+        """Nonces of changed packs before their first change, if the log of changes is written at the end."""
 
     def get(self, table: str, key: bytes) -> Buffer | None:
         """See ``Rows``."""
@@ -151,12 +170,16 @@ class LocalRows(Rows):
 
     def put(self, table: str, key: bytes, value: Buffer) -> None:
         """See ``Rows``."""
+        if not self._record(table, key):
+            return
         self.db.execute(f"INSERT OR REPLACE INTO '{table}' VALUES (?, ?)", (key, value))
 
     def delete(self, table: str, key: bytes) -> bool:
         """See ``Rows``."""
         if table == MANIFEST_KEYS and (row := self.get(MANIFEST_KEYS, key)) is not None and len(row) >= _KEYS.size:
             self._release_keys(key[ID_BYTES:], row)
+        if not self._record(table, key):
+            return False
         found = self.db.execute(f"DELETE FROM '{table}' WHERE key = ?", (key,)).rowcount > 0
         if found and table == MANIFESTS:
             self.dropped.append(key[ID_BYTES:])
@@ -165,6 +188,36 @@ class LocalRows(Rows):
     def range(self, table: str, start: bytes) -> Iterator[tuple[Buffer, Buffer]]:
         """See ``Rows``."""
         yield from self.db.execute(f"SELECT key, value FROM '{table}' WHERE key >= ? ORDER BY key", (start,))
+
+    def _record(self, table: str, key: bytes) -> bool:
+        """Record a row before its change; return False if the change must be left out."""
+        if self.nonces is not None:
+            if table == LOG:
+                return False
+            if table == OBJECTS and key not in self.nonces:
+                self.nonces[key] = _nonce(self, key)
+        if self.undoable and table not in (LOG, UNDO, PENDING):
+            value = self.get(table, key)
+            before = _Before(table, key, None if value is None else bytes(value))
+            self.append(UNDO, msgspec.msgpack.encode(before))
+        return True
+
+    def append(self, table: str, value: Buffer) -> None:
+        """Add a row after the last one of a table whose keys are numbers."""
+        last = self.db.execute(f"SELECT max(key) FROM '{table}'").fetchone()[0]
+        number = 0 if last is None else _NUMBER.unpack(last)[0] + 1
+        self.db.execute(f"INSERT INTO '{table}' VALUES (?, ?)", (_NUMBER.pack(number), value))
+
+    def undo(self) -> None:
+        """Undo all pending commits."""
+        for _, value in reversed(list(self.range(UNDO, b""))):
+            before = msgspec.msgpack.decode(value, type=_Before)
+            self._record(before.table, before.key)
+            if before.value is None:
+                self.db.execute(f"DELETE FROM '{before.table}' WHERE key = ?", (before.key,))
+            else:
+                self.db.execute(f"INSERT OR REPLACE INTO '{before.table}' VALUES (?, ?)", (before.key, before.value))
+        self.db.execute(f"DELETE FROM '{UNDO}'")
 
     def _release_keys(self, digest: bytes, row: Buffer) -> None:
         name = bytes(row[_KEYS.size :])
@@ -374,8 +427,7 @@ class Catalogue(Catalog):
     def merged_number(self, writer: bytes) -> int:
         """Return the number of a writer's last merged commit; 0: none."""
         with self.rows() as rows:
-            row = rows.get(WRITERS, writer)
-        return 0 if row is None else int(_WRITER.unpack(row)[0])
+            return _merged_number(rows, writer)
 
     @property
     def oldest(self) -> float:
@@ -394,15 +446,21 @@ class Catalogue(Catalog):
                 found.append((time, name))
         return found
 
-    def names_pack(self, names: Sequence[tuple[bytes, bytes]]) -> list[bool]:
-        """Return for each pack id and nonce whether the pack is held under this nonce."""
+    def names_pack(self, pack_id: bytes, nonce: bytes) -> bool:
+        """Return whether the pack is held under this nonce, with or without pending commits."""
+        name = self._namespace + pack_id
         with self.rows() as rows:
-            return [_nonce(rows, self._namespace + pack_id) == nonce for pack_id, nonce in names]
+            undone = (row for row in _undo_log(rows) if (row.table, row.key) == (OBJECTS, name))
+            before = (row.value[:NONCE_BYTES] for row in undone if row.value is not None)
+            return nonce in (_nonce(rows, name), *before)
 
     def names_keys(self, name: str) -> bool:
-        """Return whether a manifest's keys are in the object."""
+        """Return whether a manifest's keys are in the object, with or without pending commits."""
+        prefix = name.encode() + b"\0"
         with self.rows() as rows:
-            return next(rows.starting_with(KEY_OBJECTS, name.encode() + b"\0"), None) is not None
+            if next(rows.starting_with(KEY_OBJECTS, prefix), None) is not None:
+                return True
+            return any(row.table == KEY_OBJECTS and row.key.startswith(prefix) for row in _undo_log(rows))
 
     # Changes
 
@@ -437,6 +495,7 @@ class Catalogue(Catalog):
         """
         found: list[Removals] = []
         with suppress(_Undo), self.rows(write=True) as rows:
+            rows.undo()
             objects = _Objects(rows)
             transaction = CatalogTransaction(rows, objects, self._namespace, at=at)
             if ttl_s is not None:
@@ -450,8 +509,9 @@ class Catalogue(Catalog):
         return found[0]
 
     def touch(self, pack_ids: Sequence[bytes], at: float) -> None:
-        """Record that packs were used, as one moment."""
+        """Record that packs were used, as one moment, until the next feed object is applied."""
         with self.rows(write=True) as rows:
+            rows.undoable = True
             transaction = CatalogTransaction(rows, _Objects(rows), self._namespace, at=at)
             transaction.remove(CommitBatch(touches=pack_ids))
             transaction.finish()
@@ -463,20 +523,30 @@ class Catalogue(Catalog):
         """
         with self.rows(write=True) as rows:
             before = _cursor(rows, self._namespace)
-            row = rows.get(WRITERS, entry.writer)
-            if row is None or _WRITER.unpack(row)[0] < entry.number:
-                self._apply(rows, entry, at, merged=False)
+            known = any(
+                _PENDING.unpack_from(row)[:2] == (entry.writer, entry.number) for _, row in rows.range(PENDING, b"")
+            )
+            if not known and _merged_number(rows, entry.writer) < entry.number:
+                rows.append(PENDING, _PENDING.pack(entry.writer, entry.number, at) + seal(entry))
+                self._apply_pending(rows, entry, at)
             return before, _cursor(rows, self._namespace)
+
+    def _apply_pending(self, rows: LocalRows, entry: Entry, at: float) -> None:
+        rows.undoable = True
+        self._apply(rows, entry, at)
+        rows.undoable = False
 
     def apply_feed(self, feed: Feed) -> None:
         """Apply the feed object that follows the present position; do nothing if it was applied already."""
         with self.rows(write=True) as rows:
             if feed.position != rows.position.position + 1:
                 return
+            rows.nonces = {}
+            sequence = _state(rows, self._namespace).sequence
+            rows.undo()
             rows.garbage_at = feed.time
             for entry in feed.entries:
-                self._apply(rows, entry, feed.time, merged=True)
-            self._reject(rows, feed)
+                self._apply(rows, entry, feed.time)
             for writer, number in feed.merged.items():
                 rows.put(WRITERS, writer, _WRITER.pack(number, feed.time))
             for name in feed.retired:
@@ -485,6 +555,38 @@ class Catalogue(Catalog):
                 rows.db.execute(f"DELETE FROM '{GARBAGE}' WHERE key < ?", (_TIME.pack(feed.collected) + b"\xff",))
             damaged = rows.position.damaged
             rows.position = Position(feed.generation, feed.position, feed.term, feed.time, damaged)
+            rows.garbage_at = None
+            self._reapply(rows)
+            self._log_changes(rows, sequence)
+
+    def _reapply(self, rows: LocalRows) -> None:
+        """Apply pending commits again, except those that were merged."""
+        for key, value in list(rows.range(PENDING, b"")):
+            entry, at = unseal(value[_PENDING.size :], Entry), _PENDING.unpack_from(value)[2]
+            missing = [(pack_id, nonce) for pack_id, nonce in entry.gone if self._holds(rows, pack_id, nonce)]
+            done = not missing if entry.writer == _MISSING_OBJECT else False
+            if done or entry.number <= _merged_number(rows, entry.writer):
+                rows.delete(PENDING, bytes(key))
+            else:
+                self._apply_pending(rows, entry, at)
+
+    def _holds(self, rows: LocalRows, pack_id: bytes, nonce: bytes) -> bool:
+        return _nonce(rows, self._namespace + pack_id) == nonce
+
+    def _log_changes(self, rows: LocalRows, sequence: int) -> None:
+        """Write the log of changes: the packs whose objects are others than before."""
+        nonces, rows.nonces = rows.nonces or {}, None
+        for name, before in nonces.items():
+            after = _nonce(rows, name)
+            for nonce, kind in ((before, REMOVED), (after, ADDED)):
+                if before != after and nonce:
+                    sequence += 1
+                    rows.put(LOG, LOG_KEY.pack(self._namespace, sequence), kind + name[ID_BYTES:])
+        oldest = LOG_KEY.pack(self._namespace, max(0, sequence - LOG_ENTRIES + 1))
+        rows.db.execute(f"DELETE FROM '{LOG}' WHERE key < ?", (oldest,))
+        state = _state(rows, self._namespace)
+        state.sequence = sequence
+        rows.put(STATES, self._namespace, state.encode())
 
     def skip_to(self, position: Position) -> None:
         """Continue at a later position: the feed objects before it cannot be read, or a snapshot contains them."""
@@ -492,15 +594,18 @@ class Catalogue(Catalog):
             if position.position >= rows.position.position:
                 rows.position = position
 
-    def drop(self, pack_id: bytes, nonce: bytes) -> bool:
-        """Remove a pack whose object is missing; return False if it is held under another nonce by now."""
-        with self.rows(write=True) as rows:
-            if _nonce(rows, self._namespace + pack_id) != nonce:
+    def drop(self, pack_id: bytes, nonce: bytes, at: float) -> bool:
+        """Remove a pack whose object is missing, until the feed says the same; return False if another object is held.
+
+        :param at: present time by the server's clock.
+        """
+        with self.rows() as rows:
+            if not self._holds(rows, pack_id, nonce):
                 return False
-            transaction = CatalogTransaction(rows, _Objects(rows), self._namespace, at=0.0)
-            transaction.remove(CommitBatch(bad=[pack_id]))
-            transaction.finish()
-            return True
+        number = int.from_bytes(nonce[:5], "big")  # unique
+        entry = Entry(writer=_MISSING_OBJECT, number=number + 1, time=at, gone=[(pack_id, nonce)])
+        self.apply_pending(entry, at)
+        return True
 
     def is_of(self, store: bytes) -> bool:
         """Return whether the content is of the store with this head; a new catalogue becomes its catalogue."""
@@ -524,6 +629,7 @@ class Catalogue(Catalog):
                 for table, some in dump.tables.items():
                     if table in _DUMPED or table == META:
                         rows.db.executemany(f"INSERT OR REPLACE INTO '{table}' VALUES (?, ?)", some)
+            rows.undo()
             row = rows.get(STATES, self._namespace)
             state = _new_state() if row is None else NamespaceState.decode(row)
             state.generation = _new_state().generation
@@ -547,8 +653,8 @@ class Catalogue(Catalog):
                         tables, length = {}, 0
             yield position, Dump(tables)
 
-    def _apply(self, rows: LocalRows, entry: Entry, at: float, *, merged: bool) -> None:
-        objects, origin = _Objects(rows), _PENDING.pack(entry.writer, entry.number)
+    def _apply(self, rows: LocalRows, entry: Entry, at: float) -> None:
+        objects = _Objects(rows)
         for joined in entry.uses[:-1]:
             earlier = CatalogTransaction(rows, objects, self._namespace, at=at)
             earlier.remove(CommitBatch(touches=split_ids(joined)))
@@ -560,14 +666,14 @@ class Catalogue(Catalog):
         bad = [pack_id for pack_id, nonce in entry.gone if _nonce(rows, self._namespace + pack_id) == nonce]
         transaction.remove(CommitBatch([pack for pack, _ in packs], writes, bad=bad, touches=touches))
         for pack_id, nonce in entry.gone:
-            if merged:
-                rows.delete(PENDING, _REMOVE + pack_id + nonce)
-                rows.discard(_pack_name(pack_id, nonce))
-            else:
-                rows.put(PENDING, _REMOVE + pack_id + nonce, origin)
+            rows.discard(_pack_name(pack_id, nonce))
         transaction.drop_manifests(self._namespace + digest for digest in entry.manifests_gone)
         for pack, row in packs:
-            self._add(rows, transaction, objects, pack, row, b"" if merged else origin)
+            held = _nonce(rows, self._namespace + row.pack_id)
+            objects.rows_of[self._namespace + row.pack_id] = row
+            transaction.add(CommitBatch([pack]))
+            if held and held != row.nonce:  # of several objects for a pack, the first stays
+                rows.discard(_pack_name(row.pack_id, row.nonce))
         transaction.add(CommitBatch(manifests=writes, pins=entry.pins))
         for write, value in manifests:
             name = manifest_row(self._namespace, write.manifest.id)
@@ -590,47 +696,6 @@ class Catalogue(Catalog):
                 if (table.namespace, table.pack_id) == (self._namespace, row.pack_id):
                     yield PackCopy(table, b""), row
 
-    def _add(
-        self,
-        rows: LocalRows,
-        transaction: CatalogTransaction,
-        objects: _Objects,
-        pack: NewPack,
-        row: PackRow,
-        origin: bytes,
-    ) -> None:
-        """Add a pack, or touch it if it is held; ``origin`` is that of a pending commit, or empty."""
-        change, name = row.pack_id + row.nonce, self._namespace + row.pack_id
-        if not origin:
-            rows.delete(PENDING, _ADD + change)
-        if rows.get(PENDING, _REMOVE + change) is not None:
-            return
-        held = _nonce(rows, name)
-        objects.rows_of[name] = row
-        if held and held != row.nonce and not origin and rows.delete(PENDING, _ADD + row.pack_id + held):
-            transaction.replace(pack)
-            return
-        if origin and not held:
-            rows.put(PENDING, _ADD + change, origin)
-        transaction.add(CommitBatch([pack]))
-        if held and held != row.nonce:
-            rows.discard(_pack_name(row.pack_id, row.nonce))
-
-    def _reject(self, rows: LocalRows, feed: Feed) -> None:
-        """Undo pending commits that were merged without effect."""
-        bad = []
-        for key, value in list(rows.range(PENDING, b"")):
-            writer, number = _PENDING.unpack(value)
-            if number <= feed.merged.get(writer, 0):
-                rows.delete(PENDING, bytes(key))
-                pack_id, nonce = bytes(key[1 : 1 + ID_BYTES]), bytes(key[1 + ID_BYTES :])
-                if key[:1] == _ADD and _nonce(rows, self._namespace + pack_id) == nonce:
-                    bad.append(pack_id)
-        if bad:
-            transaction = CatalogTransaction(rows, _Objects(rows), self._namespace, at=feed.time)
-            transaction.remove(CommitBatch(bad=bad))
-            transaction.finish()
-
 
 def _pack_name(pack_id: bytes, nonce: bytes) -> bytes:
     return f"packs/{pack_id.hex()}-{nonce.hex()}".encode()
@@ -640,11 +705,25 @@ def _new_state() -> NamespaceState:
     return NamespaceState(os.urandom(8))
 
 
-def _cursor(rows: Rows, namespace: bytes) -> bytes:
+def _state(rows: Rows, namespace: bytes) -> NamespaceState:
     row = rows.get(STATES, namespace)
     if row is None:
         raise StoreError(f"the catalogue of {namespace.hex()} has no state")
-    return NamespaceState.decode(row).cursor
+    return NamespaceState.decode(row)
+
+
+def _cursor(rows: Rows, namespace: bytes) -> bytes:
+    return _state(rows, namespace).cursor
+
+
+def _merged_number(rows: Rows, writer: bytes) -> int:
+    row = rows.get(WRITERS, writer)
+    return 0 if row is None else int(_WRITER.unpack(row)[0])
+
+
+def _undo_log(rows: Rows) -> Iterator[_Before]:
+    for _, value in rows.range(UNDO, b""):
+        yield msgspec.msgpack.decode(value, type=_Before)
 
 
 def _nonce(rows: Rows, name: bytes) -> bytes:

@@ -223,7 +223,7 @@ class NamespaceSession:
 
     def _lose(self, pack_id: bytes, nonce: bytes) -> None:
         """Remove a pack whose object is missing. Called from any thread."""
-        if self.catalogue.drop(pack_id, nonce):
+        if self.catalogue.drop(pack_id, nonce, self._bucket.now()):
             self._lost[pack_id, nonce] = None
 
     # Feed

@@ -478,7 +478,7 @@ class Leader:
         target = self._head.head.namespaces.get(namespace)
         if kind == "packs" and (pack := parse_pack(name)) is not None:
             added = any((row.pack_id, row.nonce) == pack for entry in entries for row in entry.packs)
-            return added or session.catalogue.names_pack([pack])[0]
+            return added or session.catalogue.names_pack(*pack)
         if kind == "keys":
             added = any(row.keys == name for entry in entries for row in entry.manifests)
             return added or session.catalogue.names_keys(name)

@@ -136,11 +136,6 @@ class CatalogTransaction:
         for manifest_id, pinned in batch.pins:
             self._pin(manifest_id, pinned)
 
-    def replace(self, pack: NewPack) -> None:
-        """Write a pack in place of the held one, and keep the manifests that name it."""
-        self._delete_pack(self._namespace + pack.pack_id)
-        self._add(pack)
-
     def touch(self, pack_ids: Iterable[bytes]) -> None:
         """Record that packs were used."""
         for pack_id in pack_ids:

@@ -326,21 +326,62 @@ def test_sweep_deletes_what_nothing_names(engines: Engines) -> None:
     assert held(opened(engines)) == names(1, 2)
 
 
-def test_commit_that_waited_for_twelve_hours_is_rejected_and_undone(engines: Engines) -> None:
+def test_commit_that_took_twelve_hours_fails_and_is_rejected(engines: Engines) -> None:
     sleeper, other = opened(engines), opened(engines)
-    store(sleeper, 1)
-    engines.kill(sleeper)
-    engines.bucket.now += 13 * HOUR_S
+    client = engines.clients[sleeper]
+
+    def suspend(verb: str, key: str) -> None:
+        if "inbox" in key:
+            client.before = lambda verb, key: None
+            engines.bucket.now += 13 * HOUR_S
+
+    client.before = suspend
+    with pytest.raises(StoreError, match="12 hours"):
+        store(sleeper, 1)
+    assert engines.bucket.keys("inbox")
     store(other, 2)
-    engines.run(5)
-    assert held(other) == names(2)
-    engines.all.append(sleeper)
-    engines.run(5)
-    assert held(sleeper) == names(2)
+    engines.run(40)
+    for engine in (sleeper, other):
+        assert held(engine) == names(2)
     store(sleeper, 1)
-    engines.run(5)
+    engines.run(40)
     assert held(other) == names(1, 2)
     assert is_intact(other, 1, 2)
+
+
+def test_commit_that_no_leader_merged_for_a_day_counts(engines: Engines) -> None:
+    writer = opened(engines)
+    store(writer, 1)
+    engines.kill(writer)
+    engines.bucket.now += 30 * HOUR_S
+    other = opened(engines)
+    store(other, 2)
+    engines.run(5)
+    assert held(other) == names(1, 2)
+    engines.run(24 * HOUR_S / 60)
+    assert is_intact(other, 1, 2)
+
+
+def test_engines_agree_whatever_they_had_committed_themselves(engines: Engines) -> None:
+    """Two engines store one pack while a third deletes another object of it: all keep the same object."""
+    one, two, three = (opened(engines) for _ in range(3))
+    pack = sample_pack(NAMESPACE, 1, content=1)
+    one.commit(NAMESPACE, CommitBatch([pack]))
+    engines.run(40)
+    two.commit(NAMESPACE, CommitBatch(deletions=[pack.pack_id]))
+    engines.bucket.now += 0.1
+    two.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 1, content=2)]))
+    engines.bucket.now += 0.1
+    three.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 2)], deletions=[pack.pack_id]))
+    three.commit(NAMESPACE, CommitBatch([sample_pack(NAMESPACE, 1, content=3)]))
+    engines.run(40)
+    engines.run(HOUR_S)
+    for seed in range(10, 13):
+        store(one, seed)
+        engines.run(40)
+    found = {read_pack(engine, NAMESPACE, pack.table) for engine in (one, two, three, opened(engines))}
+    assert len(found) == 1
+    assert None not in found
 
 
 def test_leader_that_resumes_after_its_successor_changes_nothing(engines: Engines) -> None:

@@ -4,8 +4,8 @@
 2. A feed object is applied in one transaction, together with its position. Processes that share the file each apply
    what the others have not.
 3. Commits that the feed does not contain yet are applied as *pending*, with an undo log. They are undone before a feed
-   object is applied, and the remaining ones are applied again afterwards. So the state without them is a function of the
-   feed alone: of several objects for one pack, all engines keep the same one. Rejected commits just disappear.
+   object is applied, and the remaining ones are applied again afterwards. So the state without them depends on the feed
+   alone: of several objects for one pack, all engines keep the same one. Rejected commits just disappear.
 4. A pack is removed together with the nonce of its object; under another nonce it stays.
 """
 

@@ -332,10 +332,10 @@ def test_commit_that_took_twelve_hours_fails_and_is_rejected(engines: Engines) -
 
     def suspend(verb: str, key: str) -> None:
         if "inbox" in key:
-            client.before = lambda verb, key: None
+            client.after = lambda verb, key: None
             engines.bucket.now += 13 * HOUR_S
 
-    client.before = suspend
+    client.after = suspend
     with pytest.raises(StoreError, match="12 hours"):
         store(sleeper, 1)
     assert engines.bucket.keys("inbox")

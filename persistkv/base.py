@@ -34,11 +34,6 @@ def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
     return OffloadKey(block_hash + group_idx.to_bytes(GROUP_INDEX_BYTES, "big"))
 
 
-def get_offload_block_hash(key: OffloadKey) -> bytes:
-    """Return the block hash in the key."""
-    return key[:-GROUP_INDEX_BYTES]
-
-
 def get_offload_group_idx(key: OffloadKey) -> int:
     """Return the index of the key's KV cache group."""
     return int.from_bytes(key[-GROUP_INDEX_BYTES:], "big")

@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import msgspec
 
-from persistkv.errors import ConfigurationError
+from persistkv.errors import ConfigurationError, MissingOptionError
 
 T = TypeVar("T")
 OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)
@@ -162,7 +162,7 @@ def convert_options(kind: type[OptionsT], options: Mapping[str, Any], *, where: 
             )
     for name, option in known.items():
         if option.required and name not in options:
-            raise ConfigurationError(f"{where} option {name}", None, "a value: there is no default")
+            raise MissingOptionError(f"{where} option {name}", "a value: there is no default")
     values = {name: _plain_boolean(value) for name, value in options.items()}
     try:
         return msgspec.convert(values, kind, strict=False)

@@ -57,6 +57,20 @@ class MissingOptionError(ConfigurationError):
         return (MissingOptionError, (self.field, self.expected))
 
 
+class UnsupportedStoreError(ConfigurationError):
+    """The driver of a store lacks an optional capability that the operation needs.
+
+    :param ability: what the driver does not do, such as ``list requests``.
+    """
+
+    def __init__(self, url: str, ability: str) -> None:
+        PersistKVError.__init__(self, f"{url}: the driver of this store does not {ability}")
+        self.field, self.value, self.expected = "url", url, ability
+
+    def __reduce__(self) -> tuple[type[UnsupportedStoreError], tuple[str, str]]:  # type: ignore[override]
+        return (UnsupportedStoreError, (str(self.value), self.expected))
+
+
 class FileError(ConfigurationError):
     """A file that the caller named cannot be used.
 

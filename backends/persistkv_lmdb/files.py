@@ -128,13 +128,13 @@ def allocated_bytes(status: os.stat_result) -> int:
     return min(status.st_size, 512 * status.st_blocks)
 
 
-def open_regular(path: str | Path, flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
+def open_regular(path: str | Path, flags: int, *, dir_fd: int | None = None) -> int:
     """Open a regular file; return its descriptor.
 
     :raises OSError: it cannot be opened; ``ELOOP`` for a symbolic link, ``EINVAL`` for other non-regular files.
     """
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=dir_fd)
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, f"{path} is a symbolic link") from None

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from persistkv.config import StoreUrl, convert_options, parse_duration, parse_size
-from persistkv.errors import ConfigurationError
+from persistkv.errors import ConfigurationError, FileError, MissingOptionError
 from persistkv.storage.extensions import Policy
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]")
@@ -83,9 +83,9 @@ class S3Options(msgspec.Struct, frozen=True):
         if self.endpoint_url is not None:
             _check_endpoint(self.endpoint_url)
         if self.sse_kms_key_id is not None and self.sse != "aws:kms":
-            raise ConfigurationError("s3 option sse_kms_key_id", self.sse_kms_key_id, "sse=aws:kms beside it")
+            raise MissingOptionError("s3 option sse_kms_key_id", "sse=aws:kms")
         if self.sse_bucket_key is not None and self.sse != "aws:kms":
-            raise ConfigurationError("s3 option sse_bucket_key", self.sse_bucket_key, "sse=aws:kms beside it")
+            raise MissingOptionError("s3 option sse_bucket_key", "sse=aws:kms")
         if self.expected_bucket_owner is not None and not _ACCOUNT.fullmatch(self.expected_bucket_owner):
             raise ConfigurationError("s3 option expected_bucket_owner", self.expected_bucket_owner, "12 digits")
         if self.key_file is not None and self.key_env is not None:
@@ -108,7 +108,7 @@ class S3Options(msgspec.Struct, frozen=True):
             try:
                 found = Path(value).read_bytes().strip()
             except OSError as error:
-                raise ConfigurationError("s3 option key_file", value, f"a file ({error.strerror})") from None
+                raise FileError("read", Path(value), error) from None
         elif self.key_env is not None:
             name, value = "key_env", self.key_env
             found = os.environ.get(value, "").encode().strip()

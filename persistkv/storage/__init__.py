@@ -6,7 +6,7 @@ Backends are opened by URL scheme. All of them are plug-ins, including those shi
 from __future__ import annotations
 
 from persistkv.config import Registry, StoreUrl
-from persistkv.errors import ConfigurationError
+from persistkv.errors import UnsupportedStoreError
 from persistkv.storage.backend import Backend
 from persistkv.storage.extensions import InspectableBackend
 
@@ -22,10 +22,10 @@ def open_backend(url: str, *, read_only: bool = False) -> Backend:
 def open_inspectable(url: str, *, read_only: bool = False) -> InspectableBackend:
     """Open the store at a URL for tools, which list its content. Raises the errors of ``open_backend``, too.
 
-    :raises ConfigurationError: the driver of this scheme cannot list its content.
+    :raises UnsupportedStoreError: the driver of this scheme cannot list its content.
     """
     backend = open_backend(url, read_only=read_only)
     if not isinstance(backend, InspectableBackend):
         backend.close()
-        raise ConfigurationError("url", url, "a store whose driver lists its requests")
+        raise UnsupportedStoreError(url, "list requests")
     return backend

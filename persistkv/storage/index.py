@@ -359,11 +359,6 @@ class Index:
         """Number of entries: blocks in all packs."""
         return self._table.live
 
-    @property
-    def num_packs(self) -> int:
-        """Number of packs."""
-        return len(self._numbers)
-
     def pack_ids(self) -> list[bytes]:
         """Return the ids of all packs."""
         return list(self._numbers)

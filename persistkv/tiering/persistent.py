@@ -24,7 +24,7 @@ from persistkv.base import (
     get_offload_group_idx,
 )
 from persistkv.config import OffloadingConfig, RowLayout, convert_options, parse_durability, parse_size
-from persistkv.errors import ConfigurationError
+from persistkv.errors import ConfigurationError, MissingOptionError
 from persistkv.memory.budget import BLOCKS_STAGED, MAX_IO_THREADS, MIN_STAGING_BYTES
 from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.host.client import JobOutcome, StoreClient, StoreStats
@@ -91,7 +91,7 @@ class PersistentTier(SecondaryTierManager):
     def __init__(self, config: OffloadingConfig, primary_kv_view: memoryview, **options: Any) -> None:
         super().__init__(config, primary_kv_view)
         if not config.identity:
-            raise ConfigurationError("identity", {}, "what tells this engine's KV from that of any other model")
+            raise MissingOptionError("the persistent tier", "an identity: all that tells this engine's KV from others")
         self.options = _checked(options)
         self._client = StoreClient(
             self._choose_host(),
@@ -322,7 +322,7 @@ class PersistentTier(SecondaryTierManager):
 def _checked(options: Mapping[str, Any]) -> PersistentTierOptions:
     where = "tier persistent"
     if "url" not in options:
-        raise ConfigurationError(f"{where} option url", None, "a store's URL, e.g. lmdb:///var/cache/kv")
+        raise MissingOptionError(f"{where} option url", "a store's URL, e.g. lmdb:///var/cache/kv")
     checked = convert_options(PersistentTierOptions, options, where=where)
     if checked.host not in ("process", "thread", "inline"):
         raise ConfigurationError(f"{where} option host", checked.host, "process, thread or inline")

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from persistkv.base import (
+    GPULoadStoreSpec,
     OffloadingEvent,
     OffloadKey,
     OffloadPolicy,
@@ -14,9 +15,13 @@ from persistkv.base import (
     TransferResult,
     make_offload_key,
 )
-from persistkv.connector.common import ConnectorMetadata
+from persistkv.connector.common import ConnectorMetadata, TransferJob
 from persistkv.connector.scheduler import OffloadingConnectorScheduler
-from persistkv.cpu.manager import CPUOffloadingManager
+from persistkv.cpu.manager import CPULoadStoreSpec, CPUOffloadingManager
+
+MakeKeys = Callable[..., list[OffloadKey]]
+Finish = Callable[..., list[TransferResult]]
+Fill = Callable[..., None]
 
 
 class WatchedManager(CPUOffloadingManager):
@@ -26,6 +31,9 @@ class WatchedManager(CPUOffloadingManager):
         super().__init__(num_blocks)
         self.request_policy = policy
         self.late: set[OffloadKey] = set()
+        self.missing: set[OffloadKey] = set()
+        self.loses_blocks = False
+        """Whether each load finds its last block evicted."""
         self.looked_up: list[OffloadKey] = []
         self.touched: list[list[OffloadKey]] = []
         self.offered: list[list[OffloadKey]] = []
@@ -37,7 +45,15 @@ class WatchedManager(CPUOffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         self.looked_up.append(key)
+        if key in self.missing:
+            return False
         return None if key in self.late else super().lookup(key, req_context)
+
+    def prepare_load(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
+        if self.loses_blocks:
+            self.missing.add(keys[-1])
+            raise KeyError(keys[-1])
+        return super().prepare_load(keys, req_context)
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self.touched.append(list(keys))
@@ -50,9 +66,31 @@ class WatchedManager(CPUOffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         self.finished.append(req_context.req_id)
 
-    def take_events(self) -> Iterable[OffloadingEvent]:
+    def take_events(self) -> list[OffloadingEvent]:
         self.steps += 1
         return super().take_events()
+
+
+def load_specs(job: TransferJob) -> tuple[CPULoadStoreSpec, GPULoadStoreSpec]:
+    """Return source and destination of a load."""
+    source, target = job.spec
+    assert isinstance(source, CPULoadStoreSpec)
+    assert isinstance(target, GPULoadStoreSpec)
+    return source, target
+
+
+def store_specs(job: TransferJob) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
+    """Return source and destination of a store."""
+    source, target = job.spec
+    assert isinstance(source, GPULoadStoreSpec)
+    assert isinstance(target, CPULoadStoreSpec)
+    return source, target
+
+
+class WatchedScheduler(OffloadingConnectorScheduler):
+    """Scheduler of a ``WatchedManager``."""
+
+    manager: WatchedManager
 
 
 @pytest.fixture
@@ -61,7 +99,7 @@ def make_manager() -> type[WatchedManager]:
 
 
 @pytest.fixture
-def make_keys() -> Callable[..., list[OffloadKey]]:
+def make_keys() -> MakeKeys:
     def keys(count: int, group: int = 0, start: int = 0, chain: str = "a") -> list[OffloadKey]:
         return [make_offload_key(f"{chain}{index:07d}".encode(), group) for index in range(start, start + count)]
 
@@ -69,7 +107,7 @@ def make_keys() -> Callable[..., list[OffloadKey]]:
 
 
 @pytest.fixture
-def finish() -> Callable[..., list[TransferResult]]:
+def finish() -> Finish:
     """Return a function that reports the end of all transfers of a step."""
 
     def results(metadata: ConnectorMetadata, success: bool = True) -> list[TransferResult]:
@@ -79,7 +117,7 @@ def finish() -> Callable[..., list[TransferResult]]:
 
 
 @pytest.fixture
-def fill(finish: Callable[..., list[TransferResult]]) -> Callable[..., None]:
+def fill(finish: Finish) -> Fill:
     """Return a function that computes and stores a request's blocks in the primary tier, and ends the request."""
 
     def run(

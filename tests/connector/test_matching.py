@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -12,20 +13,22 @@ from hypothesis import strategies as st
 from persistkv.connector.common import KVCacheGroupSpec
 from persistkv.connector.matching import GroupBlocks, GroupGeometry, longest_match, longest_that_fits
 
+Context = tuple[list[GroupGeometry], list[set[int]], int, int]
 
-def blocks_needed(geometry, length, start):
+
+def blocks_needed(geometry: GroupGeometry, length: int, start: int) -> set[int]:
     """Return the offloaded blocks with tokens that the token at ``length`` attends to and the caller lacks."""
     window = geometry.spec.sliding_window or length + 1
     tokens = range(max(start, length - window + 1), length)
     return {token // geometry.offloaded_tokens for token in tokens}
 
 
-def servable(groups, present, length, start):
+def servable(groups: Sequence[GroupGeometry], present: Sequence[set[int]], length: int, start: int) -> bool:
     return all(blocks_needed(geometry, length, start) <= there for geometry, there in zip(groups, present, strict=True))
 
 
 @st.composite
-def contexts(draw):
+def contexts(draw: st.DrawFn) -> Context:
     factor = draw(st.sampled_from([1, 2, 3]))
     groups = [
         GroupGeometry(
@@ -44,9 +47,11 @@ def contexts(draw):
     return groups, present, tokens, start
 
 
-def probes(groups, present, tokens, asked):
-    def probe(group):
-        def is_there(key):
+def probes(
+    groups: Sequence[GroupGeometry], present: Sequence[set[int]], tokens: int, asked: Counter[tuple[int, bytes]]
+) -> list[GroupBlocks]:
+    def probe(group: int) -> Callable[[bytes], bool]:
+        def is_there(key: bytes) -> bool:
             asked[group, key] += 1
             return key[0] in present[group]
 
@@ -60,11 +65,11 @@ def probes(groups, present, tokens, asked):
 
 @settings(max_examples=600, deadline=None)
 @given(contexts())
-def test_finds_the_longest_that_every_group_can_serve(context):
+def test_finds_the_longest_that_every_group_can_serve(context: Context) -> None:
     groups, present, tokens, start = context
     unit = math.lcm(*(geometry.offloaded_tokens for geometry in groups))
     limit = max(tokens - 1, 0)
-    asked = Counter()
+    asked: Counter[tuple[int, bytes]] = Counter()
     found = longest_match(probes(groups, present, tokens, asked), unit, start, limit)
     candidates = [
         length for length in range(unit, limit + 1, unit) if length > start and servable(groups, present, length, start)
@@ -76,7 +81,7 @@ def test_finds_the_longest_that_every_group_can_serve(context):
 
 @settings(max_examples=300, deadline=None)
 @given(contexts(), st.integers(1, 40))
-def test_bounds_a_length_by_its_blocks(context, max_blocks):
+def test_bounds_a_length_by_its_blocks(context: Context, max_blocks: int) -> None:
     groups, _, tokens, start = context
     unit = math.lcm(*(geometry.offloaded_tokens for geometry in groups))
     found = longest_that_fits(groups, unit, start, tokens, max_blocks)
@@ -99,11 +104,11 @@ def test_bounds_a_length_by_its_blocks(context, max_blocks):
         (set(range(10)), 0, list(range(9, -1, -1))),
     ],
 )
-def test_asks_only_for_what_lies_under_a_window(missing, length, asked):
+def test_asks_only_for_what_lies_under_a_window(missing: set[int], length: int, asked: list[int]) -> None:
     group = GroupGeometry(KVCacheGroupSpec(4, sliding_window=8), factor=1)
     order = []
 
-    def is_there(key):
+    def is_there(key: bytes) -> bool:
         order.append(key[0])
         return key[0] not in missing
 

@@ -1,31 +1,45 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 
-from persistkv.base import GPULoadStoreSpec, OffloadPolicy, TransferResult
+from persistkv.base import GPULoadStoreSpec, OffloadKey, OffloadPolicy, ReqContext, TransferResult
 from persistkv.connector.common import KVCacheGroupSpec
-from persistkv.connector.scheduler import OffloadingConnectorScheduler
-from persistkv.cpu.manager import CPULoadStoreSpec, CPUOffloadingManager
+from persistkv.cpu.manager import CPUOffloadingManager
 from persistkv.cpu.reuse_manager import FilterReusedOffloadingManager
 from persistkv.errors import ConfigurationError
+from tests.connector.conftest import (
+    Fill,
+    Finish,
+    MakeKeys,
+    WatchedManager,
+    WatchedScheduler,
+    load_specs,
+    store_specs,
+)
+
+CONTEXT = ReqContext("request")
 
 
-def groups(*block_sizes):
+def groups(*block_sizes: int) -> list[KVCacheGroupSpec]:
     return [KVCacheGroupSpec(size) for size in block_sizes]
 
 
 @pytest.fixture
-def scheduler(make_manager):
-    return OffloadingConnectorScheduler(make_manager(8), groups(4))
+def scheduler(make_manager: type[WatchedManager]) -> WatchedScheduler:
+    return WatchedScheduler(make_manager(8), groups(4))
 
 
-def begin(scheduler, req_id, keys, num_tokens, group=0):
+def begin(
+    scheduler: WatchedScheduler, req_id: str, keys: Sequence[OffloadKey], num_tokens: int, group: int = 0
+) -> None:
     scheduler.on_new_request(req_id)
     scheduler.update_keys(req_id, group, keys, num_tokens)
 
 
 class TestMatching:
-    def test_leaves_one_token_to_compute(self, scheduler, make_keys, fill):
+    def test_leaves_one_token_to_compute(self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill) -> None:
         keys = make_keys(3)
         fill(scheduler, "first", keys, 4)
         begin(scheduler, "whole", keys, 12)
@@ -33,20 +47,24 @@ class TestMatching:
         assert scheduler.get_num_new_matched_tokens("whole", 0) == 8
         assert scheduler.get_num_new_matched_tokens("longer", 0) == 12
 
-    def test_counts_behind_the_tokens_on_the_device(self, scheduler, make_keys, fill):
+    def test_counts_behind_the_tokens_on_the_device(
+        self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill
+    ) -> None:
         keys = make_keys(4)
         fill(scheduler, "first", keys, 4)
         begin(scheduler, "second", keys, 17)
         assert scheduler.get_num_new_matched_tokens("second", 8) == 8
         assert scheduler.manager.looked_up == keys[2:]
 
-    def test_ends_at_the_first_miss(self, scheduler, make_keys, fill):
+    def test_ends_at_the_first_miss(self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill) -> None:
         fill(scheduler, "first", make_keys(2), 4)
         fill(scheduler, "other", make_keys(1, start=3), 4)
         begin(scheduler, "second", make_keys(4), 17)
         assert scheduler.get_num_new_matched_tokens("second", 0) == 8
 
-    def test_probes_past_blocks_on_their_way(self, scheduler, make_keys, fill):
+    def test_probes_past_blocks_on_their_way(
+        self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill
+    ) -> None:
         keys = make_keys(4)
         fill(scheduler, "first", keys, 4)
         scheduler.manager.late = {keys[1], keys[2]}
@@ -58,7 +76,9 @@ class TestMatching:
         assert scheduler.get_num_new_matched_tokens("second", 0) == 16
         assert scheduler.manager.touched == [keys]
 
-    def test_uses_what_is_ready_once_it_gave_up(self, scheduler, make_keys, fill):
+    def test_uses_what_is_ready_once_it_gave_up(
+        self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill
+    ) -> None:
         keys = make_keys(4)
         fill(scheduler, "first", keys, 4)
         scheduler.manager.late = {keys[2]}
@@ -68,7 +88,9 @@ class TestMatching:
         assert scheduler.get_num_new_matched_tokens("second", 0) == 8
         assert scheduler.stats.late_lookups == 1
 
-    def test_tells_which_tokens_had_to_be_promoted(self, scheduler, make_keys, fill):
+    def test_tells_which_tokens_had_to_be_promoted(
+        self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill
+    ) -> None:
         keys = make_keys(4)
         fill(scheduler, "first", keys, 4)
         scheduler.manager.late = {keys[1]}
@@ -79,8 +101,10 @@ class TestMatching:
         scheduler.update_state_after_alloc("second", [[0, 1, 2, 3]], 16)
         assert scheduler.num_promoted_tokens("second") == 4
 
-    def test_is_what_all_groups_can_serve(self, make_manager, make_keys, finish):
-        scheduler = OffloadingConnectorScheduler(make_manager(8), groups(4, 8))
+    def test_is_what_all_groups_can_serve(
+        self, make_manager: type[WatchedManager], make_keys: MakeKeys, finish: Finish
+    ) -> None:
+        scheduler = WatchedScheduler(make_manager(8), groups(4, 8))
         small, large = make_keys(4), make_keys(2, group=1)
         begin(scheduler, "first", small, 16)
         scheduler.update_keys("first", 1, large[:1], 16)
@@ -90,7 +114,7 @@ class TestMatching:
         scheduler.update_keys("second", 1, large, 17)
         assert scheduler.get_num_new_matched_tokens("second", 0) == 8
 
-    def test_an_empty_or_unknown_prompt_matches_nothing(self, scheduler, make_keys):
+    def test_an_empty_or_unknown_prompt_matches_nothing(self, scheduler: WatchedScheduler, make_keys: MakeKeys) -> None:
         scheduler.on_new_request("empty")
         assert scheduler.get_num_new_matched_tokens("empty", 0) == 0
         begin(scheduler, "unknown", make_keys(2), 9)
@@ -98,7 +122,9 @@ class TestMatching:
 
 
 class TestLoading:
-    def test_names_rows_and_device_blocks_in_order(self, scheduler, make_keys, fill, finish):
+    def test_names_rows_and_device_blocks_in_order(
+        self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill, finish: Finish
+    ) -> None:
         keys = make_keys(4)
         fill(scheduler, "first", keys, 4)
         begin(scheduler, "second", keys, 17)
@@ -106,16 +132,17 @@ class TestLoading:
         assert scheduler.update_state_after_alloc("second", [[9, 7, 5, 3]], 12) == 12
         metadata = scheduler.build_connector_meta()
         (load,) = metadata.loads
-        source, target = load.spec
-        assert isinstance(source, CPULoadStoreSpec)
-        assert source.block_ids.tolist() == [scheduler.manager.get_block_id(key, None) for key in keys[1:]]
+        source, target = load_specs(load)
+        assert source.block_ids.tolist() == [scheduler.manager.get_block_id(key, CONTEXT) for key in keys[1:]]
         assert (target.block_ids.tolist(), target.group_sizes, target.block_indices) == ([7, 5, 3], (3,), (1,))
         output = scheduler.update_connector_output(finish(metadata))
         assert output.loads["second"].success
         assert output.loads["second"].num_tokens == 12
         assert scheduler.stats.loaded_blocks == 3
 
-    def test_protects_rows_until_it_ended(self, scheduler, make_keys, fill, finish):
+    def test_protects_rows_until_it_ended(
+        self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill, finish: Finish
+    ) -> None:
         keys = make_keys(8)
         fill(scheduler, "first", keys, 4)
         begin(scheduler, "second", keys, 33)
@@ -127,30 +154,36 @@ class TestLoading:
         fill(scheduler, "another", make_keys(8, chain="c"), 4)
         assert scheduler.stats.dropped_blocks == 8
 
-    def test_skips_into_a_larger_block(self, make_manager, make_keys, fill):
-        scheduler = OffloadingConnectorScheduler(make_manager(8), groups(4), block_size_factor=4)
+    def test_skips_into_a_larger_block(
+        self, make_manager: type[WatchedManager], make_keys: MakeKeys, fill: Fill
+    ) -> None:
+        scheduler = WatchedScheduler(make_manager(8), groups(4), block_size_factor=4)
         keys = make_keys(2)
         fill(scheduler, "first", keys, 4, factor=4)
         begin(scheduler, "second", keys, 33)
         assert scheduler.get_num_new_matched_tokens("second", 24) == 8
         scheduler.update_state_after_alloc("second", [list(range(10, 18))], 8)
         (load,) = scheduler.build_connector_meta().loads
-        source, target = load.spec
-        assert source.block_ids.tolist() == [scheduler.manager.get_block_id(keys[1], None)]
+        source, target = load_specs(load)
+        assert source.block_ids.tolist() == [scheduler.manager.get_block_id(keys[1], CONTEXT)]
         assert (target.block_ids.tolist(), target.block_indices) == ([16, 17], (6,))
 
-    def test_takes_less_where_blocks_went_meanwhile(self, scheduler, make_keys, fill):
+    def test_takes_less_where_blocks_went_meanwhile(
+        self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill
+    ) -> None:
         keys = make_keys(4)
         fill(scheduler, "first", keys, 4)
         begin(scheduler, "second", keys, 17)
         assert scheduler.get_num_new_matched_tokens("second", 0) == 16
-        scheduler.manager.touch(keys[:2], None)
+        scheduler.manager.touch(keys[:2], CONTEXT)
         fill(scheduler, "other", make_keys(6, chain="b"), 4)
         assert scheduler.update_state_after_alloc("second", [[0, 1, 2, 3]], 16) == 8
         (load,) = scheduler.build_connector_meta().loads
-        assert load.spec[1].block_ids.tolist() == [0, 1]
+        assert load_specs(load)[1].block_ids.tolist() == [0, 1]
 
-    def test_a_failure_leaves_the_tokens_to_be_computed_and_stored(self, scheduler, make_keys, fill, finish):
+    def test_a_failure_leaves_the_tokens_to_be_computed_and_stored(
+        self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill, finish: Finish
+    ) -> None:
         keys = make_keys(2)
         fill(scheduler, "first", keys, 4)
         begin(scheduler, "second", keys, 9)
@@ -165,14 +198,18 @@ class TestLoading:
         assert scheduler.manager.offered == [keys]
 
     @pytest.mark.parametrize(("tables", "tokens"), [([[0]], 8), ([[0, 1]], 6), ([[0], [1]], 4), ([], 4)])
-    def test_refuses_blocks_that_do_not_fit(self, scheduler, make_keys, tables, tokens):
+    def test_refuses_blocks_that_do_not_fit(
+        self, scheduler: WatchedScheduler, make_keys: MakeKeys, tables: list[list[int]], tokens: int
+    ) -> None:
         begin(scheduler, "request", make_keys(2), 9)
         with pytest.raises(ValueError, match="block"):
             scheduler.update_state_after_alloc("request", tables, tokens)
 
 
 class TestStoring:
-    def test_offers_each_filled_block_once(self, scheduler, make_keys, finish):
+    def test_offers_each_filled_block_once(
+        self, scheduler: WatchedScheduler, make_keys: MakeKeys, finish: Finish
+    ) -> None:
         keys = make_keys(3)
         begin(scheduler, "request", keys[:2], 9)
         scheduler.update_computed_tokens("request", 7, [[5, 6]])
@@ -181,7 +218,7 @@ class TestStoring:
         scheduler.update_computed_tokens("request", 12, [[5, 6, 4]])
         second = scheduler.build_connector_meta()
         assert scheduler.manager.offered == [keys[:1], keys[1:]]
-        sources = [job.spec[0] for job in (*first.stores, *second.stores)]
+        sources = [store_specs(job)[0] for job in (*first.stores, *second.stores)]
         assert [(source.block_ids.tolist(), source.block_indices) for source in sources] == [
             ([5], (0,)),
             ([6, 4], (1,)),
@@ -189,22 +226,32 @@ class TestStoring:
         assert all(isinstance(source, GPULoadStoreSpec) for source in sources)
         assert not scheduler.build_connector_meta().stores
 
-    def test_leaves_out_what_is_held(self, make_manager, make_keys, fill):
-        scheduler = OffloadingConnectorScheduler(make_manager(8), groups(4), block_size_factor=2)
+    def test_leaves_out_what_is_held(self, make_manager: type[WatchedManager], make_keys: MakeKeys, fill: Fill) -> None:
+        scheduler = WatchedScheduler(make_manager(8), groups(4), block_size_factor=2)
         keys = make_keys(4)
         fill(scheduler, "first", keys[1:2], 4, factor=2)
         begin(scheduler, "second", keys, 32)
         scheduler.update_computed_tokens("second", 32, [list(range(10, 18))])
         (store,) = scheduler.build_connector_meta().stores
-        source, target = store.spec
+        source, target = store_specs(store)
         assert source.block_ids.tolist() == [10, 11, 14, 15, 16, 17]
-        assert target.block_ids.tolist() == [scheduler.manager.get_block_id(keys[index], None) for index in (0, 2, 3)]
+        assert target.block_ids.tolist() == [
+            scheduler.manager.get_block_id(keys[index], CONTEXT) for index in (0, 2, 3)
+        ]
 
     @pytest.mark.parametrize(
         ("policy", "offered"), [(OffloadPolicy.BLOCK_LEVEL, slice(3, 4)), (OffloadPolicy.REQUEST_LEVEL, slice(0, 4))]
     )
-    def test_policy_decides_on_prefix_hits(self, make_manager, make_keys, fill, finish, policy, offered):
-        scheduler = OffloadingConnectorScheduler(make_manager(8, policy), groups(4))
+    def test_policy_decides_on_prefix_hits(
+        self,
+        make_manager: type[WatchedManager],
+        make_keys: MakeKeys,
+        fill: Fill,
+        finish: Finish,
+        policy: OffloadPolicy,
+        offered: slice,
+    ) -> None:
+        scheduler = WatchedScheduler(make_manager(8, policy), groups(4))
         keys = make_keys(4)
         fill(scheduler, "first", keys[:3], 4)
         scheduler.manager.offered.clear()
@@ -216,17 +263,19 @@ class TestStoring:
         scheduler.build_connector_meta()
         assert scheduler.manager.offered == [keys[offered]]
 
-    def test_stores_the_front_where_not_all_fits(self, scheduler, make_keys, finish):
+    def test_stores_the_front_where_not_all_fits(
+        self, scheduler: WatchedScheduler, make_keys: MakeKeys, finish: Finish
+    ) -> None:
         keys = make_keys(20)
         begin(scheduler, "request", keys, 80)
         scheduler.update_computed_tokens("request", 80, [list(range(20))])
         metadata = scheduler.build_connector_meta()
-        assert metadata.stores[0].spec[0].block_ids.tolist() == [0, 1, 2, 3, 4]
+        assert store_specs(metadata.stores[0])[0].block_ids.tolist() == [0, 1, 2, 3, 4]
         scheduler.update_connector_output(finish(metadata))
         assert (scheduler.stats.stored_blocks, scheduler.stats.dropped_blocks) == (5, 15)
         assert not scheduler.build_connector_meta().stores
 
-    def test_a_failure_leaves_no_trace(self, scheduler, make_keys, finish):
+    def test_a_failure_leaves_no_trace(self, scheduler: WatchedScheduler, make_keys: MakeKeys, finish: Finish) -> None:
         keys = make_keys(2)
         begin(scheduler, "request", keys, 9)
         scheduler.update_computed_tokens("request", 8, [[0, 1]])
@@ -235,13 +284,13 @@ class TestStoring:
         begin(scheduler, "second", keys, 9)
         assert scheduler.get_num_new_matched_tokens("second", 0) == 0
 
-    def test_one_job_for_all_groups(self, make_manager, make_keys):
-        scheduler = OffloadingConnectorScheduler(make_manager(8), groups(4, 8))
+    def test_one_job_for_all_groups(self, make_manager: type[WatchedManager], make_keys: MakeKeys) -> None:
+        scheduler = WatchedScheduler(make_manager(8), groups(4, 8))
         begin(scheduler, "request", make_keys(3), 16)
         scheduler.update_keys("request", 1, make_keys(2, group=1), 16)
         scheduler.update_computed_tokens("request", 16, [[1, 2, 3, 4], [5, 6]])
         (store,) = scheduler.build_connector_meta().stores
-        source = store.spec[0]
+        source = store_specs(store)[0]
         assert (source.block_ids.tolist(), source.group_sizes, source.block_indices) == (
             [1, 2, 3, 5, 6],
             (3, 2),
@@ -250,7 +299,7 @@ class TestStoring:
 
 
 class TestEndOfRequest:
-    def test_waits_for_the_last_store(self, scheduler, make_keys, finish):
+    def test_waits_for_the_last_store(self, scheduler: WatchedScheduler, make_keys: MakeKeys, finish: Finish) -> None:
         begin(scheduler, "request", make_keys(2), 9)
         scheduler.update_computed_tokens("request", 8, [[0, 1]])
         scheduler.request_finished("request")
@@ -261,13 +310,15 @@ class TestEndOfRequest:
         assert scheduler.manager.finished == ["request"]
         assert not scheduler.has_requests
 
-    def test_releases_at_once_where_nothing_is_stored(self, scheduler):
+    def test_releases_at_once_where_nothing_is_stored(self, scheduler: WatchedScheduler) -> None:
         scheduler.on_new_request("request")
         scheduler.request_finished("request")
         scheduler.build_connector_meta()
         assert scheduler.update_connector_output([]).released == ["request"]
 
-    def test_waits_for_a_load_that_was_cancelled(self, scheduler, make_keys, fill, finish):
+    def test_waits_for_a_load_that_was_cancelled(
+        self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill, finish: Finish
+    ) -> None:
         keys = make_keys(2)
         fill(scheduler, "first", keys, 4)
         begin(scheduler, "second", keys, 9)
@@ -280,14 +331,16 @@ class TestEndOfRequest:
         scheduler.build_connector_meta()
         assert scheduler.update_connector_output([]).released == ["second"]
 
-    def test_stores_nothing_of_a_request_that_never_got_device_blocks(self, scheduler, make_keys):
+    def test_stores_nothing_of_a_request_that_never_got_device_blocks(
+        self, scheduler: WatchedScheduler, make_keys: MakeKeys
+    ) -> None:
         begin(scheduler, "request", make_keys(3), 13)
         scheduler.get_num_new_matched_tokens("request", 8)
         scheduler.request_finished("request")
         assert not scheduler.build_connector_meta().stores
         assert scheduler.update_connector_output([]).released == ["request"]
 
-    def test_an_id_may_come_back_but_not_live_twice(self, scheduler):
+    def test_an_id_may_come_back_but_not_live_twice(self, scheduler: WatchedScheduler) -> None:
         scheduler.on_new_request("request")
         with pytest.raises(ValueError, match="already exists"):
             scheduler.on_new_request("request")
@@ -295,7 +348,7 @@ class TestEndOfRequest:
         scheduler.build_connector_meta()
         scheduler.on_new_request("request")
 
-    def test_events_are_taken_through(self, scheduler):
+    def test_events_are_taken_through(self, scheduler: WatchedScheduler) -> None:
         assert scheduler.take_events() == []
         assert scheduler.manager.steps == 1
 
@@ -303,22 +356,24 @@ class TestEndOfRequest:
 @pytest.mark.parametrize(
     ("make", "field"),
     [
-        (lambda manager: OffloadingConnectorScheduler(manager, []), "groups"),
-        (lambda manager: OffloadingConnectorScheduler(manager, groups(4), 0), "block_size_factor"),
-        (lambda manager: OffloadingConnectorScheduler(manager, groups(4), 1, 0), "max_load_blocks"),
+        (lambda manager: WatchedScheduler(manager, []), "groups"),
+        (lambda manager: WatchedScheduler(manager, groups(4), 0), "block_size_factor"),
+        (lambda manager: WatchedScheduler(manager, groups(4), 1, 0), "max_load_blocks"),
         (lambda manager: groups(4, -1), "block_size"),
         (lambda manager: KVCacheGroupSpec(4, sliding_window=0), "sliding_window"),
     ],
 )
-def test_refuses_numbers_that_are_none(make_manager, make, field):
+def test_refuses_numbers_that_are_none(
+    make_manager: type[WatchedManager], make: Callable[[WatchedManager], object], field: str
+) -> None:
     with pytest.raises(ConfigurationError, match=field):
         make(make_manager(1))
 
 
-def test_store_threshold_second_request_stores_the_whole_prompt(make_keys):
+def test_store_threshold_second_request_stores_the_whole_prompt(make_keys: MakeKeys) -> None:
     """Lookups end at the first miss, and the filter also counts the later blocks."""
     manager = FilterReusedOffloadingManager(CPUOffloadingManager(8), 2, 100)
-    scheduler = OffloadingConnectorScheduler(manager, groups(4))
+    scheduler = WatchedScheduler(manager, groups(4))
     keys = make_keys(4)
     for req_id, stored in (("first", 0), ("second", 4)):
         begin(scheduler, req_id, keys, 16)
@@ -326,14 +381,16 @@ def test_store_threshold_second_request_stores_the_whole_prompt(make_keys):
         scheduler.update_computed_tokens(req_id, 16, [[0, 1, 2, 3]])
         scheduler.request_finished(req_id)
         stores = scheduler.build_connector_meta().stores
-        assert sum(len(job.spec[0].block_ids) for job in stores) == stored
+        assert sum(len(store_specs(job)[0].block_ids) for job in stores) == stored
         scheduler.update_connector_output([TransferResult(job.job_id, True) for job in stores])
     begin(scheduler, "third", keys, 17)
     assert scheduler.get_num_new_matched_tokens("third", 0) == 16
 
 
-def test_a_request_that_is_not_stored_still_loads(make_manager, make_keys, fill, finish):
-    scheduler = OffloadingConnectorScheduler(make_manager(8, OffloadPolicy.REQUEST_LEVEL), groups(4))
+def test_a_request_that_is_not_stored_still_loads(
+    make_manager: type[WatchedManager], make_keys: MakeKeys, fill: Fill, finish: Finish
+) -> None:
+    scheduler = WatchedScheduler(make_manager(8, OffloadPolicy.REQUEST_LEVEL), groups(4))
     keys = make_keys(3)
     fill(scheduler, "first", keys[:2], 4)
     scheduler.manager.offered.clear()

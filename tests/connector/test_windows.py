@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 
-from persistkv.base import OffloadPolicy
-from persistkv.connector.common import KVCacheGroupSpec
-from persistkv.connector.scheduler import OffloadingConnectorScheduler
+from persistkv.base import OffloadKey, OffloadPolicy, ReqContext
+from persistkv.connector.common import ConnectorMetadata, KVCacheGroupSpec
+from tests.connector.conftest import Finish, MakeKeys, WatchedManager, WatchedScheduler, load_specs, store_specs
+
+MakeScheduler = Callable[..., WatchedScheduler]
+Begin = Callable[..., list[list[OffloadKey]]]
+
+CONTEXT = ReqContext("request")
 
 BLOCK = 4
 FULL, SLIDING = KVCacheGroupSpec(BLOCK), KVCacheGroupSpec(BLOCK, sliding_window=9)  # two blocks before the next token
 
 
 @pytest.fixture
-def make_scheduler(make_manager):
-    def make(num_blocks=64, policy=OffloadPolicy.BLOCK_LEVEL, groups=(FULL, SLIDING), **options):
-        return OffloadingConnectorScheduler(make_manager(num_blocks, policy), groups, **options)
+def make_scheduler(make_manager: type[WatchedManager]) -> MakeScheduler:
+    def make(
+        num_blocks: int = 64,
+        policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL,
+        groups: Sequence[KVCacheGroupSpec] = (FULL, SLIDING),
+        **options: Any,
+    ) -> WatchedScheduler:
+        return WatchedScheduler(make_manager(num_blocks, policy), groups, **options)
 
     return make
 
 
 @pytest.fixture
-def begin(make_keys):
+def begin(make_keys: MakeKeys) -> Begin:
     """Announce a request; the blocks of all its groups have one size."""
 
-    def run(scheduler, req_id, num_tokens, num_groups=2, chain="a"):
+    def run(
+        scheduler: WatchedScheduler, req_id: str, num_tokens: int, num_groups: int = 2, chain: str = "a"
+    ) -> list[list[OffloadKey]]:
         scheduler.on_new_request(req_id)
         chains = [make_keys(num_tokens // BLOCK, group, chain=chain) for group in range(num_groups)]
         for group, keys in enumerate(chains):
@@ -35,10 +50,12 @@ def begin(make_keys):
 
 
 @pytest.fixture
-def store(begin, finish):
+def store(begin: Begin, finish: Finish) -> Begin:
     """Compute and store a context of ``num_blocks`` blocks."""
 
-    def run(scheduler, req_id, num_blocks, num_groups=2, chain="a"):
+    def run(
+        scheduler: WatchedScheduler, req_id: str, num_blocks: int, num_groups: int = 2, chain: str = "a"
+    ) -> list[list[OffloadKey]]:
         chains = begin(scheduler, req_id, num_blocks * BLOCK, num_groups, chain)
         scheduler.update_computed_tokens(req_id, num_blocks * BLOCK, [list(range(num_blocks))] * num_groups)
         scheduler.request_finished(req_id)
@@ -49,9 +66,12 @@ def store(begin, finish):
     return run
 
 
-def load_all(scheduler, req_id, local=0):
+def load_all(
+    scheduler: WatchedScheduler, req_id: str, local: int = 0
+) -> tuple[int, list[list[int | None]], ConnectorMetadata]:
     """Allocate device blocks where the load needs them: number = position, plus 100 for each group."""
     matched = scheduler.get_num_new_matched_tokens(req_id, local)
+    assert matched is not None
     tables = [
         [group * 100 + position if position in needed else None for position in range(needed.stop)]
         for group, needed in enumerate(scheduler.needed_device_blocks(req_id, matched))
@@ -60,24 +80,10 @@ def load_all(scheduler, req_id, local=0):
     return matched, tables, scheduler.build_connector_meta()
 
 
-def forget(scheduler, key):
-    """Make a block a miss."""
-    lookup = scheduler.manager.lookup
-    scheduler.manager.lookup = lambda asked, context: asked != key and lookup(asked, context)
-
-
-def gone(scheduler):
-    """Return a ``prepare_load`` that finds its last block evicted."""
-
-    def prepare_load(keys, context):
-        forget(scheduler, keys[-1])
-        raise KeyError(keys[-1])
-
-    return prepare_load
-
-
 class TestMatching:
-    def test_looks_up_the_blocks_under_the_window_only(self, make_scheduler, store, begin):
+    def test_looks_up_the_blocks_under_the_window_only(
+        self, make_scheduler: MakeScheduler, store: Begin, begin: Begin
+    ) -> None:
         scheduler = make_scheduler()
         full, sliding = store(scheduler, "first", 8)
         begin(scheduler, "second", 33)
@@ -85,14 +91,18 @@ class TestMatching:
         assert scheduler.manager.looked_up == [*full, sliding[7], sliding[6]]
         assert scheduler.manager.touched == [[*full, *sliding[6:]]]
 
-    def test_a_hole_in_the_window_ends_the_match_before_it(self, make_scheduler, store, begin):
+    def test_a_hole_in_the_window_ends_the_match_before_it(
+        self, make_scheduler: MakeScheduler, store: Begin, begin: Begin
+    ) -> None:
         scheduler = make_scheduler()
         _, sliding = store(scheduler, "first", 8)
         begin(scheduler, "second", 33)
-        forget(scheduler, sliding[6])
+        scheduler.manager.missing.add(sliding[6])
         assert scheduler.get_num_new_matched_tokens("second", 0) == 24
 
-    def test_learns_in_one_step_of_all_that_has_to_come(self, make_scheduler, store, begin):
+    def test_learns_in_one_step_of_all_that_has_to_come(
+        self, make_scheduler: MakeScheduler, store: Begin, begin: Begin
+    ) -> None:
         scheduler = make_scheduler()
         full, sliding = store(scheduler, "first", 8)
         scheduler.manager.late = {*full[3:], *sliding}
@@ -104,15 +114,19 @@ class TestMatching:
         assert scheduler.get_num_new_matched_tokens("second", 0) == 32
         assert set(scheduler.manager.looked_up) == asked
 
-    def test_does_not_wait_for_what_it_cannot_use(self, make_scheduler, store, begin):
+    def test_does_not_wait_for_what_it_cannot_use(
+        self, make_scheduler: MakeScheduler, store: Begin, begin: Begin
+    ) -> None:
         scheduler = make_scheduler()
         full, sliding = store(scheduler, "first", 8)
         scheduler.manager.late = {full[7], sliding[7]}
-        forget(scheduler, sliding[6])
+        scheduler.manager.missing.add(sliding[6])
         begin(scheduler, "second", 33)
         assert scheduler.get_num_new_matched_tokens("second", 0) == 24
 
-    def test_a_window_that_comes_too_late_is_a_miss(self, make_scheduler, store, begin):
+    def test_a_window_that_comes_too_late_is_a_miss(
+        self, make_scheduler: MakeScheduler, store: Begin, begin: Begin
+    ) -> None:
         scheduler = make_scheduler()
         _, sliding = store(scheduler, "first", 8)
         scheduler.manager.late = {sliding[5]}
@@ -121,14 +135,18 @@ class TestMatching:
         scheduler.give_up_waiting("second")
         assert scheduler.get_num_new_matched_tokens("second", 0) == 20
 
-    def test_what_the_primary_tier_cannot_hold_at_once_is_no_match(self, make_scheduler, store, begin):
+    def test_what_the_primary_tier_cannot_hold_at_once_is_no_match(
+        self, make_scheduler: MakeScheduler, store: Begin, begin: Begin
+    ) -> None:
         scheduler = make_scheduler(max_load_blocks=7)
         full, sliding = store(scheduler, "first", 8)
         begin(scheduler, "second", 33)
         assert scheduler.get_num_new_matched_tokens("second", 0) == 20
         assert scheduler.manager.looked_up == [*full[:5], sliding[4], sliding[3]]
 
-    def test_sliding_groups_alone_skip_all_before_the_window(self, make_scheduler, store, begin):
+    def test_sliding_groups_alone_skip_all_before_the_window(
+        self, make_scheduler: MakeScheduler, store: Begin, begin: Begin
+    ) -> None:
         scheduler = make_scheduler(groups=(SLIDING,))
         (sliding,) = store(scheduler, "first", 8, num_groups=1)
         scheduler.manager.late = set(sliding)
@@ -137,34 +155,38 @@ class TestMatching:
         assert scheduler.manager.looked_up == [sliding[7], sliding[6]]
         scheduler.manager.late = set()
         matched, _, metadata = load_all(scheduler, "second")
-        assert (matched, metadata.loads[0].spec[1].block_ids.tolist()) == (32, [6, 7])
+        assert (matched, load_specs(metadata.loads[0])[1].block_ids.tolist()) == (32, [6, 7])
         assert scheduler.num_promoted_tokens("second") == 32
 
 
 class TestLoading:
-    def test_loads_of_a_window_what_is_under_it(self, make_scheduler, store, begin, finish):
+    def test_loads_of_a_window_what_is_under_it(
+        self, make_scheduler: MakeScheduler, store: Begin, begin: Begin, finish: Finish
+    ) -> None:
         scheduler = make_scheduler()
         full, sliding = store(scheduler, "first", 8)
         begin(scheduler, "second", 33)
         matched, _, metadata = load_all(scheduler, "second")
-        source, target = metadata.loads[0].spec
+        source, target = load_specs(metadata.loads[0])
         assert matched == 32
         assert target.block_ids.tolist() == [*range(8), 106, 107]
         assert (target.group_sizes, target.block_indices) == ((8, 2), (0, 6))
-        rows = [scheduler.manager.get_block_id(key, None) for key in (*full, *sliding[6:])]
+        rows = [scheduler.manager.get_block_id(key, CONTEXT) for key in (*full, *sliding[6:])]
         assert source.block_ids.tolist() == rows
         assert scheduler.update_connector_output(finish(metadata)).loads["second"].num_tokens == 32
 
-    def test_loads_nothing_that_the_device_has(self, make_scheduler, store, begin):
+    def test_loads_nothing_that_the_device_has(self, make_scheduler: MakeScheduler, store: Begin, begin: Begin) -> None:
         scheduler = make_scheduler()
         store(scheduler, "first", 8)
         begin(scheduler, "second", 33)
         matched, _, metadata = load_all(scheduler, "second", local=28)
-        target = metadata.loads[0].spec[1]
+        target = load_specs(metadata.loads[0])[1]
         assert (matched, target.block_ids.tolist(), target.block_indices) == (4, [7, 107], (7, 7))
 
-    def test_a_window_may_begin_within_a_larger_block(self, make_manager, make_keys, finish):
-        scheduler = OffloadingConnectorScheduler(make_manager(16), (FULL, SLIDING), block_size_factor=4)
+    def test_a_window_may_begin_within_a_larger_block(
+        self, make_manager: type[WatchedManager], make_keys: MakeKeys, finish: Finish
+    ) -> None:
+        scheduler = WatchedScheduler(make_manager(16), (FULL, SLIDING), block_size_factor=4)
         keys = [make_keys(2, group) for group in range(2)]
         for req_id in ("first", "second"):
             scheduler.on_new_request(req_id)
@@ -174,22 +196,24 @@ class TestLoading:
                 scheduler.update_computed_tokens(req_id, 32, [list(range(8))] * 2)
                 scheduler.update_connector_output(finish(scheduler.build_connector_meta()))
         _, _, metadata = load_all(scheduler, "second")
-        source, target = metadata.loads[0].spec
+        source, target = load_specs(metadata.loads[0])
         assert (target.group_sizes, target.block_indices) == ((8, 2), (0, 6))
-        rows = [scheduler.manager.get_block_id(key, None) for key in (*keys[0], keys[1][1])]
+        rows = [scheduler.manager.get_block_id(key, CONTEXT) for key in (*keys[0], keys[1][1])]
         assert source.block_ids.tolist() == rows
 
-    def test_takes_nothing_where_another_window_would_be_needed(self, make_scheduler, store, begin):
+    def test_takes_nothing_where_another_window_would_be_needed(
+        self, make_scheduler: MakeScheduler, store: Begin, begin: Begin
+    ) -> None:
         scheduler = make_scheduler(num_blocks=16)
         store(scheduler, "first", 8)
         begin(scheduler, "second", 33)
         assert scheduler.get_num_new_matched_tokens("second", 0) == 32
-        scheduler.manager.prepare_load = gone(scheduler)
-        tables = [list(range(8)), [*[None] * 6, 6, 7]]
+        scheduler.manager.loses_blocks = True
+        tables: list[list[int | None]] = [list(range(8)), [*[None] * 6, 6, 7]]
         assert scheduler.update_state_after_alloc("second", tables, 32) == 0
         assert not scheduler.build_connector_meta().loads
 
-    def test_refuses_tables_without_the_window(self, make_scheduler, store, begin):
+    def test_refuses_tables_without_the_window(self, make_scheduler: MakeScheduler, store: Begin, begin: Begin) -> None:
         scheduler = make_scheduler()
         store(scheduler, "first", 8)
         begin(scheduler, "second", 33)
@@ -201,28 +225,32 @@ class TestLoading:
 
 
 class TestStoring:
-    def test_offers_only_what_the_device_has(self, make_scheduler, begin):
+    def test_offers_only_what_the_device_has(self, make_scheduler: MakeScheduler, begin: Begin) -> None:
         scheduler = make_scheduler()
         full, sliding = begin(scheduler, "request", 20)
         scheduler.update_computed_tokens("request", 20, [[0, 1, 2, 3, 4], [None, None, 7, 8, 9]])
         (stored,) = scheduler.build_connector_meta().stores
-        source = stored.spec[0]
+        source = store_specs(stored)[0]
         assert scheduler.manager.offered == [[*full, *sliding[2:]]]
         assert source.block_ids.tolist() == [0, 1, 2, 3, 4, 7, 8, 9]
         assert (source.group_sizes, source.block_indices) == ((5, 3), (0, 2))
 
-    def test_a_larger_block_is_stored_whole_or_not(self, make_manager, make_keys):
-        scheduler = OffloadingConnectorScheduler(make_manager(16), (SLIDING,), block_size_factor=2)
+    def test_a_larger_block_is_stored_whole_or_not(
+        self, make_manager: type[WatchedManager], make_keys: MakeKeys
+    ) -> None:
+        scheduler = WatchedScheduler(make_manager(16), (SLIDING,), block_size_factor=2)
         keys = make_keys(3)
         scheduler.on_new_request("request")
         scheduler.update_keys("request", 0, keys, 24)
         scheduler.update_computed_tokens("request", 24, [[None, 1, 2, 3, 4, 5]])
         (stored,) = scheduler.build_connector_meta().stores
         assert scheduler.manager.offered == [keys[1:]]
-        assert (stored.spec[0].block_ids.tolist(), stored.spec[0].block_indices) == ([2, 3, 4, 5], (2,))
+        assert (store_specs(stored)[0].block_ids.tolist(), store_specs(stored)[0].block_indices) == ([2, 3, 4, 5], (2,))
 
     @pytest.mark.parametrize("policy", OffloadPolicy)
-    def test_of_prefix_hits_those_under_the_window(self, make_scheduler, store, begin, finish, policy):
+    def test_of_prefix_hits_those_under_the_window(
+        self, make_scheduler: MakeScheduler, store: Begin, begin: Begin, finish: Finish, policy: OffloadPolicy
+    ) -> None:
         scheduler = make_scheduler(policy=policy)
         full, sliding = store(scheduler, "first", 8)
         full, sliding = begin(scheduler, "second", 37)
@@ -234,7 +262,9 @@ class TestStoring:
         first_full, first_sliding = (0, 6) if request_level else (8, 8)
         assert scheduler.manager.offered == [[*full[first_full:], *sliding[first_sliding:]]]
 
-    def test_where_not_all_fits_the_front_of_each_group(self, make_scheduler, begin, finish):
+    def test_where_not_all_fits_the_front_of_each_group(
+        self, make_scheduler: MakeScheduler, begin: Begin, finish: Finish
+    ) -> None:
         scheduler = make_scheduler(num_blocks=9)
         full, sliding = begin(scheduler, "request", 32)
         scheduler.update_computed_tokens("request", 32, [list(range(8))] * 2)
@@ -246,19 +276,19 @@ class TestStoring:
         assert scheduler.get_num_new_matched_tokens("second", 0) == 16
 
 
-def test_three_groups_are_one_job_each_way(make_scheduler, store, begin):
+def test_three_groups_are_one_job_each_way(make_scheduler: MakeScheduler, store: Begin, begin: Begin) -> None:
     scheduler = make_scheduler(groups=(FULL, SLIDING, KVCacheGroupSpec(BLOCK, sliding_window=2)))
     store(scheduler, "first", 8, num_groups=3)
     begin(scheduler, "second", 33, num_groups=3)
     _, _, metadata = load_all(scheduler, "second")
     (load,) = metadata.loads
-    assert (load.spec[1].group_sizes, load.spec[1].block_indices) == ((8, 2, 1), (0, 6, 7))
+    assert (load_specs(load)[1].group_sizes, load_specs(load)[1].block_indices) == ((8, 2, 1), (0, 6, 7))
 
 
-def test_a_window_of_one_token_needs_nothing(make_scheduler, store, begin):
+def test_a_window_of_one_token_needs_nothing(make_scheduler: MakeScheduler, store: Begin, begin: Begin) -> None:
     scheduler = make_scheduler(groups=(FULL, KVCacheGroupSpec(BLOCK, sliding_window=1)))
     full, _ = store(scheduler, "first", 8)
     begin(scheduler, "second", 33)
     matched, _, metadata = load_all(scheduler, "second")
     assert (matched, scheduler.manager.looked_up) == (32, full)
-    assert metadata.loads[0].spec[1].group_sizes == (8, 0)
+    assert load_specs(metadata.loads[0])[1].group_sizes == (8, 0)

@@ -44,12 +44,12 @@ class Handler(OffloadingHandler):
 
 
 @pytest.fixture
-def handlers():
+def handlers() -> tuple[Handler, Handler]:
     return Handler(), Handler()
 
 
 @pytest.fixture
-def worker(handlers):
+def worker(handlers: tuple[Handler, Handler]) -> OffloadingConnectorWorker:
     to_device, from_device = handlers
     return OffloadingConnectorWorker(
         [(CPULoadStoreSpec, GPULoadStoreSpec, to_device), (GPULoadStoreSpec, CPULoadStoreSpec, from_device)]
@@ -60,12 +60,16 @@ CPU, GPU = CPULoadStoreSpec([0]), GPULoadStoreSpec([0], [1], [0])
 METADATA = ConnectorMetadata(loads=[TransferJob(1, (CPU, GPU))], stores=[TransferJob(2, (GPU, CPU))])
 
 
-def test_gives_each_transfer_to_its_direction(worker, handlers):
+def test_gives_each_transfer_to_its_direction(
+    worker: OffloadingConnectorWorker, handlers: tuple[Handler, Handler]
+) -> None:
     worker.start(METADATA)
     assert [handler.started for handler in handlers] == [[1], [2]]
 
 
-def test_waits_for_those_asked_and_reports_each_once(worker, handlers):
+def test_waits_for_those_asked_and_reports_each_once(
+    worker: OffloadingConnectorWorker, handlers: tuple[Handler, Handler]
+) -> None:
     worker.start(METADATA)
     worker.wait([2, 99])
     assert [handler.waited for handler in handlers] == [set(), {2}]
@@ -75,20 +79,26 @@ def test_waits_for_those_asked_and_reports_each_once(worker, handlers):
     assert worker.get_finished() == []
 
 
-def test_reports_what_could_not_be_started(worker, handlers):
+def test_reports_what_could_not_be_started(
+    worker: OffloadingConnectorWorker, handlers: tuple[Handler, Handler]
+) -> None:
     handlers[0].accepts = False
     worker.start(METADATA)
     assert worker.get_finished() == [TransferResult(1, success=False)]
 
 
-def test_start_unknown_direction_starts_nothing(worker, handlers):
+def test_start_unknown_direction_starts_nothing(
+    worker: OffloadingConnectorWorker, handlers: tuple[Handler, Handler]
+) -> None:
     with pytest.raises(KeyError, match="GPU"):
         worker.start(ConnectorMetadata(METADATA.loads, [TransferJob(3, (GPU, GPU)), *METADATA.stores]))
     assert [handler.started for handler in handlers] == [[], []]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_start_handler_raises_other_jobs_start_and_are_reported(worker, handlers, failing, caplog):
+def test_start_handler_raises_other_jobs_start_and_are_reported(
+    worker: OffloadingConnectorWorker, handlers: tuple[Handler, Handler], failing: int, caplog: pytest.LogCaptureFixture
+) -> None:
     handlers[failing].failing.add("transfer_async")
     worker.start(METADATA)
     worker.wait_all()
@@ -99,7 +109,9 @@ def test_start_handler_raises_other_jobs_start_and_are_reported(worker, handlers
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_get_finished_handler_raises_others_are_reported_and_its_own_fail(worker, handlers, failing, caplog):
+def test_get_finished_handler_raises_others_are_reported_and_its_own_fail(
+    worker: OffloadingConnectorWorker, handlers: tuple[Handler, Handler], failing: int, caplog: pytest.LogCaptureFixture
+) -> None:
     worker.start(METADATA)
     worker.wait_all()
     handlers[failing].waited.clear()
@@ -113,7 +125,9 @@ def test_get_finished_handler_raises_others_are_reported_and_its_own_fail(worker
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_wait_handler_raises_other_handler_is_waited_for(worker, handlers, failing):
+def test_wait_handler_raises_other_handler_is_waited_for(
+    worker: OffloadingConnectorWorker, handlers: tuple[Handler, Handler], failing: int
+) -> None:
     worker.start(METADATA)
     handlers[failing].failing.add("wait")
     worker.wait_all()
@@ -121,13 +135,15 @@ def test_wait_handler_raises_other_handler_is_waited_for(worker, handlers, faili
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_shutdown_handler_raises_other_handler_is_shut_down(worker, handlers, failing, caplog):
+def test_shutdown_handler_raises_other_handler_is_shut_down(
+    worker: OffloadingConnectorWorker, handlers: tuple[Handler, Handler], failing: int, caplog: pytest.LogCaptureFixture
+) -> None:
     handlers[failing].failing.add("shutdown")
     worker.shutdown()
     assert [handler.shutdowns for handler in handlers] == [1, 1]
     assert "raised in shutdown" in caplog.text
 
 
-def test_shuts_down_every_handler(worker, handlers):
+def test_shuts_down_every_handler(worker: OffloadingConnectorWorker, handlers: tuple[Handler, Handler]) -> None:
     worker.shutdown()
     assert [handler.shutdowns for handler in handlers] == [1, 1]

@@ -4,11 +4,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from persistkv.storage import open_backend
 from persistkv_tools.cli import COMMANDS
 
 NOBODY = 65534
@@ -102,6 +104,42 @@ class TestBadInput:
         (tmp_path / "file").touch()
         one_line_error(start("demo", *(argument.format(tmp=tmp_path) for argument in arguments)), part)
         assert not (tmp_path / ".persistkv-demo" / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("prune", "{url}"), "prune requires at least one of --request, --older-than"),
+        (("prune", "{url}", "--older-than", "1d"), "prune requires --yes or --dry-run: there is no terminal to ask at"),
+        (("verify", "{url}", "--repair"), "verify --repair requires --yes"),
+        (("set", "{url}", "ttl=7d", "--json"), "set requires --yes or --dry-run"),
+        (("label", "{url}", "engine-0-0"), "label requires NAME=VALUE or --remove NAME"),
+        (("export", "{url}", "-o", "x"), "export requires requests, --label or --all"),
+        (("warm", "{url}"), "warm requires ids of requests, or --label"),
+        (
+            ("export", "{url}", "--all", "-o", "{tmp}/here"),
+            "cannot write {tmp}/here: the file exists; --force replaces it",
+        ),
+        (("export", "{url}", "--all", "-o", "-", "--json"), "'-' is not valid; expected a file, because --json takes"),
+        (("report", "{url}", "-o", "{tmp}/no/page.html"), "cannot write {tmp}/no/page.html: No such file or directory"),
+        (("import", "{tmp}/absent", "{url}"), "cannot read {tmp}/absent: No such file or directory"),
+        (("why", "{url}", "--against", "{tmp}"), "'{tmp}' is not valid; expected a directory with *.safetensors"),
+        (("verify", "{url}", "--resume", "{tmp}/here"), "cannot read {tmp}/here: verify did not write it"),
+        (("replay", "{tmp}/new", "{tmp}/absent"), "cannot read {tmp}/absent: No such file or directory"),
+        (("push", "{url}", "{url}"), "another store than the source"),
+        (
+            ("set", "sqlite://{tmp}/db", "ttl=7d"),
+            "sqlite://{tmp}/db: the driver of this store does not record a policy",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_error_names_what_is_wrong_and_what_to_do(run, filled, sqlite_plug_in, tmp_path, arguments, sentence):
+    (tmp_path / "here").write_text("mine")
+    with closing(open_backend(f"sqlite://{tmp_path}/db")):
+        pass
+    done = run(*(part.format(url=filled, tmp=tmp_path) for part in arguments))
+    one_line_error(done, sentence.format(tmp=tmp_path))
 
 
 class TestStoreNamedOnce:

@@ -123,37 +123,48 @@ def test_completion_is_to_be_had(start):
 # Fields that docs/json.md documents
 
 
-def documented() -> dict[str, set[str]]:
-    """Return, for each command that has a heading in docs/json.md, the names in its table."""
-    found: dict[str, set[str]] = {}
+def documented() -> dict[str, dict[str, str]]:
+    """Return, for each command that has a heading in docs/json.md, the types of the fields in its table."""
+    found: dict[str, dict[str, str]] = {}
     commands: list[str] = []
     for line in (DOCS / "json.md").read_text().splitlines():
         if line.startswith("## "):
             commands = re.findall(r"`([a-z-]+)`", line)
-        elif line.startswith("| `"):
+        elif commands and line.startswith("| `"):
+            names, kind = line.split("|")[1:3]
             for command in commands:
-                found.setdefault(command, set()).update(re.findall(r"`([^`]+)`", line.split("|")[1]))
+                found.setdefault(command, {}).update(dict.fromkeys(re.findall(r"`([^`]+)`", names), kind.strip()))
     return found
 
 
-def paths(value, prefix="") -> set[str]:
-    """Return the names in a JSON value: ``a.b`` for objects, ``a[].b`` for the elements of lists."""
+TYPES = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "object": dict,
+    "list": list,
+    "list of integers": list,
+    "list of strings": list,
+    "null": type(None),
+}
+
+
+def fields(value, prefix="") -> list[tuple[str, object]]:
+    """Return (name, value) of all fields in a JSON value: ``a.b`` for objects, ``a[].b`` for the elements of lists."""
     if isinstance(value, dict):
-        found = set()
-        for name, inner in value.items():
-            found |= {f"{prefix}{name}"} | paths(inner, f"{prefix}{name}.")
-        return found
+        return [
+            found
+            for name, inner in value.items()
+            for found in [(f"{prefix}{name}", inner), *fields(inner, f"{prefix}{name}.")]
+        ]
     if isinstance(value, list):
-        return set().union(*(paths(inner, prefix.rstrip(".") + "[].") for inner in value), set())
-    return set()
+        return [found for inner in value for found in fields(inner, prefix.rstrip(".") + "[].")]
+    return []
 
 
 FREE = ("labels", "identity", "by_problem", "requests_sent", "children")
 """Objects whose names are data, and the nested nodes of the tree."""
-
-
-def plain(found: set[str]) -> set[str]:
-    return {path for path in found if not any(f"{name}." in path or f"{name}[]." in path for name in FREE)}
 
 
 @pytest.mark.parametrize(
@@ -163,6 +174,7 @@ def plain(found: set[str]) -> set[str]:
         ("stat", "{url}"),
         ("show", "{url}", "0c4d", "--tree"),
         ("top", "{url}", "--interval", "1s"),
+        ("serve-metrics", "{url}", "--once"),
         ("report", "{url}", "-o", "r.html"),
         ("verify", "{url}"),
         ("prune", "{url}", "--older-than", "1s", "--yes"),
@@ -178,14 +190,44 @@ def plain(found: set[str]) -> set[str]:
         ("set", "{url}", "capacity=2GiB", "--dry-run"),
         ("bench", "lmdb://{tmp}/b", "--size", "4MiB", "--rounds", "1"),
         ("replay", "lmdb://{tmp}/r", "{tmp}/trace.jsonl", "--requests", "2"),
+        ("import", "{tmp}/given.pkv", "lmdb://{tmp}/imported"),
     ],
     ids=lambda command: command[0],
 )
 def test_json_has_the_fields_that_are_documented(run, store, tmp_path, command):
     (tmp_path / "trace.jsonl").write_text('{"hash_ids": [1, 2]}\n' * 100)
+    assert run("export", store, "--all", "-o", str(tmp_path / "given.pkv")).returncode == 0
     done = run(*(part.format(url=store, tmp=tmp_path) for part in command), "--json")
     assert done.returncode in (0, 1), done.stderr
-    assert plain(paths(json.loads(done.stdout))) <= documented()[command[0]]
+    types, found = documented()[command[0]], json.loads(done.stdout)
+    for name, value in fields(found):
+        if not any(f"{free}." in name or f"{free}[]." in name for free in FREE):
+            kinds = types[name].split(" or ")
+            assert any(isinstance(value, TYPES[kind]) for kind in kinds), (name, value, kinds)
+            assert isinstance(value, bool) <= ("boolean" in kinds), (name, value)
+    left_out = {"address"} if "--once" in command else set()
+    assert {name for name in types if "." not in name and "[" not in name} - left_out == found.keys()
+
+
+STORE_COMMANDS = [command for command in SHOWN if command[0] not in ("doctor", "bench", "replay", "import", "pull")]
+
+
+@pytest.mark.parametrize("command", STORE_COMMANDS, ids=lambda command: " ".join(command[::2]))
+def test_exit_code_tells_bad_input_from_a_store_that_does_not_open(run, tmp_path, command):
+    for url, code in (("tape:///kv", 2), (str(tmp_path / "absent"), 3)):
+        done = run(
+            *(part.format(url=url, tmp=tmp_path) for part in command), *("--yes",) * (command[0] == "prune"), "--json"
+        )
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (code, "", 1), done.stderr
+    assert not (tmp_path / "absent").exists()
+
+
+def test_exit_code_1_is_documented_where_help_names_it(run):
+    table = (DOCS / "json.md").read_text().partition("## `ls`")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    listed = {name for row in rows for name in re.findall(r"`([a-z]+)`", row.split("|")[1])}
+    named = {name for name in TOOLS if "code 1" in re.sub(r"[\s│]+", " ", run(name, "--help").stdout)}
+    assert listed == named | {"pull"}
 
 
 def test_every_command_is_documented():

@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 from persistkv.config import parse_duration, parse_size
-from persistkv.errors import ConfigurationError, PersistKVError, StoreUnavailableError
+from persistkv.errors import ConfigurationError, MissingOptionError, PersistKVError, StoreUnavailableError
 from persistkv.storage import open_inspectable
 from persistkv.storage.backend import Namespace
 from persistkv.storage.extensions import InspectableBackend, RequestUse
@@ -106,15 +106,15 @@ def throttle_of(rate: str | None) -> Throttle:
     return Throttle(None if rate is None else parse_size(rate, name="--rate"))
 
 
-def ensure_consent(what: str, url: str, ways: str, *, yes: bool, json: bool) -> None:
+def ensure_consent(what: str, ways: str, *, yes: bool, json: bool) -> None:
     """Require consent to a deletion: an option, or a terminal to ask at.
 
     :param what: deletes.
     :param ways: options that would do.
-    :raises ConfigurationError: neither.
+    :raises MissingOptionError: neither.
     """
     if not (yes or (sys.stdin.isatty() and not json)):
-        raise ConfigurationError(what, url, f"{ways}: there is no terminal to ask at")
+        raise MissingOptionError(what, f"{ways}: there is no terminal to ask at")
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
-from persistkv.errors import ConfigurationError, StoreError
+from persistkv.errors import ConfigurationError, MissingExtraError, StoreError
 from persistkv.storage.extensions import PlainMedium
 from persistkv_s3.client.transport import (
     ABSENT,
@@ -298,8 +298,8 @@ def _make_client(options: S3Options) -> Any:
         import boto3
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError
-    except ImportError as error:
-        raise ConfigurationError("url scheme", "s3", f"pip install 'persistkv[s3]' ({error.name} is missing)") from None
+    except ImportError:
+        raise MissingExtraError("boto3", "s3") from None
     path_style = options.endpoint_url is not None if options.path_style is None else options.path_style
     session = boto3.session.Session()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from persistkv.errors import ConfigurationError
+from persistkv.errors import ConfigurationError, MissingOptionError
 from persistkv.integrations.model_config import plain, plain_config
 from persistkv.storage.identity import MODEL_NAME, fingerprint_checkpoint
 
@@ -50,8 +50,7 @@ def find_vllm_config() -> Any:
         current = _config_in(frame, VllmConfig)
         frame = frame.f_back
     if current is None:
-        expected = "a configuration in a caller: the identity of the KV needs it"
-        raise ConfigurationError("vLLM's configuration", None, expected)
+        raise MissingOptionError("persistkv in vLLM", "vLLM's configuration, which no caller on the stack has")
     return current
 
 
@@ -170,17 +169,15 @@ def _directory(model: str, revision: str | None, load: Any) -> Path:
 
 def _unknown_weights(what: str) -> ConfigurationError:
     expected = f"a name for the weights, changed whenever they change: {what} cannot be fingerprinted"
-    return ConfigurationError("secondary tier persistkv option weights", None, expected)
+    return MissingOptionError("secondary tier persistkv option weights", expected)
 
 
 def _adapters(lora: Any, name: str | None) -> dict[str, Any] | None:
     if lora is None:
         return None
     if name is None:
-        expected = (
-            "a name for the set of LoRA adapters, changed whenever one of them changes: keys hold their names only"
-        )
-        raise ConfigurationError("secondary tier persistkv option adapters", None, expected)
+        expected = "a name for the set of LoRA adapters, changed with each of them"
+        raise MissingOptionError("secondary tier persistkv option adapters", expected)
     return {
         "name": name,
         "dtype": _dtype(lora.lora_dtype),

@@ -222,8 +222,6 @@ class HostStats(_Message):
     capacity: int | None
     cpu_seconds: float
     """User and system time of the process that the store runs in."""
-    rss_bytes: int
-    """Peak resident memory of that process, shared rows included."""
     requests: dict[str, int] = {}
     """As ``Backend.requests``."""
     breaker: str | None = None

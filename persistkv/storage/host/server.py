@@ -196,7 +196,6 @@ class StoreServer:
                 disk_bytes,
                 capacity,
                 usage.ru_utime + usage.ru_stime,
-                usage.ru_maxrss << 10,
                 dict(backend.requests) if isinstance(backend, SupportsCounters) else {},
                 backend.breaker_state if isinstance(backend, SupportsCounters) else None,
             )

@@ -1,5 +1,7 @@
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO, AnyStr
 
 import pytest
 
@@ -13,6 +15,12 @@ from persistkv_lmdb import LmdbBackend
 Opener = Callable[..., LmdbBackend]
 
 IDENTITY = Identity.of({"weights": "abc"})
+
+
+def stdout_of(process: subprocess.Popen[AnyStr]) -> IO[AnyStr]:
+    """Return the pipe from a process that was started with one."""
+    assert process.stdout is not None
+    return process.stdout
 
 
 @pytest.fixture

@@ -8,7 +8,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
@@ -18,10 +21,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from persistkv.errors import StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
+from persistkv_lmdb import LmdbBackend
 from persistkv_lmdb.allocator import Allocator, read_extents
 from persistkv_lmdb.layout import DATABASES, Transaction
+from tests.backends.lmdb.conftest import Opener, stdout_of
 
 FREE = 0
 
@@ -39,7 +45,7 @@ class SpaceMachine(RuleBasedStateMachine):
         self.freed: dict[int, int] = {}
         self.number = 0
 
-    def change(self, change):
+    def change(self, change: Callable[..., Any]) -> Any:
         with self.env.begin(write=True, buffers=True) as txn:
             space = Allocator(Transaction(txn, self.db))
             found = change(space, txn)
@@ -73,7 +79,7 @@ class SpaceMachine(RuleBasedStateMachine):
             return
         self.number += 1
 
-        def work(space, txn):
+        def work(space: Allocator, txn: lmdb.Transaction[memoryview]) -> Any:
             single = space.largest() >= pages
             taken = space.take(pages)
             if keep:
@@ -98,7 +104,7 @@ class SpaceMachine(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(sorted(self.held)))
         name = number.to_bytes(32, "big")
 
-        def work(space, txn):
+        def work(space: Allocator, txn: lmdb.Transaction[memoryview]) -> Any:
             assert space.retire(name)
             assert not space.retire(name)
             return txn.id()
@@ -108,7 +114,7 @@ class SpaceMachine(RuleBasedStateMachine):
 
     @rule(ago=st.integers(0, 5))
     def ripen(self, ago: int) -> None:
-        def work(space, txn):
+        def work(space: Allocator, txn: lmdb.Transaction[memoryview]) -> Any:
             space.ripen(txn.id() - 1 - ago)
             return txn.id() - 1 - ago
 
@@ -171,14 +177,14 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def reader(path):
+def reader(path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
     """Start a process that holds a snapshot until it is killed."""
     running = []
 
-    def start():
+    def start() -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", READER, str(path)]
         running.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-        assert running[-1].stdout.readline() == b"began\n"
+        assert stdout_of(running[-1]).readline() == b"began\n"
         return running[-1]
 
     yield start
@@ -187,9 +193,9 @@ def reader(path):
         process.communicate()
 
 
-def fill(backend, namespace, first=0):
+def fill(backend: LmdbBackend, namespace: bytes, first: int = 0) -> list[bytes]:
     """Commit packs of 256 KiB until one is evicted. Return the ids of all packs."""
-    written = []
+    written: list[bytes] = []
     while True:
         pack = sample_pack(namespace, first + len(written), blocks=4, block_bytes=1 << 16)
         written.append(pack.pack_id)
@@ -197,7 +203,9 @@ def fill(backend, namespace, first=0):
             return written
 
 
-def test_stopped_reader_does_not_drain_the_store(open_store, identity, reader):
+def test_stopped_reader_does_not_drain_the_store(
+    open_store: Opener, identity: Identity, reader: Callable[[], subprocess.Popen[bytes]]
+) -> None:
     backend = open_store("?capacity=16MiB")
     namespace = backend.open_namespace(identity).id
     fill(backend, namespace)
@@ -218,7 +226,7 @@ def test_stopped_reader_does_not_drain_the_store(open_store, identity, reader):
     assert read_pack(backend, namespace, fresh.table) == payload_of(fresh)
 
 
-def test_reader_in_the_middle_of_a_call_keeps_its_extents(backend, namespace):
+def test_reader_in_the_middle_of_a_call_keeps_its_extents(backend: LmdbBackend, namespace: bytes) -> None:
     """The reader's extents are freed and the store is filled during the read. They are reused after the read only."""
     pack = sample_pack(namespace, 1, blocks=8, block_bytes=1 << 16)
     backend.commit(namespace, CommitBatch([pack]))
@@ -226,7 +234,7 @@ def test_reader_in_the_middle_of_a_call_keeps_its_extents(backend, namespace):
     with shared.transaction() as transaction:
         extents = read_extents(transaction, namespace + pack.pack_id)
 
-        def replace():
+        def replace() -> None:
             backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))
             for seed in range(2, 20):
                 backend.commit(namespace, CommitBatch([sample_pack(namespace, seed, blocks=8, block_bytes=1 << 16)]))
@@ -235,6 +243,7 @@ def test_reader_in_the_middle_of_a_call_keeps_its_extents(backend, namespace):
         thread.start()
         thread.join()
         buffer = bytearray(len(payload_of(pack)))
+        assert extents is not None
         assert shared.files.read([(extents, 0, [memoryview(buffer)])]) == [True]
         assert buffer == payload_of(pack)
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 20, blocks=8, block_bytes=1 << 16)]))
@@ -245,7 +254,7 @@ def test_reader_in_the_middle_of_a_call_keeps_its_extents(backend, namespace):
     assert backend.find_faults() == []
 
 
-def test_lost_segment_is_misses_and_is_made_again(open_store, path, identity):
+def test_lost_segment_is_misses_and_is_made_again(open_store: Opener, path: Path, identity: Identity) -> None:
     backend = open_store("?capacity=16MiB")
     namespace = backend.open_namespace(identity).id
     pack = sample_pack(namespace, 1)
@@ -263,7 +272,7 @@ def test_lost_segment_is_misses_and_is_made_again(open_store, path, identity):
     assert again.find_faults() == []
 
 
-def test_short_segment_is_a_miss(backend, namespace, path):
+def test_short_segment_is_a_miss(backend: LmdbBackend, namespace: bytes, path: Path) -> None:
     pack = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([pack]))
     with open(path / "segments" / "00000000.seg", "r+b") as file:
@@ -272,7 +281,7 @@ def test_short_segment_is_a_miss(backend, namespace, path):
     assert len(backend.find_faults()) == 1
 
 
-def test_file_of_a_commit_that_never_was_is_cut(open_store, path, identity):
+def test_file_of_a_commit_that_never_was_is_cut(open_store: Opener, path: Path, identity: Identity) -> None:
     backend = open_store("?capacity=16MiB")
     namespace = backend.open_namespace(identity).id
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
@@ -288,7 +297,9 @@ def test_file_of_a_commit_that_never_was_is_cut(open_store, path, identity):
     assert again.find_faults() == []
 
 
-def test_pack_in_several_extents_and_segments(open_store, identity, monkeypatch):
+def test_pack_in_several_extents_and_segments(
+    open_store: Opener, identity: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("persistkv_lmdb.allocator.SEGMENT_BYTES", 1 << 20)
     backend = open_store("?capacity=16MiB")
     namespace = backend.open_namespace(identity).id
@@ -309,7 +320,7 @@ def test_pack_in_several_extents_and_segments(open_store, identity, monkeypatch)
     assert backend.find_faults() == []
 
 
-def test_damaged_extents_are_a_miss(open_store, path, identity):
+def test_damaged_extents_are_a_miss(open_store: Opener, path: Path, identity: Identity) -> None:
     backend = open_store()
     namespace = backend.open_namespace(identity).id
     packs = [sample_pack(namespace, seed) for seed in range(3)]
@@ -325,16 +336,16 @@ def test_damaged_extents_are_a_miss(open_store, path, identity):
     assert len(backend.find_faults()) > 1
 
 
-def breaks_off():
+def breaks_off() -> Iterator[bytes]:
     yield bytes(4096)
     raise StoreFullError("it broke off")
 
 
-def segment_bytes(path):
+def segment_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in (path / "segments").iterdir())
 
 
-def test_what_an_undone_transaction_grew_is_cut_by_the_next(open_store, path, identity):
+def test_what_an_undone_transaction_grew_is_cut_by_the_next(open_store: Opener, path: Path, identity: Identity) -> None:
     """Without the truncation, the catalogue could be granted space that the segment files still occupy."""
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
@@ -359,7 +370,9 @@ with backend.environment.transaction(write=True) as transaction:
 """
 
 
-def test_what_a_killed_process_grew_is_cut_by_one_that_lives(open_store, path, identity):
+def test_what_a_killed_process_grew_is_cut_by_one_that_lives(
+    open_store: Opener, path: Path, identity: Identity
+) -> None:
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
@@ -371,7 +384,7 @@ def test_what_a_killed_process_grew_is_cut_by_one_that_lives(open_store, path, i
     assert backend.find_faults() == []
 
 
-def test_store_takes_little_more_than_it_holds(open_store, path, identity):
+def test_store_takes_little_more_than_it_holds(open_store: Opener, path: Path, identity: Identity) -> None:
     """This holds for any capacity: files grow by 1/16 of their length, and a pack gets exactly its bytes."""
     backend = open_store("?capacity=64GiB")
     namespace = backend.open_namespace(identity).id
@@ -381,7 +394,9 @@ def test_store_takes_little_more_than_it_holds(open_store, path, identity):
     assert backend.find_faults() == []
 
 
-def test_segments_that_were_cut_grow_again(open_store, path, identity, monkeypatch):
+def test_segments_that_were_cut_grow_again(
+    open_store: Opener, path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("persistkv_lmdb.allocator.SEGMENT_BYTES", 1 << 20)
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
@@ -400,14 +415,16 @@ def test_segments_that_were_cut_grow_again(open_store, path, identity, monkeypat
 
 @pytest.mark.parametrize("call", ["pwritev", "fdatasync", "posix_fallocate"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_disk_that_fails_once(backend, namespace, monkeypatch, call, code):
+def test_disk_that_fails_once(
+    backend: LmdbBackend, namespace: bytes, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
     """A copy-on-write file system can report ENOSPC for allocated space. The driver treats it like a full disk."""
     held = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([held]))
     real = getattr(os, call)
     left = [True]
 
-    def fail_once(*arguments):
+    def fail_once(*arguments: Any) -> Any:
         if left:
             left.clear()
             raise OSError(code, os.strerror(code))
@@ -428,7 +445,7 @@ def test_disk_that_fails_once(backend, namespace, monkeypatch, call, code):
     assert backend.find_faults() == []
 
 
-def test_commit_that_comes_too_late_leaves_the_totals_right(backend, namespace):
+def test_commit_that_comes_too_late_leaves_the_totals_right(backend: LmdbBackend, namespace: bytes) -> None:
     pack = sample_pack(namespace, 1)
     seen = backend.commit(namespace, CommitBatch([pack])).cursor
     backend.commit(namespace, CommitBatch(deletions=[pack.pack_id]))  # the next commit can reuse the freed pages

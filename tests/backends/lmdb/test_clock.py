@@ -1,13 +1,18 @@
 """Expiry by ttl while the machine's clocks are wrong, jump, or are corrected."""
 
+from __future__ import annotations
+
 import logging
 import time
 
 import pytest
 
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import tables
 from persistkv.testing.samples import sample_manifest, sample_pack
+from persistkv_lmdb import LmdbBackend
+from tests.backends.lmdb.conftest import Opener
 
 DAY_S = 86_400
 HOUR_S = 3_600
@@ -17,25 +22,25 @@ MINUTE_S = 60
 class Machine:
     """Simulated clocks of a machine."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.wall = 2_000_000_000.0
         self.since_boot = 50_000.0
 
-    def passes(self, seconds):
+    def passes(self, seconds: float) -> None:
         self.wall += seconds
         self.since_boot += seconds
 
-    def boots(self, *, off_s, error_s=0.0):
+    def boots(self, *, off_s: float, error_s: float = 0.0) -> None:
         """Simulate a machine that boots after ``off_s`` seconds with a wall clock that is wrong by ``error_s``."""
         self.wall += off_s + error_s
         self.since_boot = 10.0
 
-    def clock_gettime(self, which):
+    def clock_gettime(self, which: int) -> float:
         return self.since_boot if which == time.CLOCK_BOOTTIME else 0.0
 
 
 @pytest.fixture
-def machine(monkeypatch):
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     found = Machine()
     monkeypatch.setattr(time, "time", lambda: found.wall)
     monkeypatch.setattr(time, "clock_gettime", found.clock_gettime)
@@ -43,29 +48,31 @@ def machine(monkeypatch):
 
 
 @pytest.fixture
-def week(open_store):
+def week(open_store: Opener) -> LmdbBackend:
     """A store whose content expires after a week."""
     return open_store("?ttl=7d")
 
 
 @pytest.fixture
-def namespace(week, identity):
+def namespace(week: LmdbBackend, identity: Identity) -> bytes:
     return week.open_namespace(identity).id
 
 
-def put(backend, namespace, seed):
+def put(backend: LmdbBackend, namespace: bytes, seed: int) -> bytes:
     pack = sample_pack(namespace, seed)
     backend.commit(namespace, CommitBatch([pack], [sample_manifest(f"r{seed}", seed, packs=[pack.pack_id])]))
     return pack.pack_id
 
 
-def tick(backend, namespace, count=3):
+def tick(backend: LmdbBackend, namespace: bytes, count: int = 3) -> None:
     """Make empty commits, each of which lets the store expire old content."""
     for _ in range(count):
         backend.commit(namespace, CommitBatch())
 
 
-def test_commit_wall_clock_jumps_ahead_expires_nothing(week, namespace, machine, caplog):
+def test_commit_wall_clock_jumps_ahead_expires_nothing(
+    week: LmdbBackend, namespace: bytes, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
     packs = {put(week, namespace, seed) for seed in range(20)}
     machine.wall += 8 * DAY_S
     tick(week, namespace)
@@ -76,7 +83,9 @@ def test_commit_wall_clock_jumps_ahead_expires_nothing(week, namespace, machine,
     assert "+691200 s" in warnings[0].getMessage()
 
 
-def test_commit_wall_clock_stays_ahead_expires_after_elapsed_time(week, namespace, machine):
+def test_commit_wall_clock_stays_ahead_expires_after_elapsed_time(
+    week: LmdbBackend, namespace: bytes, machine: Machine
+) -> None:
     old = put(week, namespace, 1)
     machine.wall += 8 * DAY_S
     tick(week, namespace)
@@ -88,7 +97,9 @@ def test_commit_wall_clock_stays_ahead_expires_after_elapsed_time(week, namespac
     assert set(tables(week, namespace)) == {young}
 
 
-def test_commit_wall_clock_was_ahead_expires_after_elapsed_time(week, namespace, machine):
+def test_commit_wall_clock_was_ahead_expires_after_elapsed_time(
+    week: LmdbBackend, namespace: bytes, machine: Machine
+) -> None:
     machine.wall += 3000 * DAY_S
     future = put(week, namespace, 1)
     machine.wall -= 3000 * DAY_S
@@ -102,7 +113,9 @@ def test_commit_wall_clock_was_ahead_expires_after_elapsed_time(week, namespace,
     assert list(week.manifests(namespace)) == []
 
 
-def test_commit_wall_clock_set_back_a_little_expires_after_elapsed_time(week, namespace, machine):
+def test_commit_wall_clock_set_back_a_little_expires_after_elapsed_time(
+    week: LmdbBackend, namespace: bytes, machine: Machine
+) -> None:
     put(week, namespace, 1)
     machine.wall -= 600
     put(week, namespace, 2)
@@ -111,7 +124,9 @@ def test_commit_wall_clock_set_back_a_little_expires_after_elapsed_time(week, na
     assert tables(week, namespace) == {}
 
 
-def test_commit_after_downtime_expires_once_the_clock_is_confirmed(week, namespace, machine):
+def test_commit_after_downtime_expires_once_the_clock_is_confirmed(
+    week: LmdbBackend, namespace: bytes, machine: Machine
+) -> None:
     pack = put(week, namespace, 1)
     machine.boots(off_s=8 * DAY_S)
     tick(week, namespace)
@@ -123,7 +138,9 @@ def test_commit_after_downtime_expires_once_the_clock_is_confirmed(week, namespa
     assert tables(week, namespace) == {}
 
 
-def test_commit_wrong_clock_at_boot_is_corrected_expires_nothing(week, namespace, machine):
+def test_commit_wrong_clock_at_boot_is_corrected_expires_nothing(
+    week: LmdbBackend, namespace: bytes, machine: Machine
+) -> None:
     pack = put(week, namespace, 1)
     machine.boots(off_s=DAY_S, error_s=300 * DAY_S)
     tick(week, namespace)
@@ -138,11 +155,12 @@ def test_commit_wrong_clock_at_boot_is_corrected_expires_nothing(week, namespace
     assert tables(week, namespace) == {}, "a day of downtime and six of uptime"
 
 
-def test_uses_after_a_jump_are_shown_by_the_wall_clock(week, namespace, machine):
+def test_uses_after_a_jump_are_shown_by_the_wall_clock(week: LmdbBackend, namespace: bytes, machine: Machine) -> None:
     put(week, namespace, 1)
     machine.wall += 8 * DAY_S
     machine.passes(HOUR_S)
     put(week, namespace, 2)
     machine.passes(10)
     (use,) = week.uses(namespace, ["r2"])
+    assert use is not None
     assert machine.wall - use.last_used == pytest.approx(10, abs=1)

@@ -1,46 +1,52 @@
 """Compaction: returns free space to the disk and leaves the content unchanged."""
 
+from __future__ import annotations
+
 import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from persistkv.config import StoreUrl
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_lmdb import LmdbBackend
+from tests.backends.lmdb.conftest import stdout_of
 
 
 @pytest.fixture
-def url(tmp_path):
+def url(tmp_path: Path) -> StoreUrl:
     return StoreUrl.parse(f"lmdb://{tmp_path}/store?capacity=256MiB&placement=extents")
 
 
 @pytest.fixture
-def backend(url):
+def backend(url: StoreUrl) -> Iterator[LmdbBackend]:
     with closing(LmdbBackend.open(url)) as backend:
         yield backend
 
 
 @pytest.fixture
-def namespace(backend):
+def namespace(backend: LmdbBackend) -> bytes:
     return backend.open_namespace(Identity.of({"model": "compacting"})).id
 
 
-def fill(backend, namespace, seeds):
+def fill(backend: LmdbBackend, namespace: bytes, seeds: Sequence[int]) -> list[PackWriter]:
     packs = [sample_pack(namespace, seed, blocks=1 + seed % 5, block_bytes=400_001) for seed in seeds]
     for pack, seed in zip(packs, seeds, strict=True):
         backend.commit(namespace, CommitBatch([pack], [sample_manifest(f"r{seed}", seed, packs=[pack.pack_id])]))
     return packs
 
 
-def check(backend, namespace, packs):
+def check(backend: LmdbBackend, namespace: bytes, packs: Iterable[PackWriter]) -> None:
     assert backend.find_faults() == []
     check_totals(backend)
     assert set(tables(backend, namespace)) == {pack.pack_id for pack in packs}
@@ -49,7 +55,7 @@ def check(backend, namespace, packs):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_free_goes_back_to_the_disk(backend, namespace, seed):
+def test_what_is_free_goes_back_to_the_disk(backend: LmdbBackend, namespace: bytes, seed: int) -> None:
     packs = fill(backend, namespace, range(60))
     kept = random.Random(seed).sample(packs, 20)
     gone = [pack.pack_id for pack in packs if pack not in kept]
@@ -66,7 +72,7 @@ def test_what_is_free_goes_back_to_the_disk(backend, namespace, seed):
     check(backend, namespace, [*kept, *again])
 
 
-def test_while_a_reader_looks_and_another_writes(backend, namespace, url):
+def test_while_a_reader_looks_and_another_writes(backend: LmdbBackend, namespace: bytes, url: StoreUrl) -> None:
     packs = fill(backend, namespace, range(40))
     backend.commit(namespace, CommitBatch(deletions=[pack.pack_id for pack in packs[::2]]))
     kept = packs[1::2]
@@ -79,7 +85,7 @@ def test_while_a_reader_looks_and_another_writes(backend, namespace, url):
     check(backend, namespace, kept)
 
 
-def test_compact_many_small_packs_in_a_large_store_needs_no_more_room(tmp_path):
+def test_compact_many_small_packs_in_a_large_store_needs_no_more_room(tmp_path: Path) -> None:
     """The catalogue of the store has space for the rows of a few packs at a time."""
     with closing(LmdbBackend.open(StoreUrl.parse(f"lmdb://{tmp_path}/large?capacity=1GiB"))) as backend:
         namespace = backend.open_namespace(Identity.of({"model": "compacting"})).id
@@ -94,14 +100,14 @@ def test_compact_many_small_packs_in_a_large_store_needs_no_more_room(tmp_path):
         check(backend, namespace, packs[1::2])
 
 
-def test_a_store_with_nothing_to_give_stays_as_it_is(backend, namespace):
+def test_a_store_with_nothing_to_give_stays_as_it_is(backend: LmdbBackend, namespace: bytes) -> None:
     packs = fill(backend, namespace, range(5))
     list(backend.compact())
     list(backend.compact())
     check(backend, namespace, packs)
 
 
-def test_a_store_that_is_open_read_only_is_refused(backend, url):
+def test_a_store_that_is_open_read_only_is_refused(backend: LmdbBackend, url: StoreUrl) -> None:
     backend.open_namespace(Identity.of({"model": "compacting"}))
     with closing(LmdbBackend.open(url, read_only=True)) as reader, pytest.raises(StoreError):
         reader.compact()
@@ -118,7 +124,7 @@ for step in open_backend(sys.argv[1]).compact():
 
 
 @pytest.mark.slow
-def test_killed_compactions_are_finished(url):
+def test_killed_compactions_are_finished(url: StoreUrl) -> None:
     draw = random.Random(7)
     seeds = iter(range(10_000))
     with closing(LmdbBackend.open(url)) as backend:
@@ -133,10 +139,10 @@ def test_killed_compactions_are_finished(url):
         command = [sys.executable, "-c", COMPACT, f"lmdb://{url.location}"]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             for _ in range(draw.randint(1, 8)):
-                process.stdout.readline()
+                stdout_of(process).readline()
             time.sleep(draw.uniform(0.0, 0.01))
             process.kill()
-            process.stdout.read()
+            stdout_of(process).read()
         with closing(LmdbBackend.open(url)) as backend:
             check(backend, namespace, kept)
     with closing(LmdbBackend.open(url)) as backend:

@@ -1,5 +1,7 @@
 """The guard after unclean shutdowns, and damaged files. ``tests.crash.damage`` damages files at random."""
 
+from __future__ import annotations
+
 import fcntl
 import logging
 import os
@@ -8,16 +10,20 @@ import signal
 import struct
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
 
 from persistkv.errors import CorruptStoreError, StoreBusyError
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_lmdb import files, fsck, opening
 from persistkv_lmdb.fsck import Finding, Verdict, inspect
+from tests.backends.lmdb.conftest import Opener, stdout_of
 
 DIES = """
 import os, signal, sys
@@ -44,17 +50,17 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def die(path, namespace, *, commits=0, where="idle"):
+def die(path: Path, namespace: bytes, *, commits: int = 0, where: str = "idle") -> None:
     """Run a process that opens the store for writing and is killed."""
     command = [sys.executable, "-c", DIES, f"lmdb://{path}", namespace.hex(), str(commits), where]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
 
 
-def moved_aside(path):
+def moved_aside(path: Path) -> list[Path]:
     return [entry for entry in path.iterdir() if entry.name.startswith("damaged-")]
 
 
-def flip_root(path):
+def flip_root(path: Path) -> None:
     """Damage the root page of the main database."""
     data = bytearray((path / "data.mdb").read_bytes())
     newest = max((0, 4096), key=lambda meta: data[meta + 16 + 24 + 2 * 48 + 8 : meta + 160][::-1])
@@ -64,11 +70,11 @@ def flip_root(path):
 
 
 @pytest.fixture
-def walks(monkeypatch):
+def walks(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     """Results of the integrity checks so far."""
     found = []
 
-    def counted(directory):
+    def counted(directory: Path) -> Any:
         found.append(inspect(directory))
         return found[-1]
 
@@ -77,7 +83,7 @@ def walks(monkeypatch):
 
 
 @pytest.fixture
-def filled(open_store, path, identity):
+def filled(open_store: Opener, path: Path, identity: Identity) -> bytes:
     """Create a store with a pack and a request, and close it. Return its namespace."""
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
@@ -87,13 +93,15 @@ def filled(open_store, path, identity):
     return namespace
 
 
-def test_nobody_looks_after_a_clean_end(open_store, filled, walks):
+def test_nobody_looks_after_a_clean_end(open_store: Opener, filled: bytes, walks: list[Finding]) -> None:
     for _ in range(3):
         open_store().close()
     assert walks == []
 
 
-def test_store_of_a_killed_process_is_looked_at_and_kept(open_store, path, filled, walks):
+def test_store_of_a_killed_process_is_looked_at_and_kept(
+    open_store: Opener, path: Path, filled: bytes, walks: list[Finding]
+) -> None:
     die(path, filled, commits=3)
     backend = open_store()
     assert [found.verdict for found in walks] == [Verdict.FINE]
@@ -104,7 +112,9 @@ def test_store_of_a_killed_process_is_looked_at_and_kept(open_store, path, fille
     assert len(walks) == 1
 
 
-def test_damage_is_moved_aside_with_a_message(open_store, path, filled, identity, caplog):
+def test_damage_is_moved_aside_with_a_message(
+    open_store: Opener, path: Path, filled: bytes, identity: Identity, caplog: pytest.LogCaptureFixture
+) -> None:
     die(path, filled)
     flip_root(path)
     before = (path / "data.mdb").read_bytes()
@@ -122,7 +132,9 @@ def test_damage_is_moved_aside_with_a_message(open_store, path, filled, identity
     assert f"{path} is damaged" in warning
 
 
-def test_damage_after_a_clean_end_is_moved_aside_where_opening_finds_it(open_store, path, filled, walks):
+def test_damage_after_a_clean_end_is_moved_aside_where_opening_finds_it(
+    open_store: Opener, path: Path, filled: bytes, walks: list[Finding]
+) -> None:
     data = bytearray((path / "data.mdb").read_bytes())
     data[16] ^= 0xFF  # LMDB's magic number
     (path / "data.mdb").write_bytes(data)
@@ -131,7 +143,7 @@ def test_damage_after_a_clean_end_is_moved_aside_where_opening_finds_it(open_sto
     assert len(moved_aside(path)) == 1
 
 
-def test_a_look_ends_with_the_process_that_asked():
+def test_a_look_ends_with_the_process_that_asked() -> None:
     """Without this, each host process that is killed while it opens a large store would leave a check running."""
     looking = """
 import os, time
@@ -142,15 +154,17 @@ time.sleep(600)
 """
     asking = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
     with subprocess.Popen([sys.executable, "-c", asking, looking], stdout=subprocess.PIPE) as asker:
-        assert asker.stdout.readline() == b"looking\n"
+        assert stdout_of(asker).readline() == b"looking\n"
         asker.kill()
-        ended, _, _ = select.select([asker.stdout], [], [], 60)
+        ended, _, _ = select.select([stdout_of(asker)], [], [], 60)
         assert ended
-        assert asker.stdout.read() == b"", "the one that looks has ended, too"
+        assert stdout_of(asker).read() == b"", "the one that looks has ended, too"
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
-def test_file_that_was_cut_after_a_clean_end_ends_nobody(open_store, path, filled, share):
+def test_file_that_was_cut_after_a_clean_end_ends_nobody(
+    open_store: Opener, path: Path, filled: bytes, share: float
+) -> None:
     """Reading a mapped page that is missing from the file would kill the process with SIGBUS."""
     size = (path / "data.mdb").stat().st_size
     os.truncate(path / "data.mdb", int(share * size) // 4096 * 4096)
@@ -172,12 +186,16 @@ for read_only in (True, False):
     assert len(moved_aside(path)) == 1
 
 
-def test_a_store_whose_end_was_never_written_is_no_damage(open_store, path, filled, monkeypatch):
+def test_a_store_whose_end_was_never_written_is_no_damage(
+    open_store: Opener, path: Path, filled: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("persistkv_lmdb.opening.is_cut_short", lambda _: True)
     assert len(list(open_store().namespaces())) == 1
 
 
-def test_damage_that_a_transaction_met_is_looked_at_by_the_next_to_open(open_store, path, filled, identity):
+def test_damage_that_a_transaction_met_is_looked_at_by_the_next_to_open(
+    open_store: Opener, path: Path, filled: bytes, identity: Identity
+) -> None:
     with lmdb.open(str(path), max_dbs=16) as env, env.begin(write=True) as txn:
         txn.put(filled, b"short", db=env.open_db(b"states", txn=txn))
     backend = open_store()
@@ -189,7 +207,9 @@ def test_damage_that_a_transaction_met_is_looked_at_by_the_next_to_open(open_sto
     assert len(moved_aside(path)) == 1
 
 
-def test_damaged_stores_stay_until_a_command_deletes_them(open_store, path, filled, identity):
+def test_damaged_stores_stay_until_a_command_deletes_them(
+    open_store: Opener, path: Path, filled: bytes, identity: Identity
+) -> None:
     for _ in range(3):
         backend = open_store()
         backend.open_namespace(identity)
@@ -206,7 +226,9 @@ def test_damaged_stores_stay_until_a_command_deletes_them(open_store, path, fill
     assert backend.stats().quarantined == ()
 
 
-def test_nothing_moves_while_somebody_alive_has_it_open(open_store, path, filled, walks):
+def test_nothing_moves_while_somebody_alive_has_it_open(
+    open_store: Opener, path: Path, filled: bytes, walks: list[Finding]
+) -> None:
     holds = """
 import sys
 from persistkv.config import StoreUrl
@@ -218,7 +240,7 @@ backend.close()
 """
     command = [sys.executable, "-c", holds, f"lmdb://{path}"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout.readline() == b"open\n"
+        assert stdout_of(other).readline() == b"open\n"
         die(path, filled)
         backend = open_store()
         assert len(tables(backend, filled)) == 1
@@ -230,7 +252,9 @@ backend.close()
     assert (path / "guard").read_text().split() == ["clean"]
 
 
-def test_whoever_does_not_get_to_open_it_says_nothing_about_its_end(open_store, path, filled, walks, monkeypatch):
+def test_whoever_does_not_get_to_open_it_says_nothing_about_its_end(
+    open_store: Opener, path: Path, filled: bytes, walks: list[Finding], monkeypatch: pytest.MonkeyPatch
+) -> None:
     die(path, filled)
     monkeypatch.setattr(files, "OPENING_PATIENCE_S", 0.2)
     with (path / "writer.lock").open("r+b") as lock:
@@ -242,7 +266,7 @@ def test_whoever_does_not_get_to_open_it_says_nothing_about_its_end(open_store, 
     assert len(walks) == 1
 
 
-def test_open_after_many_deaths_keeps_content(open_store, path, filled):
+def test_open_after_many_deaths_keeps_content(open_store: Opener, path: Path, filled: bytes) -> None:
     """A crash loop caused by a memory limit is no damage."""
     for _ in range(7):
         die(path, filled, where="writing")
@@ -252,7 +276,7 @@ def test_open_after_many_deaths_keeps_content(open_store, path, filled):
     assert not moved_aside(path)
 
 
-def test_open_after_deaths_while_opening_keeps_content(open_store, path, filled):
+def test_open_after_deaths_while_opening_keeps_content(open_store: Opener, path: Path, filled: bytes) -> None:
     dies = """
 import os, signal, sys
 from persistkv.config import StoreUrl
@@ -268,13 +292,15 @@ LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
 
 
 @pytest.mark.parametrize("content", [b"open", b"???", b"clean x", b"\xff" * 40])
-def test_guard_that_does_not_read_means_a_look(open_store, path, filled, walks, content):
+def test_guard_that_does_not_read_means_a_look(
+    open_store: Opener, path: Path, filled: bytes, walks: list[Finding], content: bytes
+) -> None:
     (path / "guard").write_bytes(content)
     assert len(tables(open_store(), filled)) == 1
     assert len(walks) == 1
 
 
-def test_environment_of_something_else_is_nobodys_to_move(open_store, path, walks):
+def test_environment_of_something_else_is_nobodys_to_move(open_store: Opener, path: Path, walks: list[Finding]) -> None:
     with lmdb.open(str(path)) as env, env.begin(write=True) as txn:
         txn.put(b"key", b"value")
     before = (path / "data.mdb").read_bytes()
@@ -291,9 +317,11 @@ def test_environment_of_something_else_is_nobodys_to_move(open_store, path, walk
     assert walks == []
 
 
-def test_child_that_cannot_run_says_nothing_about_the_store(open_store, path, filled, monkeypatch):
+def test_child_that_cannot_run_says_nothing_about_the_store(
+    open_store: Opener, path: Path, filled: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     die(path, filled)
-    monkeypatch.setattr(fsck.sys, "executable", "/nonexistent")
+    monkeypatch.setattr(sys, "executable", "/nonexistent")
     assert inspect(path).verdict is Verdict.UNKNOWN
     assert len(tables(open_store(), filled)) == 1
 
@@ -309,7 +337,9 @@ def test_child_that_cannot_run_says_nothing_about_the_store(open_store, path, fi
         ("raise SystemExit(3)", (Verdict.UNKNOWN, "exit code 3")),
     ],
 )
-def test_how_the_child_ends(path, filled, monkeypatch, program, finding):
+def test_how_the_child_ends(
+    path: Path, filled: bytes, monkeypatch: pytest.MonkeyPatch, program: str, finding: tuple[Verdict, str]
+) -> None:
     monkeypatch.setattr(fsck, "PROGRAM", program)
     if "sleep" in program or "while" in program:
         monkeypatch.setattr(fsck, "LEAST_CPU_S", 1)
@@ -319,7 +349,7 @@ def test_how_the_child_ends(path, filled, monkeypatch, program, finding):
     assert finding[1] in found.reason
 
 
-def test_walk_never_imports_torch(path, filled):
+def test_walk_never_imports_torch(path: Path, filled: bytes) -> None:
     code = f"""
 import atexit, os, sys
 from persistkv_lmdb import fsck
@@ -330,7 +360,7 @@ fsck.main({str(path)!r}, os.getppid())
     assert (done.returncode, done.stdout) == (0, "1 packs in 1 namespaces\n"), done.stderr
 
 
-def change_rows(path, database, row):
+def change_rows(path: Path, database: bytes, row: bytes) -> None:
     with lmdb.open(str(path), max_dbs=16) as env, env.begin(write=True) as txn:
         rows = env.open_db(database, txn=txn)
         for key in [key for key, _ in txn.cursor(rows)]:
@@ -351,7 +381,9 @@ def change_rows(path, database, row):
         (b"states", b"\xff" * 56, Verdict.DAMAGED),
     ],
 )
-def test_rows_that_do_not_read(open_store, path, filled, identity, database, row, verdict):
+def test_rows_that_do_not_read(
+    open_store: Opener, path: Path, filled: bytes, identity: Identity, database: bytes, row: bytes, verdict: Verdict
+) -> None:
     """If the bad row only describes content whose loss is a cache miss, the store is kept and accepts new content."""
     change_rows(path, database, row)
     assert inspect(path).verdict is verdict
@@ -372,7 +404,7 @@ def test_rows_that_do_not_read(open_store, path, filled, identity, database, row
 @pytest.mark.parametrize(
     "row", [b"", bytes(15), b"\xff" * 16, struct.pack("<Qddd16sdd", 1, float("nan"), 0, 0, b"", 0, 0)]
 )
-def test_clock_that_does_not_read(open_store, path, filled, row):
+def test_clock_that_does_not_read(open_store: Opener, path: Path, filled: bytes, row: bytes) -> None:
     with lmdb.open(str(path), max_dbs=16) as env, env.begin(write=True) as txn:
         txn.put(b"clock", row, db=env.open_db(b"meta", txn=txn))
     backend = open_store()
@@ -383,7 +415,7 @@ def test_clock_that_does_not_read(open_store, path, filled, row):
 
 
 @pytest.mark.parametrize("row", [b"", bytes(8), b"\xff" * 8])
-def test_capacity_that_cannot_be(open_store, path, filled, row):
+def test_capacity_that_cannot_be(open_store: Opener, path: Path, filled: bytes, row: bytes) -> None:
     with lmdb.open(str(path), max_dbs=16) as env, env.begin(write=True) as txn:
         txn.put(b"capacity", row, db=env.open_db(b"meta", txn=txn))
     backend = open_store()
@@ -391,7 +423,7 @@ def test_capacity_that_cannot_be(open_store, path, filled, row):
     assert len(tables(backend, filled)) == 1
 
 
-def test_placement_that_does_not_read(open_store, path, filled):
+def test_placement_that_does_not_read(open_store: Opener, path: Path, filled: bytes) -> None:
     with lmdb.open(str(path), max_dbs=32) as env, env.begin(write=True) as txn:
         txn.put(b"placement", b"extentz", db=env.open_db(b"meta", txn=txn))
     with pytest.raises(CorruptStoreError, match="placement"):
@@ -402,7 +434,9 @@ def test_placement_that_does_not_read(open_store, path, filled):
 
 @pytest.mark.parametrize("ended", ["clean", "killed"])
 @pytest.mark.parametrize("database", [None, b"packs"])
-def test_what_a_store_is_told_by_does_not_read(open_store, path, filled, database, ended):
+def test_what_a_store_is_told_by_does_not_read(
+    open_store: Opener, path: Path, filled: bytes, database: bytes, ended: bool
+) -> None:
     """The guard shows that this was a store. Treated as another program's directory, it could never be opened again."""
     if ended == "killed":
         die(path, filled)
@@ -416,7 +450,7 @@ def test_what_a_store_is_told_by_does_not_read(open_store, path, filled, databas
 
 
 @pytest.mark.parametrize("ended", ["clean", "killed"])
-def test_store_of_another_release_is_never_moved(open_store, path, filled, ended):
+def test_store_of_another_release_is_never_moved(open_store: Opener, path: Path, filled: bytes, ended: bool) -> None:
     if ended == "killed":
         die(path, filled)
     with lmdb.open(str(path), max_dbs=32) as env, env.begin(write=True) as txn:

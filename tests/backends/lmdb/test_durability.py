@@ -1,5 +1,7 @@
 """Durability of acknowledged content after a killed writer or a disk error."""
 
+from __future__ import annotations
+
 import errno
 import mmap
 import os
@@ -7,16 +9,21 @@ import signal
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
 
 from persistkv.errors import CorruptStoreError, StoreError, StoreFullError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
-from persistkv_lmdb import opening
+from persistkv_lmdb import LmdbBackend, opening
 from persistkv_lmdb.fsck import Verdict, inspect
+from tests.backends.lmdb.conftest import Opener
 
 DIES_IN_ITS_COMMIT = """
 import os, signal, sys
@@ -35,18 +42,18 @@ backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
 """
 
 
-def die_in_a_commit(path, namespace):
+def die_in_a_commit(path: Path, namespace: bytes) -> None:
     command = [sys.executable, "-c", DIES_IN_ITS_COMMIT, f"lmdb://{path}", namespace.hex()]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
 
 
 @pytest.fixture
-def synced(monkeypatch):
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the calls that make content durable outside of LMDB's own commits."""
     kinds = []
 
-    def noting(kind, sync):
-        def noted(path):
+    def noting(kind: str, sync: Callable[[Path], None]) -> Callable[[Path], None]:
+        def noted(path: Path) -> None:
             kinds.append(kind)
             sync(path)
 
@@ -60,25 +67,25 @@ def synced(monkeypatch):
 class Handle:
     """LMDB handle whose transactions fail to begin while ``panics`` is set."""
 
-    def __init__(self, env):
+    def __init__(self, env: lmdb.Environment) -> None:
         self.env = env
         self.panics = False
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self.env, name)
 
-    def begin(self, **options):
+    def begin(self, **options: Any) -> Any:
         if self.panics:
             raise lmdb.PanicError("mdb_txn_begin")
         return self.env.begin(**options)
 
 
 @pytest.fixture
-def handles(monkeypatch):
+def handles(monkeypatch: pytest.MonkeyPatch) -> list[Handle]:
     """LMDB handles that are opened after this fixture."""
     found, opens = [], lmdb.open
 
-    def opened(*arguments, **options):
+    def opened(*arguments: Any, **options: Any) -> Handle:
         found.append(Handle(opens(*arguments, **options)))
         return found[-1]
 
@@ -86,11 +93,13 @@ def handles(monkeypatch):
     return found
 
 
-def fails(*_):
+def fails(*_: object) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def test_what_a_killed_writer_left_is_synced_by_who_goes_on(backend, namespace, path, synced):
+def test_what_a_killed_writer_left_is_synced_by_who_goes_on(
+    backend: LmdbBackend, namespace: bytes, path: Path, synced: list[str]
+) -> None:
     synced.clear()
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 3)]))
     assert synced == [], "nobody was killed"
@@ -103,7 +112,9 @@ def test_what_a_killed_writer_left_is_synced_by_who_goes_on(backend, namespace, 
     assert len(tables(backend, namespace)) == 5
 
 
-def test_what_a_killed_writer_left_is_synced_by_who_opens_or_closes(open_store, backend, namespace, path, synced):
+def test_what_a_killed_writer_left_is_synced_by_who_opens_or_closes(
+    open_store: Opener, backend: LmdbBackend, namespace: bytes, path: Path, synced: list[str]
+) -> None:
     die_in_a_commit(path, namespace)
     code = "import sys; from persistkv.storage import open_backend; open_backend(sys.argv[1])"
     assert (path / "writer.lock").read_bytes() == b"+"
@@ -118,16 +129,18 @@ def test_what_a_killed_writer_left_is_synced_by_who_opens_or_closes(open_store, 
 
 
 @pytest.fixture
-def forgetful(monkeypatch):
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> tuple[list[bool], set[int]]:
     """Simulate a kernel that failed to write pages of ``data.mdb`` that a killed process left.
 
     Return the pending errors, one per failing fsync, and the numbers of the meta pages that are not durable. A lost
     page becomes durable only if it is rewritten before the next successful fsync.
     """
-    errors, lost, written = [], {0, 1}, []
+    errors: list[bool] = []
+    written: list[int] = []
+    lost = {0, 1}
     fsync, pwrite = os.fsync, os.pwrite
 
-    def sync(fd):
+    def sync(fd: int) -> None:
         fsync(fd)
         if os.readlink(f"/proc/self/fd/{fd}").endswith("data.mdb"):
             if errors:
@@ -136,7 +149,7 @@ def forgetful(monkeypatch):
                 fails()
             lost.difference_update(written)
 
-    def write(fd, content, offset):
+    def write(fd: int, content: bytes, offset: int) -> int:
         done = pwrite(fd, content, offset)
         if os.readlink(f"/proc/self/fd/{fd}").endswith("data.mdb"):
             written.extend(range(offset // mmap.PAGESIZE, (offset + done) // mmap.PAGESIZE))
@@ -147,7 +160,9 @@ def forgetful(monkeypatch):
     return errors, lost
 
 
-def test_what_the_disk_lost_is_written_again(open_store, backend, namespace, path, forgetful):
+def test_what_the_disk_lost_is_written_again(
+    open_store: Opener, backend: LmdbBackend, namespace: bytes, path: Path, forgetful: tuple[list[bool], set[int]]
+) -> None:
     """After EIO the kernel marks the lost pages as clean: a second fsync would succeed without writing them."""
     errors, lost = forgetful
     held = sample_pack(namespace, 3)
@@ -166,7 +181,9 @@ def test_what_the_disk_lost_is_written_again(open_store, backend, namespace, pat
     assert not list(path.glob("damaged-*"))
 
 
-def test_store_that_the_disk_does_not_take_is_kept_and_opens_later(open_store, backend, namespace, path, forgetful):
+def test_store_that_the_disk_does_not_take_is_kept_and_opens_later(
+    open_store: Opener, backend: LmdbBackend, namespace: bytes, path: Path, forgetful: tuple[list[bool], set[int]]
+) -> None:
     """The last writer was killed before its commit was durable. A failing disk is no reason to discard the store."""
     errors, lost = forgetful
     backend.close()
@@ -181,13 +198,13 @@ def test_store_that_the_disk_does_not_take_is_kept_and_opens_later(open_store, b
     assert not list(path.glob("damaged-*"))
 
 
-def test_handle_recovers_from_a_failed_meta_page(handles, backend, namespace):
+def test_handle_recovers_from_a_failed_meta_page(handles: list[Handle], backend: LmdbBackend, namespace: bytes) -> None:
     handles[-1].panics = True
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     assert backend.stats().packs == 1
 
 
-def forge_a_commit(backend, handle, ahead=1):
+def forge_a_commit(backend: LmdbBackend, handle: Handle, ahead: int = 1) -> int:
     """Write a meta page that LMDB's lock file does not know: the last transaction named there is the one before it.
 
     Return the transaction number of the page.
@@ -205,7 +222,9 @@ def forge_a_commit(backend, handle, ahead=1):
     return number
 
 
-def test_commit_that_nobody_knows_of_is_taken_back(handles, backend, namespace, path):
+def test_commit_that_nobody_knows_of_is_taken_back(
+    handles: list[Handle], backend: LmdbBackend, namespace: bytes, path: Path
+) -> None:
     """The meta page is in the file, and LMDB's lock file still names the transaction before it."""
     shared = backend.environment
     held = sample_pack(namespace, 1)
@@ -221,7 +240,14 @@ def test_commit_that_nobody_knows_of_is_taken_back(handles, backend, namespace, 
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_what_is_taken_back_is_durable_before_anything_is_written(handles, backend, namespace, path, forgetful, times):
+def test_what_is_taken_back_is_durable_before_anything_is_written(
+    handles: list[Handle],
+    backend: LmdbBackend,
+    namespace: bytes,
+    path: Path,
+    forgetful: tuple[list[bool], set[int]],
+    times: int,
+) -> None:
     """The disk fails ``times`` times. The kernel then marks the pages as clean, and LMDB would not write them again."""
     shared = backend.environment
     errors, lost = forgetful
@@ -242,11 +268,13 @@ def test_what_is_taken_back_is_durable_before_anything_is_written(handles, backe
     assert read_pack(backend, namespace, held.table) == payload_of(held)
 
 
-def test_a_full_disk_does_not_evict_for_what_is_taken_back(handles, backend, namespace, monkeypatch):
+def test_a_full_disk_does_not_evict_for_what_is_taken_back(
+    handles: list[Handle], backend: LmdbBackend, namespace: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     forge_a_commit(backend, handles[-1])
 
-    def is_full(*_):
+    def is_full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
@@ -257,7 +285,9 @@ def test_a_full_disk_does_not_evict_for_what_is_taken_back(handles, backend, nam
     assert len(tables(backend, namespace)) == 1
 
 
-def test_pages_of_other_transactions_are_not_taken_back(handles, backend, namespace, path):
+def test_pages_of_other_transactions_are_not_taken_back(
+    handles: list[Handle], backend: LmdbBackend, namespace: bytes, path: Path
+) -> None:
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
     forge_a_commit(backend, handles[-1], ahead=3)
     before = (path / "data.mdb").read_bytes()[: 2 * mmap.PAGESIZE]
@@ -267,13 +297,15 @@ def test_pages_of_other_transactions_are_not_taken_back(handles, backend, namesp
 
 
 @pytest.mark.parametrize("times", [1, 2, 5])
-def test_handle_that_cannot_be_opened_again_is_tried_again(handles, backend, namespace, monkeypatch, times):
+def test_handle_that_cannot_be_opened_again_is_tried_again(
+    handles: list[Handle], backend: LmdbBackend, namespace: bytes, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
     held = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([held]))
     handles[-1].panics = True
     left = [True] * times
 
-    def failing(*arguments, **options):
+    def failing(*arguments: Any, **options: Any) -> Any:
         if left:
             left.pop()
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -290,8 +322,8 @@ def test_handle_that_cannot_be_opened_again_is_tried_again(handles, backend, nam
 
 
 def test_handle_reads_while_what_it_failed_to_commit_cannot_be_made_durable(
-    handles, backend, namespace, path, forgetful
-):
+    handles: list[Handle], backend: LmdbBackend, namespace: bytes, path: Path, forgetful: tuple[list[bool], set[int]]
+) -> None:
     """LMDB's handle is unusable after its last write failed, and is reopened."""
     errors, _ = forgetful
     held = sample_pack(namespace, 1)
@@ -303,12 +335,14 @@ def test_handle_reads_while_what_it_failed_to_commit_cannot_be_made_durable(
     assert errors, "a read asks nothing of the disk that it does not need"
 
 
-def test_payload_whose_sync_failed_is_written_again(backend, namespace, path, placement, monkeypatch):
+def test_payload_whose_sync_failed_is_written_again(
+    backend: LmdbBackend, namespace: bytes, path: Path, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if placement == "inline":
         pytest.skip("LMDB syncs its own")
     pack = sample_pack(namespace, 1)
 
-    def lost(fd):
+    def lost(fd: int) -> None:
         size = os.fstat(fd).st_size
         os.pwrite(fd, bytes(size), 0)
         fails()
@@ -322,7 +356,14 @@ def test_payload_whose_sync_failed_is_written_again(backend, namespace, path, pl
     assert read_pack(backend, namespace, pack.table) == payload_of(pack)
 
 
-def test_file_is_published_only_once_its_name_is_durable(open_store, backend, namespace, path, placement, monkeypatch):
+def test_file_is_published_only_once_its_name_is_durable(
+    open_store: Opener,
+    backend: LmdbBackend,
+    namespace: bytes,
+    path: Path,
+    placement: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The fsync of the directory failed after the file was created."""
     if placement == "inline":
         pytest.skip("there are no files")
@@ -330,7 +371,7 @@ def test_file_is_published_only_once_its_name_is_durable(open_store, backend, na
     synced = []
     fsync = os.fsync
 
-    def once(fd):
+    def once(fd: int) -> None:
         name = os.readlink(f"/proc/self/fd/{fd}")
         if name.endswith("segments") and failing:
             failing.clear()
@@ -347,10 +388,12 @@ def test_file_is_published_only_once_its_name_is_durable(open_store, backend, na
     assert str(path / "segments") in synced
 
 
-def test_guard_that_cannot_be_written_costs_no_commit(backend, namespace, monkeypatch):
+def test_guard_that_cannot_be_written_costs_no_commit(
+    backend: LmdbBackend, namespace: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pwrite, refused = os.pwrite, []
 
-    def refuses(fd, content, offset):
+    def refuses(fd: int, content: bytes, offset: int) -> int:
         if os.readlink(f"/proc/self/fd/{fd}").endswith("/guard"):
             refused.append(content)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -363,11 +406,13 @@ def test_guard_that_cannot_be_written_costs_no_commit(backend, namespace, monkey
     assert refused
 
 
-def test_creation_whose_names_cannot_be_made_durable_is_undone(open_store, path, identity, monkeypatch):
+def test_creation_whose_names_cannot_be_made_durable_is_undone(
+    open_store: Opener, path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing stays open, because LMDB allows one handle per process, and no files remain whose names may be lost."""
     fsync = os.fsync
 
-    def fails_behind(fd):
+    def fails_behind(fd: int) -> None:
         if os.readlink(f"/proc/self/fd/{fd}") == str(path) and (path / "data.mdb").exists():
             fails()
         fsync(fd)

@@ -1,10 +1,14 @@
 """One environment per process and store: sharing, remapping, forks, disk failures."""
 
+from __future__ import annotations
+
 import shutil
 import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import lmdb
 import numpy as np
@@ -12,23 +16,26 @@ import pytest
 
 from persistkv.errors import CorruptStoreError, StoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.storage.format.pack_writer import PackWriter
+from persistkv.storage.identity import Identity
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_lmdb import environment, opening
+from persistkv_lmdb import LmdbBackend, environment
+from tests.backends.lmdb.conftest import Opener
 
 
-def read_all(backend, namespace, pack):
+def read_all(backend: LmdbBackend, namespace: bytes, pack: PackWriter) -> bytes:
     buffer = bytearray(len(payload_of(pack)))
     assert backend.read(namespace, [ReadSpan(pack.pack_id, 0, [memoryview(buffer)])]) == [True]
     return bytes(buffer)
 
 
-def run(code, *arguments):
+def run(code: str, *arguments: object) -> list[str]:
     done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
 
-def test_paths_to_one_store_share_it(open_store, path, tmp_path, identity):
+def test_paths_to_one_store_share_it(open_store: Opener, path: Path, tmp_path: Path, identity: Identity) -> None:
     first = open_store()
     (tmp_path / "link").symlink_to(path)
     second = open_store(location=tmp_path / "link")
@@ -43,7 +50,7 @@ def test_paths_to_one_store_share_it(open_store, path, tmp_path, identity):
     lmdb.open(str(path)).close()  # succeeds only if this process has closed the store
 
 
-def test_writing_joins_reading(open_store, identity):
+def test_writing_joins_reading(open_store: Opener, identity: Identity) -> None:
     setup = open_store()
     namespace = setup.open_namespace(identity).id
     setup.close()
@@ -58,7 +65,9 @@ def test_writing_joins_reading(open_store, identity):
     assert read_all(reader, namespace, pack) == payload_of(pack)
 
 
-def test_nobody_reads_while_files_are_opened_for_writing(open_store, backend, namespace, monkeypatch):
+def test_nobody_reads_while_files_are_opened_for_writing(
+    open_store: Opener, backend: LmdbBackend, namespace: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Opening for writing closes the descriptors. A number held by a reader could then refer to another file."""
     backend.close()
     reader = open_store(read_only=True)
@@ -67,11 +76,11 @@ def test_nobody_reads_while_files_are_opened_for_writing(open_store, backend, na
     make_writable = shared.files.make_writable
     threads = []
 
-    def read():
+    def read() -> None:
         with shared.transaction():
             inside.set()
 
-    def beside_a_reader():
+    def beside_a_reader() -> None:
         threads.append(threading.Thread(target=read))
         threads[0].start()
         assert not inside.wait(0.2)
@@ -83,10 +92,12 @@ def test_nobody_reads_while_files_are_opened_for_writing(open_store, backend, na
     assert inside.is_set()
 
 
-def test_reading_goes_on_where_writing_cannot_join(open_store, monkeypatch, closed_pack):
+def test_reading_goes_on_where_writing_cannot_join(
+    open_store: Opener, monkeypatch: pytest.MonkeyPatch, closed_pack: PackWriter
+) -> None:
     reader = open_store(read_only=True)
 
-    def refuse_writing(*_):
+    def refuse_writing(*_: object) -> None:
         raise CorruptStoreError("refused")
 
     monkeypatch.setattr(environment, "create_databases", refuse_writing)
@@ -95,7 +106,7 @@ def test_reading_goes_on_where_writing_cannot_join(open_store, monkeypatch, clos
     assert read_all(reader, closed_pack.namespace, closed_pack) == payload_of(closed_pack)
 
 
-def test_store_made_anew_under_an_open_handle(open_store, path, identity):
+def test_store_made_anew_under_an_open_handle(open_store: Opener, path: Path, identity: Identity) -> None:
     old = open_store()
     namespace = old.open_namespace(identity).id
     pack = sample_pack(namespace, 1)
@@ -125,7 +136,7 @@ backend.commit(namespace, CommitBatch([sample_pack(namespace, 50, blocks=256, bl
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_map_grown_by_another_process(open_store, path, identity, read_only):
+def test_map_grown_by_another_process(open_store: Opener, path: Path, identity: Identity, read_only: bool) -> None:
     backend = open_store("?capacity=2MiB")
     namespace = backend.open_namespace(identity).id
     if read_only:
@@ -171,11 +182,11 @@ print(backend.stats().packs)
 """
 
 
-def test_fork_is_refused_and_harms_nobody(path):
+def test_fork_is_refused_and_harms_nobody(path: Path) -> None:
     assert run(FORK, f"lmdb://{path}") == ["StoreError", "StoreUnavailableError", "0", "2"]
 
 
-def test_remapping_waits_for_readers(open_store, identity):
+def test_remapping_waits_for_readers(open_store: Opener, identity: Identity) -> None:
     """Unmapping memory during a read would kill the process."""
     backend = open_store("?capacity=8MiB")
     namespace = backend.open_namespace(identity).id
@@ -185,7 +196,7 @@ def test_remapping_waits_for_readers(open_store, identity):
     stop = threading.Event()
     wrong = []
 
-    def read():
+    def read() -> None:
         reader = open_store(read_only=True)
         while not stop.is_set():
             if read_all(reader, namespace, pack) != expected:
@@ -202,11 +213,11 @@ def test_remapping_waits_for_readers(open_store, identity):
     assert not wrong
 
 
-def test_remapping_gets_its_turn_among_many_readers(backend):
+def test_remapping_gets_its_turn_among_many_readers(backend: LmdbBackend) -> None:
     shared = backend.environment
     stop = threading.Event()
 
-    def read():
+    def read() -> None:
         while not stop.is_set():
             with shared.transaction():
                 stop.wait(0.002)
@@ -224,11 +235,11 @@ def test_remapping_gets_its_turn_among_many_readers(backend):
     assert not starved
 
 
-def test_handles_open_and_close_in_many_threads(open_store, path, identity):
+def test_handles_open_and_close_in_many_threads(open_store: Opener, path: Path, identity: Identity) -> None:
     namespace = open_store().open_namespace(identity).id
     failures = []
 
-    def work(number):
+    def work(number: int) -> Any:
         try:
             for step in range(10):
                 backend = open_store()
@@ -271,9 +282,9 @@ print(backend.stats().packs, backend.stats().requests)
 """
 
 
-def test_full_disk_is_a_full_store(tmp_path, placement):
+def test_full_disk_is_a_full_store(tmp_path: Path, placement: str) -> None:
     mounted = 'mount -t tmpfs -o size=4m tmpfs "$1" && exec "$2" -c "$3" "$1" "$4"'
-    command = ["unshare", "-rm", "sh", "-c", mounted, "sh", tmp_path]
+    command = ["unshare", "-rm", "sh", "-c", mounted, "sh", str(tmp_path)]
     if not shutil.which("unshare") or subprocess.run([*command, "true", ""], capture_output=True).returncode:
         pytest.skip("no file system of our own can be mounted here")
     done = subprocess.run([*command, sys.executable, FULL_DISK, placement], capture_output=True, text=True)
@@ -313,16 +324,16 @@ print(evicted > 50, backend.stats().packs > 10, backend.stats().disk_bytes <= be
 """
 
 
-def test_full_disk_evicts_for_what_is_new(tmp_path, placement):
+def test_full_disk_evicts_for_what_is_new(tmp_path: Path, placement: str) -> None:
     mounted = 'mount -t tmpfs -o size=8m tmpfs "$1" && exec "$2" -c "$3" "$1" disk "$4"'
-    command = ["unshare", "-rm", "sh", "-c", mounted, "sh", tmp_path]
+    command = ["unshare", "-rm", "sh", "-c", mounted, "sh", str(tmp_path)]
     if not shutil.which("unshare") or subprocess.run([*command, "true", ""], capture_output=True).returncode:
         pytest.skip("no file system of our own can be mounted here")
     done = subprocess.run([*command, sys.executable, GROWS_NO_MORE, placement], capture_output=True, text=True)
     assert done.stdout.split() == ["True", "True", "True"], done.stderr
 
 
-def test_limit_of_the_file_size_evicts_for_what_is_new(tmp_path, placement):
+def test_limit_of_the_file_size_evicts_for_what_is_new(tmp_path: Path, placement: str) -> None:
     assert run(GROWS_NO_MORE, tmp_path, "limit", placement) == ["True", "True", "True"]
 
 
@@ -353,11 +364,11 @@ print(backend.stats().requests, backend.find_faults())
 
 @pytest.mark.parametrize("batch", ["delete", "replace"])
 @pytest.mark.parametrize("requests", [500, 3000])
-def test_commit_full_disk_deletes_a_shared_pack(tmp_path, placement, requests, batch):
+def test_commit_full_disk_deletes_a_shared_pack(tmp_path: Path, placement: str, requests: int, batch: str) -> None:
     assert run(DELETES_SHARED, tmp_path, placement, requests, batch) == ["True", "0", "[]"]
 
 
-def test_nothing_keeps_a_snapshot(backend, namespace, open_store):
+def test_nothing_keeps_a_snapshot(backend: LmdbBackend, namespace: bytes, open_store: Opener) -> None:
     """A lasting read transaction would pin the pages of each round, and the file would grow."""
     reader = open_store(read_only=True)
     backend.commit(namespace, CommitBatch(manifests=[sample_manifest(f"r{number}") for number in range(5)]))
@@ -374,7 +385,7 @@ def test_nothing_keeps_a_snapshot(backend, namespace, open_store):
     assert backend.stats().disk_bytes < 6 << 20
 
 
-def test_killed_readers_slot_is_cleared(open_store, path):
+def test_killed_readers_slot_is_cleared(open_store: Opener, path: Path) -> None:
     open_store().close()
     code = """
 import lmdb, os, sys
@@ -390,21 +401,21 @@ os.kill(os.getpid(), 9)
     assert run(code, path) == ["0"]  # opening the store has cleared the slot already
 
 
-def test_numbers_of_another_kind_fill_the_same_bytes(backend, namespace):
+def test_numbers_of_another_kind_fill_the_same_bytes(backend: LmdbBackend, namespace: bytes) -> None:
     pack = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([pack]))
     rows = np.zeros(pack.raw_length // 2, np.float16)
-    assert backend.read(namespace, [ReadSpan(pack.pack_id, 0, [memoryview(rows)])]) == [True]
+    assert backend.read(namespace, [ReadSpan(pack.pack_id, 0, [rows.data])]) == [True]
     assert rows.tobytes() == payload_of(pack)
 
 
-def test_unreadable_environment_is_unavailable(open_store, path, monkeypatch):
-    def fail(*_, **__):
+def test_unreadable_environment_is_unavailable(open_store: Opener, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
         error = lmdb.MemoryError("mdb_env_open")
-        error.code, error.reason = 12, "Cannot allocate memory"
+        vars(error).update(code=12, reason="Cannot allocate memory")
         raise error
 
-    monkeypatch.setattr(opening.lmdb, "open", fail)
+    monkeypatch.setattr(lmdb, "open", fail)
     with pytest.raises(StoreUnavailableError, match=f"{path}: Cannot allocate memory"):
         open_store()
     assert {entry.name: entry.stat().st_size for entry in path.iterdir()} == {"guard": 0, "writer.lock": 0}

@@ -1,28 +1,38 @@
 """A failure to open after LMDB has opened its environment leaves nothing open, even while the error is referenced."""
 
+from __future__ import annotations
+
 import errno
 import fcntl
 import os
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 
 import pytest
 
 from persistkv.errors import StoreBusyError, StoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.format.pack_writer import PackWriter
+from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
+from persistkv_lmdb import LmdbBackend
+from tests.backends.lmdb.conftest import Opener
+
+Failing = Callable[[Path, pytest.MonkeyPatch], AbstractContextManager[None]]
+Failure = tuple[Failing, type[StoreError]]
 
 
-def write_that_fails(name, number):
+def write_that_fails(name: str, number: int) -> Failing:
     """Make write number ``number`` to the file ``name`` fail with EIO."""
 
     @contextmanager
-    def failing(path, monkeypatch):
+    def failing(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pwrite, seen = os.pwrite, []
         before = (path / name).read_bytes() if (path / name).exists() else b""
 
-        def counting(fd, data, offset):
+        def counting(fd: int, data: bytes, offset: int) -> int:
             if os.readlink(f"/proc/self/fd/{fd}") == str(path / name):
                 seen.append(data)
                 if len(seen) == number:
@@ -39,7 +49,7 @@ def write_that_fails(name, number):
 
 
 @contextmanager
-def first_word_that_fails(path, monkeypatch):
+def first_word_that_fails(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Empty the guard, so that opening writes it after LMDB's environment is open, and make this write fail."""
     (path / "guard").write_bytes(b"")
     with write_that_fails("guard", 1)(path, monkeypatch):
@@ -47,7 +57,7 @@ def first_word_that_fails(path, monkeypatch):
 
 
 @contextmanager
-def somebody_who_does_not_end_closing(path, monkeypatch):
+def somebody_who_does_not_end_closing(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Hold a lock on the guard, as a process that closes the store does, so that opening waits for it."""
     path.mkdir(exist_ok=True)
     with (path / "guard").open("a+") as other, monkeypatch.context() as patch:
@@ -56,7 +66,7 @@ def somebody_who_does_not_end_closing(path, monkeypatch):
         yield
 
 
-FAILURES = {
+FAILURES: dict[str, Failure] = {
     "guard": (write_that_fails("guard", 1), StoreUnavailableError),  # the write that records the store as open
     "mark": (write_that_fails("writer.lock", 1), StoreError),
     "busy": (somebody_who_does_not_end_closing, StoreBusyError),
@@ -64,7 +74,7 @@ FAILURES = {
 FAILURES_OF_WHAT_IS_THERE = FAILURES | {"first word": (first_word_that_fails, StoreUnavailableError)}
 
 
-def opened_files(path):
+def opened_files(path: Path) -> list[tuple[str, int]]:
     """Return names and access modes of this process's descriptors of files in the store, with repetitions."""
     found = []
     for entry in Path("/proc/self/fd").iterdir():
@@ -77,14 +87,18 @@ def opened_files(path):
     return sorted(found)
 
 
-def fail_to_open(open_store, failure, path, monkeypatch):
+def fail_to_open(
+    open_store: Opener, failure: Failure, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> pytest.ExceptionInfo[StoreError]:
     failing, kind = failure
     with failing(path, monkeypatch), pytest.raises(kind) as caught:
         open_store()
     return caught
 
 
-def opened_once_it_failed(open_store, failure, path, monkeypatch):
+def opened_once_it_failed(
+    open_store: Opener, failure: Failure, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> LmdbBackend:
     """Open the store while the error of a failed attempt is still referenced."""
     caught = fail_to_open(open_store, failure, path, monkeypatch)
     assert not opened_files(path)
@@ -94,7 +108,9 @@ def opened_once_it_failed(open_store, failure, path, monkeypatch):
 
 
 @pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
-def test_creation_can_be_tried_again(open_store, path, identity, monkeypatch, failure):
+def test_creation_can_be_tried_again(
+    open_store: Opener, path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch, failure: Failure
+) -> None:
     backend = opened_once_it_failed(open_store, failure, path, monkeypatch)
     namespace = backend.open_namespace(identity).id
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
@@ -102,14 +118,18 @@ def test_creation_can_be_tried_again(open_store, path, identity, monkeypatch, fa
 
 
 @pytest.mark.parametrize("failure", FAILURES_OF_WHAT_IS_THERE.values(), ids=FAILURES_OF_WHAT_IS_THERE)
-def test_opening_can_be_tried_again(open_store, path, closed_pack, monkeypatch, failure):
+def test_opening_can_be_tried_again(
+    open_store: Opener, path: Path, closed_pack: PackWriter, monkeypatch: pytest.MonkeyPatch, failure: Failure
+) -> None:
     backend = opened_once_it_failed(open_store, failure, path, monkeypatch)
     backend.commit(closed_pack.namespace, CommitBatch([sample_pack(closed_pack.namespace, 2)]))
     assert read_pack(backend, closed_pack.namespace, closed_pack.table) == payload_of(closed_pack)
 
 
 @pytest.mark.parametrize("failure", FAILURES_OF_WHAT_IS_THERE.values(), ids=FAILURES_OF_WHAT_IS_THERE)
-def test_opening_beside_a_reader_can_be_tried_again(open_store, path, closed_pack, monkeypatch, failure):
+def test_opening_beside_a_reader_can_be_tried_again(
+    open_store: Opener, path: Path, closed_pack: PackWriter, monkeypatch: pytest.MonkeyPatch, failure: Failure
+) -> None:
     """The writer shares the reader's environment, which stays open."""
     with closing(open_store(read_only=True)) as reader:
         before = opened_files(path)

@@ -1,9 +1,14 @@
 """Whole jobs, read in parts by several threads: other failures do not affect the blocks that are served."""
 
+from __future__ import annotations
+
 import errno
 import mmap
 import os
 import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,19 +17,21 @@ from persistkv.config import GroupLayout, RowLayout
 from persistkv.memory.rows import Rows
 from persistkv.storage.executor import ThreadExecutor
 from persistkv.storage.format.pack import FRAME_BYTES
+from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
 from persistkv.storage.store import Store
+from tests.backends.lmdb.conftest import Opener
 
 BLOCK = 64 << 10
 BLOCKS = 256
 
 
 @pytest.fixture
-def placement():
+def placement() -> str:
     return "extents"
 
 
-def rows_of(seed):
+def rows_of(seed: int) -> Rows:
     memory = memoryview(mmap.mmap(-1, 2 * BLOCKS * BLOCK))
     np.frombuffer(memory, np.uint8)[: BLOCKS * BLOCK] = np.random.default_rng(seed).integers(
         0, 256, BLOCKS * BLOCK, dtype=np.uint8
@@ -32,22 +39,22 @@ def rows_of(seed):
     return Rows(memory, RowLayout(BLOCK, (GroupLayout(((0, BLOCK),)),)))
 
 
-def drop_from_page_cache(path):
+def drop_from_page_cache(path: Path) -> None:
     with open(path / "segments" / "00000000.seg", "r+b") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def names(first, count):
+def names(first: int, count: int) -> list[bytes]:
     return [number.to_bytes(32, "big") + bytes(4) for number in range(first, first + count)]
 
 
 @pytest.fixture
-def open_whole(open_store, identity):
+def open_whole(open_store: Opener, identity: Identity) -> Iterator[Callable[..., Store]]:
     """Open a store with rows: stores read from the first half, loads write to the second half."""
     opened = []
 
-    def open_whole(seed=1, **options):
+    def open_whole(seed: int = 1, **options: Any) -> Store:
         executor = ThreadExecutor(2, lambda: None)
         backend = open_store("?capacity=256MiB")
         store = Store(backend, identity, rows_of(seed), StoreOptions(**options), url="lmdb:", executor=executor)
@@ -60,7 +67,7 @@ def open_whole(open_store, identity):
         store.catalogue.executor.close()
 
 
-def loaded(store, wanted):
+def loaded(store: Store, wanted: Sequence[int]) -> list[bytes | None]:
     """Load blocks by number. Return their bytes in the order of ``wanted``, with None for a miss."""
     order = random.Random(len(wanted)).sample(range(BLOCKS, 2 * BLOCKS), len(wanted))
     store.rows.array[BLOCKS:] = 0
@@ -72,7 +79,7 @@ def loaded(store, wanted):
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
-def test_read_random_jobs_returns_stored_blocks(open_whole, path, codec):
+def test_read_random_jobs_returns_stored_blocks(open_whole: Callable[..., Store], path: Path, codec: str) -> None:
     store = open_whole(codec=codec)
     store.rows.array[:BLOCKS, BLOCK // 4 :] = 7  # compressible content for the codecs
     for first in (0, BLOCKS // 2):
@@ -82,7 +89,7 @@ def test_read_random_jobs_returns_stored_blocks(open_whole, path, codec):
     rng = random.Random(3)
     for _ in range(6):
         first = rng.randrange(BLOCKS // 3)
-        wanted = range(first, rng.randrange(first + BLOCKS // 2, BLOCKS))
+        wanted: Sequence[int] = range(first, rng.randrange(first + BLOCKS // 2, BLOCKS))
         drop_from_page_cache(path)
         if rng.random() < 0.5:
             wanted = rng.sample(wanted, len(wanted) * 3 // 4)
@@ -90,7 +97,7 @@ def test_read_random_jobs_returns_stored_blocks(open_whole, path, codec):
     assert loaded(store, range(BLOCKS)) == held
 
 
-def test_read_bad_frame_misses_its_blocks_only(open_whole, path):
+def test_read_bad_frame_misses_its_blocks_only(open_whole: Callable[..., Store], path: Path) -> None:
     """Two packs in one job, one with a flipped byte: its other frames and all frames of the other pack are served."""
     store = open_whole()
     half = BLOCKS // 2
@@ -113,7 +120,9 @@ def test_read_bad_frame_misses_its_blocks_only(open_whole, path):
     assert store.counters.verification_failures == 1
 
 
-def test_read_failing_disk_misses_that_part_only(open_whole, path, monkeypatch):
+def test_read_failing_disk_misses_that_part_only(
+    open_whole: Callable[..., Store], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = open_whole()
     store.put("r", names(0, BLOCKS), range(BLOCKS), range(BLOCKS))
     store.flush()
@@ -121,7 +130,7 @@ def test_read_failing_disk_misses_that_part_only(open_whole, path, monkeypatch):
     held = [row.tobytes() for row in store.rows.array[:BLOCKS]]
     preadv, calls = os.preadv, []
 
-    def fails_once(*arguments):
+    def fails_once(*arguments: Any) -> int:
         calls.append(arguments)
         if len(calls) == 2:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -136,7 +145,7 @@ def test_read_failing_disk_misses_that_part_only(open_whole, path, monkeypatch):
     assert loaded(store, range(BLOCKS)) == held
 
 
-def test_close_executor_during_read_waits_for_rows(open_whole):
+def test_close_executor_during_read_waits_for_rows(open_whole: Callable[..., Store]) -> None:
     """No caller waits for the job's outcome. Closing waits for the reads, so no thread writes to the rows later."""
     store = open_whole()
     store.put("r", names(0, BLOCKS), range(BLOCKS), None)

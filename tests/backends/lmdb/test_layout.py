@@ -1,10 +1,14 @@
 """A store decoded by the rules of docs/format.md, with lmdb, struct, msgspec's MessagePack and the hashes only."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import msgspec
@@ -14,15 +18,19 @@ import xxhash
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.catalog import LOG_ENTRIES
 from persistkv.storage.catalog.rows import NamespaceState, cursor_sequence
+from persistkv.storage.identity import Identity
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_lmdb.layout import DATABASES
+from tests.backends.lmdb.conftest import Opener
+
+Dump = Callable[[], dict[str, dict[bytes, bytes]]]
 
 
 @pytest.fixture
-def dump(path):
+def dump(path: Path) -> Dump:
     """Return all databases of a closed store as dictionaries."""
 
-    def dump():
+    def dump() -> dict[str, dict[bytes, bytes]]:
         with lmdb.open(str(path), max_dbs=32, readonly=True) as env:
             with env.begin() as txn:
                 names = [key for key, _ in txn.cursor()]
@@ -33,13 +41,13 @@ def dump(path):
     return dump
 
 
-def unsealed(row):
+def unsealed(row: bytes) -> Any:
     assert row[0] == 1
     assert int.from_bytes(row[1:9], "big") == xxhash.xxh3_64_intdigest(row[9:])
     return msgspec.msgpack.decode(row[9:])
 
 
-def check_pieces(rows, name, payload):
+def check_pieces(rows: dict[str, dict[bytes, bytes]], name: bytes, payload: bytes) -> None:
     """Check that LMDB holds the payload of the only pack."""
     count = -(-len(payload) // (256 << 10))
     pieces = [name + struct.pack(">I", index) for index in range(count)]
@@ -49,7 +57,9 @@ def check_pieces(rows, name, payload):
     assert rows["extents"] == rows["segments"] == {}
 
 
-def check_extents(rows, name, payload, file, totals):
+def check_extents(
+    rows: dict[str, dict[bytes, bytes]], name: bytes, payload: bytes, file: Path, totals: tuple[int, int, int]
+) -> None:
     """Check that the only segment holds the payload of the only pack."""
     total, free, aging = totals
     ((owner, extents),) = rows["extents"].items()
@@ -69,7 +79,7 @@ def check_extents(rows, name, payload, file, totals):
     assert rows["pieces"] == {}
 
 
-def test_store_as_documented(open_store, identity, placement, path, dump):
+def test_store_as_documented(open_store: Opener, identity: Identity, placement: str, path: Path, dump: Dump) -> None:
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
     gone, kept = sample_pack(namespace, 1), sample_pack(namespace, 2, blocks=30, block_bytes=70_000, depth=7)
@@ -126,7 +136,7 @@ def test_store_as_documented(open_store, identity, placement, path, dump):
 
     row = namespace + hashlib.blake2b(b"engine/1", digest_size=16).digest()
     head = unsealed(rows["manifests"][row])
-    assert head == ["engine/1", write.manifest.created, 48, [3], 3 * 4096, True, {"a": "b"}]
+    assert head == ["engine/1", write.manifest.created, 48, [3], 3 * 4096, True, {"a": "b"}, b""]
     assert unsealed(rows["manifest_keys"][row]) == [[write.keys[0].data, 36, b""]]
 
     other = namespace + hashlib.blake2b(b"engine/2", digest_size=16).digest()
@@ -141,7 +151,7 @@ def test_store_as_documented(open_store, identity, placement, path, dump):
     assert rows["order"] == {struct.pack(">QIB", 1, 0xFFFFFFFF, 1) + row: b""}
 
 
-def test_log_is_bounded(open_store, identity, dump):
+def test_log_is_bounded(open_store: Opener, identity: Identity, dump: Dump) -> None:
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
     packs = [sample_pack(namespace, seed, blocks=1, block_bytes=1) for seed in range(LOG_ENTRIES + 10)]
@@ -152,7 +162,7 @@ def test_log_is_bounded(open_store, identity, dump):
     assert numbers == list(range(12, LOG_ENTRIES + 12))
 
 
-def test_deleted_store_keeps_nothing_of_its_packs(open_store, identity, dump):
+def test_deleted_store_keeps_nothing_of_its_packs(open_store: Opener, identity: Identity, dump: Dump) -> None:
     backend = open_store()
     namespace = backend.open_namespace(identity).id
     packs = [sample_pack(namespace, seed, blocks=3, block_bytes=900_000) for seed in range(4)]
@@ -176,11 +186,11 @@ def test_deleted_store_keeps_nothing_of_its_packs(open_store, identity, dump):
         (b"generati" + bytes(9), None),
     ],
 )
-def test_cursor(cursor, sequence):
+def test_cursor(cursor: bytes, sequence: int | None) -> None:
     assert cursor_sequence(NamespaceState(b"generati", sequence=9), cursor) == sequence
 
 
-def test_order_as_documented(open_store, identity, dump):
+def test_order_as_documented(open_store: Opener, identity: Identity, dump: Dump) -> None:
     backend = open_store()
     namespace = backend.open_namespace(identity).id
     packs = [sample_pack(namespace, seed, depth=depth) for seed, depth in enumerate((0, 5, 0xFFFFFFFF))]

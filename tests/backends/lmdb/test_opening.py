@@ -1,11 +1,14 @@
 """Files of a new store, and stores or directories that are refused."""
 
+from __future__ import annotations
+
 import errno
 import os
 import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import lmdb
@@ -13,8 +16,9 @@ import pytest
 
 from persistkv.errors import ConfigurationError, CorruptStoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.identity import Identity
 from persistkv.testing.samples import sample_pack
-from persistkv_lmdb import opening
+from tests.backends.lmdb.conftest import Opener
 
 AS_ORDINARY_USER = """
 import os, sys
@@ -35,15 +39,15 @@ except StoreUnavailableError as error:
 FILES = ("data.mdb", "guard", "lock.mdb", "writer.lock")
 
 
-def mode(path):
+def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def one_line(caught):
+def one_line(caught: pytest.ExceptionInfo[Exception]) -> bool:
     return "\n" not in str(caught.value)
 
 
-def test_files_and_directories_are_private(open_store, tmp_path):
+def test_files_and_directories_are_private(open_store: Opener, tmp_path: Path) -> None:
     old = os.umask(0)
     try:
         open_store(location=tmp_path / "made" / "here" / "store")
@@ -54,7 +58,9 @@ def test_files_and_directories_are_private(open_store, tmp_path):
     assert {entry.name: mode(entry) for entry in store.iterdir()} == dict.fromkeys(FILES, 0o600)
 
 
-def test_relative_path_is_refused_with_the_likely_one(open_store, tmp_path, monkeypatch):
+def test_relative_path_is_refused_with_the_likely_one(
+    open_store: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigurationError, match=f"lmdb:///rel/store .* lmdb://{tmp_path}/rel/store"):
         open_store(location="rel/store")
@@ -62,7 +68,7 @@ def test_relative_path_is_refused_with_the_likely_one(open_store, tmp_path, monk
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_directory_of_other_files_gets_no_store(open_store, path, read_only):
+def test_directory_of_other_files_gets_no_store(open_store: Opener, path: Path, read_only: bool) -> None:
     path.mkdir()
     (path / "notes.txt").touch()
     with pytest.raises(StoreUnavailableError, match=r"other files \(notes.txt\) and no store") as caught:
@@ -71,20 +77,20 @@ def test_directory_of_other_files_gets_no_store(open_store, path, read_only):
     assert [entry.name for entry in path.iterdir()] == ["notes.txt"]
 
 
-def test_root_of_a_file_system_gets_a_store(open_store, path):
+def test_root_of_a_file_system_gets_a_store(open_store: Opener, path: Path) -> None:
     (path / "lost+found").mkdir(parents=True)
     open_store()
     assert (path / "data.mdb").exists()
 
 
-def test_store_among_later_files_opens(open_store, path):
+def test_store_among_later_files_opens(open_store: Opener, path: Path) -> None:
     open_store().close()
     (path / "notes.txt").touch()
     open_store()
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_file_where_the_directory_belongs(open_store, path, read_only):
+def test_file_where_the_directory_belongs(open_store: Opener, path: Path, read_only: bool) -> None:
     path.write_text("mine")
     with pytest.raises(StoreUnavailableError, match="is a file") as caught:
         open_store(read_only=read_only)
@@ -95,7 +101,7 @@ def test_file_where_the_directory_belongs(open_store, path, read_only):
 
 
 @pytest.mark.parametrize("made", [False, True])
-def test_read_only_creates_nothing(open_store, path, made):
+def test_read_only_creates_nothing(open_store: Opener, path: Path, made: bool) -> None:
     if made:
         path.mkdir()
     with pytest.raises(StoreUnavailableError, match=r"No such file|no store"):
@@ -105,21 +111,21 @@ def test_read_only_creates_nothing(open_store, path, made):
 
 
 @pytest.fixture
-def shared_directory():
+def shared_directory() -> Iterator[Path]:
     """A directory that every user may enter; pytest's own directories are private."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         yield Path(name)
 
 
-def open_as_ordinary_user(path, *flags):
+def open_as_ordinary_user(path: Path, *flags: str) -> str:
     """Open the store as an ordinary user and return the output. Root drops its privileges, as it passes every check."""
     command = [sys.executable, "-c", AS_ORDINARY_USER, f"lmdb://{path}", *flags]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize("flags", [[], ["read-only"]])
-def test_store_of_another_user(open_store, shared_directory, flags):
+def test_store_of_another_user(open_store: Opener, shared_directory: Path, flags: list[str]) -> None:
     store = shared_directory / "store"
     open_store(location=store).close()
     if os.getuid():  # not root: remove the access of the current user
@@ -128,7 +134,7 @@ def test_store_of_another_user(open_store, shared_directory, flags):
 
 
 @pytest.mark.parametrize("flags", [[], ["read-only"]])
-def test_store_whose_files_may_not_be_written(open_store, shared_directory, flags):
+def test_store_whose_files_may_not_be_written(open_store: Opener, shared_directory: Path, flags: list[str]) -> None:
     store = shared_directory / "store"
     open_store(location=store).close()
     store.chmod(0o755)
@@ -137,7 +143,7 @@ def test_store_whose_files_may_not_be_written(open_store, shared_directory, flag
     assert open_as_ordinary_user(store, *flags) == f"{store}: Permission denied\n"
 
 
-def test_directory_that_may_not_be_made(shared_directory):
+def test_directory_that_may_not_be_made(shared_directory: Path) -> None:
     if not os.getuid():
         assert open_as_ordinary_user(shared_directory / "new") == f"{shared_directory}/new: Permission denied\n"
     shared_directory.chmod(0o555)
@@ -147,7 +153,9 @@ def test_directory_that_may_not_be_made(shared_directory):
 
 @pytest.mark.parametrize("read_only", [False, True])
 @pytest.mark.parametrize("database", [None, b"meta", b"other"])
-def test_environment_of_something_else_is_left_as_it_is(open_store, path, database, read_only):
+def test_environment_of_something_else_is_left_as_it_is(
+    open_store: Opener, path: Path, database: bytes | None, read_only: bool
+) -> None:
     with lmdb.open(str(path), max_dbs=2) as env, env.begin(write=True) as txn:
         txn.put(b"key", b"value", db=None if database is None else env.open_db(database, txn=txn))
     before = (path / "data.mdb").read_bytes()
@@ -157,7 +165,7 @@ def test_environment_of_something_else_is_left_as_it_is(open_store, path, databa
     assert (path / "data.mdb").read_bytes() == before
 
 
-def test_main_row_named_like_a_database(open_store, path):
+def test_main_row_named_like_a_database(open_store: Opener, path: Path) -> None:
     with lmdb.open(str(path)) as env, env.begin(write=True) as txn:
         txn.put(b"meta", b"value")
     with pytest.raises(CorruptStoreError, match="something else"):
@@ -166,7 +174,7 @@ def test_main_row_named_like_a_database(open_store, path):
 
 @pytest.mark.parametrize("read_only", [False, True])
 @pytest.mark.parametrize("content", [b"not LMDB" * 1000, b"x"])
-def test_file_that_is_no_environment(open_store, path, content, read_only):
+def test_file_that_is_no_environment(open_store: Opener, path: Path, content: bytes, read_only: bool) -> None:
     path.mkdir()
     (path / "data.mdb").write_bytes(content)
     with pytest.raises((CorruptStoreError, StoreUnavailableError)) as caught:
@@ -177,18 +185,20 @@ def test_file_that_is_no_environment(open_store, path, content, read_only):
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_newer_format_is_refused_unchanged(open_store, path, read_only):
+def test_newer_format_is_refused_unchanged(open_store: Opener, path: Path, read_only: bool) -> None:
     open_store().close()
     with lmdb.open(str(path), max_dbs=32) as env, env.begin(write=True) as txn:
         meta = env.open_db(b"meta", txn=txn)
-        txn.put(b"format", txn.get(b"format", db=meta)[:8] + b"\x03\0\0\0", db=meta)
+        row = txn.get(b"format", db=meta)
+        assert row is not None
+        txn.put(b"format", row[:8] + b"\x03\0\0\0", db=meta)
     before = (path / "data.mdb").read_bytes()
     with pytest.raises(CorruptStoreError, match="format is 3; this release reads 1"):
         open_store(read_only=read_only)
     assert (path / "data.mdb").read_bytes() == before
 
 
-def test_creation_that_was_cut_short_is_finished(open_store, path, identity):
+def test_creation_that_was_cut_short_is_finished(open_store: Opener, path: Path, identity: Identity) -> None:
     lmdb.open(str(path)).close()  # an environment without rows
     backend = open_store()
     namespace = backend.open_namespace(identity).id
@@ -196,22 +206,24 @@ def test_creation_that_was_cut_short_is_finished(open_store, path, identity):
     assert backend.stats().packs == 1
 
 
-def test_creation_that_a_full_disk_cut_leaves_nothing_behind(open_store, path, monkeypatch):
-    def fill_the_disk(directory, **_):
+def test_creation_that_a_full_disk_cut_leaves_nothing_behind(
+    open_store: Opener, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill_the_disk(directory: Path, **_: object) -> None:
         (path / "data.mdb").write_bytes(bytes(4096))  # a new environment has two pages
         error = lmdb.DiskError("mdb_env_open")
-        error.code, error.reason = errno.ENOSPC, os.strerror(errno.ENOSPC)
+        vars(error).update(code=errno.ENOSPC, reason=os.strerror(errno.ENOSPC))
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(opening.lmdb, "open", fill_the_disk)
+        patch.setattr(lmdb, "open", fill_the_disk)
         with pytest.raises(StoreUnavailableError, match="No space left"):
             open_store()
     assert not (path / "data.mdb").exists()
     assert list(open_store().namespaces()) == []
 
 
-def test_damaged_state_is_said_and_not_guessed(open_store, path, identity):
+def test_damaged_state_is_said_and_not_guessed(open_store: Opener, path: Path, identity: Identity) -> None:
     backend = open_store()
     namespace = backend.open_namespace(identity).id
     backend.close()
@@ -225,7 +237,9 @@ def test_damaged_state_is_said_and_not_guessed(open_store, path, identity):
 @pytest.mark.parametrize(
     "row", [b"", bytes(8) + b'{"weights":"other"}', bytes(8) + b"\xff", bytes(8) + b'{"a":' + b"[" * 100_000]
 )
-def test_damaged_namespace_row_is_left_out_and_written_anew(open_store, path, identity, row):
+def test_damaged_namespace_row_is_left_out_and_written_anew(
+    open_store: Opener, path: Path, identity: Identity, row: bytes
+) -> None:
     backend = open_store()
     namespace = backend.open_namespace(identity).id
     pack = sample_pack(namespace, 1)
@@ -239,7 +253,7 @@ def test_damaged_namespace_row_is_left_out_and_written_anew(open_store, path, id
     assert list(backend.changes(namespace, None).added) == [pack.table]
 
 
-def test_table_in_anothers_place_is_left_out(open_store, path, identity):
+def test_table_in_anothers_place_is_left_out(open_store: Opener, path: Path, identity: Identity) -> None:
     backend = open_store()
     namespace = backend.open_namespace(identity).id
     packs = [sample_pack(namespace, seed) for seed in range(2)]
@@ -247,5 +261,7 @@ def test_table_in_anothers_place_is_left_out(open_store, path, identity):
     backend.close()
     with lmdb.open(str(path), max_dbs=32) as env, env.begin(write=True) as txn:
         rows = env.open_db(b"packs", txn=txn)
-        txn.put(namespace + packs[0].pack_id, txn.get(namespace + packs[1].pack_id, db=rows), db=rows)
+        row = txn.get(namespace + packs[1].pack_id, db=rows)
+        assert row is not None
+        txn.put(namespace + packs[0].pack_id, row, db=rows)
     assert list(open_store().changes(namespace, None).added) == [packs[1].table]

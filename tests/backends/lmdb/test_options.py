@@ -1,8 +1,12 @@
 """Options of an lmdb URL, and the policy that a store records."""
 
+from __future__ import annotations
+
 import logging
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,14 +14,16 @@ from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError, StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.extensions import Policy
+from persistkv.storage.identity import Identity
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_lmdb import LmdbBackend
+from tests.backends.lmdb.conftest import Opener
 
 GIB = 1 << 30
 
 
 @pytest.mark.parametrize("capacity", ["-5", "0", "1023KiB", "65TiB", "lots", "", "1e9", "inf", "9" * 400 + "GiB"])
-def test_bad_capacity_is_named_and_creates_nothing(open_store, path, capacity):
+def test_bad_capacity_is_named_and_creates_nothing(open_store: Opener, path: Path, capacity: str) -> None:
     with pytest.raises(ConfigurationError, match="lmdb option capacity") as caught:
         open_store(f"?capacity={capacity}")
     assert caught.value.value == capacity
@@ -25,24 +31,24 @@ def test_bad_capacity_is_named_and_creates_nothing(open_store, path, capacity):
     assert not path.exists()
 
 
-def test_path_with_nul(open_store):
+def test_path_with_nul(open_store: Opener) -> None:
     with pytest.raises(ConfigurationError, match="url"):
         open_store(location="/tmp/a%00b")
 
 
 @pytest.mark.parametrize("query", ["", "?capacity=3GiB"])
-def test_new_policy_is_that_of_the_store_that_is_created(open_store, path, query):
+def test_new_policy_is_that_of_the_store_that_is_created(open_store: Opener, path: Path, query: str) -> None:
     expected = LmdbBackend.new_policy(StoreUrl.parse(f"lmdb://{path}{query}"))
     assert not path.exists()
     assert open_store(query).policy().capacity == expected.capacity
 
 
-def notices(caplog):
+def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return the texts of the warnings so far."""
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_open_new_store_records_its_policy(open_store, placement):
+def test_open_new_store_records_its_policy(open_store: Opener, placement: str) -> None:
     first = open_store("?capacity=3GiB&ttl=7d")
     first.close()
     for read_only in (False, True):
@@ -51,13 +57,15 @@ def test_open_new_store_records_its_policy(open_store, placement):
         assert backend.stats().capacity == 3 * GIB
 
 
-def test_open_new_store_without_options_records_defaults(path):
+def test_open_new_store_without_options_records_defaults(path: Path) -> None:
     with closing(LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}"))) as backend:
         assert backend.policy() == Policy(10 * GIB, None, "extents")
 
 
 @pytest.mark.parametrize("option", ["capacity=2MiB", "capacity=40GiB", "ttl=1d", "capacity=2MiB&ttl=1d"])
-def test_open_existing_store_with_another_policy_keeps_the_recorded_one(open_store, caplog, identity, option):
+def test_open_existing_store_with_another_policy_keeps_the_recorded_one(
+    open_store: Opener, caplog: pytest.LogCaptureFixture, identity: Identity, option: str
+) -> None:
     first = open_store("?capacity=64MiB&ttl=7d")
     namespace = first.open_namespace(identity).id
     packs = [sample_pack(namespace, seed, blocks=16, block_bytes=1 << 16) for seed in range(12)]
@@ -73,7 +81,9 @@ def test_open_existing_store_with_another_policy_keeps_the_recorded_one(open_sto
     assert ("ttl=86400" in notice) == ("(recorded: 604800.0 s)" in notice) == ("ttl" in option)
 
 
-def test_open_existing_store_with_another_placement_keeps_the_recorded_one(path, placement, caplog):
+def test_open_existing_store_with_another_placement_keeps_the_recorded_one(
+    path: Path, placement: str, caplog: pytest.LogCaptureFixture
+) -> None:
     other = {"inline": "extents", "extents": "inline"}[placement]
     LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}?placement={placement}")).close()
     with closing(LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}?placement={other}"))) as backend:
@@ -82,14 +92,14 @@ def test_open_existing_store_with_another_placement_keeps_the_recorded_one(path,
     assert f"placement={other} (recorded: {placement})" in notice
 
 
-def test_open_with_the_recorded_policy_says_nothing(open_store, caplog):
+def test_open_with_the_recorded_policy_says_nothing(open_store: Opener, caplog: pytest.LogCaptureFixture) -> None:
     open_store("?capacity=64MiB&ttl=7d").close()
     open_store("?capacity=65536KiB&ttl=168h")
     open_store("?capacity=1MiB", read_only=True)
     assert notices(caplog) == []
 
 
-def test_set_policy_applies_to_open_handles_of_the_process(open_store):
+def test_set_policy_applies_to_open_handles_of_the_process(open_store: Opener) -> None:
     first = open_store("?capacity=8MiB")
     second = open_store()
     second.set_policy(replace(second.policy(), capacity=2 << 20, ttl_s=60.0))
@@ -101,7 +111,7 @@ def test_set_policy_applies_to_open_handles_of_the_process(open_store):
     ("field", "value"),
     [("capacity", None), ("capacity", 0), ("capacity", 1 << 19), ("capacity", 65 << 40), ("ttl_s", 0.0), ("ttl_s", -1)],
 )
-def test_set_policy_out_of_range_changes_nothing(open_store, field, value):
+def test_set_policy_out_of_range_changes_nothing(open_store: Opener, field: str, value: Any) -> None:
     backend = open_store("?capacity=8MiB&ttl=1h")
     before = backend.policy()
     with pytest.raises(ConfigurationError, match=field.removesuffix("_s")):
@@ -109,7 +119,7 @@ def test_set_policy_out_of_range_changes_nothing(open_store, field, value):
     assert backend.policy() == before
 
 
-def test_set_policy_another_placement_is_refused(open_store, placement):
+def test_set_policy_another_placement_is_refused(open_store: Opener, placement: str) -> None:
     backend = open_store()
     other = {"inline": "extents", "extents": "inline"}[placement]
     with pytest.raises(ConfigurationError, match="push"):
@@ -117,14 +127,16 @@ def test_set_policy_another_placement_is_refused(open_store, placement):
     assert backend.policy().placement == placement
 
 
-def test_set_policy_read_only_is_refused(open_store):
+def test_set_policy_read_only_is_refused(open_store: Opener) -> None:
     open_store("?capacity=8MiB").close()
     reader = open_store(read_only=True)
     with pytest.raises(StoreError, match="read-only"):
         reader.set_policy(replace(reader.policy(), capacity=16 << 20))
 
 
-def test_set_policy_lower_capacity_keeps_what_was_used_last(open_store, identity, placement):
+def test_set_policy_lower_capacity_keeps_what_was_used_last(
+    open_store: Opener, identity: Identity, placement: str
+) -> None:
     backend = open_store("?capacity=32MiB")
     namespace = backend.open_namespace(identity).id
     packs = [sample_pack(namespace, seed, blocks=16, block_bytes=1 << 16) for seed in range(12)]
@@ -144,7 +156,7 @@ def test_set_policy_lower_capacity_keeps_what_was_used_last(open_store, identity
     assert backend.stats().disk_bytes <= held + (1 << 20)
 
 
-def test_set_policy_higher_capacity_gives_room_at_once(open_store, identity):
+def test_set_policy_higher_capacity_gives_room_at_once(open_store: Opener, identity: Identity) -> None:
     small = open_store("?capacity=2MiB")
     namespace = small.open_namespace(identity).id
     pack = sample_pack(namespace, 1, blocks=64, block_bytes=1 << 16)
@@ -155,7 +167,7 @@ def test_set_policy_higher_capacity_gives_room_at_once(open_store, identity):
     assert small.stats().stored_bytes == len(payload_of(pack))
 
 
-def test_disk_bytes_stay_within_the_capacity_through_turnover(open_store, identity):
+def test_disk_bytes_stay_within_the_capacity_through_turnover(open_store: Opener, identity: Identity) -> None:
     backend = open_store("?capacity=12MiB")
     namespace = backend.open_namespace(identity).id
     evicted = 0
@@ -168,7 +180,7 @@ def test_disk_bytes_stay_within_the_capacity_through_turnover(open_store, identi
 
 
 @pytest.mark.parametrize("ttl", ["", "7", "-1d", "0s", "d", "1w", "1e3s", "inf", "9" * 400 + "d"])
-def test_bad_ttl_is_named_and_creates_nothing(open_store, path, ttl):
+def test_bad_ttl_is_named_and_creates_nothing(open_store: Opener, path: Path, ttl: str) -> None:
     with pytest.raises(ConfigurationError, match="lmdb option ttl") as caught:
         open_store(f"?ttl={ttl}")
     assert caught.value.value == ttl
@@ -176,7 +188,7 @@ def test_bad_ttl_is_named_and_creates_nothing(open_store, path, ttl):
 
 
 @pytest.mark.parametrize("value", ["", "tape", "INLINE"])
-def test_bad_placement_is_named_and_creates_nothing(path, value):
+def test_bad_placement_is_named_and_creates_nothing(path: Path, value: str) -> None:
     with pytest.raises(ConfigurationError, match="lmdb option placement"):
         LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}?placement={value}"))
     assert not path.exists()

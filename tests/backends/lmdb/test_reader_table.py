@@ -1,18 +1,24 @@
 """Processes with the same PID in different PID namespaces, as in containers."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from persistkv.config import StoreUrl
 from persistkv.errors import ProcessIdInUseError
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.testing.conformance.suite import tables
 from persistkv.testing.samples import sample_pack
 from persistkv_lmdb import LmdbBackend
+from tests.backends.lmdb.conftest import Opener, stdout_of
 
 IN_NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child"]
 
@@ -54,7 +60,7 @@ except ProcessIdInUseError as error:
 
 
 @contextmanager
-def namespaced(program, *arguments):
+def namespaced(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A process with PID 1 in its own PID namespace, killed at the end of the block."""
     command = [*IN_NAMESPACE, sys.executable, "-c", program, *arguments]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -65,23 +71,25 @@ def namespaced(program, *arguments):
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_open_live_process_with_same_pid_names_the_reason(path, closed_pack, read_only):
+def test_open_live_process_with_same_pid_names_the_reason(path: Path, closed_pack: PackWriter, read_only: bool) -> None:
     with namespaced(HOLD, f"lmdb://{path}") as holder:
-        assert holder.stdout.readline() == "open\n"
+        assert stdout_of(holder).readline() == "open\n"
         with namespaced(OPEN, f"lmdb://{path}", str(read_only)) as other:
-            said = other.stdout.readline()
+            said = stdout_of(other).readline()
     assert said.startswith("in use:")
     assert "PID namespace" in said
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_open_after_killed_reader_with_same_pid_clears_its_slot(path, open_store, closed_pack, read_only):
+def test_open_after_killed_reader_with_same_pid_clears_its_slot(
+    path: Path, open_store: Opener, closed_pack: PackWriter, read_only: bool
+) -> None:
     """The slot of the killed reader would prevent the reuse of all pages that later commits free."""
     backend = open_store()
     with namespaced(READ, str(path)) as reader:
-        assert reader.stdout.readline() == "inside\n"
+        assert stdout_of(reader).readline() == "inside\n"
     with namespaced(OPEN, f"lmdb://{path}", str(read_only)) as restarted:
-        assert restarted.stdout.readline() == "1\n"
+        assert stdout_of(restarted).readline() == "1\n"
         before = backend.stats().disk_bytes
         for seed in range(60):
             pack = sample_pack(closed_pack.namespace, 100 + seed, blocks=4, block_bytes=1 << 16)
@@ -91,10 +99,10 @@ def test_open_after_killed_reader_with_same_pid_clears_its_slot(path, open_store
     assert backend.stats().disk_bytes < before + (8 << 20)
 
 
-def test_error_names_this_process(path, closed_pack):
+def test_error_names_this_process(path: Path, closed_pack: PackWriter) -> None:
     """Processes with another PID can still open the store."""
     with namespaced(HOLD, f"lmdb://{path}") as holder:
-        assert holder.stdout.readline() == "open\n"
+        assert stdout_of(holder).readline() == "open\n"
         backend = LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}"))
         assert os.getpid() != 1
         assert len(tables(backend, closed_pack.namespace)) == 1
@@ -125,11 +133,11 @@ sys.stdin.read()
 """
 
 
-def test_command_with_a_pid_in_use_runs_with_another(path, closed_pack):
+def test_command_with_a_pid_in_use_runs_with_another(path: Path, closed_pack: PackWriter) -> None:
     """Commands run in a child process, which has PID 2 in a fresh container."""
     with namespaced(HOLD_PID_2, f"lmdb://{path}") as holder:
-        assert holder.stdout.readline() == "open\n"
+        assert stdout_of(holder).readline() == "open\n"
         with namespaced(COMMAND, f"lmdb://{path}") as command:
-            output = command.stdout.read()
+            output = stdout_of(command).read()
             assert command.wait(60) == 0
     assert "requests" in output

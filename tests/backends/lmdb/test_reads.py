@@ -1,38 +1,46 @@
 """Payload reads from segments, direct and through the page cache: same bytes, same misses."""
 
+from __future__ import annotations
+
 import errno
 import mmap
 import os
+from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from persistkv.errors import ConfigurationError, StoreError
 from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.storage.format.pack_writer import PackWriter
+from persistkv.storage.identity import Identity
 from persistkv.testing.samples import payload_of, sample_pack
-from persistkv_lmdb import segments
+from persistkv_lmdb import LmdbBackend, segments
 from persistkv_lmdb.segments import is_cached
+from tests.backends.lmdb.conftest import Opener
 
 PAGE = 4096
 
 
 @pytest.fixture
-def placement():
+def placement() -> str:
     return "extents"
 
 
 @pytest.fixture(params=["direct", "cached"])
-def reads(request):
-    return request.param
+def reads(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture
-def calls(monkeypatch):
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Record for each read whether it bypasses the page cache."""
     found = []
     real = os.preadv
 
-    def preadv(fd, buffers, offset, *rest):
+    def preadv(fd: int, buffers: Sequence[memoryview], offset: int, *rest: Any) -> int:
         found.append(bool(os.O_DIRECT & int(flags_of(fd), 8)))
         return real(fd, buffers, offset, *rest)
 
@@ -40,12 +48,12 @@ def calls(monkeypatch):
     return found
 
 
-def flags_of(fd):
+def flags_of(fd: int) -> str:
     with open(f"/proc/self/fdinfo/{fd}") as file:
         return next(line.split()[1] for line in file if line.startswith("flags"))
 
 
-def drop(path):
+def drop(path: Path) -> None:
     for file in (path / "segments").iterdir():
         fd = os.open(file, os.O_RDWR)
         os.fsync(fd)
@@ -53,19 +61,19 @@ def drop(path):
         os.close(fd)
 
 
-def stored(backend, identity, block_bytes):
+def stored(backend: LmdbBackend, identity: Identity, block_bytes: int) -> tuple[bytes, PackWriter, bytes]:
     namespace = backend.open_namespace(identity).id
     pack = sample_pack(namespace, 1, blocks=20, block_bytes=block_bytes)
     backend.commit(namespace, CommitBatch([pack]))
     return namespace, pack, payload_of(pack)
 
 
-def read(backend, namespace, pack, buffers, offset=0):
+def read(backend: LmdbBackend, namespace: bytes, pack: PackWriter, buffers: list[memoryview], offset: int = 0) -> bool:
     return backend.read(namespace, [ReadSpan(pack.pack_id, offset, buffers)])[0]
 
 
 @pytest.mark.parametrize("block_bytes", [PAGE, 3 * PAGE, 5000])
-def test_same_bytes(open_store, identity, reads, block_bytes):
+def test_same_bytes(open_store: Opener, identity: Identity, reads: str, block_bytes: int) -> None:
     backend = open_store(f"?capacity=16MiB&reads={reads}")
     namespace, pack, payload = stored(backend, identity, block_bytes)
     for offset, length in ((0, len(payload)), (PAGE, 2 * PAGE), (2 * PAGE, 100), (0, 5000)):
@@ -76,7 +84,7 @@ def test_same_bytes(open_store, identity, reads, block_bytes):
             assert room[start : start + length] == payload[offset : offset + length]
 
 
-def test_which_way(open_store, path, identity, reads, calls):
+def test_which_way(open_store: Opener, path: Path, identity: Identity, reads: str, calls: list[bool]) -> None:
     backend = open_store(f"?capacity=16MiB&reads={reads}")
     namespace, pack, payload = stored(backend, identity, PAGE)
     room = memoryview(mmap.mmap(-1, len(payload)))
@@ -95,16 +103,18 @@ def test_which_way(open_store, path, identity, reads, calls):
         assert calls == [False]
 
 
-def test_where_o_direct_is_refused_nobody_asks_what_is_cached(open_store, path, identity, monkeypatch, calls):
+def test_where_o_direct_is_refused_nobody_asks_what_is_cached(
+    open_store: Opener, path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch, calls: list[bool]
+) -> None:
     real, asked = os.open, []
 
-    def refused(name, flags, *arguments, **named):
+    def refused(name: str, flags: int, *arguments: Any, **named: Any) -> int:
         if flags & os.O_DIRECT:
             asked.append(name)
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return real(name, flags, *arguments, **named)
 
-    def never(*arguments):
+    def never(*arguments: Any) -> None:
         raise AssertionError("what only reads past the page cache take is asked for")
 
     monkeypatch.setattr(os, "open", refused)
@@ -119,7 +129,7 @@ def test_where_o_direct_is_refused_nobody_asks_what_is_cached(open_store, path, 
     assert calls == [False]
 
 
-def test_file_that_ends_within_a_page(open_store, path, identity, reads):
+def test_file_that_ends_within_a_page(open_store: Opener, path: Path, identity: Identity, reads: str) -> None:
     backend = open_store(f"?capacity=16MiB&reads={reads}")
     namespace, pack, payload = stored(backend, identity, PAGE)
     with open(path / "segments" / "00000000.seg", "r+b") as file:
@@ -130,12 +140,14 @@ def test_file_that_ends_within_a_page(open_store, path, identity, reads):
     assert room[: 4 * PAGE] == payload[: 4 * PAGE]
 
 
-def test_wrong_option(open_store):
+def test_wrong_option(open_store: Opener) -> None:
     with pytest.raises(ConfigurationError, match="reads"), closing(open_store("?reads=fast")):
         pass
 
 
-def test_each_handle_reads_in_its_own_way(open_store, path, identity, calls):
+def test_each_handle_reads_in_its_own_way(
+    open_store: Opener, path: Path, identity: Identity, calls: list[bool]
+) -> None:
     backend = open_store("?capacity=16MiB")
     namespace, pack, payload = stored(backend, identity, PAGE)
     through = open_store("?reads=cached")
@@ -148,14 +160,16 @@ def test_each_handle_reads_in_its_own_way(open_store, path, identity, calls):
     assert calls == [True, False]
 
 
-def test_open_namespace_again_opens_segment_files(open_store, identity, monkeypatch):
+def test_open_namespace_again_opens_segment_files(
+    open_store: Opener, identity: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = open_store("?capacity=16MiB")
     namespace, pack, payload = stored(first, identity, PAGE)
     first.close()
     backend = open_store()
     backend.open_namespace(identity)
 
-    def opens(*arguments, **named):
+    def opens(*arguments: Any, **named: Any) -> None:
         raise AssertionError("the first read opens a file")
 
     room = memoryview(mmap.mmap(-1, len(payload)))
@@ -166,13 +180,15 @@ def test_open_namespace_again_opens_segment_files(open_store, identity, monkeypa
 
 
 @pytest.mark.parametrize("fault", ["cannot be opened", "is lost"])
-def test_open_namespace_bad_segment_file_leaves_it_to_the_read(open_store, path, identity, monkeypatch, fault):
+def test_open_namespace_bad_segment_file_leaves_it_to_the_read(
+    open_store: Opener, path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
     first = open_store("?capacity=16MiB")
     namespace, pack, payload = stored(first, identity, PAGE)
     first.close()
     real = os.open
 
-    def refused(name, *arguments, **named):
+    def refused(name: str, *arguments: Any, **named: Any) -> int:
         if str(name).endswith(".seg"):
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return real(name, *arguments, **named)
@@ -187,11 +203,13 @@ def test_open_namespace_bad_segment_file_leaves_it_to_the_read(open_store, path,
     assert read(backend, namespace, pack, [room]) is (fault == "cannot be opened")
 
 
-def test_read_failing_disk_raises(open_store, path, identity, monkeypatch):
+def test_read_failing_disk_raises(
+    open_store: Opener, path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = open_store("?capacity=16MiB")
     namespace, pack, payload = stored(backend, identity, PAGE)
 
-    def preadv(*arguments):
+    def preadv(*arguments: Any) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "preadv", preadv)

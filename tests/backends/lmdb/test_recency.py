@@ -1,21 +1,29 @@
 """Details of the eviction order that the conformance tests do not cover."""
 
+from __future__ import annotations
+
 import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
 
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.format.pack_writer import PackWriter
+from persistkv.storage.identity import Identity
 from persistkv.testing.samples import sample_manifest, sample_pack
+from tests.backends.lmdb.conftest import Opener
 
 HOUR_S = 3600
 
 
 @pytest.fixture
-def edit(path):
+def edit(path: Path) -> Any:
     """Return a function that edits named databases of the closed store."""
 
-    def edit(change, *names):
+    def edit(change: Callable[..., Any], *names: str) -> Any:
         with lmdb.open(str(path), max_dbs=32, map_size=64 << 20) as env:
             opened = [env.open_db(name.encode()) for name in names]
             with env.begin(write=True) as txn:
@@ -24,12 +32,15 @@ def edit(path):
     return edit
 
 
-def test_moment_in_the_future_is_given_up(open_store, closed_pack, edit):
+def test_moment_in_the_future_is_given_up(
+    open_store: Opener, closed_pack: PackWriter, edit: Callable[..., Any]
+) -> None:
     """A damaged row must not protect a pack from eviction for ever."""
     name = closed_pack.namespace + closed_pack.pack_id
 
-    def damage(txn, uses, order):
+    def damage(txn: lmdb.Transaction[bytes], uses: Any, order: Any) -> None:
         row = txn.get(name, db=uses)
+        assert row is not None
         txn.put(name, struct.pack("<Q", 1 << 63) + row[8:], db=uses)
         ((key, _),) = txn.cursor(db=order)
         txn.delete(key, db=order)
@@ -43,7 +54,9 @@ def test_moment_in_the_future_is_given_up(open_store, closed_pack, edit):
     assert struct.unpack_from(">Q", key) == (2,)
 
 
-def test_commit_that_makes_room_first_is_one_moment(open_store, identity, edit):
+def test_commit_that_makes_room_first_is_one_moment(
+    open_store: Opener, identity: Identity, edit: Callable[..., Any]
+) -> None:
     backend = open_store("?capacity=4MiB")
     namespace = backend.open_namespace(identity).id
     kept = sample_pack(namespace, 1)
@@ -58,14 +71,16 @@ def test_commit_that_makes_room_first_is_one_moment(open_store, identity, edit):
     assert struct.unpack_from("<Q", clock) == (19,)
 
 
-def test_use_within_the_same_second_counts(open_store, identity):
+def test_use_within_the_same_second_counts(open_store: Opener, identity: Identity) -> None:
     backend = open_store()
     namespace = backend.open_namespace(identity).id
     pack = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([pack]))
     backend.commit(namespace, CommitBatch(manifests=[sample_manifest("r", packs=[pack.pack_id])]))
     (use,) = backend.uses(namespace, ["r"])
+    assert use is not None
     assert not use.reused, "it was listed before, and is named by its own request only"
     backend.commit(namespace, CommitBatch(touches=[pack.pack_id]))
     (use,) = backend.uses(namespace, ["r"])
+    assert use is not None
     assert use.reused

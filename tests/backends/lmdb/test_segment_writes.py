@@ -1,9 +1,13 @@
 """Segment writes in threads: they end before their transaction ends, whether it commits or fails."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,19 +15,23 @@ from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.catalog import CatalogTransaction
 from persistkv.testing.samples import sample_pack
+from persistkv_lmdb import LmdbBackend
 from persistkv_lmdb.commit import Amount, Room
 
 SECONDS = 30.0  # longest wait for an event
 
 
-def test_commit_without_room_leaves_no_write_on_its_way(backend, namespace, placement, monkeypatch):
+def test_commit_without_room_leaves_no_write_on_its_way(
+    backend: LmdbBackend, namespace: bytes, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The lack of space is found during the writes. The transactions that evict begin after these writes have ended."""
     if placement == "inline":
         pytest.skip("LMDB writes its own")
-    may_write, writes, running, summed_up, refused, begun = threading.Event(), threading.Event(), [], [], [], []
+    may_write, writes = threading.Event(), threading.Event()
+    running, summed_up, refused, begun = list[bool](), list[bool](), list[int](), list[int]()
     pwritev, sum_up, used, begin = os.pwritev, CatalogTransaction.finish, Room.used, Room.__init__
 
-    def slow(*arguments):
+    def slow(*arguments: Any) -> Any:
         running.append(True)
         writes.set()
         assert may_write.wait(SECONDS)
@@ -31,11 +39,11 @@ def test_commit_without_room_leaves_no_write_on_its_way(backend, namespace, plac
         running.pop()
         return written
 
-    def note_sum(self):
+    def note_sum(self: CatalogTransaction) -> None:
         sum_up(self)
         summed_up.append(True)
 
-    def too_much_once(self):
+    def too_much_once(self: Room) -> Amount:
         if not summed_up or refused:
             return used(self)
         assert writes.wait(SECONDS)
@@ -43,7 +51,7 @@ def test_commit_without_room_leaves_no_write_on_its_way(backend, namespace, plac
         threading.Timer(0.1, may_write.set).start()
         return Amount(1 << 60, 1 << 60)
 
-    def note_begin(self, *arguments, **options):
+    def note_begin(self: Room, *arguments: Any, **options: Any) -> None:
         begun.append(len(running))
         begin(self, *arguments, **options)
 
@@ -59,21 +67,23 @@ def test_commit_without_room_leaves_no_write_on_its_way(backend, namespace, plac
     assert backend.find_faults() == []
 
 
-def test_undone_transaction_leaves_no_write_on_its_way(backend, namespace, placement, monkeypatch):
+def test_undone_transaction_leaves_no_write_on_its_way(
+    backend: LmdbBackend, namespace: bytes, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next transaction may reuse the extents, and the engine reuses the rows as soon as the commit has failed."""
     if placement == "inline":
         pytest.skip("LMDB writes its own")
     may_write, running, writes = threading.Event(), [], []
     pwritev = os.pwritev
 
-    def slow(*arguments):
+    def slow(*arguments: Any) -> Any:
         running.append(True)
         assert may_write.wait(SECONDS)
         writes.append(pwritev(*arguments))
         running.pop()
         return writes[-1]
 
-    def fail(self):
+    def fail(self: CatalogTransaction) -> None:
         threading.Timer(0.1, may_write.set).start()
         raise StoreError("undone")
 
@@ -136,7 +146,7 @@ print(found == {stored(2).pack_id: payload_of(stored(2))})
 """
 
 
-def test_commit_interrupted_twice_spares_what_another_process_commits(path, placement):
+def test_commit_interrupted_twice_spares_what_another_process_commits(path: Path, placement: str) -> None:
     if placement == "inline":
         pytest.skip("LMDB writes its own")
     script = INTERRUPTED.replace('sys.argv[0], sys.argv[1], "other"', 'SCRIPT, sys.argv[1], "other"')

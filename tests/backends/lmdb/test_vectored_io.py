@@ -1,7 +1,11 @@
 """Vectored I/O: streams cut anywhere, more buffers than one call accepts, short transfers."""
 
+from __future__ import annotations
+
 import mmap
 import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,12 +16,12 @@ from persistkv_lmdb.segments import BatchSizes, Bounce, behind, front, read_all,
 PAGE = 4096
 
 
-def pattern(length, seed=0):
+def pattern(length: int, seed: int = 0) -> bytes:
     return bytes((7 * position + position // 251 + seed) % 256 for position in range(length))
 
 
 @pytest.fixture(scope="module")
-def rows():
+def rows() -> memoryview:
     """Page-aligned memory, like rows."""
     memory = memoryview(mmap.mmap(-1, 64 * PAGE))
     memory[:] = pattern(len(memory))
@@ -45,13 +49,24 @@ pieces = st.lists(
     small=st.sampled_from([0, 1, 64]),
     most=st.sampled_from([2, 5]),
 )
-def test_any_stream_comes_out_aligned(rows, cut, bounce, batch, first, second, small, most):
+def test_any_stream_comes_out_aligned(
+    rows: memoryview,
+    cut: list[tuple[str, int, int]],
+    bounce: int,
+    batch: int,
+    first: int,
+    second: int,
+    small: int,
+    most: int,
+) -> None:
     chunks = [rows[at : at + length] if kind == "row" else pattern(length, at) for kind, at, length in cut]
     sizes = BatchSizes(PAGE * first, PAGE * second, PAGE * batch, PAGE * small, PAGE * bounce, most - 1)
     written = bytearray()
-    lent = []  # batches that a pending write may still read: copied data must stay valid until ``settle``
+    lent: list[
+        list[memoryview]
+    ] = []  # batches that a pending write may still read: copied data must stay valid until ``settle``
 
-    def settle():
+    def settle() -> None:
         for buffers in lent:
             written.extend(b"".join(buffers))
         lent.clear()
@@ -66,7 +81,7 @@ def test_any_stream_comes_out_aligned(rows, cut, bounce, batch, first, second, s
 
 
 @pytest.mark.parametrize(("pages", "expected"), [(1, [4, 8, 20]), (2, [4, 8, 20]), (4, [4, 28])])
-def test_what_takes_long_to_gather_is_cut_twice(pages, expected):
+def test_what_takes_long_to_gather_is_cut_twice(pages: int, expected: list[int]) -> None:
     """The disk would finish the first batch before a long second batch of small buffers has been gathered."""
     sizes = BatchSizes(first=4 * PAGE, second=8 * PAGE, later=32 * PAGE, small=2 * PAGE)
     memory = memoryview(mmap.mmap(-1, 32 * PAGE))
@@ -75,7 +90,7 @@ def test_what_takes_long_to_gather_is_cut_twice(pages, expected):
     assert [sum(map(len, buffers)) // PAGE for buffers in lists] == expected
 
 
-def test_aligned_pieces_are_not_copied(rows):
+def test_aligned_pieces_are_not_copied(rows: memoryview) -> None:
     (buffers,) = Bounce(lambda: None).aligned(
         iter([rows[: 8 * PAGE], pattern(100), bytes(PAGE - 100), rows[8 * PAGE :]])
     )
@@ -84,7 +99,7 @@ def test_aligned_pieces_are_not_copied(rows):
 
 @settings(max_examples=100, deadline=None)
 @given(lengths=st.lists(st.integers(0, 50), max_size=8), data=st.data())
-def test_front_and_behind(lengths, data):
+def test_front_and_behind(lengths: list[int], data: st.DataObject) -> None:
     buffers = [memoryview(pattern(length, seed)) for seed, length in enumerate(lengths)]
     whole = b"".join(buffers)
     count = data.draw(st.integers(0, len(whole)))
@@ -93,12 +108,12 @@ def test_front_and_behind(lengths, data):
 
 
 @pytest.mark.parametrize("most", [1, 100, 5000, PAGE + 1, 1 << 30])
-def test_short_transfers_go_on(tmp_path, monkeypatch, most):
+def test_short_transfers_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Simulate a kernel that transfers at most ``most`` bytes per call, and accepts at most 1,024 buffers."""
     calls = []
 
-    def shortened(call):
-        def transfer(fd, buffers, offset):
+    def shortened(call: Callable[..., int]) -> Callable[..., int]:
+        def transfer(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
             assert len(buffers) <= 1024
             calls.append(len(buffers))
             return call(fd, front(buffers, most), offset)
@@ -119,11 +134,11 @@ def test_short_transfers_go_on(tmp_path, monkeypatch, most):
     assert len(calls) > 3
 
 
-def test_aligned_write_goes_on_at_a_page(tmp_path, monkeypatch):
+def test_aligned_write_goes_on_at_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     offsets = []
     pwritev = os.pwritev
 
-    def short(fd, buffers, offset):
+    def short(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         offsets.append(offset)
         return pwritev(fd, front(buffers, PAGE + 700), offset)
 

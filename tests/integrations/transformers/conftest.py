@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
@@ -16,6 +18,10 @@ from transformers import (
     MistralForCausalLM,
     PreTrainedModel,
 )
+
+from persistkv.integrations.transformers import Engine
+
+OpenEngine = Callable[..., Engine]
 
 
 def tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
@@ -97,6 +103,12 @@ def tiny_gpt_oss() -> GptOssForCausalLM:
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
     )
     return GptOssForCausalLM(config).eval()
+
+
+def tiny_cohere2() -> Cohere2ForCausalLM:
+    torch.manual_seed(6)
+    sizes = {name: value for name, value in SMALL.items() if name != "head_dim"}  # derived by this model
+    return Cohere2ForCausalLM(Cohere2Config(**sizes, num_hidden_layers=4)).eval()
 
 
 @pytest.fixture(scope="session")

@@ -1,25 +1,29 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import BatchEncoding, GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import BatchEncoding, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 import persistkv
 from persistkv.base import TransferResult
 from persistkv.connector.worker import OffloadingConnectorWorker
 from persistkv.errors import ConfigurationError, EngineClosedError, PromptTooLongError, UnsupportedModelError
 from persistkv.integrations.transformers import Engine
+from tests.integrations.transformers.conftest import OpenEngine
 
 
 @pytest.fixture
-def open_engine(model):
+def open_engine(model: PreTrainedModel) -> Iterator[OpenEngine]:
     opened = []
 
-    def open_one(chosen=None, **options):
-        options = {"block_size": 4, "device_blocks": 64, "cpu_bytes": "1MiB"} | options
-        opened.append(Engine.open(chosen or model, **options))
+    def open_one(chosen: PreTrainedModel | None = None, **options: Any) -> Engine:
+        defaults: dict[str, Any] = {"block_size": 4, "device_blocks": 64, "cpu_bytes": "1MiB"}
+        opened.append(Engine.open(chosen or model, **(defaults | options)))
         return opened[-1]
 
     yield open_one
@@ -27,21 +31,26 @@ def open_engine(model):
         engine.close()
 
 
-def reference(model, prompt, count):
+def reference(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
     """Return the tokens that transformers itself generates."""
     inputs = torch.tensor([prompt])
     output = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=count, do_sample=False)
-    return output[0, len(prompt) :].tolist()
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
 
 
 class TestAnswers:
-    def test_are_those_of_transformers(self, open_engine, model, prompt):
+    def test_are_those_of_transformers(
+        self, open_engine: OpenEngine, model: PreTrainedModel, prompt: list[int]
+    ) -> None:
         engine = open_engine()
         expected = reference(model, prompt, 24)
         assert engine.generate(prompt, 24).tokens == expected
         assert engine.generate(prompt, 24).tokens == expected
 
-    def test_are_those_of_transformers_for_another_architecture(self, open_engine, prompt):
+    def test_are_those_of_transformers_for_another_architecture(
+        self, open_engine: OpenEngine, prompt: list[int]
+    ) -> None:
         torch.manual_seed(0)
         config = GPTNeoXConfig(
             vocab_size=256,
@@ -58,7 +67,7 @@ class TestAnswers:
         expected = reference(neox, prompt, 12)
         assert [engine.generate(prompt, 12).tokens for _ in range(2)] == [expected, expected]
 
-    def test_do_not_depend_on_where_the_prefix_came_from(self, open_engine, prompt):
+    def test_do_not_depend_on_where_the_prefix_came_from(self, open_engine: OpenEngine, prompt: list[int]) -> None:
         engine = open_engine()
         cold = engine.generate(prompt, 8, load=False)
         resident = engine.generate(prompt, 8)
@@ -72,24 +81,26 @@ class TestAnswers:
         assert cold.tokens == resident.tokens == restored.tokens
         torch.testing.assert_close(cold.logits, resident.logits, rtol=1e-4, atol=1e-4)
 
-    def test_sampling_is_decided_by_its_seed(self, open_engine, prompt):
+    def test_sampling_is_decided_by_its_seed(self, open_engine: OpenEngine, prompt: list[int]) -> None:
         engine = open_engine()
         drawn = [engine.generate(prompt, 12, temperature=1.0, seed=seed).tokens for seed in (1, 1, 2)]
         assert drawn[0] == drawn[1] != drawn[2]
 
-    def test_end_at_a_stop_token(self, open_engine, prompt):
+    def test_end_at_a_stop_token(self, open_engine: OpenEngine, prompt: list[int]) -> None:
         engine = open_engine()
         whole = engine.generate(prompt, 12).tokens
         stopped = engine.generate(prompt, 12, stop_token_ids={whole[5]}).tokens
         assert stopped == whole[: whole.index(whole[5]) + 1]
 
-    def test_a_prompt_of_one_token_and_one_that_fills_blocks(self, open_engine, model, prompt):
+    def test_a_prompt_of_one_token_and_one_that_fills_blocks(
+        self, open_engine: OpenEngine, model: PreTrainedModel, prompt: list[int]
+    ) -> None:
         engine = open_engine()
         for length in (1, 3, 4, 5, 8):
             expected = reference(model, prompt[:length], 6)
             assert [engine.generate(prompt[:length], 6).tokens for _ in range(2)] == [expected, expected]
 
-    def test_logits_are_the_callers_own(self, open_engine, prompt):
+    def test_logits_are_the_callers_own(self, open_engine: OpenEngine, prompt: list[int]) -> None:
         engine = open_engine()
         first = engine.generate(prompt, 2)
         kept = first.logits.clone()
@@ -98,18 +109,18 @@ class TestAnswers:
 
 
 class TestReuse:
-    def test_generated_tokens_are_kept_too(self, open_engine, prompt):
+    def test_generated_tokens_are_kept_too(self, open_engine: OpenEngine, prompt: list[int]) -> None:
         engine = open_engine()
         result = engine.generate(prompt, 12)
         stats = engine.generate([*prompt, *result.tokens, 1], 1).stats
         assert stats.restored_tokens == 108
 
-    def test_shares_a_common_prefix(self, open_engine, prompt):
+    def test_shares_a_common_prefix(self, open_engine: OpenEngine, prompt: list[int]) -> None:
         engine = open_engine()
         engine.generate(prompt, 1)
         assert engine.generate([*prompt[:50], 255, 255], 1).stats.device_tokens == 48
 
-    def test_mixes_device_and_primary_tier(self, open_engine, prompt):
+    def test_mixes_device_and_primary_tier(self, open_engine: OpenEngine, prompt: list[int]) -> None:
         engine = open_engine(device_blocks=27)
         expected = engine.generate(prompt, 8).tokens
         engine.generate([200, 201, 202, 203] * 10, 1)
@@ -119,19 +130,19 @@ class TestReuse:
         assert stats.stats.restored_tokens == 96
         assert stats.tokens == expected
 
-    def test_salts_share_nothing(self, open_engine, prompt):
+    def test_salts_share_nothing(self, open_engine: OpenEngine, prompt: list[int]) -> None:
         engine = open_engine()
         engine.generate(prompt, 1, salt="one")
         assert engine.generate(prompt, 1, salt="two").stats.restored_tokens == 0
         assert engine.generate(prompt, 1, salt="one").stats.restored_tokens == 96
 
-    def test_can_be_declined_by_request_parameters(self, open_engine, prompt):
+    def test_can_be_declined_by_request_parameters(self, open_engine: OpenEngine, prompt: list[int]) -> None:
         engine = open_engine()
         engine.generate(prompt, 1)
         params = {"persistkv": {"load": False}}
         assert engine.generate(prompt, 1, kv_transfer_params=params).stats.restored_tokens == 0
 
-    def test_storing_can_be_declined(self, open_engine, prompt):
+    def test_storing_can_be_declined(self, open_engine: OpenEngine, prompt: list[int]) -> None:
         engine = open_engine()
         engine.generate(prompt, 1, store=False)
         engine.generate(prompt[::-1], 1, kv_transfer_params={"persistkv": {"store": False}})
@@ -139,13 +150,15 @@ class TestReuse:
         assert engine.stats().connector.stored_blocks == 0
 
     @pytest.mark.parametrize("given", ["off", {"stores": False}, {"load": "never"}, {"labels": {"user": 1}}])
-    def test_invalid_request_parameters_run_nothing(self, open_engine, prompt, given):
+    def test_invalid_request_parameters_run_nothing(
+        self, open_engine: OpenEngine, prompt: list[int], given: object
+    ) -> None:
         engine = open_engine()
         with pytest.raises(ConfigurationError, match=r"kv_transfer_params\.persistkv"):
             engine.generate(prompt, 1, kv_transfer_params={"persistkv": given})
         assert engine.stats().requests == 0
 
-    def test_equal_blocks_are_stored_once(self, open_engine, prompt):
+    def test_equal_blocks_are_stored_once(self, open_engine: OpenEngine, prompt: list[int]) -> None:
         engine = open_engine()
         for _ in range(3):
             engine.generate(prompt, 1, load=False)
@@ -153,7 +166,7 @@ class TestReuse:
         assert engine.stats().connector.stored_blocks == 25
         assert engine.stats().resident_blocks == 25
 
-    def test_pages_are_what_the_hashes_name(self, open_engine, prompt):
+    def test_pages_are_what_the_hashes_name(self, open_engine: OpenEngine, prompt: list[int]) -> None:
         engine = open_engine()
         result = engine.generate(prompt, 8)
         before = {block_hash: page.clone() for block_hash, page in engine.resident_pages().items()}
@@ -166,26 +179,30 @@ class TestReuse:
 
 
 class TestPressure:
-    def test_many_requests_through_a_small_device(self, open_engine, model):
+    def test_many_requests_through_a_small_device(self, open_engine: OpenEngine, model: PreTrainedModel) -> None:
         engine = open_engine(device_blocks=12, cpu_bytes="64KiB")
         for number in range(30):
             prompt = [(number % 3 * 50 + index * 5) % 256 for index in range(36)]
             assert engine.generate(prompt, 8).tokens == reference(model, prompt, 8)
         assert engine.stats().resident_blocks <= 12
 
-    def test_a_primary_tier_too_small_drops_and_counts(self, open_engine, model, prompt):
+    def test_a_primary_tier_too_small_drops_and_counts(
+        self, open_engine: OpenEngine, model: PreTrainedModel, prompt: list[int]
+    ) -> None:
         engine = open_engine(cpu_bytes="20KiB")
         assert engine.generate(prompt, 8).tokens == reference(model, prompt, 8)
         assert engine.flush()
         assert engine.stats().connector.dropped_blocks > 0
 
-    def test_a_failed_load_is_computed_instead(self, open_engine, prompt, monkeypatch):
+    def test_a_failed_load_is_computed_instead(
+        self, open_engine: OpenEngine, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         engine = open_engine()
         expected = engine.generate(prompt, 8)
         engine.forget_device()
         finished = OffloadingConnectorWorker.get_finished
 
-        def failing(worker):
+        def failing(worker: OffloadingConnectorWorker) -> Any:
             return [TransferResult(result.job_id, False) for result in finished(worker)]
 
         monkeypatch.setattr(OffloadingConnectorWorker, "get_finished", failing)
@@ -196,11 +213,13 @@ class TestPressure:
         monkeypatch.undo()
         assert engine.generate(prompt, 8).stats.device_tokens == 96
 
-    def test_an_error_in_the_model_leaks_nothing(self, open_engine, prompt, monkeypatch):
+    def test_an_error_in_the_model_leaks_nothing(
+        self, open_engine: OpenEngine, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         engine = open_engine()
         forward = engine.model.forward
 
-        def failing(**inputs):
+        def failing(**inputs: Any) -> Any:
             return forward(**inputs) if inputs["input_ids"].shape[1] > 1 else 1 / 0
 
         with monkeypatch.context() as patch:
@@ -226,40 +245,44 @@ class TestBadInput:
             ({"store": "lmdb:///dev/shm/none", "host": "cloud"}, "host"),
         ],
     )
-    def test_options_are_named(self, open_engine, options, field):
+    def test_options_are_named(self, open_engine: OpenEngine, options: dict[str, Any], field: str) -> None:
         with pytest.raises(ConfigurationError, match=field):
             open_engine(**options)
 
     @pytest.mark.parametrize("token_ids", [[], [256], [-1], [3, 10_000]])
-    def test_tokens_must_be_in_the_vocabulary(self, open_engine, token_ids):
+    def test_tokens_must_be_in_the_vocabulary(self, open_engine: OpenEngine, token_ids: list[int]) -> None:
         with pytest.raises(ConfigurationError, match="0 to 255"):
             open_engine().generate(token_ids, 1)
 
     @pytest.mark.parametrize("options", [{"max_new_tokens": 0}, {"temperature": -1}, {"top_p": 2}])
-    def test_requests_are_checked_before_they_run(self, open_engine, prompt, options):
+    def test_requests_are_checked_before_they_run(
+        self, open_engine: OpenEngine, prompt: list[int], options: dict[str, Any]
+    ) -> None:
         engine = open_engine()
         with pytest.raises(ConfigurationError, match=next(iter(options))):
             engine.generate(prompt, **options)
         assert engine.stats().requests == 0
 
-    def test_a_context_must_fit_the_device(self, open_engine, prompt):
+    def test_a_context_must_fit_the_device(self, open_engine: OpenEngine, prompt: list[int]) -> None:
         with pytest.raises(PromptTooLongError, match=r"device_blocks=27") as error:
             open_engine(device_blocks=26).generate(prompt, 8)
         assert (error.value.tokens, error.value.limit, error.value.needed) == (len(prompt) + 8, 107, 27)
         assert pickle.loads(pickle.dumps(error.value)).needed == 27  # noqa: S301
 
-    def test_a_model_must_be_there(self, tmp_path):
+    def test_a_model_must_be_there(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="model"):
             Engine.open(tmp_path)
 
-    def test_other_caches_are_refused(self, open_engine, make_model):
+    def test_other_caches_are_refused(
+        self, open_engine: OpenEngine, make_model: Callable[..., LlamaForCausalLM]
+    ) -> None:
         model = make_model()
         model.config.num_kv_shared_layers = 1
         with pytest.raises(UnsupportedModelError, match="shares"):
             open_engine(model)
 
 
-def test_close_is_idempotent_and_final(open_engine, prompt):
+def test_close_is_idempotent_and_final(open_engine: OpenEngine, prompt: list[int]) -> None:
     engine = open_engine()
     engine.generate(prompt, 1)
     engine.close()
@@ -269,7 +292,9 @@ def test_close_is_idempotent_and_final(open_engine, prompt):
 
 
 @pytest.mark.parametrize("form", [torch.tensor, lambda ids: torch.tensor([ids]), lambda ids: [ids], tuple])
-def test_generate_accepts_one_prompt_in_all_forms(open_engine, prompt, form):
+def test_generate_accepts_one_prompt_in_all_forms(
+    open_engine: OpenEngine, prompt: list[int], form: Callable[[list[int]], Any]
+) -> None:
     engine = open_engine()
     expected = engine.generate(prompt, 4).tokens
     assert engine.generate(form(prompt), 4).tokens == expected
@@ -277,17 +302,17 @@ def test_generate_accepts_one_prompt_in_all_forms(open_engine, prompt, form):
 
 
 @pytest.mark.parametrize("prompts", [[[1, 2], [3, 4]], torch.tensor([[1, 2], [3, 4]]), [1.5], "text"])
-def test_generate_several_prompts_or_no_integers_is_refused(open_engine, prompts):
+def test_generate_several_prompts_or_no_integers_is_refused(open_engine: OpenEngine, prompts: Any) -> None:
     with pytest.raises(ConfigurationError, match="one prompt: integers in one row"):
         open_engine().generate(prompts, 4)
 
 
-def test_open_unknown_store_fails_before_the_model_is_loaded(tmp_path):
+def test_open_unknown_store_fails_before_the_model_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="'tape' is not valid"):
         Engine.open(tmp_path / "no-model", "tape:///dev/st0")
 
 
-def test_open_accepts_paths_of_stores(open_engine, tmp_path, prompt):
+def test_open_accepts_paths_of_stores(open_engine: OpenEngine, tmp_path: Path, prompt: list[int]) -> None:
     for store in (tmp_path / "kv", str(tmp_path / "kv")):
         engine = open_engine(store=store)
         engine.generate(prompt, 4)
@@ -295,6 +320,6 @@ def test_open_accepts_paths_of_stores(open_engine, tmp_path, prompt):
     assert (tmp_path / "kv" / "data.mdb").exists()
 
 
-def test_import_persistkv_provides_engine_and_errors():
+def test_import_persistkv_provides_engine_and_errors() -> None:
     assert persistkv.Engine is Engine
     assert all(hasattr(persistkv, name) for name in persistkv.__all__)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from persistkv.errors import ConfigurationError
 from persistkv.integrations.transformers import Engine
+from tests.integrations.transformers.conftest import OpenEngine
 
 WINDOW = 32
 BLOCK = 4
 
 
 @pytest.fixture
-def open_engine(gemma):
+def open_engine(gemma: PreTrainedModel) -> Iterator[OpenEngine]:
     opened = []
 
-    def open_one(chosen=None, url=None, **options):
-        options = {"block_size": BLOCK, "device_blocks": 64, "cpu_bytes": "2MiB"} | options
-        opened.append(Engine.open(chosen or gemma, url, **options))
+    def open_one(chosen: PreTrainedModel | None = None, url: str | None = None, **options: Any) -> Engine:
+        defaults: dict[str, Any] = {"block_size": BLOCK, "device_blocks": 64, "cpu_bytes": "2MiB"}
+        opened.append(Engine.open(chosen or gemma, url, **(defaults | options)))
         return opened[-1]
 
     yield open_one
@@ -27,33 +33,34 @@ def open_engine(gemma):
 
 
 @pytest.fixture
-def url(tmp_path):
+def url(tmp_path: Path) -> str:
     return f"lmdb://{tmp_path}/store?capacity=256MiB"
 
 
 @pytest.fixture
-def long_prompt():
+def long_prompt() -> list[int]:
     return [(5 * index * index + 11 * index) % 256 for index in range(170)]
 
 
-def plain_logits(model, tokens):
+def plain_logits(model: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
     """Return the logits after the last token, from one forward pass over all tokens without a cache."""
     with torch.no_grad():
-        return model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1]
+        logits: torch.Tensor = model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1]
+    return logits
 
 
-def assert_greedy(model, prompt, tokens):
+def assert_greedy(model: PreTrainedModel, prompt: list[int], tokens: Sequence[int]) -> None:
     """Check that one forward pass over all tokens, without a cache, predicts each of ``tokens``."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0]
-    assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+    assert list(tokens) == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
-def assert_close(logits, expected):
+def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def pages_of(engine, block_hashes):
+def pages_of(engine: Engine, block_hashes: Collection[bytes]) -> dict[tuple[int, bytes], torch.Tensor]:
     """Copy the resident pages of these hashes, by group and hash."""
     return {
         (group, block_hash): page.clone()
@@ -64,7 +71,9 @@ def pages_of(engine, block_hashes):
 
 
 class TestAnswers:
-    def test_are_those_of_a_plain_forward_pass(self, open_engine, windowed, long_prompt):
+    def test_are_those_of_a_plain_forward_pass(
+        self, open_engine: OpenEngine, windowed: PreTrainedModel, long_prompt: list[int]
+    ) -> None:
         engine = open_engine(windowed)
         expected = plain_logits(windowed, long_prompt)
         cold = engine.generate(long_prompt, 4)
@@ -79,7 +88,9 @@ class TestAnswers:
         assert_greedy(windowed, long_prompt, cold.tokens)
 
     @pytest.mark.parametrize("length", [1, 5, 28, 31, 32, 33, 36, 63, 64, 65, 100])
-    def test_do_not_depend_on_how_much_was_restored(self, open_engine, gemma, long_prompt, length):
+    def test_do_not_depend_on_how_much_was_restored(
+        self, open_engine: OpenEngine, gemma: PreTrainedModel, long_prompt: list[int], length: int
+    ) -> None:
         """All, part or none of the window that the first computed token attends to was restored."""
         engine = open_engine()
         engine.generate(long_prompt[:length], 1)
@@ -89,14 +100,18 @@ class TestAnswers:
         assert_close(result.logits, plain_logits(gemma, long_prompt))
 
     @pytest.mark.parametrize("length", [20, 30, 31, 32, 33])
-    def test_are_right_while_decoding_over_the_end_of_the_window(self, open_engine, windowed, long_prompt, length):
+    def test_are_right_while_decoding_over_the_end_of_the_window(
+        self, open_engine: OpenEngine, windowed: PreTrainedModel, long_prompt: list[int], length: int
+    ) -> None:
         engine = open_engine(windowed)
         prompt = long_prompt[:length]
         assert_greedy(windowed, prompt, engine.generate(prompt, 40).tokens)
         engine.forget_device()
         assert_greedy(windowed, prompt, engine.generate(prompt, 40).tokens)
 
-    def test_go_on_from_what_was_decoded(self, open_engine, windowed, long_prompt):
+    def test_go_on_from_what_was_decoded(
+        self, open_engine: OpenEngine, windowed: PreTrainedModel, long_prompt: list[int]
+    ) -> None:
         engine = open_engine(windowed)
         begun = engine.generate(long_prompt, 41)
         longer = [*long_prompt, *begun.tokens, 7, 8, 9]
@@ -107,7 +122,9 @@ class TestAnswers:
 
 
 class TestWhatIsLoaded:
-    def test_of_a_window_only_what_is_under_it(self, open_engine, gemma, long_prompt):
+    def test_of_a_window_only_what_is_under_it(
+        self, open_engine: OpenEngine, gemma: PreTrainedModel, long_prompt: list[int]
+    ) -> None:
         engine = open_engine()
         engine.generate(long_prompt, 1)
         engine.forget_device()
@@ -117,7 +134,9 @@ class TestWhatIsLoaded:
         resident = [len(engine.resident_pages(group)) for group in range(2)]
         assert resident == [WINDOW // BLOCK, 42]
 
-    def test_a_shorter_context_finds_the_window_under_its_own_end(self, open_engine, gemma, long_prompt):
+    def test_a_shorter_context_finds_the_window_under_its_own_end(
+        self, open_engine: OpenEngine, gemma: PreTrainedModel, long_prompt: list[int]
+    ) -> None:
         engine = open_engine()
         engine.generate(long_prompt, 1)
         engine.forget_device()
@@ -127,7 +146,9 @@ class TestWhatIsLoaded:
         assert shorter.stats.cpu_tokens == 100
         assert_close(shorter.logits, plain_logits(gemma, long_prompt[:101]))
 
-    def test_the_device_gives_the_begin_and_the_primary_tier_the_rest(self, open_engine, gemma, long_prompt):
+    def test_the_device_gives_the_begin_and_the_primary_tier_the_rest(
+        self, open_engine: OpenEngine, gemma: PreTrainedModel, long_prompt: list[int]
+    ) -> None:
         engine = open_engine()
         engine.generate(long_prompt, 1)
         engine.forget_device()
@@ -139,7 +160,16 @@ class TestWhatIsLoaded:
 
 class TestRestart:
     @pytest.mark.parametrize("codec", ["raw", "zstd:3"])
-    def test_a_new_engine_starts_warm(self, open_engine, windowed, url, long_prompt, codec, tmp_path, monkeypatch):
+    def test_a_new_engine_starts_warm(
+        self,
+        open_engine: OpenEngine,
+        windowed: PreTrainedModel,
+        url: str,
+        long_prompt: list[int],
+        codec: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         first = open_engine(windowed, url, codec=codec)
         cold = first.generate(long_prompt, 8)
@@ -157,7 +187,9 @@ class TestRestart:
         assert all(torch.equal(page, pages[place]) for place, page in restored.items())
         assert second.wait_persisted(warm)
 
-    def test_a_primary_tier_too_small_for_the_context_takes_its_begin(self, open_engine, gemma, url, long_prompt):
+    def test_a_primary_tier_too_small_for_the_context_takes_its_begin(
+        self, open_engine: OpenEngine, gemma: PreTrainedModel, url: str, long_prompt: list[int]
+    ) -> None:
         first = open_engine(url=url)
         assert first.wait_persisted(first.generate(long_prompt, 4))
         row_bytes = first.stats().block_bytes
@@ -167,7 +199,9 @@ class TestRestart:
         assert result.stats.persistent_tokens == (30 - WINDOW // BLOCK) * BLOCK
         assert_close(result.logits, plain_logits(gemma, long_prompt))
 
-    def test_another_window_is_another_identity(self, open_engine, gemma, url, long_prompt):
+    def test_another_window_is_another_identity(
+        self, open_engine: OpenEngine, gemma: PreTrainedModel, url: str, long_prompt: list[int]
+    ) -> None:
         first = open_engine(url=url)
         assert first.wait_persisted(first.generate(long_prompt, 1))
         first.close()
@@ -181,7 +215,7 @@ class TestRestart:
 
 
 class TestPressure:
-    def test_many_requests_through_a_small_device(self, open_engine, gemma):
+    def test_many_requests_through_a_small_device(self, open_engine: OpenEngine, gemma: PreTrainedModel) -> None:
         engine = open_engine(device_blocks=14, cpu_bytes="96KiB")
         for number in range(20):
             prompt = [(number % 3 * 50 + index * 5) % 256 for index in range(48)]
@@ -190,6 +224,6 @@ class TestPressure:
         last = engine.generate(range(200, 252), 5)
         assert len(last.block_hashes) == 14, "all device blocks of both groups are available"
 
-    def test_a_context_must_fit_the_device(self, open_engine, long_prompt):
+    def test_a_context_must_fit_the_device(self, open_engine: OpenEngine, long_prompt: list[int]) -> None:
         with pytest.raises(ConfigurationError, match="device_blocks=44"):
             open_engine(device_blocks=43).generate(long_prompt, 8)

@@ -24,11 +24,11 @@ HYBRID = (
 
 
 @pytest.fixture
-def pages():
+def pages() -> GroupPages:
     return GroupPages(FULL, num_blocks=8, block_size=4)
 
 
-def filled(num_tokens, capacity=32):
+def filled(num_tokens: int, capacity: int = 32) -> RequestCache:
     torch.manual_seed(1)
     cache = RequestCache((FULL,), capacity)
     for layer_idx in FULL.layers:
@@ -36,7 +36,7 @@ def filled(num_tokens, capacity=32):
     return cache
 
 
-def test_update_appends_and_returns_everything():
+def test_update_appends_and_returns_everything() -> None:
     cache = RequestCache((FULL,), 16)
     first, second = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 1, 8)
     cache.update(first, -first, 1)
@@ -47,7 +47,7 @@ def test_update_appends_and_returns_everything():
 
 
 @pytest.mark.parametrize("block_ids", [[0, 1, 2, 3], [7, 2, 3, 0], [3, 2, 1, 0]])
-def test_what_is_scattered_is_gathered(pages, block_ids):
+def test_what_is_scattered_is_gathered(pages: GroupPages, block_ids: list[int]) -> None:
     (buffer,) = filled(18).buffers
     pages.scatter(buffer, [0, 1, 2, 3], block_ids)
     (other,) = RequestCache((FULL,), 20).buffers
@@ -55,7 +55,7 @@ def test_what_is_scattered_is_gathered(pages, block_ids):
     assert torch.equal(other[:, :, :, :16], buffer[:, :, :, :16])
 
 
-def test_copies_only_the_blocks_named(pages):
+def test_copies_only_the_blocks_named(pages: GroupPages) -> None:
     (buffer,) = filled(16).buffers
     pages.scatter(buffer, [1, 3], [5, 6])
     assert torch.equal(pages.pages[5], buffer[:, :, :, 4:8])
@@ -70,7 +70,7 @@ def test_copies_only_the_blocks_named(pages):
 
 
 class TestSlidingWindow:
-    def test_shows_what_a_new_token_attends_to(self):
+    def test_shows_what_a_new_token_attends_to(self) -> None:
         cache = RequestCache(HYBRID, 16)
         states = torch.randn(1, 2, 10, 8)
         assert cache.is_sliding == [True, False, True]
@@ -84,7 +84,7 @@ class TestSlidingWindow:
             cache.update(new[:, :1], new[:, :1], 1)
             assert (cache.get_seq_length(0), cache.get_seq_length(1)) == (stop, stop)
 
-    def test_behaves_as_the_layer_of_transformers(self):
+    def test_behaves_as_the_layer_of_transformers(self) -> None:
         torch.manual_seed(3)
         cache, theirs = RequestCache(HYBRID, 64), DynamicSlidingWindowLayer(sliding_window=4)
         for count in (1, 1, 2, 1, 3, 9, 1, 1, 4, 5):
@@ -94,14 +94,14 @@ class TestSlidingWindow:
             assert all(map(torch.equal, ours, theirs.update(new, new + 1)))
             assert cache.get_seq_length(2) == theirs.get_seq_length()
 
-    def test_keeps_what_it_does_not_show(self):
+    def test_keeps_what_it_does_not_show(self) -> None:
         cache = RequestCache(HYBRID, 16)
         states = torch.randn(1, 2, 10, 8)
         cache.update(states, states, 2)
         assert torch.equal(cache.buffers[0][1, 0, :, :10], states[0])
 
 
-def test_workers_see_each_page_as_its_bytes():
+def test_workers_see_each_page_as_its_bytes() -> None:
     torch.manual_seed(2)
     device = PagedKVCache(HYBRID, num_blocks=8, block_size=4)
     canonical = device.canonical()
@@ -118,31 +118,33 @@ def test_workers_see_each_page_as_its_bytes():
         assert not group.pages[0].any()
 
 
-def names(*numbers):
+def names(*numbers: int) -> list[bytes]:
     return [f"hash {number}".encode() for number in numbers]
 
 
-def fill(pool, *numbers):
+def fill(pool: BlockPool, *numbers: int) -> list[int]:
     blocks = pool.allocate(len(numbers))
+    assert blocks is not None
     for block_id, block_hash in zip(blocks, names(*numbers), strict=True):
         pool.publish(block_id, block_hash)
     pool.release(blocks)
     return blocks
 
 
-def acquire(pool, hashes):
+def acquire(pool: BlockPool, hashes: list[bytes]) -> list[int]:
     """Acquire the longest resident prefix."""
-    return [pool.acquire(block_hash) for block_hash in takewhile(pool.holds, hashes)]
+    acquired = takewhile(lambda block_id: block_id is not None, map(pool.acquire, hashes))
+    return [block_id for block_id in acquired if block_id is not None]
 
 
-def test_knows_what_is_resident():
+def test_knows_what_is_resident() -> None:
     pool = BlockPool(8)
     blocks = fill(pool, 1, 2, 3)
     assert [pool.holds(block_hash) for block_hash in names(1, 3, 9)] == [True, True, False]
     assert [pool.acquire(block_hash) for block_hash in names(1, 3, 9)] == [blocks[0], blocks[2], None]
 
 
-def test_evicts_the_oldest_and_of_one_request_its_end():
+def test_evicts_the_oldest_and_of_one_request_its_end() -> None:
     pool = BlockPool(4)
     fill(pool, 1, 2)
     fill(pool, 3, 4)
@@ -152,7 +154,7 @@ def test_evicts_the_oldest_and_of_one_request_its_end():
     assert set(pool.resident()) == set(names(3))
 
 
-def test_does_not_evict_what_is_in_use():
+def test_does_not_evict_what_is_in_use() -> None:
     pool = BlockPool(4)
     fill(pool, 1, 2)
     held = acquire(pool, names(1, 2))
@@ -163,7 +165,7 @@ def test_does_not_evict_what_is_in_use():
     assert pool.resident() == {}
 
 
-def test_shared_blocks_stay_until_the_last_release():
+def test_shared_blocks_stay_until_the_last_release() -> None:
     pool = BlockPool(2)
     fill(pool, 1)
     first, second = acquire(pool, names(1)), acquire(pool, names(1))
@@ -173,7 +175,7 @@ def test_shared_blocks_stay_until_the_last_release():
     assert pool.allocate(2) is not None
 
 
-def test_of_two_blocks_with_one_hash_the_first_stays():
+def test_of_two_blocks_with_one_hash_the_first_stays() -> None:
     pool = BlockPool(4)
     (first,) = fill(pool, 1)
     fill(pool, 1)
@@ -181,7 +183,7 @@ def test_of_two_blocks_with_one_hash_the_first_stays():
     assert pool.num_available == 4
 
 
-def test_forgets_idle_blocks_only():
+def test_forgets_idle_blocks_only() -> None:
     pool = BlockPool(4)
     fill(pool, 1, 2)
     acquire(pool, names(1))
@@ -190,9 +192,10 @@ def test_forgets_idle_blocks_only():
     assert pool.num_available == 3
 
 
-def test_never_loses_or_doubles_a_block():
+def test_never_loses_or_doubles_a_block() -> None:
     random.seed(5)
-    pool, held = BlockPool(16), []
+    pool = BlockPool(16)
+    held: list[list[int]] = []
     for _ in range(3000):
         if held and random.random() < 0.5:
             pool.release(held.pop(random.randrange(len(held))))

@@ -5,31 +5,37 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 import persistkv
 from persistkv.errors import ConfigurationError, IdentityMismatchError
 from persistkv.integrations.transformers import Engine
+from persistkv.integrations.transformers.results import GenerateResult
 from tests.host_processes import host_processes
 
 
 @pytest.fixture
-def url(tmp_path):
+def url(tmp_path: Path) -> str:
     return f"lmdb://{tmp_path}/store?capacity=256MiB"
 
 
 @pytest.fixture(autouse=True)
-def cache_home(tmp_path, monkeypatch):
+def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def open_engine(model, url, **options):
-    return Engine.open(model, url, **({"block_size": 4, "device_blocks": 64, "cpu_bytes": "2MiB"} | options))
+def open_engine(model: PreTrainedModel, url: str | list[str] | None, **options: Any) -> Engine:
+    defaults: dict[str, Any] = {"block_size": 4, "device_blocks": 64, "cpu_bytes": "2MiB"}
+    return Engine.open(model, url, **(defaults | options))
 
 
-def answer_without_store(model, prompt, restored_tokens=0):
+def answer_without_store(model: PreTrainedModel, prompt: list[int], restored_tokens: int = 0) -> GenerateResult:
     """Return the answer of an engine without a store that splits the prompt where the restored run splits it."""
     with open_engine(model, None) as engine:
         if restored_tokens:
@@ -39,7 +45,7 @@ def answer_without_store(model, prompt, restored_tokens=0):
 
 @pytest.mark.parametrize("host", ["process", "thread", "inline"])
 @pytest.mark.parametrize("codec", ["raw", "zstd:3"])
-def test_a_new_engine_starts_warm(model, url, prompt, host, codec):
+def test_a_new_engine_starts_warm(model: PreTrainedModel, url: str, prompt: list[int], host: str, codec: str) -> None:
     with open_engine(model, url, host=host, codec=codec) as first:
         cold = first.generate(prompt, 8)
         resident = first.generate(prompt, 8, store=False)
@@ -55,7 +61,9 @@ def test_a_new_engine_starts_warm(model, url, prompt, host, codec):
         assert second.notices == ()
 
 
-def test_prewarm_share_promotes_recent_contexts_before_the_first_request(model, url, prompt):
+def test_prewarm_share_promotes_recent_contexts_before_the_first_request(
+    model: PreTrainedModel, url: str, prompt: list[int]
+) -> None:
     other = [(token + 1) % 256 for token in prompt]
     with open_engine(model, url) as first:
         for one in (other, prompt):
@@ -73,7 +81,7 @@ def test_prewarm_share_promotes_recent_contexts_before_the_first_request(model, 
         open_engine(model, url, prewarm_share=2)
 
 
-def test_result_ids_are_those_of_the_listed_requests(model, url, prompt):
+def test_result_ids_are_those_of_the_listed_requests(model: PreTrainedModel, url: str, prompt: list[int]) -> None:
     with open_engine(model, url, host="inline") as engine:
         results = [engine.generate(prompt[start:], 2) for start in range(3)]
         assert all(map(engine.wait_persisted, results))
@@ -81,7 +89,9 @@ def test_result_ids_are_those_of_the_listed_requests(model, url, prompt):
         assert {request.id for request in store.requests().requests} == {result.req_id for result in results}
 
 
-def test_prompt_after_a_wait_is_stored_whole_in_rows_for_little_more_than_one(model, url, prompt):
+def test_prompt_after_a_wait_is_stored_whole_in_rows_for_little_more_than_one(
+    model: PreTrainedModel, url: str, prompt: list[int]
+) -> None:
     other = [(token + 1) % 256 for token in prompt]
     with open_engine(model, None) as engine:
         block_bytes = engine.stats().block_bytes
@@ -93,7 +103,9 @@ def test_prompt_after_a_wait_is_stored_whole_in_rows_for_little_more_than_one(mo
         assert engine.generate(other, 1).stats.persistent_tokens == 96
 
 
-def test_a_primary_tier_too_small_for_the_prefix_takes_its_begin(model, url, prompt):
+def test_a_primary_tier_too_small_for_the_prefix_takes_its_begin(
+    model: PreTrainedModel, url: str, prompt: list[int]
+) -> None:
     with open_engine(model, url) as first:
         assert first.wait_persisted(first.generate(prompt, 8))
         block_bytes = first.stats().block_bytes
@@ -103,7 +115,9 @@ def test_a_primary_tier_too_small_for_the_prefix_takes_its_begin(model, url, pro
         assert result.tokens == answer_without_store(model, prompt).tokens
 
 
-def test_what_a_far_store_holds_is_written_to_the_near_one_when_used(model, prompt, tmp_path):
+def test_what_a_far_store_holds_is_written_to_the_near_one_when_used(
+    model: PreTrainedModel, prompt: list[int], tmp_path: Path
+) -> None:
     near, far = f"lmdb://{tmp_path}/near?capacity=256MiB", f"lmdb://{tmp_path}/far?capacity=256MiB"
     with open_engine(model, far) as first:
         cold = first.generate(prompt, 8)
@@ -117,7 +131,7 @@ def test_what_a_far_store_holds_is_written_to_the_near_one_when_used(model, prom
         assert third.generate(prompt, 8).stats.persistent_tokens == 96
 
 
-def test_both_stores_keep_what_is_computed(model, prompt, tmp_path):
+def test_both_stores_keep_what_is_computed(model: PreTrainedModel, prompt: list[int], tmp_path: Path) -> None:
     urls = [f"lmdb://{tmp_path}/{name}?capacity=256MiB" for name in ("near", "far")]
     with open_engine(model, urls) as first:
         assert first.wait_persisted(first.generate(prompt, 8))
@@ -126,7 +140,7 @@ def test_both_stores_keep_what_is_computed(model, prompt, tmp_path):
             assert other.generate(prompt, 8).stats.persistent_tokens == 96
 
 
-def test_salts_share_nothing_over_a_restart(model, url, prompt):
+def test_salts_share_nothing_over_a_restart(model: PreTrainedModel, url: str, prompt: list[int]) -> None:
     with open_engine(model, url) as first:
         assert first.wait_persisted(first.generate(prompt, 8, salt="one"))
     with open_engine(model, url) as second:
@@ -134,22 +148,22 @@ def test_salts_share_nothing_over_a_restart(model, url, prompt):
         assert second.generate(prompt, 8, salt="one").stats.persistent_tokens == 96
 
 
-def other_weights(make_model):
+def other_weights(make_model: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
     return make_model(seed=1)
 
 
-def edited_row(make_model):
+def edited_row(make_model: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
     model = make_model()
     with torch.no_grad():
         model.model.embed_tokens.weight[3, 5] += 0.01
     return model
 
 
-def other_rope_theta(make_model):
+def other_rope_theta(make_model: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
     return make_model(rope_parameters={"rope_type": "default", "rope_theta": 77.0})
 
 
-def other_dtype(make_model):
+def other_dtype(make_model: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:
     return make_model().to(torch.bfloat16)
 
 
@@ -163,7 +177,15 @@ def other_dtype(make_model):
     ],
 )
 class TestAnotherModelOnTheSameStore:
-    def test_misses_answers_right_and_says_why(self, model, make_model, url, prompt, change, field):
+    def test_misses_answers_right_and_says_why(
+        self,
+        model: PreTrainedModel,
+        make_model: Callable[..., LlamaForCausalLM],
+        url: str,
+        prompt: list[int],
+        change: Callable[..., PreTrainedModel],
+        field: str,
+    ) -> None:
         with open_engine(model, url) as first:
             assert first.wait_persisted(first.generate(prompt, 8))
         other = change(make_model)
@@ -177,7 +199,15 @@ class TestAnotherModelOnTheSameStore:
             assert third.generate(prompt, 8).stats.persistent_tokens == 96
             assert third.notices == ()
 
-    def test_is_refused_where_identities_are_strict(self, model, make_model, url, prompt, change, field):
+    def test_is_refused_where_identities_are_strict(
+        self,
+        model: PreTrainedModel,
+        make_model: Callable[..., LlamaForCausalLM],
+        url: str,
+        prompt: list[int],
+        change: Callable[..., PreTrainedModel],
+        field: str,
+    ) -> None:
         with open_engine(model, url) as first:
             assert first.wait_persisted(first.generate(prompt, 8))
         with pytest.raises(IdentityMismatchError) as refusal:
@@ -187,7 +217,9 @@ class TestAnotherModelOnTheSameStore:
             assert again.generate(prompt, 8).stats.persistent_tokens == 96
 
 
-def test_a_checkpoint_is_known_by_its_bytes(make_model, tmp_path, url, prompt):
+def test_a_checkpoint_is_known_by_its_bytes(
+    make_model: Callable[..., LlamaForCausalLM], tmp_path: Path, url: str, prompt: list[int]
+) -> None:
     make_model().save_pretrained(tmp_path / "one")
     make_model().save_pretrained(tmp_path / "copy")
     with open_engine(tmp_path / "one", url) as first:
@@ -199,7 +231,9 @@ def test_a_checkpoint_is_known_by_its_bytes(make_model, tmp_path, url, prompt):
         assert "dtype" in cast.notices[0]
 
 
-def test_a_flipped_byte_is_a_miss_and_the_answer_is_right(model, url, prompt, tmp_path):
+def test_a_flipped_byte_is_a_miss_and_the_answer_is_right(
+    model: PreTrainedModel, url: str, prompt: list[int], tmp_path: Path
+) -> None:
     with open_engine(model, url) as first:
         result = first.generate(prompt, 8)
         assert first.wait_persisted(result)
@@ -220,12 +254,12 @@ def test_a_flipped_byte_is_a_miss_and_the_answer_is_right(model, url, prompt, tm
         assert third.generate(prompt, 8).stats.persistent_tokens == 96
 
 
-def io_process():
+def io_process() -> int:
     (pid,) = host_processes()
     return pid
 
 
-def test_goes_on_when_the_io_process_is_killed(model, url, prompt):
+def test_goes_on_when_the_io_process_is_killed(model: PreTrainedModel, url: str, prompt: list[int]) -> None:
     with open_engine(model, url) as engine:
         expected = engine.generate(prompt, 8)
         assert engine.wait_persisted(expected)
@@ -246,13 +280,13 @@ def test_goes_on_when_the_io_process_is_killed(model, url, prompt):
         assert second.generate([77, *prompt], 8).stats.persistent_tokens == 100
 
 
-def test_waiting_says_no_where_there_is_no_store(model, prompt):
+def test_waiting_says_no_where_there_is_no_store(model: PreTrainedModel, prompt: list[int]) -> None:
     with open_engine(model, None) as engine:
         assert not engine.wait_persisted(engine.generate(prompt, 1))
         assert engine.flush()
 
 
-def test_a_request_gives_up_waiting_at_its_deadline(model, url, prompt):
+def test_a_request_gives_up_waiting_at_its_deadline(model: PreTrainedModel, url: str, prompt: list[int]) -> None:
     with open_engine(model, url) as first:
         assert first.wait_persisted(first.generate(prompt, 8))
     with open_engine(model, url, lookup_deadline_s=0.0) as second:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,64 +14,64 @@ LOGITS = torch.tensor([0.0, 3.0, 2.9, -5.0])
 DEFAULTS = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0}
 
 
-def hashes(tokens, block_size=4, salt=None):
+def hashes(tokens: Sequence[int], block_size: int = 4, salt: str | None = None) -> list[bytes]:
     chain = BlockHashChain(block_size, salt)
     chain.extend(tokens)
     return chain.hashes
 
 
-def test_a_hash_stands_for_all_tokens_up_to_its_end():
+def test_a_hash_stands_for_all_tokens_up_to_its_end() -> None:
     first, second = hashes(list(range(12))), hashes([99, *range(1, 12)])
     assert len(set(first) | set(second)) == 6
     assert hashes([*range(8), 0, 0, 0, 0])[:2] == first[:2]
 
 
-def test_growth_in_pieces_is_growth_at_once():
+def test_growth_in_pieces_is_growth_at_once() -> None:
     chain = BlockHashChain(4)
     new = [chain.extend(piece) for piece in ([1, 2, 3], [4, 5], [6, 7, 8, 9, 10, 11, 12], [])]
     assert [len(block) for block in new] == [0, 1, 2, 0]
     assert chain.hashes == hashes(range(1, 13))
 
 
-def test_is_what_the_identity_says():
+def test_is_what_the_identity_says() -> None:
     root = hashlib.sha256(b"persistkv block chain 1\n").digest()
     tokens = b"".join(token.to_bytes(4, "little") for token in (1, 2, 70_000, 4))
     assert hashes([1, 2, 70_000, 4]) == [hashlib.sha256(root + tokens).digest()]
 
 
-def test_salts_share_nothing():
+def test_salts_share_nothing() -> None:
     tokens = list(range(8))
     found = [hashes(tokens, salt=salt) for salt in (None, "", "a", "b")]
     assert len({block for chain in found for block in chain}) == 8
 
 
-def draw(count=200, **options):
+def draw(count: int = 200, **options: Any) -> list[int]:
     sampler = Sampler(**DEFAULTS | options)
     return [sampler.choose(LOGITS) for _ in range(count)]
 
 
-def test_temperature_0_takes_the_most_likely():
+def test_temperature_0_takes_the_most_likely() -> None:
     assert set(draw()) == {1}
 
 
-def test_equal_seeds_draw_equal_tokens():
+def test_equal_seeds_draw_equal_tokens() -> None:
     assert draw(temperature=1.0, seed=3) == draw(temperature=1.0, seed=3)
     assert draw(temperature=1.0, seed=3) != draw(temperature=1.0, seed=4)
 
 
-def test_draws_by_probability():
+def test_draws_by_probability() -> None:
     drawn = draw(4000, temperature=1.0)
     expected = LOGITS.softmax(-1)
     for token in range(4):
         assert drawn.count(token) / 4000 == pytest.approx(float(expected[token]), abs=0.03)
 
 
-def test_top_p_keeps_the_likely_and_at_least_one():
+def test_top_p_keeps_the_likely_and_at_least_one() -> None:
     assert set(draw(temperature=1.0, top_p=0.6)) == {1, 2}
     assert set(draw(temperature=1.0, top_p=1e-9)) == {1}
 
 
-def test_top_k_keeps_that_many():
+def test_top_k_keeps_that_many() -> None:
     assert set(draw(temperature=1.0, top_k=2)) == {1, 2}
     assert set(draw(temperature=1.0, top_k=1)) == {1}
 
@@ -77,6 +79,6 @@ def test_top_k_keeps_that_many():
 @pytest.mark.parametrize(
     "options", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}]
 )
-def test_refuses_options_by_name(options):
+def test_refuses_options_by_name(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(options))):
         Sampler(**DEFAULTS | options)

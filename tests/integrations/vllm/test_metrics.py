@@ -7,7 +7,7 @@ from persistkv.storage.records import StoreCounters
 
 
 def host(stored_bytes=0, capacity=100, breaker=None):
-    return HostStats(0, StoreCounters(stored_bytes=stored_bytes), 3, 0, 25, capacity, 0.0, 0, breaker=breaker)
+    return HostStats(0, StoreCounters(stored_bytes=stored_bytes), 3, 0, 25, capacity, 0.0, breaker=breaker)
 
 
 def test_every_metric_is_defined_and_every_definition_has_a_value():

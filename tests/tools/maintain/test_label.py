@@ -68,8 +68,8 @@ def test_a_pin_stays():
         ((), "NAME=VALUE or --remove"),
         (("user",), "NAME=VALUE"),
         (("=anna",), "NAME=VALUE"),
-        (("user=a", "user=b"), "user once"),
-        (("user=a", "--remove", "user"), "another name"),
+        (("user=a", "user=b"), "each name once"),
+        (("user=a", "--remove", "user"), "the same command does not set"),
     ],
 )
 def test_wrong_labels(run, store, arguments, part):

@@ -132,7 +132,7 @@ def ls(
     """
     selection = Selection.parse(label, older_than, newer_than, larger_than, smaller_than, never_hit=never_hit)
     if ids + csv + json > 1:
-        raise ConfigurationError("ls", "several formats", "one of --ids, --csv and --json")
+        raise ConfigurationError("output format", "several", "at most one of --ids, --csv and --json")
     for_programs = ids or csv or json
     shown = (None if for_programs else _PAGE) if limit is None else limit or None
     with open_store(url) as store:

@@ -30,7 +30,7 @@ import typer
 from rich.progress import Progress
 
 from persistkv.config import PAGE_BYTES, StoreUrl, parse_size
-from persistkv.errors import ConfigurationError, StoreError
+from persistkv.errors import ConfigurationError, FileError, StoreError
 from persistkv.storage import open_inspectable
 from persistkv.storage.host.protocol import HostStats
 from persistkv.storage.host.supervisor import InlineHost
@@ -179,7 +179,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[Request]:
                 _check_prefixes(path, chain, parents)
                 requests.append(chain)
     except OSError as error:
-        raise ConfigurationError("trace", str(path), f"a readable file ({error.strerror or error})") from None
+        raise FileError("read", path, error) from None
     except (ValueError, EOFError, lzma.LZMAError) as error:
         if isinstance(error, ConfigurationError):
             raise

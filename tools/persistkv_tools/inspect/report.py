@@ -17,7 +17,7 @@ import msgspec
 import typer
 
 from persistkv import __version__
-from persistkv.errors import ConfigurationError, printable
+from persistkv.errors import FileError, printable
 from persistkv.storage.extensions import InspectableBackend
 from persistkv_tools import render
 from persistkv_tools.inspect.show import TreeNode, prefix_tree
@@ -135,7 +135,7 @@ def report(
         beside.write_bytes(made)
         os.replace(beside, output)
     except OSError as error:
-        raise ConfigurationError("--output", str(output), f"a place to write to ({error.strerror})") from None
+        raise FileError("write", output, error) from None
     if json:
         render.print_json({"url": url, "file": str(output), "bytes": len(made)})
     else:

@@ -87,13 +87,18 @@ def serve_metrics(
     registry = CollectorRegistry()
     with closing(StoreCollector(url)) as collector:
         registry.register(cast("Collector", collector))
+        if once and json:
+            samples = [sample for metric in registry.collect() for sample in metric.samples]
+            metrics = [{"name": one.name, "labels": one.labels, "value": one.value} for one in samples]
+            render.print_json({"url": url, "metrics": metrics})
+            return
         if once:
             render.print_exact(generate_latest(registry).decode())
             return
         try:
             server, thread = start_http_server(port, host, registry)
         except OSError as error:
-            raise ConfigurationError("--listen", listen, f"an address to listen at ({error.strerror})") from None
+            raise ConfigurationError("--listen", listen, f"a free address of this machine ({error.strerror})") from None
         address = f"http://{host}:{server.server_port}/metrics"
         if json:
             render.print_json({"url": url, "address": address})

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from persistkv.errors import ConfigurationError
+from persistkv.errors import FileError
 from persistkv.storage.backend import Namespace
 from persistkv.storage.identity import Identity, fingerprint_checkpoint
 from persistkv_tools import render
@@ -179,9 +179,9 @@ def _read_config(directory: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_bytes())
     except OSError as error:
-        raise ConfigurationError("--against", str(path), f"a readable file ({error.strerror})") from None
+        raise FileError("read", path, error) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError("--against", str(path), f"JSON ({error})") from None
+        raise FileError("read", path, ValueError(f"no JSON ({error})")) from None
     if not isinstance(config, dict):
-        raise ConfigurationError("--against", str(path), "a JSON object")
+        raise FileError("read", path, ValueError("no JSON object"))
     return config

@@ -28,7 +28,7 @@ import numpy.typing as npt
 import xxhash
 
 from persistkv.config import StoreUrl
-from persistkv.errors import ConfigurationError
+from persistkv.errors import ConfigurationError, FileError
 from persistkv.memory.budget import no_collections
 from persistkv.memory.pages import huge_memory
 from persistkv.storage.backend import ReadSpan
@@ -112,9 +112,9 @@ class VerifyState(Tally, kw_only=True):
         except FileNotFoundError:
             return fresh
         except OSError as error:
-            raise ConfigurationError("--resume", str(path), f"a readable file ({error.strerror})") from None
+            raise FileError("read", path, error) from None
         except msgspec.DecodeError as error:
-            raise ConfigurationError("--resume", str(path), f"a file that verify wrote ({error})") from None
+            raise FileError("read", path, ValueError(f"verify did not write it ({error})")) from None
         if (state.version, state.store, state.sample) != (_STATE_VERSION, fresh.store, sample):
             expected = f"the state of {fresh.store} with --sample {sample:g}; it is of {state.store}, {state.sample:g}"
             raise ConfigurationError("--resume", str(path), expected)
@@ -136,7 +136,7 @@ class VerifyState(Tally, kw_only=True):
             part.write_bytes(msgspec.json.encode(self))
             os.replace(part, path)
         except OSError as error:
-            raise ConfigurationError("--resume", str(path), f"a place to write to ({error.strerror})") from None
+            raise FileError("write", path, error) from None
 
     def draws(self, pack_id: bytes) -> bool:
         """Whether the pack belongs to the share."""

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from persistkv import open_store
-from persistkv.errors import ConfigurationError, StoreError
+from persistkv.errors import ConfigurationError, MissingOptionError, StoreError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.extensions import InspectableBackend
 from persistkv_tools import render
@@ -44,10 +44,10 @@ def label(
     Example: persistkv label lmdb:///var/cache/kv 0c4de6a0 user=anna project=moon --remove draft
     """
     if not (labels or remove):
-        raise ConfigurationError("label", request, "NAME=VALUE or --remove NAME")
+        raise MissingOptionError("label", "NAME=VALUE or --remove NAME")
     given = parse_labels(labels or [])
     if both := given.keys() & set(remove or []):
-        raise ConfigurationError("--remove", min(both), "another name than one that is given")
+        raise ConfigurationError("--remove", min(both), "a label that the same command does not set")
     with open_store(url, read_only=False) as store:
         now = store.label(request, given, remove=remove or [], namespace=namespace)
     if json:
@@ -92,7 +92,7 @@ def parse_labels(texts: Iterable[str]) -> dict[str, str]:
         if not name or not equals:
             raise ConfigurationError("label", text, "NAME=VALUE")
         if name in labels:
-            raise ConfigurationError("label", text, f"{name} once")
+            raise ConfigurationError("label", text, f"each name once, but {name} is there twice")
         labels[name] = value
     return labels
 

@@ -24,7 +24,7 @@ import typer
 
 from persistkv import open_store
 from persistkv.config import parse_size
-from persistkv.errors import ConfigurationError, StoreError, StoreFullError
+from persistkv.errors import MissingOptionError, StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch, Namespace
 from persistkv.storage.extensions import InspectableBackend, RequestUse, SupportsCompaction, SupportsQuarantine
 from persistkv.storage.format.manifest import RequestManifest
@@ -158,11 +158,11 @@ def prune(
     by_labels = bool(label) and selection == Selection(labels=selection.labels)
     must_all_go = bool(request) or (by_labels and keep_bytes is None)  # any other condition is housekeeping
     if not (names_requests or orphans or quarantined or compact):
-        raise ConfigurationError("prune", url, _ONE_OF)
-    ensure_consent("prune", url, "--yes or --dry-run", yes=yes or dry_run, json=json)
+        raise MissingOptionError("prune", _ONE_OF)
+    ensure_consent("prune", "--yes or --dry-run", yes=yes or dry_run, json=json)
     done, failure, freed, disk = None, None, None, None
     with open_store(url, read_only=dry_run) as store:
-        pruning = store.plan_prune(
+        pruning = store.prune(
             selection if names_requests else None,
             requests=request or [],
             namespace=namespace,
@@ -170,6 +170,7 @@ def prune(
             orphans=orphans,
             shared_packs=shared_packs,
             quarantined=quarantined,
+            dry_run=True,
         )
         plan, damaged = pruning.plan, pruning.quarantined
         if not json:
@@ -399,7 +400,7 @@ class Pruning:
 
 
 class Prune:
-    """A planned prune of a store, made by ``Store.plan_prune``.
+    """A planned prune of a store, made by ``StoreHandle.prune``.
 
     :ivar plan: requests and packs to delete.
     :ivar quarantined: files of damaged stores to delete, and the bytes that were deleted.

@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from persistkv.config import StoreUrl, parse_duration, parse_size
-from persistkv.errors import ConfigurationError
+from persistkv.errors import ConfigurationError, UnsupportedStoreError
 from persistkv.storage.extensions import InspectableBackend, Policy, SupportsPolicy
 from persistkv_tools import render
 from persistkv_tools.options import Json, Url, Yes, ensure_consent, opened, with_uses
@@ -59,7 +59,7 @@ def set_(
         _print(before, after, found)
     done = False
     if after != before and not dry_run:
-        ensure_consent("set", url, "--yes or --dry-run", yes=yes, json=json)
+        ensure_consent("set", "--yes or --dry-run", yes=yes, json=json)
         if yes or typer.confirm("Change it?"):
             with opened(url, writable=True) as backend:
                 _supported(backend, url).set_policy(after)
@@ -73,7 +73,7 @@ def set_(
 
 def _supported(backend: InspectableBackend, url: str) -> SupportsPolicy:
     if not isinstance(backend, SupportsPolicy):
-        raise ConfigurationError("url", url, "a store that records its policy, such as lmdb://")
+        raise UnsupportedStoreError(url, "record a policy")
     return backend
 
 

@@ -161,7 +161,7 @@ def verify(
     Example: persistkv verify lmdb:///var/cache/kv --rate 200MiB --resume /var/tmp/kv.verify
     """
     if repair:
-        ensure_consent("verify --repair", url, "--yes", yes=yes, json=json)
+        ensure_consent("verify --repair", "--yes", yes=yes, json=json)
     failure = None
     with open_store(url, read_only=not repair) as store:
         with byte_progress() as progress:
@@ -204,7 +204,7 @@ def check_store(
     resume: Path | None,
     progress: Progress | None,
 ) -> Summary:
-    """Read and check a store; parameters as for ``Store.verify``."""
+    """Read and check a store; parameters as for ``StoreHandle.verify``."""
     if not 0 < sample <= 1:
         raise ConfigurationError("--sample", sample, "a share above 0 and up to 1")
     state = VerifyState.begin(url, sample) if resume is None else VerifyState.load(resume, url, sample)

@@ -13,7 +13,7 @@ import msgspec
 import typer
 
 from persistkv import open_store
-from persistkv.errors import ConfigurationError, MissingOptionError
+from persistkv.errors import ConfigurationError, FileError, MissingOptionError
 from persistkv.storage.backend import Namespace
 from persistkv.storage.extensions import InspectableBackend
 from persistkv.storage.format.codec import Buffer
@@ -104,9 +104,10 @@ def export(
         raise MissingOptionError("export", "requests, --label or --all")
     to_pipe = output == STANDARD_OUTPUT
     if to_pipe and (json or sys.stdout.isatty()):
-        raise ConfigurationError("--output", "-", "a file with --json or on a terminal, which would show the bytes")
+        reason = "--json takes standard output" if json else "standard output is a terminal"
+        raise ConfigurationError("--output", "-", f"a file, because {reason}")
     if output.exists() and not force and not to_pipe:
-        raise ConfigurationError("--output", str(output), "a file that is not there yet, or --force")
+        raise FileError("write", output, FileExistsError("the file exists; --force replaces it"))
     selection, begin = Selection.parse(label), time.monotonic()
     with open_store(url) as store, byte_progress() as progress:
         sent = store.export(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -31,6 +32,8 @@ class RawS3(RawStore):
 
     def put(self, kind: RawKind, namespace: bytes, name: bytes, data: bytes) -> None:
         if kind in (RawKind.TABLE, RawKind.MANIFEST):
+            while self.backend.session(namespace).is_waiting:  # until then, the row is written again
+                time.sleep(self.backend.step())
             with self.backend.session(namespace).catalogue.rows(write=True) as rows:
                 rows.put(*self._row(kind, namespace, name), data)
             return

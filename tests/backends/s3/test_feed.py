@@ -334,6 +334,7 @@ def test_commit_that_took_twelve_hours_fails_and_is_rejected(engines: Engines) -
         if "inbox" in key:
             client.after = lambda verb, key: None
             engines.bucket.now += 13 * HOUR_S
+            engines.bucket.replace(key, engines.bucket.objects[key].data)
 
     client.after = suspend
     with pytest.raises(StoreError, match="12 hours"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -123,3 +124,11 @@ def open_store(endpoint: str, bucket: str) -> Iterator[Opener]:
     yield open_store
     for backend in opened:
         backend.close()
+
+
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Directory in memory for the catalogues of histories; some of them use a key."""
+    monkeypatch.setenv("PERSISTKV_TEST_KEY", "k" * 32)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        yield Path(name)

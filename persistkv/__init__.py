@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from persistkv.integrations.transformers.engine import Engine
     from persistkv.integrations.transformers.persistent_cache import PersistentCache, load, save
     from persistkv_tools.options import Selection
-    from persistkv_tools.store import Store, open_store
+    from persistkv_tools.store import StoreHandle, open_store
 
 __version__ = "0.1.0"
 
@@ -37,8 +37,8 @@ __all__ = [
     "PersistentCache",
     "PromptTooLongError",
     "Selection",
-    "Store",
     "StoreError",
+    "StoreHandle",
     "StoreUnavailableError",
     "UnsupportedModelError",
     "__version__",
@@ -51,7 +51,7 @@ _LAZY = {
     "Engine": "persistkv.integrations.transformers.engine",
     "PersistentCache": "persistkv.integrations.transformers.persistent_cache",
     "Selection": "persistkv_tools.options",
-    "Store": "persistkv_tools.store",
+    "StoreHandle": "persistkv_tools.store",
     "load": "persistkv.integrations.transformers.persistent_cache",
     "open_store": "persistkv_tools.store",
     "save": "persistkv.integrations.transformers.persistent_cache",

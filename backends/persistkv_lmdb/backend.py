@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -160,12 +160,10 @@ class LmdbBackend(CatalogBackend):
         self.environment.files.prepare()  # only engines open namespaces; commands do not need it
         return namespace
 
-    @contextmanager
-    def rows(self, *, write: bool = False) -> Iterator[Rows]:
+    def rows(self, *, write: bool = False) -> AbstractContextManager[Rows]:
         if write:
             self._check_writable()
-        with self.environment.transaction(write=write) as transaction:
-            yield transaction
+        return self.environment.transaction(write=write)
 
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
         self._check_writable()

@@ -31,6 +31,12 @@ def test_measure_three_trips_have_plausible_counts(measured: dict[str, trips.Tri
         assert 3 <= trip.frames <= 50
 
 
+def test_measure_routes_stay_short(measured: dict[str, trips.Trip]) -> None:
+    for name, trip in measured.items():
+        assert len(trip.files) <= trips.TARGET_FILES[name], f"{name} passes through {list(trip.files)}"
+        assert trip.frames <= trips.TARGET_FRAMES, f"{name}: {max(trip.device.values(), key=len)}"
+
+
 def test_measure_stacks_lead_from_tier_to_driver(measured: dict[str, trips.Trip]) -> None:
     store = measured["store"]
     assert "pwritev" in store.device, "the blocks are written"

@@ -20,6 +20,7 @@ from persistkv.errors import ConfigurationError, IdentityMismatchError
 from persistkv.storage import open_inspectable
 from persistkv.testing.tier_conformance import SecondaryTierConformance
 from persistkv.tiering.persistent import PersistentTier
+from tests.host_processes import host_processes
 
 Keys = Callable[..., list[OffloadKey]]
 MakeStack = Callable[..., Any]
@@ -132,7 +133,7 @@ def test_the_host_killed_in_a_cascade_and_in_a_promotion(
     assert tier.wait_persisted("a", 90)
     stack.step()
     stack.forget_primary()
-    pid = tier._client.host.pid
+    (pid,) = host_processes()
     os.kill(pid, signal.SIGSTOP)
     warm, other = described("b", names), described("c", lost)
     for context in (warm, other):

@@ -27,7 +27,7 @@ def filled(url: str) -> str:
     return url
 
 
-def ids(store: persistkv.Store, *arguments: Any, **options: Any) -> list[str]:
+def ids(store: persistkv.StoreHandle, *arguments: Any, **options: Any) -> list[str]:
     return [request.id for request in store.requests(*arguments, **options).requests]
 
 
@@ -89,7 +89,7 @@ def test_pin_and_label_return_the_changed_request(filled: str) -> None:
 
 def test_prune_deletes_what_it_planned(filled: str) -> None:
     with open_store(filled, read_only=False) as store:
-        planned = store.plan_prune(Selection.parse(["user=anna"]))
+        planned = store.prune(Selection.parse(["user=anna"]), dry_run=True)
         assert [request.id for request in planned.plan.requests] == ["anna-1", "anna-2"]
         assert len(ids(store)) == 4, "a plan deletes nothing"
         assert store.prune().done.requests == 0, "no selection chooses nothing"

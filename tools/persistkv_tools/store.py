@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _ALL = Selection()
 
 
-def open_store(url: str | Path, *, read_only: bool = True) -> Store:
+def open_store(url: str | Path, *, read_only: bool = True) -> StoreHandle:
     """Open an existing store. Engines may use it meanwhile.
 
     :param url: URL of the store, such as ``lmdb:///var/cache/kv``, or the path of an LMDB store.
@@ -49,10 +49,10 @@ def open_store(url: str | Path, *, read_only: bool = True) -> Store:
     :raises ConfigurationError: the URL is invalid, or its driver cannot list requests.
     :raises StoreUnavailableError: there is no store, or it cannot be reached.
     """
-    return Store(store_url(url), read_only=read_only)
+    return StoreHandle(store_url(url), read_only=read_only)
 
 
-class Store:
+class StoreHandle:
     """An open store. Must be closed, or used in a ``with`` statement. Called from one thread.
 
     Requests and namespaces are named by their ids or the first characters of these; ``NotFoundError`` is raised if none
@@ -163,43 +163,6 @@ class Store:
         repair_packs(backend, read_catalogues(backend), findings, lambda num_bytes: None, done)
         return done
 
-    def plan_prune(
-        self,
-        selection: Selection | None = None,
-        *,
-        requests: Iterable[str] = (),
-        namespace: str | None = None,
-        keep_size: int | str | None = None,
-        orphans: bool = False,
-        shared_packs: bool = False,
-        quarantined: bool = False,
-    ) -> Prune:
-        """Plan deletions of requests and of the packs that only they use; ``run`` of the result deletes them.
-
-        :param selection: requests to delete; ``Selection()``: all; None: none, or those named in ``requests``.
-        :param requests: only these.
-        :param keep_size: delete only as many requests as needed, oldest first, until packs take this.
-        :param orphans: also delete packs that no request names.
-        :param shared_packs: also delete packs that others use, if only deleted requests name a block in them.
-        :param quarantined: also delete the files of damaged stores that were renamed.
-        :raises ConfigurationError: the size is invalid.
-        """
-        from persistkv_tools.maintain.prune import Prune
-
-        keep_bytes = None if keep_size is None else parse_size(keep_size, name="--keep-size")
-        found = [find_request(self.backend, name, namespace) for name in requests]
-        return Prune(
-            self.backend,
-            self._writable,
-            selection,
-            found,
-            chosen_namespaces(self.backend, namespace),
-            keep_bytes,
-            orphans=orphans,
-            shared_packs=shared_packs,
-            quarantined=quarantined,
-        )
-
     def prune(
         self,
         selection: Selection | None = None,
@@ -210,21 +173,37 @@ class Store:
         orphans: bool = False,
         shared_packs: bool = False,
         quarantined: bool = False,
+        dry_run: bool = False,
     ) -> Prune:
-        """Delete requests and the packs that only they use; parameters as for ``plan_prune``.
+        """Delete requests and the packs that only they use.
 
-        :returns: the plan that was carried out, and in ``done`` its outcome.
+        :param selection: requests to delete; ``Selection()``: all; None: none, or those named in ``requests``.
+        :param requests: only these.
+        :param keep_size: delete only as many requests as needed, oldest first, until packs take this.
+        :param orphans: also delete packs that no request names.
+        :param shared_packs: also delete packs that others use, if only deleted requests name a block in them.
+        :param quarantined: also delete the files of damaged stores that were renamed.
+        :param dry_run: only plan; ``run`` of the result deletes.
+        :returns: the plan, and in ``done`` its outcome.
+        :raises ConfigurationError: the size is invalid.
         """
-        prune = self.plan_prune(
+        from persistkv_tools.maintain.prune import Prune
+
+        keep_bytes = None if keep_size is None else parse_size(keep_size, name="--keep-size")
+        found = [find_request(self.backend, name, namespace) for name in requests]
+        prune = Prune(
+            self.backend,
+            self._writable,
             selection,
-            requests=requests,
-            namespace=namespace,
-            keep_size=keep_size,
+            found,
+            chosen_namespaces(self.backend, namespace),
+            keep_bytes,
             orphans=orphans,
             shared_packs=shared_packs,
             quarantined=quarantined,
         )
-        prune.run()
+        if not dry_run:
+            prune.run()
         return prune
 
     def compact(self, progress: Progress | None = None) -> int:
@@ -326,7 +305,7 @@ class Store:
         """Release the store. Idempotent."""
         self._resources.close()
 
-    def __enter__(self) -> Store:
+    def __enter__(self) -> StoreHandle:
         return self
 
     def __exit__(

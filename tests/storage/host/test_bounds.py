@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import Touch
@@ -114,9 +115,12 @@ def test_events_without_a_subscription_are_empty(hosted: Any, tmp_path: Path) ->
 
 
 def delete_all_of(client: StoreClient, key: bytes) -> None:
-    """Delete all packs that may hold this key."""
-    store = client.supervisor.connection._server._store  # type: ignore[attr-defined]
-    store.catalogue.backend.commit(store.namespace, CommitBatch(deletions=store.index.candidates(key)))
+    """Delete all packs that hold this key, as another process."""
+    backend = open_backend(client.supervisor.hello.url)
+    (space,) = backend.namespaces()
+    packs = [table.pack_id for table in backend.changes(space.id, None).added if key in table.keys.unpack()]
+    backend.commit(space.id, CommitBatch(deletions=packs))
+    backend.close()
 
 
 def test_an_end_that_finds_no_room_is_refused(hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +149,7 @@ def test_short_ends_are_bounded_too(hosted: Any, tmp_path: Path, monkeypatch: py
     assert "long" in client.take_persisted()
 
 
-def test_uses_wait_while_the_host_takes_nothing(hosted: Any, tmp_path: Path) -> None:
+def test_uses_wait_while_the_host_takes_nothing(hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No reply is pending, so the watchdog does not check the stopped host; the queue to it is bounded all the same."""
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
@@ -154,10 +158,19 @@ def test_uses_wait_while_the_host_takes_nothing(hosted: Any, tmp_path: Path) -> 
     hosted.finish(client, 1)
     assert client.flush(90)
     os.kill(pid_of(hosted), signal.SIGSTOP)
-    for _ in range(3000):
+    connection, sent = client.supervisor.connection, list[int]()
+    send = connection.send
+
+    def counted(message: Touch) -> None:
+        sent.append(len(message.keys.data))
+        send(message)
+
+    monkeypatch.setattr(connection, "send", counted)
+    for _ in range(6000):
         client.touch(held)
         client.poll()
-    assert client.supervisor.connection._outbox_bytes <= 2 << 20
+    assert sum(sent) <= 12 << 20, "more than the socket takes and the outbox may hold"
+    monkeypatch.undo()
     assert client.state is State.OPEN
     os.kill(pid_of(hosted), signal.SIGCONT)
     assert client.flush(90)

@@ -176,10 +176,12 @@ def test_events_after_a_restart_are_lost(hosted: Any, tmp_path: Path) -> None:
     assert all(map(client.contains, names(70)))
 
 
-def test_what_makes_no_sense_ends_the_host_not_the_engine(hosted: Any, tmp_path: Path) -> None:
+def test_what_makes_no_sense_ends_the_host_not_the_engine(
+    hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", "inline")
     client.open()
-    client.supervisor.connection._answers.append(Collided(PackedKeys(b"abc", 2), True))
+    monkeypatch.setattr(client.supervisor.connection, "receive", lambda: [Collided(PackedKeys(b"abc", 2), True)])
     client.poll()
     assert client.state is not State.OPEN
 

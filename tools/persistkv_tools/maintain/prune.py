@@ -162,7 +162,7 @@ def prune(
     ensure_consent("prune", "--yes or --dry-run", yes=yes or dry_run, json=json)
     done, failure, freed, disk = None, None, None, None
     with open_store(url, read_only=dry_run) as store:
-        pruning = store.plan_prune(
+        pruning = store.prune(
             selection if names_requests else None,
             requests=request or [],
             namespace=namespace,
@@ -170,6 +170,7 @@ def prune(
             orphans=orphans,
             shared_packs=shared_packs,
             quarantined=quarantined,
+            dry_run=True,
         )
         plan, damaged = pruning.plan, pruning.quarantined
         if not json:
@@ -399,7 +400,7 @@ class Pruning:
 
 
 class Prune:
-    """A planned prune of a store, made by ``Store.plan_prune``.
+    """A planned prune of a store, made by ``StoreHandle.prune``.
 
     :ivar plan: requests and packs to delete.
     :ivar quarantined: files of damaged stores to delete, and the bytes that were deleted.

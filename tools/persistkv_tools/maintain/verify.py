@@ -204,7 +204,7 @@ def check_store(
     resume: Path | None,
     progress: Progress | None,
 ) -> Summary:
-    """Read and check a store; parameters as for ``Store.verify``."""
+    """Read and check a store; parameters as for ``StoreHandle.verify``."""
     if not 0 < sample <= 1:
         raise ConfigurationError("--sample", sample, "a share above 0 and up to 1")
     state = VerifyState.begin(url, sample) if resume is None else VerifyState.load(resume, url, sample)

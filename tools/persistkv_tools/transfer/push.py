@@ -132,7 +132,7 @@ def copy_requests(
     newest: bool,
     dry_run: bool,
 ) -> Pushed:
-    """Copy what another store lacks; see ``Store.push``.
+    """Copy what another store lacks; see ``StoreHandle.push``.
 
     :param url: of the store to copy from.
     """

@@ -65,6 +65,8 @@ class RequestDescription:
         """Tokens of the whole context, including those of an unfinished block; set by the engine."""
         self.labels: dict[str, str] = dict(labels or {})
         """Stored with the context and shown by tools."""
+        self.pinned = False
+        """Whether the stored context is neither evicted nor expires, until it is unpinned."""
         for part in (*self.labels, *self.labels.values()):
             try:
                 part.encode()

@@ -257,15 +257,18 @@ class OffloadingConnectorScheduler:
         labels: Mapping[str, str] | None = None,
         *,
         store: bool = True,
+        pin: bool = False,
     ) -> ReqContext:
         """Announce a request; the first call for each request.
 
         :param store: False: the request's blocks are looked up and loaded, but not stored.
+        :param pin: whether its stored context is neither evicted nor expires, until it is unpinned.
         :raises ValueError: a request of this id exists. A finished request exists until its transfers have ended.
         """
         if req_id in self._requests:
             raise ValueError(f"request {req_id!r} already exists")
         description = RequestDescription(len(self._geometries), labels)
+        description.pinned = pin
         context = ReqContext(req_id, kv_transfer_params, description if store else None, store)
         policy = self.manager.on_new_request(context).policy
         self._requests[req_id] = _Request(self._geometries, context, description, policy, store)

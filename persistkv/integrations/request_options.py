@@ -24,6 +24,8 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether stored KV may be loaded for the request."""
     labels: dict[str, str] = {}
     """Stored with the context and shown by ``persistkv ls``."""
+    pin: bool = False
+    """Whether the stored context is kept until ``persistkv unpin``: it is neither evicted nor does it expire."""
 
     @classmethod
     def parse(cls, parameters: Mapping[str, Any] | None) -> RequestOptions:
@@ -37,5 +39,5 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             return msgspec.convert(given, cls)
         except msgspec.ValidationError:
-            expected = 'true, false, or {"store": true, "load": true, "labels": {"name": "value"}}'
+            expected = 'true, false, or {"store": true, "load": true, "labels": {"name": "value"}, "pin": false}'
             raise ConfigurationError(f"kv_transfer_params.{REQUEST_PARAMETER}", given, expected) from None

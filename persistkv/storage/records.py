@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from persistkv.storage.format.manifest import RequestManifest
+
 _MOST_EVENTS = 65_536  # stored and removed keys that wait for the engine
 _END_BYTES = 512  # of the end of a request, without its keys
 _BYTES_OBJECT = 48  # overhead of a bytes object and of its reference in a list
@@ -90,6 +92,21 @@ class News:
             self.lost, self.stored, self.removed = True, [], []
 
 
+class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Contexts by id or by labels."""
+
+    request: str | None = None
+    """The id of one context, as ``persistkv ls --json`` shows it; or its beginning."""
+    labels: dict[str, str] = {}
+    """Without an id: labels that the contexts have, with these values."""
+
+    def includes(self, head: RequestManifest) -> bool:
+        """Return whether a context is chosen."""
+        if self.request is not None:
+            return head.id.startswith(self.request)
+        return self.labels.items() <= head.labels.items()
+
+
 class RequestEnd(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """End of a request, after its last store job. Also the message that tells the host."""
 
@@ -106,6 +123,8 @@ class RequestEnd(msgspec.Struct, frozen=True, array_like=True, tag=True):
     ordered: bool = True
     """False: the keys are in order of arrival, not of the context."""
     labels: dict[str, str] = {}
+    pin: bool = False
+    """Whether the manifest is pinned with the commit that writes it."""
 
     @property
     def num_bytes(self) -> int:

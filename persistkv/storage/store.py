@@ -50,7 +50,7 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.index import Index
 from persistkv.storage.load import ReadOutcome, make_scratch, part_bytes, plan_reads, read_part
 from persistkv.storage.namespace_view import NamespaceView
-from persistkv.storage.records import News, RequestEnd, StoreCounters, StoreOptions
+from persistkv.storage.records import Choice, News, RequestEnd, StoreCounters, StoreOptions
 
 _STALE_RETRIES = 2
 _TOUCH_S = 2.0  # seconds that uses wait for a commit of blocks
@@ -327,7 +327,10 @@ class Store:
                 manifests = [maker.make(end) for end in ends]
                 seen = catalogue.cursor if retries_left else None
                 written = [manifest for manifest, _ in manifests if manifest is not None]
-                batch = CommitBatch(writers, written, touches=uses, seen=seen, memory=self._shares.transaction)
+                pinned = {end.manifest_id for end in ends if end.pin}
+                pins = [(write.manifest.id, True) for write in written if write.manifest.id in pinned]
+                memory = self._shares.transaction
+                batch = CommitBatch(writers, written, touches=uses, pins=pins, seen=seen, memory=memory)
                 result = await catalogue.commit(batch)
                 if not result.stale:
                     break
@@ -443,13 +446,16 @@ class Store:
             raise StoreError(f"{type(backend).__name__} counts nothing")
         return await self.catalogue.call(backend.stats)
 
-    async def recent(self, max_blocks: int, engine: str = "", *, only_asked: bool = False) -> list[list[bytes]]:
+    async def recent(
+        self, max_blocks: int, engine: str = "", *, only_asked: bool = False, choice: Choice | None = None
+    ) -> list[list[bytes]]:
         """Return the contexts requested for prewarming, then the most recently used; see ``recent_contexts``."""
         backend = self.catalogue.backend
         if not isinstance(backend, InspectableBackend):
             return []
         where = backend, self.namespace, self.contains
-        return await self.catalogue.call(partial(recent_contexts, *where, max_blocks, engine, only_asked=only_asked))
+        read = partial(recent_contexts, *where, max_blocks, engine, only_asked=only_asked, choice=choice)
+        return await self.catalogue.call(read)
 
     @property
     def news(self) -> News:

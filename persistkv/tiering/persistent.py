@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -31,12 +32,13 @@ from persistkv.storage.host.client import JobOutcome, StoreClient, StoreStats
 from persistkv.storage.host.protocol import Hello
 from persistkv.storage.host.supervisor import Host, InlineHost, ProcessHost, ThreadHost
 from persistkv.storage.identity import Identity
-from persistkv.storage.records import RequestEnd, StoreOptions
+from persistkv.storage.records import Choice, RequestEnd, StoreOptions
 from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
 logger = logging.getLogger(__name__)
 
 _NAP_S = 0.0005
+_MOST_PREFETCHES = 64
 _REMEMBERED_ENDS = 4_096  # ended requests whose persistence ``wait_persisted`` can still report
 
 
@@ -120,6 +122,7 @@ class PersistentTier(SecondaryTierManager):
         self._undescribed: dict[str, list[OffloadKey]] = {}
         self._ended: dict[str, bool] = {}
         self._detached = False
+        self._prefetches: deque[Choice] = deque(maxlen=_MOST_PREFETCHES)
         self._contains: Callable[[bytes], bool] = self._client.contains
 
     def _choose_host(self) -> Host:
@@ -237,6 +240,7 @@ class PersistentTier(SecondaryTierManager):
                 self.config.block_size,
                 description is not None,
                 {} if description is None else description.labels,
+                description is not None and description.pinned,
             )
         )
 
@@ -258,7 +262,23 @@ class PersistentTier(SecondaryTierManager):
         :param only_asked: only the contexts that were requested with ``persistkv warm``.
         :returns: False if the store is not open yet: retry later.
         """
-        return not self._detached and self._client.ask_recent(max_blocks, only_asked=only_asked)
+        choice = self._prefetches[0] if only_asked and self._prefetches else None
+        asked = not self._detached and self._client.ask_recent(max_blocks, only_asked=only_asked, choice=choice)
+        if asked and choice is not None:
+            self._prefetches.popleft()
+        return asked
+
+    def prefetch(self, choice: Choice) -> None:
+        """Have the next ``ask_recent`` with ``only_asked`` request these contexts only.
+
+        At most 64 choices wait; the oldest is dropped for the next.
+        """
+        self._prefetches.append(choice)
+
+    @property
+    def prefetch_waits(self) -> bool:
+        """Whether contexts of ``prefetch`` have not been requested yet."""
+        return bool(self._prefetches)
 
     def take_recent(self) -> list[list[OffloadKey]] | None:
         """Return the keys of these contexts, the most recent first; None until ``get_finished_jobs`` received them."""

@@ -53,11 +53,19 @@ class Prewarming:
             self._learn()
         return self._contexts.popleft() if self._contexts else None
 
+    def look_now(self) -> None:
+        """Request contexts with the next call of ``next_context``."""
+        self._next_look = min(self._next_look, time.monotonic())
+
+    @property
+    def waits(self) -> bool:
+        """Whether contexts are requested or queued."""
+        return self._asked_at is not None or bool(self._contexts)
+
     @property
     def is_due(self) -> bool:
         """Whether ``next_context`` may have work to do. Cheap enough for each step of an engine."""
-        waits = self._asked_at is not None or bool(self._contexts)
-        return waits or not self.ended or time.monotonic() >= self._next_look
+        return self.waits or not self.ended or time.monotonic() >= self._next_look
 
     def _learn(self) -> None:
         now = time.monotonic()

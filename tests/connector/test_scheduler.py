@@ -405,3 +405,8 @@ def test_a_request_that_is_not_stored_still_loads(
     assert not scheduler.build_connector_meta().stores
     assert scheduler.update_connector_output([]).released == ["second"]
     assert scheduler.manager.offered == []
+
+
+def test_request_with_a_pin_describes_it(scheduler: WatchedScheduler) -> None:
+    described = [scheduler.on_new_request(name, pin=name == "pinned").description for name in ("pinned", "other")]
+    assert [description is not None and description.pinned for description in described] == [True, False]

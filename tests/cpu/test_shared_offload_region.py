@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from persistkv.cpu.devices.base import Direction
+from persistkv.cpu.devices.cpu import CPUCopyEngine
+from persistkv.cpu.layout import KVMemory, PageCopies
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion, row_stride_bytes
 from persistkv.errors import ConfigurationError, RegionError
 
@@ -37,6 +40,37 @@ def make_region(shared_memory: str) -> MakeRegion:
 def test_the_stride_is_a_multiple_of_4_kib() -> None:
     assert [row_stride_bytes(1, size) for size in (1, 4096, 4097)] == [4096, 4096, 8192]
     assert row_stride_bytes(8, 512) == 4096
+
+
+def test_rows_of_two_workers_with_half_the_heads_are_those_of_one_worker(shared_memory: str) -> None:
+    """Pages hold their heads one after the other, so the workers' cells are the halves of one worker's page."""
+    heads, head_bytes, blocks = 4, 1024, ROWS
+    kv = torch.randint(-128, 128, (blocks, heads, head_bytes), dtype=torch.int8)
+    order = torch.randperm(blocks)
+    rows = []
+    for num_workers in (1, 2):
+        part = heads // num_workers
+        total = blocks * row_stride_bytes(num_workers, part * head_bytes)
+        regions = [
+            SharedOffloadRegion(
+                f"engine-{num_workers}", total, blocks, rank, num_workers, part * head_bytes, directory=shared_memory
+            )
+            for rank in range(num_workers)
+        ]
+        for rank, region in enumerate(regions):
+            pages = kv[:, rank * part : (rank + 1) * part].reshape(blocks, -1).contiguous()
+            memory = KVMemory((pages,), (region.create_next_view(part * head_bytes),), 1)
+            stores = CPUCopyEngine(memory, Direction.STORE, in_place=True)
+            stores.submit(1, [PageCopies(0, part * head_bytes, np.arange(blocks), order.numpy())])
+            assert [result.success for result in stores.finished()] == [True]
+            del memory, stores
+        view = regions[0].create_kv_memoryview()
+        rows.append(np.array(view))
+        view.release()
+        for region in regions:
+            region.cleanup()
+    assert rows[0].any()
+    assert np.array_equal(rows[0], rows[1])
 
 
 def test_cells_of_workers_interleave_and_the_scheduler_sees_all(make_region: MakeRegion) -> None:

@@ -101,6 +101,28 @@ def test_a_restarted_stack_starts_warm(make_stack: MakeStack, keys: Keys, descri
     backend.close()
 
 
+def test_request_with_a_pin_is_pinned_and_others_are_not(
+    make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path
+) -> None:
+    stack = make_stack(16, lmdb(tmp_path))
+    (tier,) = stack.tiers
+    for name in "ab":
+        names = keys(4)
+        req = described(name, names)
+        assert req.description is not None
+        req.description.pinned = name == "a"
+        stack.manager.on_new_request(req)
+        stack.store(names, req)
+        stack.manager.on_request_finished(req)
+        assert tier.wait_persisted(name, 90)
+    backend = open_inspectable(f"lmdb://{tmp_path}/store", read_only=True)
+    (namespace,) = backend.namespaces()
+    manifests = sorted(backend.manifests(namespace.id), key=lambda manifest: manifest.created)
+    uses = backend.uses(namespace.id, [manifest.id for manifest in manifests])
+    assert [use is not None and use.pinned for use in uses] == [True, False]
+    backend.close()
+
+
 def test_what_is_held_is_not_sent_again(
     make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ import platform
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from persistkv.errors import ConfigurationError, MissingOptionError
 from persistkv.integrations.model_config import plain, plain_config
@@ -82,14 +82,61 @@ def _cpu_flags() -> list[str]:
     return sorted(set(_CPU_FLAGS).intersection(flags.split()))
 
 
+class SharedLayout(NamedTuple):
+    """A layout of rows that engines with other parallel sizes have, too."""
+
+    kind: str
+    """``canonical``: vLLM certified it for each layer. ``direct``: the workers' bytes in the order of their ranks."""
+    num_bytes: int
+    """Bytes of KV at the start of each row; the rest is padding."""
+
+
+def shared_layout(spec: Any) -> SharedLayout | None:
+    """Return the layout of rows if vLLM declares it independent of the parallel sizes; None: they are the identity's.
+
+    vLLM's declaration for the direct layout is about the bytes of one block and one layer. Two workers' rows of a model
+    with several layers are still not those of one worker: vLLM 0.32 declares ``LBHNC`` independent. Rows are therefore
+    shared only if they contain one block, heads come before layers, and there is no gap between the workers' parts.
+
+    :param spec: vLLM's offloading spec.
+    """
+    offloading = spec.config
+    parallel, blocks = offloading.parallel, offloading.cache.blocks_per_chunk
+    worker_bytes = offloading.worker_kv_bytes_per_block * blocks
+    if getattr(offloading, "canonical_layout", False):
+        if not parallel.is_parallelism_agnostic:
+            return None
+        copies = 1 if getattr(offloading, "replicated_layout", False) else parallel.world_size
+        return SharedLayout("canonical", worker_bytes * copies)
+    if getattr(spec, "replicated_layout", False):
+        return SharedLayout("direct", worker_bytes)
+    has_gaps = parallel.world_size > 1 and getattr(spec, "cpu_page_size_per_worker", None) != worker_bytes
+    if parallel.is_parallelism_agnostic and blocks == 1 and not has_gaps and _heads_first(offloading):
+        return SharedLayout("direct", worker_bytes * parallel.world_size)
+    return None
+
+
+def _heads_first(offloading: Any) -> bool:
+    order = str(getattr(offloading, "kv_cache_layout", None)).replace("B", "")
+    has_one_layer = sum(len(group.layer_names) for group in offloading.groups) == 1
+    return order.removeprefix("L" if has_one_layer else "").startswith("H")
+
+
 def engine_identity(
-    config: Any, offloading: Any, facts: Mapping[str, Any], *, weights: str | None = None, adapters: str | None = None
+    config: Any,
+    offloading: Any,
+    facts: Mapping[str, Any],
+    *,
+    shared: SharedLayout | None = None,
+    weights: str | None = None,
+    adapters: str | None = None,
 ) -> dict[str, Any]:
     """Return everything that must match for the engine's KV bytes to be valid, as JSON values.
 
     :param config: vLLM's ``VllmConfig``.
     :param offloading: its ``OffloadingConfig``.
     :param facts: release and platform, see ``engine_facts``.
+    :param shared: the layout of rows if it is independent of the parallel sizes.
     :param weights: a name that identifies the weights; None fingerprints their files.
     :param adapters: a name that identifies the LoRA adapters.
     :raises ConfigurationError: the weights cannot be fingerprinted, or adapters are enabled and not named.
@@ -123,12 +170,20 @@ def engine_identity(
         "block": {
             "tokens_per_hash": offloading.cache.tokens_per_hash,
             "blocks_per_chunk": offloading.cache.blocks_per_chunk,
-            "worker_bytes": offloading.worker_kv_bytes_per_block,
+            **(
+                {"worker_bytes": offloading.worker_kv_bytes_per_block}
+                if shared is None
+                else {"bytes": shared.num_bytes}
+            ),
         },
-        "world": _fields(offloading.parallel, "world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
-        | _fields(offloading, "replicated_layout", "canonical_layout"),
+        "world": _world(offloading) if shared is None else {"layout": shared.kind},
         "hash": {"algorithm": cache.prefix_caching_hash_algo, "seed": os.environ.get(_SEED_VARIABLE)},
     }
+
+
+def _world(offloading: Any) -> dict[str, Any]:
+    sizes = _fields(offloading.parallel, "world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
+    return sizes | _fields(offloading, "replicated_layout", "canonical_layout")
 
 
 def has_random_hashes(algorithm: str, *, fixes_seed: bool) -> bool:

@@ -57,7 +57,8 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]  # vLLM is n
         tiers = persistent_tiers(offloading_spec)
         if not tiers:
             raise ConfigurationError("secondary_tiers", tier_type, "a persistkv tier before it")
-        self._prewarming = Prewarming(tiers[0], int(len(primary_kv_view) * self.options.share))
+        self._tier = tiers[0]
+        self._prewarming = Prewarming(self._tier, int(len(primary_kv_view) * self.options.share))
         self._contexts = 0
         self._context: ReqContext | None = None
         self._keys: list[OffloadKey] = []
@@ -66,6 +67,8 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]  # vLLM is n
 
     def serve_external_requests(self, parent: ParentManager) -> None:
         if self._context is None:
+            if self._tier.prefetch_waits:
+                self._prewarming.look_now()
             keys = self._prewarming.next_context()
             if keys is None:
                 return
@@ -80,7 +83,8 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]  # vLLM is n
             self._context = None
 
     def has_pending_work(self) -> bool:
-        return bool(self._passed_over) or not self._prewarming.ended
+        promotes = self._context is not None or self._prewarming.waits or self._tier.prefetch_waits
+        return bool(self._passed_over) or promotes or not self._prewarming.ended
 
     # Methods of a tier that holds no chunks
 

@@ -5,7 +5,7 @@ Hooks that only newer releases call need nothing here: older ones ignore the met
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from persistkv.base import OffloadKey
@@ -24,3 +24,9 @@ def fixes_hash_seed() -> bool:
     from vllm.v1.core import kv_cache_utils
 
     return hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
+
+
+def hint_actions(context: Any) -> Sequence[Any]:
+    """Return the ``KvHintAction`` objects of a ``ReqContext``; none in a release without hints."""
+    envelope = getattr(context, "kv_hints", None)
+    return () if envelope is None else envelope.actions

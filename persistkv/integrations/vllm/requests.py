@@ -6,23 +6,57 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from persistkv.base import OffloadKey, ReqContext, RequestDescription, get_offload_group_idx
 from persistkv.errors import ConfigurationError
-from persistkv.integrations.request_options import RequestOptions
+from persistkv.integrations.request_options import REQUEST_PARAMETER, RequestOptions
 from persistkv.integrations.vllm.releases import Position
+from persistkv.storage.records import Choice
 
 logger = logging.getLogger(__name__)
 
 
-def request_options(req_id: str, parameters: Mapping[str, Any] | None) -> RequestOptions:
-    """Return a request's options. If they are invalid, log a warning and use neither stores nor loads: the request
-    does not want the default, and must not fail because of its options.
+RETAIN = "persistkv.retain"
+PREFETCH = "persistkv.prefetch"
+HINT_VERSION = "1"
+
+
+def request_options(
+    req_id: str, parameters: Mapping[str, Any] | None, actions: Sequence[Any] = ()
+) -> tuple[RequestOptions, list[Choice]]:
+    """Return a request's options and the contexts that it has promoted for later requests.
+
+    Hints take precedence over ``kv_transfer_params``. An invalid hint is ignored with a warning. If the parameters are
+    invalid, log a warning and use neither stores nor loads: the request does not want the default, and must not fail
+    because of its options.
+
+    :param actions: the ``KvHintAction`` objects of the request; those of other components are skipped.
     """
     try:
-        return RequestOptions.parse(parameters)
+        options = RequestOptions.parse(parameters)
     except ConfigurationError as error:
         logger.warning("request %s neither uses nor fills the store: %s", req_id, error)
-        return RequestOptions(False, False)
+        options = RequestOptions(False, False)
+    choices = []
+    for action in actions:
+        if not action.action_type.startswith("persistkv."):
+            continue
+        try:
+            if action.action_version != HINT_VERSION or action.action_type not in (RETAIN, PREFETCH):
+                raise ValueError(f"unknown type or version, expected {RETAIN} or {PREFETCH}, version {HINT_VERSION}")
+            if action.action_type == RETAIN:
+                given = {**msgspec.to_builtins(options), **action.payload}
+                given["labels"] = {**options.labels, **given["labels"]}
+                options = RequestOptions.parse({REQUEST_PARAMETER: given})
+            else:
+                choice = msgspec.convert(action.payload, Choice)
+                if not (choice.request or choice.labels):
+                    raise ValueError('expected {"request": "id"} or {"labels": {"name": "value"}}')
+                choices.append(choice)
+        except (ConfigurationError, ValueError, TypeError) as error:
+            logger.warning("request %s: ignored its hint %s: %s", req_id, action.action_type, error)
+    return options, choices
 
 
 class LiveRequest:
@@ -44,6 +78,8 @@ class LiveRequest:
         self.options = options
         labels = {**labels, **options.labels}
         self._description = None if position is None else _Description(position, group_tokens, labels)
+        if self._description is not None:
+            self._description.pinned = options.pin
         self.context = ReqContext(req_id, description=self._description)
         self._is_long: bool | None = None
         self.has_stored = False

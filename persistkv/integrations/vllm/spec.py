@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
@@ -12,10 +13,13 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from persistkv.cpu.devices.base import Direction
 from persistkv.cpu.devices.cpu import CPUCopyEngine
-from persistkv.cpu.layout import KVMemory, plan_copies
+from persistkv.cpu.layout import KVMemory, PageCopies, plan_copies
 from persistkv.integrations.vllm.regions import ready
 from persistkv.isolation import Isolation
 from persistkv.memory.libc import memory_at
+
+Mappings = Mapping[tuple[int, int], Any]
+"""vLLM's ``CanonicalPageMapping`` by the index of a KV tensor and the bytes of a page."""
 
 
 class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not installed where types are checked
@@ -34,11 +38,17 @@ class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
         )
-        sizes = [canonical.page_size_bytes * self.blocks_per_chunk for canonical in kv_caches.tensors]
-        rows = [region.create_next_worker_view(size) for size in sizes]
+        mappings = _mappings(kv_caches) if getattr(self.config, "canonical_layout", False) else None
+        if mappings is None:
+            sizes = [canonical.page_size_bytes for canonical in kv_caches.tensors]
+            create_view = region.create_next_worker_view
+        else:
+            sizes = _canonical_sizes(mappings, len(kv_caches.tensors))
+            create_view = region.create_next_canonical_view
+        rows = [create_view(size * self.blocks_per_chunk) for size in sizes]
         storage = rows[0].untyped_storage()
         ready(memory_at(storage.data_ptr(), storage.nbytes()))
-        return CPUOffloadingWorker(kv_caches, rows, self.blocks_per_chunk, region.cleanup)
+        return CPUOffloadingWorker(kv_caches, rows, self.blocks_per_chunk, region.cleanup, mappings)
 
 
 class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not installed where types are checked
@@ -47,10 +57,16 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is no
     :param kv_caches: vLLM's ``CanonicalKVCaches``, in CPU memory.
     :param rows: for each tensor, its part of the rows: int8, shape (chunks, blocks_per_chunk * page bytes).
     :param release: called at the end, when no reference to the rows remains.
+    :param mappings: positions of the pages' bytes in rows of the canonical layout; None for the direct layout.
     """
 
     def __init__(
-        self, kv_caches: Any, rows: Sequence[torch.Tensor], blocks_per_chunk: int, release: Callable[[], None]
+        self,
+        kv_caches: Any,
+        rows: Sequence[torch.Tensor],
+        blocks_per_chunk: int,
+        release: Callable[[], None],
+        mappings: Mappings | None = None,
     ) -> None:
         pages = tuple(
             canonical.tensor.view(canonical.tensor.shape[0], -1)[:, : canonical.page_size_bytes]
@@ -58,8 +74,12 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is no
         )
         self._kv_caches = kv_caches
         self._memory: KVMemory | None = KVMemory(pages, tuple(rows), blocks_per_chunk)
-        self._stores = CPUCopyEngine(self._memory, Direction.STORE, in_place=True)
-        self._loads = CPUCopyEngine(self._memory, Direction.LOAD, in_place=True)
+        self._stores, self._loads = (
+            CPUCopyEngine(self._memory, direction, in_place=True)
+            if mappings is None
+            else _CanonicalCopyEngine(self._memory, direction, mappings)
+            for direction in (Direction.STORE, Direction.LOAD)
+        )
         self._release = release
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
@@ -95,3 +115,52 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is no
         self._memory = None
         del self._stores.memory, self._loads.memory
         self._release()
+
+
+class _CanonicalCopyEngine(CPUCopyEngine):
+    """Copies between pages and rows of the canonical layout, which are the same for all parallel sizes.
+
+    A worker writes only its parts of a row. Of workers that hold the same bytes of a block, one writes them.
+    """
+
+    def __init__(self, memory: KVMemory, direction: Direction, mappings: Mappings) -> None:
+        super().__init__(memory, direction, in_place=True)
+        self._mappings = mappings
+        self._sizes = _canonical_sizes(mappings, len(memory.pages))
+
+    def _copy(self, part: PageCopies) -> None:
+        mapping, factor = self._mappings[part.tensor_idx, part.page_bytes], self.memory.block_size_factor
+        pages, rows = self.memory.pages[part.tensor_idx], self.memory.rows[part.tensor_idx]
+        stores, used = self.direction is Direction.STORE, np.ones(len(part.blocks), bool)
+        if stores:
+            used[:] = [mapping.is_writer(block) for block in part.blocks.tolist()]
+        blocks = torch.from_numpy(part.blocks[used])
+        chunks, positions = map(torch.from_numpy, np.divmod(part.sub_blocks[used], factor))
+        for run in mapping.runs:
+            fragments = (run.num_fragments, run.fragment_size)
+            local = pages.as_strided(
+                (len(pages), *fragments),
+                (pages.stride(0), run.local_stride, 1),
+                pages.storage_offset() + run.local_offset,
+            )
+            canonical = rows.as_strided(
+                (len(rows), factor, *fragments),
+                (rows.stride(0), self._sizes[part.tensor_idx], run.canonical_stride, 1),
+                rows.storage_offset() + run.canonical_offset,
+            )
+            if stores:
+                canonical[chunks, positions] = local[blocks]
+            else:
+                local[blocks] = canonical[chunks, positions]
+
+
+def _mappings(kv_caches: Any) -> Mappings:
+    return {(ref.tensor_idx, ref.page_size_bytes): ref.mapping for refs in kv_caches.group_data_refs for ref in refs}
+
+
+def _canonical_sizes(mappings: Mappings, num_tensors: int) -> list[int]:
+    """Return the bytes of each tensor's canonical page."""
+    return [
+        max(mapping.canonical_page_size_bytes for (tensor, _), mapping in mappings.items() if tensor == index)
+        for index in range(num_tensors)
+    ]

@@ -39,11 +39,12 @@ from persistkv.integrations.vllm.identity import (
     engine_identity,
     find_vllm_config,
     has_random_hashes,
+    shared_layout,
 )
 from persistkv.integrations.vllm.metrics import MetricsReader, Observed, metric_definitions
 from persistkv.integrations.vllm.options import vllm_options
 from persistkv.integrations.vllm.regions import close_region, open_region
-from persistkv.integrations.vllm.releases import fixes_hash_seed, key_position
+from persistkv.integrations.vllm.releases import fixes_hash_seed, hint_actions, key_position
 from persistkv.integrations.vllm.requests import LiveRequest, request_options
 from persistkv.isolation import Isolation
 from persistkv.storage import BACKENDS
@@ -86,7 +87,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         self._group_tokens = _chunk_tokens(offloading_spec.config)
         self._region_fds = open_region(primary_kv_view) if self.options.host == "process" else ()
         try:
-            config = self._tier_config(offloading_spec.config, primary_kv_view)
+            config = self._tier_config(offloading_spec, primary_kv_view)
             self._namespace = Identity.of(config.identity).digest.hex()
             self._tier = PersistentTier(config, primary_kv_view, **self.options.tier_options)
         except BaseException:
@@ -103,8 +104,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         self._tiers = persistent_tiers(offloading_spec)
         self._tiers.append(self._tier)
 
-    def _tier_config(self, offloading: Any, rows: memoryview) -> OffloadingConfig:
-        engine = find_vllm_config()
+    def _tier_config(self, spec: Any, rows: memoryview) -> OffloadingConfig:
+        engine, offloading = find_vllm_config(), spec.config
         algorithm = engine.cache_config.prefix_caching_hash_algo
         if has_random_hashes(algorithm, fixes_seed=fixes_hash_seed()):
             logger.warning(
@@ -112,13 +113,26 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
                 "found after a restart. Set PYTHONHASHSEED=0, or use the algorithm sha256",
                 algorithm,
             )
+        shared = shared_layout(spec)
+        if shared is None and offloading.parallel.world_size > 1:
+            logger.info(
+                "the layout of KV depends on the parallel sizes: engines with other sizes do not share this one's "
+                'contexts. If the model allows it, "canonical_layout": true in kv_connector_extra_config of all '
+                "of them makes it independent"
+            )
         identity = engine_identity(
-            engine, offloading, engine_facts(), weights=self.options.weights, adapters=self.options.adapters
+            engine,
+            offloading,
+            engine_facts(),
+            shared=shared,
+            weights=self.options.weights,
+            adapters=self.options.adapters,
         )
         tokens = offloading.groups[0].tokens_per_block * offloading.cache.blocks_per_chunk
         # A tier does not know the offsets of workers' cells and groups' tensors, so each group uses the whole row.
         stride = rows.nbytes // len(rows)
-        layout = RowLayout(stride, (GroupLayout(((0, stride),)),) * len(self._group_tokens))
+        used = stride if shared is None else shared.num_bytes
+        layout = RowLayout(stride, (GroupLayout(((0, used),)),) * len(self._group_tokens))
         events = bool(offloading.enable_kv_cache_events)
         return OffloadingConfig(identity, tokens, layout, len(rows), self._region_fds, events)
 
@@ -190,7 +204,9 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
     def _request(self, context: ReqContext) -> LiveRequest:
         request = self._requests.get(context.req_id)
         if request is None:
-            options = request_options(context.req_id, context.kv_transfer_params)
+            options, choices = request_options(context.req_id, context.kv_transfer_params, hint_actions(context))
+            for choice in choices:
+                self._tiers[0].prefetch(choice)
             request = LiveRequest(context.req_id, options, key_position(context), self._group_tokens, self._labels)
             self._requests[context.req_id] = request
         return request

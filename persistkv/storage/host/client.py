@@ -32,7 +32,7 @@ from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host import protocol
 from persistkv.storage.host.supervisor import KILL_S, Host, State, Supervisor
 from persistkv.storage.index import LookupTable
-from persistkv.storage.records import News, RequestEnd
+from persistkv.storage.records import Choice, News, RequestEnd
 
 logger = logging.getLogger(__name__)
 
@@ -435,14 +435,15 @@ class StoreClient:
         """Return requests whose end was processed since the last call, and whether their whole context is durable."""
         return self._in_flight.take_persisted()
 
-    def ask_recent(self, max_blocks: int, *, only_asked: bool = False) -> bool:
+    def ask_recent(self, max_blocks: int, *, only_asked: bool = False, choice: Choice | None = None) -> bool:
         """Request the most recently used contexts. ``take_recent`` returns them when they have arrived.
 
         :param only_asked: only contexts that were requested for prewarming.
+        :param choice: only contexts of this choice.
         :returns: False if the store is not open; nothing was requested.
         """
         if self.state is State.OPEN:
-            self.supervisor.connection.send(protocol.AskRecent(max_blocks, only_asked))
+            self.supervisor.connection.send(protocol.AskRecent(max_blocks, only_asked, choice))
         return self.state is State.OPEN
 
     def take_recent(self) -> list[list[bytes]] | None:

@@ -32,6 +32,7 @@ import msgspec
 from persistkv.errors import StoreError, StoreUnavailableError
 from persistkv.storage.backend import Backend
 from persistkv.storage.extensions import InspectableBackend, SupportsStatus, statuses
+from persistkv.storage.records import Choice
 
 DEFAULT_TTL_S = 3600.0
 _ASK, _ANSWER, _BY = "ask", "warmed", "by"
@@ -185,6 +186,7 @@ def recent_contexts(
     engine: str = "",
     *,
     only_asked: bool = False,
+    choice: Choice | None = None,
 ) -> list[list[bytes]]:
     """Return the keys of contexts to prewarm, one list per context, ``max_blocks`` keys at most in all.
 
@@ -195,12 +197,13 @@ def recent_contexts(
     :param holds: returns whether a key is stored.
     :param engine: name of the engine that answers the requests; empty: no answers are published.
     :param only_asked: leave out recently used contexts.
+    :param choice: return the contexts of this choice only.
     :raises StoreError: the medium failed.
     """
-    asked = pending_warm(backend, namespace, engine)
+    asked = [] if choice else pending_warm(backend, namespace, engine)
     found: list[list[bytes]] = []
     named: set[bytes] = set()
-    used = [] if only_asked else _by_last_use(backend, namespace, max_blocks)
+    used = [] if only_asked and choice is None else _by_last_use(backend, namespace, max_blocks, choice or Choice())
     names = iter(dict.fromkeys([*(row.request for row in asked), *used]))
     while len(named) < max_blocks and (some := list(islice(names, _AT_ONCE))):
         for groups in backend.manifest_keys(namespace, some):
@@ -223,11 +226,11 @@ def _answer(backend: InspectableBackend, asked: WarmRequest, named: set[bytes], 
         logger.info("could not answer the warm request for %s: %s", asked.request, error)
 
 
-def _by_last_use(backend: InspectableBackend, namespace: bytes, most: int) -> list[str]:
-    """Return the ids of the requests that were used last. Reads them in pages: a store has millions."""
+def _by_last_use(backend: InspectableBackend, namespace: bytes, most: int, choice: Choice) -> list[str]:
+    """Return the ids of the chosen requests that were used last. Reads them in pages: a store has millions."""
 
     def moments() -> Iterator[tuple[float, str]]:
-        heads = iter(backend.manifests(namespace))
+        heads = filter(choice.includes, backend.manifests(namespace))
         while some := list(islice(heads, _AT_ONCE)):
             for head, use in zip(some, backend.uses(namespace, [head.id for head in some]), strict=True):
                 yield max(head.created, use.last_used) if use else head.created, head.id

@@ -23,7 +23,7 @@ from persistkv.errors import (
     StoreUnavailableError,
 )
 from persistkv.storage.format.pack import PackedKeys
-from persistkv.storage.records import RequestEnd, StoreCounters, StoreOptions
+from persistkv.storage.records import Choice, RequestEnd, StoreCounters, StoreOptions
 
 _ERRORS: dict[str, type[PersistKVError]] = {
     kind.__name__: kind
@@ -98,6 +98,8 @@ class AskRecent(_Message):
     max_blocks: int
     only_asked: bool = False
     """Leave out the most recently used ones."""
+    choice: Choice | None = None
+    """Answer with the contexts of this choice only."""
 
 
 class Ping(_Message):

@@ -204,7 +204,7 @@ class StoreServer:
     async def _answer_recent(self, store: Store, ask: protocol.AskRecent) -> None:
         try:
             engine = "" if self._status is None else self._status.engine
-            contexts = await store.recent(ask.max_blocks, engine, only_asked=ask.only_asked)
+            contexts = await store.recent(ask.max_blocks, engine, only_asked=ask.only_asked, choice=ask.choice)
         except StoreError as error:
             logger.warning("the most recently used contexts cannot be read: %s", str(error))
             contexts = []

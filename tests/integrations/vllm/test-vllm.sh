@@ -18,7 +18,7 @@ $PYTHON -c "import vllm" >/dev/null || skip "vLLM is installed and does not impo
 # compiled code that has no build for CPUs, so these are the tests without an engine.
 if [ -n "${NEXT:-}" ]; then
   export PYTHONPATH="$NEXT${PYTHONPATH:+:$PYTHONPATH}"
-  set -- tests/integrations/vllm/test_{manager,releases,tier}.py "$@"
+  set -- tests/integrations/vllm/test_{manager,releases,spec,tier}.py "$@"
 else
   set -- tests/integrations/vllm "$@"
 fi

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from persistkv.errors import ConfigurationError
-from persistkv.integrations.vllm.identity import engine_identity, has_random_hashes
+from persistkv.integrations.vllm.identity import SharedLayout, engine_identity, has_random_hashes, shared_layout
 from persistkv.storage.identity import Identity
 from tests.integrations.vllm.tiny_model import CONFIG, make_model
 
@@ -110,6 +110,63 @@ def test_names_the_field_of_the_offloading_that_differs(config, offloading, path
     ours = identity(config, offloading)
     set_path(offloading, path, value)
     assert [difference.field for difference in ours.diff(identity(config, offloading))] == [field]
+
+
+def spec_of(world=1, *, layers=2, blocks=1, cell=32768, declared=True, **facts):
+    """Return a spec of a model that keeps 64 KiB of KV per block, in all workers together."""
+    facts = {"replicated_layout": False, "canonical_layout": False, "kv_cache_layout": "LBHNC", **facts}
+    copies = 1 if facts["replicated_layout"] else world
+    names = tuple(f"model.layers.{index}" for index in range(layers))
+    config = SimpleNamespace(
+        groups=(SimpleNamespace(group_id=0, tokens_per_block=16, layer_names=names),),
+        model=SimpleNamespace(name="tiny", dtype="float32"),
+        cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=blocks),
+        parallel=SimpleNamespace(
+            world_size=world, tp_size=world, pp_size=1, pcp_size=1, dcp_size=1, is_parallelism_agnostic=declared
+        ),
+        worker_kv_bytes_per_block=65536 // copies,
+        **facts,
+    )
+    single = facts["replicated_layout"]
+    return SimpleNamespace(config=config, replicated_layout=single, cpu_page_size_per_worker=cell)
+
+
+SHARED = [
+    {"canonical_layout": True},
+    {"canonical_layout": True, "replicated_layout": True},
+    {"replicated_layout": True},
+    {"kv_cache_layout": "BHLNC"},
+    {"layers": 1},
+]
+
+
+@pytest.mark.parametrize("facts", SHARED)
+def test_layout_that_is_independent_of_the_parallel_sizes_is_one_identity(config, facts):
+    specs = [spec_of(1, **facts), spec_of(2, **facts)]
+    layouts = [shared_layout(spec) for spec in specs]
+    kind = "canonical" if facts.get("canonical_layout") else "direct"
+    assert layouts == [SharedLayout(kind, 65536)] * 2
+    one, two = (identity(config, spec.config, shared=shared_layout(spec)) for spec in specs)
+    assert one.digest == two.digest
+    assert one.digest != identity(config, specs[0].config).digest
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"declared": False, "canonical_layout": True},
+        {"declared": False, "kv_cache_layout": "BHLNC"},
+        {},  # vLLM declares the direct layout of single layers independent; two layers of two workers interleave
+        {"kv_cache_layout": None},
+        {"kv_cache_layout": "BHLNC", "blocks": 2},
+        {"kv_cache_layout": "BHLNC", "cell": 36864},
+    ],
+)
+def test_other_layouts_are_an_identity_for_each_parallel_size(config, facts):
+    specs = [spec_of(1, **facts), spec_of(2, **facts)]
+    assert shared_layout(specs[1]) is None
+    one, two = (identity(config, spec.config, shared=shared_layout(spec)) for spec in specs)
+    assert one.digest != two.digest
 
 
 def test_another_hash_seed_is_another_identity(config, offloading, monkeypatch):

@@ -14,6 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.integrations.vllm.conftest import PREWARM, wait_stored
+from tests.integrations.vllm.conftest import tier as tier_entry
 from tests.integrations.vllm.offloading import offloading_config
 
 pytestmark = pytest.mark.vllm
@@ -25,7 +27,7 @@ TIMEOUT_S = 60
 class Engine:
     """The scheduler's side of an engine and one worker of it, over one spec."""
 
-    def __init__(self, url):
+    def __init__(self, *tiers):
         from persistkv.integrations.vllm.plugin import register
         from persistkv.integrations.vllm.spec import PersistKVSpec
 
@@ -35,7 +37,7 @@ class Engine:
             engine_id=f"test-{os.getpid()}-{time.monotonic_ns()}",
             extra_config={
                 "cpu_bytes_to_use": CHUNKS * CHUNK_BYTES,
-                "secondary_tiers": [{"type": "persistkv", "url": url}],
+                "secondary_tiers": list(tiers),
             },
         )
         self.spec = PersistKVSpec(config)
@@ -53,11 +55,11 @@ class Engine:
         )
         self.worker = self.spec.get_worker(caches)
 
-    def request(self, keys):
+    def request(self, keys, **facts):
         from vllm.v1.kv_offload.base import ReqContext
 
         self.requests += 1
-        context = ReqContext(f"request-{self.requests}")
+        context = ReqContext(f"request-{self.requests}", **facts)
         for index, key in enumerate(keys):
             context.set_offload_key_position(key, (index + 1) * CHUNK_TOKENS)
         with self.lock:
@@ -70,9 +72,9 @@ class Engine:
         with self.lock:
             self.manager.on_schedule_end(ScheduleEndContext([], []))
 
-    def store(self, keys):
+    def store(self, keys, **facts):
         """Store the first pages under these keys and wait until the tier has taken them."""
-        context = self.request(keys)
+        context = self.request(keys, **facts)
         with self.lock:
             output = self.manager.prepare_store(keys, context)
         if absent := output.keys_to_store:  # those that the primary tier does not hold
@@ -144,8 +146,8 @@ def start(url, monkeypatch):
     monkeypatch.setattr(tier, "engine_identity", lambda *_, **__: {"test": 1})
     running = []
 
-    def start():
-        running.append(Engine(url))
+    def start(*more):
+        running.append(Engine(tier_entry(url), *more))
         return running[-1]
 
     yield start
@@ -282,3 +284,24 @@ def test_config_info_names_the_store(start):
         "host": "process",
     }
     assert set(labels) <= set(type(engine.spec).config_info_keys(engine.spec.extra_config))
+
+
+@pytest.mark.parametrize("payload", [{"labels": {"session": "7"}}, {"labels": {"session": "7", "model": "tiny"}}])
+def test_prefetch_hint_promotes_a_context_before_its_request(start, url, payload):
+    from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+    from vllm.v1.kv_offload.base import LookupResult
+
+    engine, chosen, other = start(PREWARM), keys_of(4), keys_of(4, 4)
+    engine.store(chosen, kv_transfer_params={"persistkv": {"labels": {"session": "7"}}})
+    engine.store(other)
+    wait_stored(url, 2)
+    with engine.lock:
+        engine.manager.reset_cache()
+        getattr(engine.manager, "on_reset_flushed", lambda: None)()
+    hints = KvHintsEnvelope("1", "m", [KvHintAction("a", "persistkv.prefetch", "1", payload)])
+    context = engine.request([], kv_hints=hints)
+    with engine.lock:
+        engine.manager.on_request_finished(context)
+    engine.settle()
+    assert engine.look_up(chosen, engine.request(chosen)) == [LookupResult.HIT] * 4
+    assert LookupResult.HIT not in engine.look_up(other, engine.request(other))

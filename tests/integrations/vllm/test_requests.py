@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from persistkv.base import make_offload_key
 from persistkv.integrations.request_options import RequestOptions
 from persistkv.integrations.vllm.requests import LiveRequest, request_options
+from persistkv.storage.records import Choice
 
 CHUNK = 16
 
@@ -67,17 +70,68 @@ def test_a_request_that_opted_out_wants_nothing():
     ],
 )
 def test_a_request_opts_out(parameters, store, load):
-    options = request_options("a", parameters)
+    options, _ = request_options("a", parameters)
     assert (options.store, options.load) == (store, load)
 
 
 def test_labels_of_a_request_are_added_to_those_of_the_tier():
-    options = request_options("a", {"persistkv": {"labels": {"user": "anna"}}})
+    options, _ = request_options("a", {"persistkv": {"labels": {"user": "anna"}}})
     live = LiveRequest("a", options, positions_of(keys_of(0, 1)).get, (CHUNK,), {"model": "tiny", "user": "all"})
     assert live.end().description.labels == {"model": "tiny", "user": "anna"}
 
 
 @pytest.mark.parametrize("asked", ["off", {"stores": False}, {"store": "never"}, 3])
 def test_a_request_that_is_not_understood_is_served_without_the_store(asked, caplog):
-    assert request_options("a", {"persistkv": asked}) == RequestOptions(store=False, load=False)
+    assert request_options("a", {"persistkv": asked}) == (RequestOptions(store=False, load=False), [])
     assert "kv_transfer_params.persistkv" in caplog.text
+
+
+def action(kind, payload, version="1"):
+    """Return an object with the interface of vLLM's ``KvHintAction``."""
+    return SimpleNamespace(action_id="1", action_type=kind, action_version=version, payload=payload)
+
+
+def test_hints_take_precedence_over_parameters():
+    parameters = {"persistkv": {"store": False, "load": False, "labels": {"user": "anna", "turn": "1"}}}
+    hints = [
+        action("persistkv.retain", {"pin": True, "store": True}),
+        action("other.component", {"pin": False}),
+        action("persistkv.retain", {"labels": {"turn": "2"}}),
+    ]
+    options, choices = request_options("a", parameters, hints)
+    assert options == RequestOptions(store=True, load=False, labels={"user": "anna", "turn": "2"}, pin=True)
+    assert choices == []
+    assert LiveRequest("a", options, {}.get, (CHUNK,), {}).context.description.pinned
+
+
+def test_prefetch_hints_choose_contexts():
+    hints = [
+        action("persistkv.prefetch", {"request": "abc"}),
+        action("persistkv.prefetch", {"labels": {"session": "7"}}),
+    ]
+    assert request_options("a", None, hints) == (
+        RequestOptions(),
+        [Choice(request="abc"), Choice(labels={"session": "7"})],
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload", "version"),
+    [
+        ("persistkv.retain", {"pins": True}, "1"),
+        ("persistkv.retain", {"pin": "yes"}, "1"),
+        ("persistkv.retain", {"labels": ["a"]}, "1"),
+        ("persistkv.retain", {"labels": {"a": 1}}, "1"),
+        ("persistkv.retain", [], "1"),
+        ("persistkv.retain", {"pin": True}, "2"),
+        ("persistkv.evict", {}, "1"),
+        ("persistkv.prefetch", {}, "1"),
+        ("persistkv.prefetch", {"labels": {}}, "1"),
+        ("persistkv.prefetch", {"label": {"a": "b"}}, "1"),
+        ("persistkv.prefetch", None, "1"),
+    ],
+)
+def test_malformed_hint_is_ignored_with_one_line(caplog, kind, payload, version):
+    assert request_options("a", None, [action(kind, payload, version)]) == (RequestOptions(), [])
+    (record,) = caplog.records
+    assert kind in record.getMessage()

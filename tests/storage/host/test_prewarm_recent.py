@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from persistkv.storage import open_inspectable
 from persistkv.storage.host.prewarm import pending_warm, recent_contexts, request_warm, warm_answers
+from persistkv.storage.records import Choice
 from tests.tools.contexts import Contexts, chain
 
 
@@ -36,6 +38,20 @@ def test_what_was_asked_for_comes_before_what_was_used_last(writer: Contexts) ->
     request_warm(writer.backend, writer.namespace, "old")
     assert contexts(writer, 9) == [keys("old"), *contexts(writer, 9)[1:]]
     assert contexts(writer, 3) == [keys("old")]
+
+
+def test_choice_by_id_and_by_labels(writer: Contexts) -> None:
+    writer.add("labelled", "old1 old2", labels={"session": "7", "user": "anna"})
+    held = {*keys("old"), *keys("new")}.__contains__
+
+    def chosen(**choice: Any) -> list[list[bytes]]:
+        return recent_contexts(writer.backend, writer.namespace, held, 9, only_asked=True, choice=Choice(**choice))
+
+    request_warm(writer.backend, writer.namespace, "new")
+    assert chosen(request="new") == [keys("new")]
+    assert chosen(labels={"session": "7"}) == [keys("old")[:2]]
+    assert chosen(labels={"session": "8"}) == chosen(request="nobody") == []
+    assert chosen(request="middle") == []  # none of its blocks is held
 
 
 def test_an_engine_answers_what_it_was_given(writer: Contexts) -> None:

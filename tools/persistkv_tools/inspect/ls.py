@@ -40,7 +40,6 @@ from persistkv_tools.options import (
 )
 
 _PAGE = 50
-_WIDE = 120  # columns
 _AT_ONCE = 1024
 _Key = Callable[[RequestView], tuple[Any, ...]]
 _Context = tuple[str, str, frozenset[tuple[str, str]]]
@@ -169,17 +168,18 @@ def _csv(page: Page) -> str:
 
 
 def _print(page: Page) -> None:
-    wide = render.console().width >= _WIDE
-    models = {space.id: space.model or "-" for space in page.namespaces}
+    wide, models = render.is_wide(), {space.id: render.format_model(space.model) for space in page.namespaces}
     distinct, shorts = len(set(models.values())), Counter(request.short_id for request in page.requests)
     columns = render.columns(
-        "request=short age=created used=last_used tokens blocks"
-        + " by_group" * wide
+        "request=short age=created"
+        + " used=last_used" * wide
+        + " tokens"
+        + " blocks by_group" * wide
         + " size=raw_bytes"
         + " stored=stored_bytes" * wide
         + " copies hits pinned labels"
         + " model" * (distinct > 1)
-        + " namespace" * (len(models) > distinct),
+        + " namespace" * (wide and len(models) > distinct),
         short=lambda request: request.short_id if shorts[request.short_id] == 1 else request.id,
         by_group=lambda request: "+".join(f"{n:,}" for n in request.group_blocks) * (len(request.group_blocks) > 1),
         copies=lambda request: f"{request.copies:,}" * (request.copies > 1),

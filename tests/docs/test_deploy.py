@@ -1,0 +1,126 @@
+"""The files of docs/deploy: they parse, and every option in them exists and fits the others."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from persistkv.config import StoreUrl, convert_options, parse_size
+from persistkv.integrations.vllm.metrics import COUNTERS, GAUGES, PREFIX
+from persistkv.integrations.vllm.options import vllm_options
+from persistkv_lmdb.backend import LmdbOptions
+from persistkv_s3.options import parse_url
+from persistkv_tools.cli import main
+
+DOCS = Path(__file__).parents[2] / "docs"
+DEPLOY = DOCS / "deploy"
+ROOM_S = 20  # for the host process, after the engine
+
+
+def kubernetes() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the stateful set and its containers by name."""
+    (stateful,) = [
+        part for part in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()) if part["kind"] == "StatefulSet"
+    ]
+    return stateful, {one["name"]: one for one in stateful["spec"]["template"]["spec"]["containers"]}
+
+
+def compose() -> dict[str, Any]:
+    services: dict[str, Any] = yaml.safe_load((DEPLOY / "docker-compose.yaml").read_text())["services"]
+    return services
+
+
+def systemd() -> configparser.SectionProxy:
+    parser = configparser.ConfigParser(interpolation=None, delimiters=("=",), strict=False)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string((DEPLOY / "vllm.service").read_text().replace("\\\n", " "))
+    return parser["Service"]
+
+
+COMMANDS = {
+    "kubernetes": lambda: kubernetes()[1]["vllm"]["command"],
+    "compose": lambda: compose()["vllm"]["entrypoint"],
+    "systemd": lambda: shlex.split(systemd()["ExecStart"]),
+}
+
+
+def option(command: list[str], name: str) -> str:
+    return command[command.index(name) + 1]
+
+
+def connector(command: list[str]) -> dict[str, Any]:
+    transfer = json.loads(option(command, "--kv-transfer-config"))
+    assert (transfer["kv_connector"], transfer["kv_role"]) == ("OffloadingConnector", "kv_both")
+    extra: dict[str, Any] = transfer["kv_connector_extra_config"]
+    return extra
+
+
+@pytest.mark.parametrize("platform", COMMANDS)
+def test_options_of_every_tier_exist(platform: str) -> None:
+    extra = connector(COMMANDS[platform]())
+    assert extra["spec_name"] == "TieringOffloadingSpec"
+    for entry in extra["secondary_tiers"]:
+        kind = entry.pop("type")
+        if kind == "persistkv-prewarm":
+            assert 0 < entry.pop("share") <= 1
+            assert not entry
+            continue
+        assert kind == "persistkv"
+        url = StoreUrl.parse(vllm_options(entry).tier_options["url"])
+        if url.scheme == "lmdb":
+            assert convert_options(LmdbOptions, url.options, where="lmdb").policy.capacity
+        else:
+            assert parse_url(url)[1].ttl_s
+
+
+@pytest.mark.parametrize("platform", COMMANDS)
+def test_engine_has_time_to_commit(platform: str) -> None:
+    needed = int(option(COMMANDS[platform](), "--shutdown-timeout")) + ROOM_S
+    if platform == "kubernetes":
+        stateful, containers = kubernetes()
+        needed += int(containers["vllm"]["lifecycle"]["preStop"]["exec"]["command"][-1])
+        given = stateful["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    elif platform == "compose":
+        given = int(compose()["vllm"]["stop_grace_period"].removesuffix("s"))
+    else:
+        given = int(systemd()["TimeoutStopSec"])
+    assert given >= needed
+
+
+def test_shared_memory_holds_the_cpu_tier_and_memory_holds_both() -> None:
+    stateful, containers = kubernetes()
+    spec = stateful["spec"]["template"]["spec"]
+    (shm,) = [volume["emptyDir"]["sizeLimit"] for volume in spec["volumes"] if volume["name"] == "shm"]
+    shared = parse_size(f"{shm}B", name="sizeLimit")
+    assert shared > connector(COMMANDS["kubernetes"]())["cpu_bytes_to_use"]
+    assert parse_size(f"{containers['vllm']['resources']['limits']['memory']}B", name="memory") > shared
+    used = connector(COMMANDS["compose"]())["cpu_bytes_to_use"]
+    assert int(compose()["vllm"]["shm_size"].removesuffix("gb")) << 30 > used  # docker's gb is 2**30 bytes
+
+
+def test_exporters_run_an_existing_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (kubernetes()[1]["store-metrics"]["command"], compose()["store-metrics"]["entrypoint"]):
+        program, name, url, *options = command
+        assert program == "persistkv"
+        assert StoreUrl.parse(url).scheme == "lmdb"
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        shown = capsys.readouterr().out
+        assert all(word in shown for word in options if word.startswith("--"))
+
+
+def test_alerts_use_metrics_that_exist_and_are_documented() -> None:
+    (group,) = yaml.safe_load((DEPLOY / "prometheus-rules.yml").read_text())["groups"]
+    known = {f"{PREFIX}{name}_total" for name in COUNTERS} | {PREFIX + name for name in GAUGES}
+    page = (DOCS / "vllm-production.md").read_text()
+    for rule in group["rules"]:
+        (metric,) = re.findall(r"vllm:\w+", rule["expr"])
+        assert metric in known or metric == "vllm:kv_offload_config_info"
+        assert f"| `{rule['alert']}` |" in page

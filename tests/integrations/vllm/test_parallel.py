@@ -1,0 +1,48 @@
+"""Engines with one worker and with two over one store."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.integrations.vllm.conftest import SHORT, prompt, tier, wait_stored
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+PROMPTS = [prompt(1), prompt(2)]
+TWO_WORKERS = {
+    "tensor_parallel_size": 2,
+    "distributed_executor_backend": "mp",
+    "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    "command": [sys.executable],
+}
+
+
+@pytest.fixture(scope="module")
+def expected(plain_engine):
+    """Answers of an engine without a connector."""
+    return plain_engine.generate(*PROMPTS)["tokens"]
+
+
+def test_engines_share_contexts_in_the_canonical_layout(start_engine, url, expected):
+    canonical = {"extra": {"canonical_layout": True}}
+    one = start_engine(tier(url), **canonical)
+    assert one.generate(PROMPTS[0]) == {"tokens": expected[:1], "cached": [0]}
+    one.close()
+    two = start_engine(tier(url), **canonical, **TWO_WORKERS)
+    assert two.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 0]}
+    two.generate(SHORT)
+    wait_stored(url, 2)
+    two.close()
+    one = start_engine(tier(url), **canonical)
+    assert one.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384]}
+
+
+def test_engines_do_not_share_contexts_in_the_direct_layout(start_engine, url, expected):
+    one = start_engine(tier(url))
+    one.generate(PROMPTS[0])
+    one.close()
+    two = start_engine(tier(url), **TWO_WORKERS)
+    assert two.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 0]}
+    assert "canonical_layout" in two.log

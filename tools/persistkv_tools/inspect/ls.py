@@ -255,7 +255,7 @@ def list_requests(
 
 
 def _context(view: RequestView) -> _Context:
-    """What requests of the same row have in common."""
+    """Return the key by which requests share a row."""
     return view.namespace, view.context or view.id, frozenset(view.labels.items())
 
 
@@ -272,7 +272,7 @@ def _merged(
         context = _context(view)
         copies[context] += 1
         found[context] = best(1, [found[context], view])[0] if context in found else view
-        if keep is not None and len(found) > 2 * keep + _AT_ONCE:  # a context whose best request follows comes back
+        if keep is not None and len(found) > 2 * keep + _AT_ONCE:  # a later, better request adds its context again
             found = {_context(one): one for one in best(keep, found.values())}
     return list(found.values())
 
